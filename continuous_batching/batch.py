@@ -1,0 +1,53 @@
+"""What does one step compute, and what came of it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from continuous_batching.request import TokenLogprobs
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """This step's spans: for span i, positions `starts[i] .. stops[i]-1` of row `slots[i]`.
+
+    A span is never empty, and a row has at most one. A decode is a span of one token, a prompt's
+    chunk a longer one; nothing below the scheduler asks which it is.
+    """
+
+    slots: Index  # [S] rows of the slot table
+    starts: Index  # [S] first position to compute; all before it are in the cache
+    stops: Index  # [S] one past the last
+    sampled: Index  # [R] the spans (indices into the above) whose last position yields a token
+    new_pages: tuple[Index, Index, Index]  # page-table entries set since the last batch: row, index, page
+
+    @property
+    def num_spans(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.stops.sum() - self.starts.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the device answers for one batch, aligned with `batch.sampled`."""
+
+    tokens: Index  # [R] token ids; -1 where the logits were not finite
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # for those that asked, by index into tokens
+
+
+def ragged_ranges(starts: Index, stops: Index) -> Index:
+    """The integers of every range [starts[i], stops[i]), one range after the other."""
+    lens = stops - starts
+    ends = np.cumsum(lens)
+    total = int(ends[-1]) if len(ends) else 0
+    flat = np.arange(total, dtype=np.int64)
+    flat += np.repeat(starts - (ends - lens), lens)
+    return flat

@@ -1,0 +1,121 @@
+"""What does a user ask for, and what is known of it so far?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose a request's tokens and when to end, by the names of the OpenAI API.
+
+    Raises ValueError, naming the field, its value and its range, for a value that cannot be meant.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # None: the engine draws one
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # None: off; n: the chosen token's and the n best
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _check(
+            "min_tokens",
+            self.min_tokens,
+            0 <= self.min_tokens <= self.max_tokens,
+            f"from 0 to max_tokens ({self.max_tokens})",
+        )
+        _check("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100")
+        _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1")
+        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0 < self.repetition_penalty <= 100,
+            "above 0, at most 100",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, value, -2 <= value <= 2, "from -2 to 2")
+        if self.seed is not None:
+            _check("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
+        if self.logprobs is not None:
+            _check("logprobs", self.logprobs, 0 <= self.logprobs <= 20, "from 0 to 20")
+        for token, bias in self.logit_bias.items():
+            _check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "from -100 to 100")
+        _check("stop", len(self.stop), len(self.stop) <= 16, "at most 16 strings")
+        _check("stop", self.stop, all(self.stop), "strings of at least one character")
+
+
+def _check(name: str, value: object, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the distribution before temperature and filters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, logprob), best first
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request from its arrival to its end.
+
+    While it occupies a slot, the slot's row is the truth for its tokens; `tokens` is brought up to
+    date when it leaves the slot (finished, preempted, aborted).
+
+    `prompt` is any sequence of token ids; `cache_salt` parts the prefix cache between tenants;
+    `arrival_s`, `first_token_s` and `finish_s` are on the engine's clock.
+    """
+
+    id: str
+    prompt: TokenIds
+    params: SamplingParams = field(default_factory=SamplingParams)
+    tenant: str = ""
+    cache_salt: str = ""
+    arrival_s: float = 0.0
+
+    number: int = -1  # order of arrival, given by the scheduler
+    tokens: TokenIds = field(init=False)  # prompt, then answer
+    page_keys: list[bytes] = field(default_factory=list)  # of its full pages, for the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found computed when it was first admitted
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first_token_s: float | None = None
+    finish_s: float | None = None
+    finish_reason: str | None = None  # stop, length, abort, error
+    error: str | None = None  # says why, when finish_reason is "error"
+
+    def __post_init__(self) -> None:
+        self.prompt = np.asarray(self.prompt, dtype=np.int32)
+        self.tokens = self.prompt
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def answer(self) -> TokenIds:
+        """The tokens produced so far, as of the last time it left its slot."""
+        return self.tokens[len(self.prompt) :]
