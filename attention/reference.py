@@ -1,0 +1,151 @@
+"""What must attention over the paged cache compute?
+
+Plain torch, the same on every device, one span after the other: the definition that every faster
+implementation is held against.
+
+Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a
+page, N slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from continuous_batching.batch import Batch, ragged_ranges
+
+QUERY_ROWS = 256  # query positions whose scores are held at once: a long prompt's mask is quadratic
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a model and a recipe fix of attention; `windows` has one entry a layer, None for full."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    scale: float
+    dtype: torch.dtype
+    windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One span of the step: its rows of the packed query, its positions, its request's pages."""
+
+    first_row: int
+    start: int
+    stop: int
+    pages: Tensor  # int64 [ceil(stop / B)]
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """What the layers of one step share. An implementation may add fields in a subclass."""
+
+    write_index: Tensor  # int64 [T]: cache place, page * B + offset, of every token of the step
+    spans: tuple[Span, ...]
+
+
+class Attention:
+    """Causal attention over the paged cache: plan once a step, then write and attend once a layer.
+
+    A subclass for a device overrides what it does faster, and `check` to refuse what it cannot do.
+    """
+
+    def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
+        self.shape = shape
+        self.device = torch.device(device)
+
+    def check(self) -> None:
+        """Raise ValueError, with the limit, the value and the mend, for a shape that cannot be served."""
+        shape = self.shape
+        if shape.num_heads % shape.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads is {shape.num_heads} and num_key_value_heads {shape.num_kv_heads}; "
+                "the first must be a multiple of the second: correct the model's configuration"
+            )
+        if shape.page_size < 1:
+            raise ValueError(f"cache.page_size is {shape.page_size}; it must be at least 1: choose 16 to 128")
+        for layer, window in enumerate(shape.windows):
+            if window is not None and window < 1:
+                raise ValueError(
+                    f"the sliding window of layer {layer} is {window}; it must be at least 1: "
+                    "correct the model's configuration, or leave the window out"
+                )
+
+    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> AttentionMetadata:
+        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+        num_pages = -(-batch.stops // self.shape.page_size)
+        first_rows = np.cumsum(batch.stops - batch.starts) - (batch.stops - batch.starts)
+        spans = tuple(
+            Span(row, start, stop, self._to_device(page_table[slot, :pages].astype(np.int64)))
+            for slot, row, start, stop, pages in zip(
+                batch.slots.tolist(),
+                first_rows.tolist(),
+                batch.starts.tolist(),
+                batch.stops.tolist(),
+                num_pages.tolist(),
+            )
+        )
+        return AttentionMetadata(self._to_device(self.write_index(batch, page_table)), spans)
+
+    def write_index(self, batch: Batch, page_table: NDArray[np.int32]) -> NDArray[np.int64]:
+        """The cache place, page * B + offset, of every token of the step, in packed order. [T]"""
+        positions = ragged_ranges(batch.starts, batch.stops)
+        slots = np.repeat(batch.slots, batch.stops - batch.starts)
+        page, offset = np.divmod(positions, self.shape.page_size)
+        return page_table[slots, page].astype(np.int64) * self.shape.page_size + offset
+
+    def write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D]."""
+        layer_keys.flatten(0, 1)[metadata.write_index] = key
+        layer_values.flatten(0, 1)[metadata.write_index] = value
+
+    def attend(
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
+    ) -> Tensor:
+        """Each query [T, H, D] over its own request's positions up to its own; the same shape back.
+
+        With the layer's window w, the query at position p sees positions p-w+1 to p. Only places that
+        the request has written are read: elsewhere in the cache there may be NaN.
+        """
+        window = self.shape.windows[layer]
+        output = torch.empty_like(query)
+        for span in metadata.spans:
+            keys = layer_keys[span.pages].flatten(0, 1)[: span.stop]
+            values = layer_values[span.pages].flatten(0, 1)[: span.stop]
+            for start in range(span.start, span.stop, QUERY_ROWS):
+                stop = min(start + QUERY_ROWS, span.stop)
+                seen = 0 if window is None else max(0, start - window + 1)
+                rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
+                output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
+        return output
+
+    def _dense(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """Queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D]."""
+        num_rows, length = len(query), len(keys)
+        grouped = query.float().unflatten(1, (self.shape.num_kv_heads, -1))
+        scores = torch.einsum("tkgd,lkd->kgtl", grouped, keys.float()) * self.shape.scale
+        last = torch.arange(length - num_rows, length, device=query.device)[:, None]
+        position = torch.arange(length, device=query.device)
+        hidden = position > last
+        if window is not None:
+            hidden |= position <= last - window
+        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("kgtl,lkd->tkgd", weights, values.float()).flatten(1, 2).to(query.dtype)
+
+    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
