@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from continuous_batching.request import TokenLogprobs
 
 Index = NDArray[np.int64]
+NewPages = tuple[Index, Index, Index]  # page-table entries: row, index, page
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Batch:
     starts: Index  # [S] first position to compute; all before it are in the cache
     stops: Index  # [S] one past the last
     sampled: Index  # [R] the spans (indices into the above) whose last position yields a token
-    new_pages: tuple[Index, Index, Index]  # page-table entries set since the last batch: row, index, page
+    new_pages: NewPages  # set since the last batch
 
     @property
     def num_spans(self) -> int:
@@ -40,7 +41,18 @@ class Sampled:
     """What the device answers for one batch, aligned with `batch.sampled`."""
 
     tokens: Index  # [R] token ids; -1 where the logits were not finite
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # for those that asked, by index into tokens
+    logprobs: dict[int, TokenLogprobs] = field(
+        default_factory=dict
+    )  # for those that asked, by index into tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The tokens of a batch, span after span."""
+
+    token_ids: NDArray[np.int32]  # [T]
+    positions: Index  # [T] in their request
+    write_index: Index  # [T] place of each token's key and value in the cache: page * page_size + offset
 
 
 def ragged_ranges(starts: Index, stops: Index) -> Index:

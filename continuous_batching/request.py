@@ -97,6 +97,7 @@ class Request:
     arrival_s: float = 0.0
 
     number: int = -1  # order of arrival, given by the scheduler
+    seed: int | None = None  # of its samples; params.seed or one drawn by the scheduler
     tokens: TokenIds = field(init=False)  # prompt, then answer
     page_keys: list[bytes] = field(default_factory=list)  # of its full pages, for the prefix cache
     num_cached_tokens: int = 0  # prompt tokens found computed when it was first admitted

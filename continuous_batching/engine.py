@@ -1,0 +1,81 @@
+"""How do requests become tokens, step by step?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.request import Request
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+
+
+class Runner(Protocol):
+    """Computes a batch on a device."""
+
+    def run(self, batch: Batch) -> Sampled:
+        """One forward pass; one token for each span of `batch.sampled`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did.
+
+    Until the next step, `engine.slots.requests[step.batch.slots[i]]` is the request of span i, also
+    when it ended.
+    """
+
+    batch: Batch
+    sampled: Sampled
+    finished: list[Request]
+    start_s: float
+    end_s: float
+
+
+class Engine:
+    """The loop: schedule, run, commit. `clock` gives seconds and never runs back."""
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+
+    @property
+    def slots(self) -> SlotPool:
+        return self.scheduler.slots
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Take a request; raises ValueError if it could never be served."""
+        self.scheduler.add(request)
+
+    def finish(self, request_id: str, reason: str = "stop") -> Request | None:
+        """End a request whose text is complete; None if it has ended already."""
+        request = self.scheduler.end(request_id, reason)
+        if request is not None:
+            request.finish_s = self.clock()
+        return request
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request that nobody waits for any more; None if it has ended already."""
+        return self.finish(request_id, "abort")
+
+    def step(self) -> Step | None:
+        """Compute one batch; None when there is nothing to compute now."""
+        start_s = self.clock()
+        batch = self.scheduler.schedule(start_s)
+        if not batch.num_spans:
+            return None
+        sampled = self.runner.run(batch)
+        end_s = self.clock()
+        return Step(batch, sampled, self.scheduler.commit(batch, sampled, end_s), start_s, end_s)

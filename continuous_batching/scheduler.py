@@ -1,0 +1,276 @@
+"""Who computes what in this step, and what became of it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from continuous_batching.batch import Batch, Index, Sampled
+from continuous_batching.policies.policy import Policy, Waiting
+from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
+from continuous_batching.request import Request
+from continuous_batching.residency import EMPTY, Residency
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since the start, for metrics and benchmarks."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0  # of requests admitted for the first time
+    hit_tokens: int = 0  # of these, found in the prefix cache
+    preemptions: int = 0
+    lost_tokens: int = 0  # computed, then lost to preemption
+    refound_tokens: int = 0  # of these, found in the prefix cache at re-admission
+
+
+class Scheduler:
+    """Owns the slots, the pages and the waiting requests.
+
+    It is a function of its inputs alone: requests and times in, batches out; no clock, no device, no
+    chance but from `seed`.
+
+    `vocab_size` and `eos_token_ids` are the model's. `max_shared_tokens` bounds the prefix that may be
+    shared and the prompts that may share (None: unbounded), for models whose keys depend on the
+    length of their prompt.
+    """
+
+    def __init__(
+        self,
+        slots: SlotPool,
+        pool: PagePool,
+        policy: Policy,
+        *,
+        max_batch_tokens: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        order: QueueOrder = fcfs,
+        prefix_sharing: bool = True,
+        max_shared_tokens: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if max_batch_tokens < slots.num_slots:
+            raise ValueError(
+                f"max_batch_tokens is {max_batch_tokens}; it must be at least num_slots ({slots.num_slots}),"
+                " so that every slot can decode in every step"
+            )
+        self.slots = slots
+        self.pool = pool
+        self.residency = Residency(
+            slots, pool, prefix_sharing=prefix_sharing, max_shared_tokens=max_shared_tokens
+        )
+        self.waiting = WaitingQueue(order)
+        self.counters = Counters()
+        self._policy = policy
+        self._max_batch_tokens = max_batch_tokens
+        self._vocab_size = vocab_size
+        self._stop_mask = np.zeros(vocab_size, dtype=np.bool_)
+        self._stop_mask[list(eos_token_ids)] = True
+        self._random = np.random.default_rng(seed)
+        self._num_arrived = 0
+        self._row_of: dict[str, int] = {}
+        self._in_flight = EMPTY  # rows of the batch between schedule and commit
+        self._ending: dict[int, str] = {}  # rows in flight that were ended meanwhile, and why
+        self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(len(self.waiting) or len(self.slots.busy))
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises ValueError, with nothing changed, if it could never be served."""
+        self._check(request)
+        request.number = self._num_arrived
+        self._num_arrived += 1
+        request.page_keys = self.residency.keys(request)
+        request.seed = request.params.seed
+        if request.seed is None:
+            request.seed = int(self._random.integers(2**63))
+        self.waiting.push(request)
+
+    def end(self, request_id: str, reason: str) -> Request | None:
+        """End a request now, wherever it is; None if it is not here (any more).
+
+        Between schedule and commit a row of the batch is in flight: it ends with its commit, and its
+        token of this step is dropped.
+        """
+        request = self.waiting.find(request_id)
+        if request is not None:
+            self.waiting.remove(request)
+            request.finish_reason = reason
+            return request
+        row = self._row_of.get(request_id)
+        if row is None:
+            return None
+        if row in self._in_flight:
+            self._ending[row] = reason
+            ended: Request = self.slots.requests[row]
+            return ended
+        return self._finish(row, reason)
+
+    def schedule(self, now_s: float) -> Batch:
+        """Admit, share the budget, make room, and only then make the batch; it may be empty."""
+        assert not len(self._in_flight), "schedule was called twice without a commit"
+        if len(self.waiting):
+            self._admit(now_s)
+        slots = self.slots
+        rows = slots.busy
+        starts = slots.num_computed[rows]
+        todo = slots.num_tokens[rows] - starts
+        if todo.sum() > self._max_batch_tokens:
+            todo = self._policy.share(todo, self._max_batch_tokens)
+            granted = todo > 0
+            rows, starts, todo = rows[granted], starts[granted], todo[granted]
+        rows, starts, stops = self._make_room(rows, starts, starts + todo)
+        self._in_flight = rows
+        return Batch(
+            slots=rows,
+            starts=starts,
+            stops=stops,
+            sampled=np.flatnonzero(stops == slots.num_tokens[rows]),
+            new_pages=self.residency.take_new_pages(),
+        )
+
+    def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
+        """Book what the device computed; returns the requests that ended with it."""
+        slots = self.slots
+        self._in_flight = EMPTY
+        slots.num_computed[batch.slots] = batch.stops
+        self.residency.publish_prompts(batch.slots)
+
+        rows, tokens = batch.slots[batch.sampled], sampled.tokens
+        at = slots.num_tokens[rows]
+        slots.token_ids[rows, at] = tokens
+        slots.num_tokens[rows] = at + 1
+        for index, logprobs in sampled.logprobs.items():
+            slots.requests[rows[index]].logprobs.append(logprobs)
+        for row in rows[at == slots.num_prompt[rows]].tolist():
+            slots.requests[row].first_token_s = now_s
+        counters = self.counters
+        counters.steps += 1
+        counters.computed_tokens += batch.num_tokens
+        counters.sampled_tokens += len(rows)
+        return self._end_rows(rows, tokens, at + 1, now_s)
+
+    def _end_rows(self, rows: Index, tokens: Index, num_tokens: Index, now_s: float) -> list[Request]:
+        slots = self.slots
+        failed = tokens < 0
+        stopped = self._stop_mask[tokens] & ~slots.ignore_eos[rows]
+        for index in np.flatnonzero(slots.own_stops[rows]).tolist():
+            stopped[index] |= int(tokens[index]) in slots.requests[rows[index]].params.stop_token_ids
+        over = failed | stopped | (num_tokens >= slots.limit[rows])
+        ends, self._ending = self._ending, {}
+        for row in rows[np.isin(rows, list(ends))].tolist() if ends else []:
+            slots.num_tokens[row] -= 1  # ended while in flight: the token comes too late
+        for index in np.flatnonzero(over).tolist():
+            reason = "error" if failed[index] else "stop" if stopped[index] else "length"
+            ends.setdefault(int(rows[index]), reason)
+        finished = [self._finish(row, reason) for row, reason in ends.items()]
+        for request in finished:
+            request.finish_s = now_s
+        return finished
+
+    def _finish(self, row: int, reason: str) -> Request:
+        request = self.residency.leave(row, failed=reason == "error")
+        del self._row_of[request.id]
+        request.finish_reason = reason
+        if reason == "error":
+            request.error = f"request {request.id}: the model's logits were not finite"
+        return request
+
+    def _check(self, request: Request) -> None:
+        name, prompt, last_id = f"request {request.id}", request.prompt, self._vocab_size - 1
+        if request.id in self._row_of or self.waiting.find(request.id) is not None:
+            raise ValueError(f"{name} is being served already; give each request an id of its own")
+        if not len(prompt):
+            raise ValueError(f"{name} has an empty prompt; it needs at least one token")
+        outside = (prompt < 0) | (prompt > last_id)
+        if outside.any():
+            strange = int(prompt[outside.argmax()])
+            raise ValueError(f"{name} holds the token id {strange}; the model's go from 0 to {last_id}")
+        for token in request.params.logit_bias:
+            if not 0 <= token <= last_id:
+                raise ValueError(f"{name} biases the token id {token}; the model's go from 0 to {last_id}")
+        longest = request.num_prompt_tokens + request.params.max_tokens
+        if longest > self.slots.max_tokens:
+            raise ValueError(
+                f"{name} may grow to {longest} tokens; the limit is {self.slots.max_tokens}"
+                " (scheduler.max_request_tokens): shorten the prompt or max_tokens"
+            )
+        capacity = (self.pool.num_pages - 1) * self.slots.page_size + 1  # the last token is never cached
+        if longest > capacity:
+            raise ValueError(
+                f"{name} may grow to {longest} tokens; the cache holds {capacity}:"
+                " shorten the prompt or max_tokens, or give the cache more pages"
+            )
+
+    def _admit(self, now_s: float) -> None:
+        """Bring waiting requests into free rows while the policy, the slots and the pages allow it."""
+        slots, waiting = self.slots, self.waiting
+        todo = slots.num_tokens[slots.busy] - slots.num_computed[slots.busy]
+        queue = Waiting(len(waiting), now_s - waiting.longest_since_s)
+        tokens_left, requests_left = self._policy.room(todo, self._max_batch_tokens, queue)
+        if tokens_left <= 0 or not slots.num_free:
+            return
+        unpromised = self.residency.num_available - self.residency.num_promised()
+        while tokens_left > 0 and requests_left > 0 and slots.num_free and len(waiting) and unpromised > 0:
+            request = waiting.peek()
+            matched = self._match(request)
+            longest = request.num_prompt_tokens + request.params.max_tokens - 1  # the last is never cached
+            reserved = min(self._policy.reserve(request), longest)
+            idle = int((self.pool.holders[matched] == 1).sum())  # these counted as available until now
+            wanted = -(-reserved // slots.page_size) - len(matched) + idle
+            if wanted > unpromised:
+                break
+            unpromised -= wanted
+            waiting.remove(request)
+            self._row_of[request.id] = self.residency.enter(request, matched, reserved)
+            cached = len(matched) * slots.page_size
+            self._count_entry(request, cached)
+            tokens_left -= len(request.tokens) - cached
+            requests_left -= 1
+
+    def _match(self, request: Request) -> Index:
+        """What the head of the queue can share; searched again only when the cache has changed."""
+        number, version, matched = self._head
+        if number != request.number or version != self.residency.prefix.version:
+            matched = self.residency.find(request)
+            self._head = (request.number, self.residency.prefix.version, matched)
+        return matched
+
+    def _count_entry(self, request: Request, cached: int) -> None:
+        if request.num_preemptions:
+            self.counters.refound_tokens += cached
+        else:
+            request.num_cached_tokens = cached
+            self.counters.prompt_tokens += request.num_prompt_tokens
+            self.counters.hit_tokens += cached
+
+    def _make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
+        """Give every span its pages, preempting the youngest until there are enough."""
+        missing = self.residency.missing(rows, stops)
+        if not missing.any():
+            return rows, starts, stops
+        while missing.sum() > self.residency.num_available:
+            victim = int(self.slots.busy[-1])
+            assert len(self.slots.busy) > 1, f"row {victim} is alone and finds no page"
+            self._preempt(victim)
+            kept = rows != victim
+            rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
+        self.residency.grow(rows, missing)
+        return rows, starts, stops
+
+    def _preempt(self, row: int) -> None:
+        """Send a row back to the queue, where its arrival number keeps its place."""
+        self.counters.preemptions += 1
+        self.counters.lost_tokens += int(self.slots.num_computed[row])
+        request = self.residency.leave(row)
+        del self._row_of[request.id]
+        request.num_preemptions += 1
+        self.waiting.push(request)

@@ -1,0 +1,125 @@
+"""What does each row of the batch table hold?"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from continuous_batching.batch import Batch, Index, StepInputs, ragged_ranges
+from continuous_batching.request import Request
+
+
+class SlotPool:
+    """The batch table. A slot is a row; while a request occupies it, the row is the truth.
+
+    Columns are numpy arrays over all `num_slots` rows, so that a step over decodes touches whole
+    columns and its host cost hardly grows with their number. `busy` lists the occupied rows, oldest
+    request first; it is replaced, never changed in place, because a batch may still refer to it.
+    """
+
+    def __init__(self, num_slots: int, max_tokens: int, page_size: int) -> None:
+        if num_slots < 1 or max_tokens < 1 or page_size < 1:
+            raise ValueError(
+                f"a slot table of {num_slots} slots x {max_tokens} tokens, {page_size} to a page, is empty"
+            )
+        self.num_slots = num_slots
+        self.max_tokens = max_tokens
+        self.page_size = page_size
+        self.max_pages = -(-max_tokens // page_size)
+
+        # 32-bit where the device reads it or it is large; 64-bit where numpy indexes with it
+        self.token_ids = np.zeros((num_slots, max_tokens), dtype=np.int32)
+        self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
+        self.number = self._integers()  # order of arrival
+        self.num_prompt = self._integers()
+        self.num_tokens = self._integers()  # known: prompt and answer so far
+        self.num_computed = self._integers()  # of these, how many are in the cache
+        self.num_pages = self._integers()  # entries of page_table in use
+        self.num_matched = self._integers()  # of these, found in the prefix cache at admission
+        self.num_published = self._integers()  # of these, known to the prefix cache
+        self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
+        self.tail = self._integers()  # the prefix cache's serial of the last of num_published
+        self.limit = self._integers()  # num_tokens at which the request ends
+        self.reserved = self._integers()  # tokens that were promised pages at admission
+
+        self.temperature = np.zeros(num_slots, dtype=np.float32)
+        self.top_k = self._integers()
+        self.top_p = np.ones(num_slots, dtype=np.float32)
+        self.min_p = np.zeros(num_slots, dtype=np.float32)
+        self.repetition_penalty = np.ones(num_slots, dtype=np.float32)
+        self.presence_penalty = np.zeros(num_slots, dtype=np.float32)
+        self.frequency_penalty = np.zeros(num_slots, dtype=np.float32)
+        self.seed = np.zeros(num_slots, dtype=np.uint64)
+        self.min_total = self._integers()  # no stop token while num_tokens is below
+        self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
+        self.own_stops = np.zeros(num_slots, dtype=np.bool_)  # the request has stop_token_ids
+        self.plain = np.ones(num_slots, dtype=np.bool_)  # no penalty, bias, logprobs or min_tokens
+
+        # The last request of each row: it stays readable after its end, until the row is taken again
+        self.requests: NDArray[np.object_] = np.full(num_slots, None, dtype=object)
+        self.busy: Index = np.empty(0, dtype=np.int64)
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    def _integers(self) -> Index:
+        return np.zeros(self.num_slots, dtype=np.int64)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, request: Request) -> int:
+        """Put a request with all its known tokens into a free row."""
+        row = self._free.pop()
+        params, count = request.params, len(request.tokens)
+        self.requests[row] = request
+        self.number[row] = request.number
+        self.token_ids[row, :count] = request.tokens
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_tokens[row] = count
+        self.limit[row] = request.num_prompt_tokens + params.max_tokens
+        for column in (self.num_computed, self.num_pages, self.num_matched, self.num_published, self.tail):
+            column[row] = 0
+        self.num_shareable[row] = min(len(request.page_keys), request.num_prompt_tokens // self.page_size)
+
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.repetition_penalty[row] = params.repetition_penalty
+        self.presence_penalty[row] = params.presence_penalty
+        self.frequency_penalty[row] = params.frequency_penalty
+        self.seed[row] = request.seed or 0
+        self.min_total[row] = request.num_prompt_tokens + params.min_tokens
+        self.ignore_eos[row] = params.ignore_eos
+        self.own_stops[row] = bool(params.stop_token_ids)
+        self.plain[row] = not (
+            params.repetition_penalty != 1
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.logit_bias
+            or params.logprobs is not None
+            or params.min_tokens
+        )
+        at = int(np.searchsorted(self.number[self.busy], request.number))
+        self.busy = np.insert(self.busy, at, row)
+        return row
+
+    def release(self, row: int) -> None:
+        """Free a row whose pages and tokens have been taken care of."""
+        self.busy = self.busy[self.busy != row]
+        self._free.append(row)
+
+    def pages(self, row: int) -> Index:
+        """A copy of the pages of a row, in the order of its tokens."""
+        return self.page_table[row, : self.num_pages[row]].astype(np.int64)
+
+    def inputs(self, batch: Batch) -> StepInputs:
+        """What the forward pass of this batch reads and where its keys and values go."""
+        positions = ragged_ranges(batch.starts, batch.stops)
+        rows = np.repeat(batch.slots, batch.stops - batch.starts)
+        pages = self.page_table[rows, positions // self.page_size]
+        return StepInputs(
+            token_ids=self.token_ids[rows, positions],
+            positions=positions,
+            write_index=pages * np.int64(self.page_size) + positions % self.page_size,
+        )

@@ -1,0 +1,64 @@
+"""Who still needs this page?"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Index = NDArray[np.int64]
+
+NULL_PAGE = 0  # never handed out: a legal page number for padding and for rows that are not used
+
+
+class PagePool:
+    """Counts the holders of every page, and keeps a stack of the pages that nobody holds.
+
+    A holder is a slot or the prefix cache; the pool does not know which. `holders[page]` is the
+    count; a page with none is free. Pages given to one call are distinct: a slot never holds a
+    page twice.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(
+                f"a pool of {num_pages} pages has none to give beside the null page; use 2 or more"
+            )
+        self.num_pages = num_pages
+        self.holders = np.zeros(num_pages, dtype=np.int32)
+        self.holders[NULL_PAGE] = 1
+        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int64)  # the low pages are handed out first
+        self._num_free = num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def free_pages(self) -> Index:
+        """A copy of the free pages, in no order that matters."""
+        return self._free[: self._num_free].copy()
+
+    def take(self, count: int) -> Index:
+        """Hand out `count` free pages, each with one holder: the caller."""
+        assert 0 <= count <= self._num_free, f"asked for {count} pages, {self._num_free} are free"
+        rest = self._num_free - count
+        pages = self._free[rest : self._num_free][::-1].copy()
+        self._num_free = rest
+        self.holders[pages] = 1
+        return pages
+
+    def share(self, pages: Index) -> None:
+        """Add one holder to each of these held pages."""
+        held = self.holders[pages]
+        assert (held > 0).all(), f"shared pages that nobody holds: {pages[held <= 0].tolist()}"
+        self.holders[pages] = held + 1
+
+    def release(self, pages: Index) -> None:
+        """Take one holder from each of these pages; those that lose their last become free."""
+        left = self.holders[pages] - 1
+        wrong = (left < 0) | (pages == NULL_PAGE)
+        assert not wrong.any(), f"released pages that nobody holds: {pages[wrong].tolist()}"
+        self.holders[pages] = left
+        freed = pages[left == 0]
+        self._free[self._num_free : self._num_free + len(freed)] = freed[::-1]
+        self._num_free += len(freed)

@@ -1,0 +1,176 @@
+"""Which pages already hold these tokens?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_cache.pages import PagePool
+
+Index = NDArray[np.int64]
+TokenIds = NDArray[np.int32]
+
+ROOT = 0  # serial of the chain before a request's first page
+
+
+def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
+    """The key of every full page of `tokens`, `known` being those of its first pages.
+
+    A key is the sha256 of the previous key and the page's tokens; the first is chained to the salt,
+    so equal keys mean equal prefixes under equal salts.
+    """
+    keys = list(known)
+    previous = keys[-1] if keys else hashlib.sha256(salt.encode()).digest()
+    first, last = len(keys) * page_size, len(tokens) // page_size * page_size
+    data = memoryview(np.ascontiguousarray(tokens[first:last], dtype="<i4").tobytes())
+    width = 4 * page_size
+    sha256 = hashlib.sha256
+    for at in range(0, len(data), width):
+        previous = sha256(previous + data[at : at + width]).digest()
+        keys.append(previous)
+    return keys
+
+
+class PrefixCache:
+    """Full pages by the tokens that they hold and all tokens before them.
+
+    The cache is a holder of its pages like any slot. A page whose only holder is the cache is idle:
+    it is found and shared again, or evicted, least recently used first, when pages run short.
+
+    Equal keys are not believed: a hit also compares the page's tokens, its salt and its parent. Each
+    cached page carries a serial number that is never used twice, and the serial of the page before
+    it, so that a chain is right from its root or it ends.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._salt_of: dict[int, str] = {}  # of the first pages of chains only
+        self._tokens = np.zeros((pool.num_pages, page_size), dtype=np.int32)
+        self._serial = np.zeros(pool.num_pages, dtype=np.int64)  # 0: the page is not cached
+        self._parent = np.zeros(pool.num_pages, dtype=np.int64)
+        self._next_serial = ROOT + 1
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.version = 0  # changes with what can be found
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the cache holds, idle or in use."""
+        return len(self._key_of)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def pages(self) -> Index:
+        """The pages that the cache holds, in the order they were published."""
+        return np.fromiter(self._key_of, dtype=np.int64, count=len(self._key_of))
+
+    @property
+    def idle_pages(self) -> Index:
+        """Idle pages, the next to be evicted first."""
+        return np.fromiter(self._idle, dtype=np.int64, count=len(self._idle))
+
+    def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str) -> Index:
+        """The pages of the longest cached prefix of `tokens`; neither holds nor touches them."""
+        found = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        if not found:
+            return np.empty(0, dtype=np.int64)
+        pages = np.array(found, dtype=np.int64)
+        wanted = tokens[: len(pages) * self._page_size].reshape(len(pages), self._page_size)
+        parents = np.empty_like(pages)
+        parents[0] = ROOT
+        parents[1:] = self._serial[pages[:-1]]
+        right = (self._tokens[pages] == wanted).all(axis=1) & (self._parent[pages] == parents)
+        right[0] &= self._salt_of.get(found[0]) == salt
+        return pages if right.all() else pages[: int(right.argmin())]
+
+    def share(self, pages: Index) -> None:
+        """Give each of these cached pages one more holder."""
+        for page in pages[self._pool.holders[pages] == 1].tolist():
+            del self._idle[page]
+        self._pool.share(pages)
+
+    def release(self, pages: Index) -> None:
+        """Take a slot's hold from its pages, given in the order of its tokens.
+
+        Pages left with the cache as only holder become idle, the last of the chain as the first to
+        be evicted, so that no page outlives the page it depends on.
+        """
+        pages = pages[::-1]
+        self._pool.release(pages)
+        idle = pages[(self._pool.holders[pages] == 1) & (self._serial[pages] > 0)]
+        for page in idle.tolist():
+            self._idle[page] = None
+
+    def tail(self, pages: Index) -> int:
+        """The serial that the page after these continues."""
+        return int(self._serial[pages[-1]]) if len(pages) else ROOT
+
+    def publish(
+        self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, first: int, parent: int, salt: str
+    ) -> int:
+        """Make pages `first` and up of a request findable; returns the serial of the last.
+
+        `keys`, `tokens` and `pages` are the request's from its start, and end with the last page to
+        publish; its keys and values are computed. `parent` is the serial of page `first - 1`. A page
+        whose equal is cached already is left private. A page of the same key in another chain (its
+        parent was evicted and came back, or the keys collide) gives up its place.
+        """
+        size = self._page_size
+        self.version += 1
+        for index in range(first, len(pages)):
+            page, key = int(pages[index]), keys[index]
+            content = tokens[index * size : (index + 1) * size]
+            equal = self._page_of.get(key)
+            if equal is not None:
+                if self._holds(equal, content, parent, salt):
+                    parent = int(self._serial[equal])
+                    continue
+                self._forget(equal)
+            self._page_of[key] = page
+            self._key_of[page] = key
+            if parent == ROOT:
+                self._salt_of[page] = salt
+            self._tokens[page] = content
+            self._parent[page] = parent
+            self._serial[page] = parent = self._next_serial
+            self._next_serial += 1
+            self._pool.holders[page] += 1
+        return parent
+
+    def forget(self, pages: Index) -> None:
+        """Make pages unfindable that turned out wrong; those that are not cached are passed over."""
+        for page in pages.tolist():
+            if self._serial[page]:
+                self._forget(page)
+
+    def evict(self, count: int) -> None:
+        """Free the `count` idle pages that were used longest ago."""
+        assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
+        for _ in range(count):
+            self._forget(next(iter(self._idle)))
+
+    def _holds(self, page: int, tokens: TokenIds, parent: int, salt: str) -> bool:
+        same = self._parent[page] == parent and np.array_equal(self._tokens[page], tokens)
+        return bool(same) and (parent != ROOT or self._salt_of[page] == salt)
+
+    def _forget(self, page: int) -> None:
+        self.version += 1
+        del self._page_of[self._key_of.pop(page)]
+        self._salt_of.pop(page, None)
+        self._serial[page] = 0
+        self._idle.pop(page, None)
+        self._pool.release(np.array([page], dtype=np.int64))

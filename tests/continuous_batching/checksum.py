@@ -1,0 +1,81 @@
+"""A model whose answers show any mistake in pages, spans or order, and the oracle for it.
+
+The "key" of a token is a hash of the token, its position and the key before it; the next token is a
+checksum over all keys of the request, read back through the page table. A page that was shared wrongly,
+overwritten, freed too early or read before it was computed changes every later token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.slots import SlotPool
+
+VOCAB_SIZE = 97
+POISON = np.uint64(0xDEADBEEFDEADBEEF)
+_MASK = (1 << 64) - 1
+
+
+def key(token: int, position: int, previous: int) -> int:
+    mixed = (previous ^ (token * 0x9E3779B97F4A7C15) ^ (position * 0xC2B2AE3D27D4EB4F)) & _MASK
+    mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 & _MASK
+    return mixed ^ (mixed >> 32)
+
+
+def answer_token(keys: np.ndarray) -> int:
+    weights = np.arange(1, 2 * len(keys), 2, dtype=np.uint64)
+    total = int((keys * weights).sum())
+    return (total ^ (total >> 31)) % VOCAB_SIZE
+
+
+def alone(prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset()) -> list[int]:
+    """The answer that a request gets with the machine to itself."""
+    keys, tokens, answer = [], list(prompt), []
+    while len(answer) < max_tokens:
+        for position in range(len(keys), len(tokens)):
+            keys.append(key(tokens[position], position, keys[-1] if keys else 1))
+        token = answer_token(np.array(keys, dtype=np.uint64))
+        answer.append(token)
+        tokens.append(token)
+        if token in stops:
+            break
+    return answer
+
+
+class ChecksumRunner:
+    """Runs batches with a device-side page table of its own, fed only by `batch.new_pages`."""
+
+    def __init__(self, slots: SlotPool, num_pages: int) -> None:
+        self.slots = slots
+        self.cache = np.full(num_pages * slots.page_size, POISON)
+        self.page_table = np.zeros_like(slots.page_table)
+        self.fail: set[str] = set()  # ids of requests whose logits are not finite
+        self.num_steps = 0
+
+    def run(self, batch: Batch) -> Sampled:
+        self.num_steps += 1
+        rows, indexes, pages = batch.new_pages
+        self.page_table[rows, indexes] = pages
+        inputs = self.slots.inputs(batch)
+        assert len(np.unique(inputs.write_index)) == len(inputs.write_index), "two tokens in one place"
+        assert (inputs.write_index >= self.slots.page_size).all(), "wrote to the null page"
+        at, size = 0, self.slots.page_size
+        last = []
+        for row, start, stop in zip(batch.slots.tolist(), batch.starts.tolist(), batch.stops.tolist()):
+            assert stop > start, "an empty span"
+            positions = np.arange(stop)
+            places = self.page_table[row, positions // size].astype(np.int64) * size + positions % size
+            previous = int(self.cache[places[start - 1]]) if start else 1
+            for position in range(start, stop):
+                assert inputs.write_index[at] == places[position]
+                assert inputs.positions[at] == position
+                previous = key(int(inputs.token_ids[at]), position, previous)
+                self.cache[places[position]] = previous
+                at += 1
+            last.append(self.cache[places])
+        tokens = [
+            -1 if self.slots.requests[batch.slots[i]].id in self.fail else answer_token(last[i])
+            for i in batch.sampled.tolist()
+        ]
+        return Sampled(np.array(tokens, dtype=np.int64))

@@ -1,0 +1,51 @@
+"""The ledger, counted again from scratch: what must hold between any two operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from continuous_batching.scheduler import Scheduler
+from kv_cache.pages import NULL_PAGE
+
+
+def recount(scheduler: Scheduler) -> None:
+    """Assert every invariant of slots, pages, prefix cache and queue."""
+    slots, pool, prefix = scheduler.slots, scheduler.pool, scheduler.residency.prefix
+
+    # holders are what slots and cache hold; free and held pages are all pages
+    holders: Counter[int] = Counter({NULL_PAGE: 1})
+    for row in slots.busy.tolist():
+        pages = slots.pages(row).tolist()
+        assert len(set(pages)) == len(pages), f"row {row} holds a page twice"
+        holders.update(pages)
+    holders.update(prefix.pages.tolist())
+    assert np.array_equal(pool.holders, [holders[page] for page in range(pool.num_pages)])
+    free = pool.free_pages.tolist()
+    assert len(set(free)) == len(free), "a page is free twice"
+    assert set(free) == {page for page in range(pool.num_pages) if not holders[page]}
+
+    # idle is exactly: held by the cache alone
+    idle = {page for page in prefix.pages.tolist() if holders[page] == 1}
+    assert set(prefix.idle_pages.tolist()) == idle
+
+    # rows
+    busy = slots.busy
+    assert len(set(busy.tolist())) == len(busy) == slots.num_slots - slots.num_free
+    assert (np.diff(slots.number[busy]) > 0).all(), "busy is not oldest first"
+    assert (slots.num_computed[busy] < slots.num_tokens[busy]).all()
+    assert (slots.num_tokens[busy] < slots.limit[busy]).all() or scheduler._in_flight.size
+    assert (slots.num_pages[busy] * slots.page_size >= slots.num_computed[busy]).all()
+    assert (slots.num_published[busy] * slots.page_size <= slots.num_computed[busy]).all()
+
+    # a page that may be written (beyond what is computed) is nobody else's
+    for row in busy.tolist():
+        writable = slots.pages(row)[slots.num_computed[row] // slots.page_size :]
+        assert (pool.holders[writable] == 1).all(), f"row {row} may write to a shared page"
+
+    # a request is in one place
+    running = {slots.requests[row].id for row in busy.tolist()}
+    waiting = {request.id for request in scheduler.waiting.requests}
+    assert not running & waiting
+    assert set(scheduler._row_of) == running

@@ -1,0 +1,151 @@
+"""Every schedule gives each request the tokens it would get alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+
+MAX_TOKENS = 64
+EOS = 5
+FAMILIES = [np.random.default_rng(family).integers(0, VOCAB_SIZE, 40).tolist() for family in range(3)]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of the schedule: a prefix of a family that others may share, then its own tail."""
+
+    family: int
+    num_shared: int
+    num_own: int
+    max_tokens: int
+    arrives_at: int  # step
+    aborts_after: int | None  # steps after its arrival
+    fails: bool
+    stop: int | None
+    salt: str
+
+    def request(self, number: int) -> Request:
+        own = np.random.default_rng(1000 + number).integers(0, VOCAB_SIZE, self.num_own).tolist()
+        params = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=0.0,
+            stop_token_ids=() if self.stop is None else (self.stop,),
+            ignore_eos=number % 2 == 0,
+        )
+        prompt = FAMILIES[self.family][: self.num_shared] + own
+        return Request(f"r{number}", np.array(prompt), params, cache_salt=self.salt)
+
+
+arrivals = st.builds(
+    Arrival,
+    family=st.integers(0, 2),
+    num_shared=st.integers(0, 30),
+    num_own=st.integers(1, 12),
+    max_tokens=st.integers(1, 20),
+    arrives_at=st.integers(0, 20),
+    aborts_after=st.one_of(st.none(), st.none(), st.integers(0, 15)),
+    fails=st.sampled_from([False] * 9 + [True]),
+    stop=st.one_of(st.none(), st.integers(0, VOCAB_SIZE - 1)),
+    salt=st.sampled_from(["", "", "", "tenant b"]),
+)
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
+    page_size = draw(st.sampled_from([1, 2, 4, 16]))
+    num_slots = draw(st.integers(1, 6))
+    longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
+    num_pages = 1 + longest_pages + draw(st.integers(0, longest_pages))  # 1.0 to 2.0 of the largest request
+    static = draw(st.booleans()) and draw(st.booleans())
+    slots = SlotPool(num_slots, MAX_TOKENS, page_size)
+    scheduler = Scheduler(
+        slots,
+        PagePool(num_pages),
+        Static(batch_size=draw(st.integers(1, 4)), max_wait_s=3.0) if static else StallFree(),
+        max_batch_tokens=num_slots + draw(st.sampled_from([0, 1, 3, 7, 30])),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        prefix_sharing=draw(st.sampled_from([True, True, True, False])),
+        max_shared_tokens=draw(st.sampled_from([None, None, 20])),
+    )
+    return scheduler, ChecksumRunner(slots, num_pages)
+
+
+def expected(request: Request) -> list[int]:
+    stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else {EOS})
+    return alone(request.prompt.tolist(), request.params.max_tokens, frozenset(stops))
+
+
+def serve(scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival]) -> dict[str, Request]:
+    """Run a schedule to its end, recounting the ledger after every operation."""
+    now = 0.0
+    engine = Engine(scheduler, runner, clock=lambda: now)
+    requests = {f"r{number}": arrival.request(number) for number, arrival in enumerate(plan)}
+    runner.fail = {f"r{number}" for number, arrival in enumerate(plan) if arrival.fails}
+    ended: dict[str, Request] = {}
+    step = 0
+    while step <= 36 or engine.has_work:
+        for number, arrival in enumerate(plan):
+            request = requests[f"r{number}"]
+            if arrival.arrives_at == step:
+                request.arrival_s = now
+                engine.add(request)
+                recount(scheduler)
+            if arrival.aborts_after is not None and arrival.arrives_at + arrival.aborts_after == step:
+                aborted = engine.abort(request.id)
+                assert (aborted is None) == (request.id in ended), "abort found what had ended, or missed it"
+                if aborted is not None:
+                    ended[aborted.id] = aborted
+                recount(scheduler)
+        done = engine.step()
+        recount(scheduler)
+        for request in done.finished if done else []:
+            assert request.id not in ended, "ended twice"
+            ended[request.id] = request
+        step += 1
+        now += 1.0
+        assert step < 5000, "no progress"
+    assert ended.keys() == requests.keys()
+    return ended
+
+
+def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
+    for request in ended.values():
+        want, got = expected(request), request.answer.tolist()
+        if request.finish_reason == "abort":
+            assert got == want[: len(got)]
+        elif request.id in failing:
+            assert (request.finish_reason, got) == ("error", [])
+        else:
+            assert got == want
+            assert request.finish_reason == ("length" if len(got) == request.params.max_tokens else "stop") or (
+                len(got) == request.params.max_tokens and request.finish_reason == "stop"
+            )
+            assert request.first_token_s is not None
+            assert request.finish_s is not None
+            assert request.arrival_s <= request.first_token_s <= request.finish_s
+
+
+@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(made=schedulers(), plan=st.lists(arrivals, min_size=1, max_size=10))
+def test_every_schedule_gives_the_tokens_of_each_request_alone(
+    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival]
+) -> None:
+    scheduler, runner = made
+    ended = serve(scheduler, runner, plan)
+    check_answers(ended, runner.fail)
+    assert not len(scheduler.slots.busy)
+    assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
