@@ -131,9 +131,9 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
             assert (request.finish_reason, got) == ("error", [])
         else:
             assert got == want
-            assert request.finish_reason == ("length" if len(got) == request.params.max_tokens else "stop") or (
-                len(got) == request.params.max_tokens and request.finish_reason == "stop"
-            )
+            assert request.finish_reason == (
+                "length" if len(got) == request.params.max_tokens else "stop"
+            ) or (len(got) == request.params.max_tokens and request.finish_reason == "stop")
             assert request.first_token_s is not None
             assert request.finish_s is not None
             assert request.arrival_s <= request.first_token_s <= request.finish_s

@@ -1,0 +1,87 @@
+"""What does a step cost the host?
+
+Drives the real scheduler, slot table and batch inputs with a runner that answers at once. Pure decode:
+every slot holds a context of 1,000 to 1,300 tokens and gets one token a step. With a chunk: each step also
+admits, computes and finishes one prompt.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import numpy as np
+
+from continuous_batching.batch import Sampled
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+
+VOCAB_SIZE = 32_000
+CONTEXT_TOKENS = (1000, 1300)
+
+
+def full_scheduler(num_slots: int, page_size: int, num_steps: int, num_busy: int) -> Scheduler:
+    """A scheduler whose first `num_busy` slots decode, with pages for `num_steps` more tokens each."""
+    random = np.random.default_rng(0)
+    max_tokens = CONTEXT_TOKENS[1] + num_steps + 8
+    pages_per_slot = -(-max_tokens // page_size)
+    scheduler = Scheduler(
+        SlotPool(num_slots, max_tokens, page_size),
+        PagePool(1 + (num_slots + 1) * pages_per_slot),
+        StallFree(),
+        max_batch_tokens=num_slots * CONTEXT_TOKENS[1],  # so that one step computes all contexts
+        vocab_size=VOCAB_SIZE,
+    )
+    params = SamplingParams(max_tokens=num_steps + 8, temperature=0.0)
+    for number in range(num_busy):
+        prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*CONTEXT_TOKENS)))
+        scheduler.add(Request(str(number), prompt, params))
+    step_us(scheduler)
+    assert len(scheduler.slots.busy) == num_busy, "not every slot decodes"
+    return scheduler
+
+
+def step_us(scheduler: Scheduler) -> float:
+    """Microseconds of one step's schedule, batch inputs and commit."""
+    start = time.perf_counter()
+    batch = scheduler.schedule(0.0)
+    scheduler.slots.inputs(batch)
+    scheduled = time.perf_counter()
+    sampled = Sampled(np.full(len(batch.sampled), 7, dtype=np.int64))  # the device's work
+    computed = time.perf_counter()
+    scheduler.commit(batch, sampled, 0.0)
+    return 1e6 * (time.perf_counter() - computed + scheduled - start)
+
+
+def measure(num_slots: int, page_size: int, chunk_tokens: int, num_steps: int) -> dict[str, float]:
+    """Percentiles over the steps, of decode alone (`chunk_tokens` 0) or with a chunk of a new prompt."""
+    random = np.random.default_rng(1)
+    scheduler = full_scheduler(num_slots, page_size, num_steps, num_slots - bool(chunk_tokens))
+    gc.collect()
+    times_us = []
+    for number in range(num_steps):
+        if chunk_tokens:
+            prompt = random.integers(0, VOCAB_SIZE, chunk_tokens)
+            scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
+        times_us.append(step_us(scheduler))
+    p50, p99 = np.percentile(times_us, [50, 99])
+    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+
+
+def run(
+    slots: list[int], page_sizes: list[int], chunk_tokens: int, num_steps: int
+) -> list[dict[str, object]]:
+    """One row for each number of slots and page size."""
+    return [
+        {
+            "slots": num_slots,
+            "page_size": page_size,
+            "decode": measure(num_slots, page_size, 0, num_steps),
+            f"decode_and_{chunk_tokens}_token_chunk": measure(num_slots, page_size, chunk_tokens, num_steps),
+        }
+        for num_slots in slots
+        for page_size in page_sizes
+    ]

@@ -1,0 +1,257 @@
+"""Single decisions of the scheduler; their sum is tested in test_schedules.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from continuous_batching.batch import Sampled
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams, TokenLogprobs
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+
+
+def make(num_slots: int = 4, num_pages: int = 40, page_size: int = 4, budget: int = 16, **options) -> Engine:
+    slots = SlotPool(num_slots, 128, page_size)
+    scheduler = Scheduler(
+        slots,
+        PagePool(num_pages),
+        StallFree(),
+        max_batch_tokens=budget,
+        vocab_size=VOCAB_SIZE,
+        **options,
+    )
+    return Engine(scheduler, ChecksumRunner(slots, num_pages), clock=lambda: 0.0)
+
+
+def ask(name: str, num_prompt: int = 8, max_tokens: int = 4, **fields) -> Request:
+    prompt = np.random.default_rng(sum(map(ord, name))).integers(0, VOCAB_SIZE, num_prompt)
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields))
+
+
+def spans(engine: Engine) -> dict[str, tuple[int, int]]:
+    """Run one step; who computed which positions."""
+    step = engine.step()
+    assert step is not None
+    recount(engine.scheduler)
+    batch = step.batch
+    return {
+        engine.slots.requests[row].id: (start, stop)
+        for row, start, stop in zip(batch.slots.tolist(), batch.starts.tolist(), batch.stops.tolist())
+    }
+
+
+def run_out(engine: Engine) -> None:
+    while engine.has_work:
+        assert engine.step() is not None
+        recount(engine.scheduler)
+
+
+def test_a_long_prompt_is_chunked_around_running_decodes() -> None:
+    engine = make()
+    engine.add(ask("short", 8, 9))
+    assert spans(engine) == {"short": (0, 8)}
+    engine.add(ask("long", 40, 4))
+    assert spans(engine) == {"short": (8, 9), "long": (0, 15)}
+    engine.add(ask("late", 6, 4))
+    assert spans(engine) == {"short": (9, 10), "long": (15, 30)}
+    assert spans(engine) == {"short": (10, 11), "long": (30, 40), "late": (0, 5)}
+    assert spans(engine) == {"short": (11, 12), "long": (40, 41), "late": (5, 6)}
+
+
+def test_a_full_hit_computes_only_the_last_token() -> None:
+    engine = make()
+    engine.add(ask("a", 8, 4))
+    run_out(engine)
+    again = ask("a", 8, 4)
+    engine.add(again)
+    assert spans(engine) == {"a": (4, 8)}, "its last page is computed again, because its last token must be"
+    assert again.num_cached_tokens == 4
+    longer = Request("b", np.append(again.prompt, [1]), SamplingParams(max_tokens=1))
+    engine.add(longer)
+    assert spans(engine)["b"] == (8, 9)
+    assert longer.num_cached_tokens == 8
+
+
+def test_answers_are_found_again_when_they_left_their_slot() -> None:
+    engine = make()
+    first = ask("a", 8, 9)
+    engine.add(first)
+    run_out(engine)
+    follow_up = Request("b", np.append(first.tokens, [3, 4]), SamplingParams(max_tokens=1))
+    engine.add(follow_up)
+    run_out(engine)
+    assert follow_up.num_cached_tokens == 16, "8 + 9 tokens, the last never computed: 4 full pages"
+
+
+def test_the_youngest_is_preempted_and_resumes_where_its_pages_are_found() -> None:
+    engine = make(num_slots=2, num_pages=1 + 8)
+    old, young = ask("old", 12, 12), ask("young", 12, 12)
+    engine.add(old)
+    engine.add(young)
+    run_out(engine)
+    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
+    assert engine.scheduler.counters.preemptions == 1
+    for request in (old, young):
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 12)
+        assert request.num_cached_tokens == 0, "its own pages found again are no prefix hit"
+    assert engine.scheduler.counters.refound_tokens > 0
+
+
+def test_what_is_promised_to_a_running_prompt_is_not_given_to_a_newcomer() -> None:
+    engine = make(num_slots=3, num_pages=1 + 12, budget=12)
+    engine.add(ask("long", 40, 2))  # 10 pages, and one more with its first token
+    spans(engine)
+    engine.add(ask("second", 8, 2))
+    while "second" not in (computed := spans(engine)):
+        assert "long" in computed
+    assert "long" not in computed
+    assert engine.scheduler.counters.preemptions == 0
+
+
+def test_a_request_that_can_never_fit_is_refused_at_the_door() -> None:
+    engine = make(num_pages=11)
+    with pytest.raises(ValueError, match="request a may grow to 42 tokens; the cache holds 41"):
+        engine.add(ask("a", 30, 12))
+    engine.add(ask("a", 29, 12))
+    with pytest.raises(ValueError, match=r"may grow to 140 tokens; the limit is 128"):
+        engine.add(ask("b", 100, 40))
+    run_out(engine)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("a", np.array([], dtype=np.int32)), "request a has an empty prompt"),
+        (Request("a", np.array([1, 97, 2])), "holds the token id 97; the model's go from 0 to 96"),
+        (Request("a", np.array([-1])), "holds the token id -1"),
+        (Request("a", np.array([1]), SamplingParams(logit_bias={500: 1.0})), "biases the token id 500"),
+        (ask("twice"), "request twice is being served already"),
+    ],
+)
+def test_bad_requests_are_refused_and_change_nothing(request_: Request, message: str) -> None:
+    engine = make()
+    engine.add(ask("twice"))
+    with pytest.raises(ValueError, match=message):
+        engine.add(request_)
+    assert len(engine.scheduler.waiting) == 1
+    run_out(engine)
+
+
+def test_ends_between_schedule_and_commit_wait_for_the_commit() -> None:
+    engine = make()
+    scheduler = engine.scheduler
+    requests = [ask("a", 6, 9), ask("b", 6, 9)]
+    for request in requests:
+        engine.add(request)
+    spans(engine)
+    batch = scheduler.schedule(0.0)
+    assert scheduler.end("a", "abort") is requests[0]
+    assert requests[0].finish_reason is None
+    recount(scheduler)
+    finished = scheduler.commit(batch, engine.runner.run(batch), 1.0)
+    assert finished == [requests[0]]
+    assert requests[0].finish_reason == "abort"
+    assert requests[0].answer.tolist() == alone(requests[0].prompt.tolist(), 1), "this step's came too late"
+    recount(scheduler)
+    run_out(engine)
+    assert requests[1].answer.tolist() == alone(requests[1].prompt.tolist(), 9)
+
+
+def test_an_abort_of_what_is_unknown_or_over_is_answered_with_none() -> None:
+    engine = make()
+    engine.add(ask("a"))
+    assert engine.abort("b") is None
+    assert engine.abort("a") is not None
+    assert engine.abort("a") is None
+    assert not engine.has_work
+
+
+def test_a_failed_request_ends_alone_and_its_pages_are_never_found() -> None:
+    engine = make()
+    bad, good = ask("bad", 13, 4), ask("good", 8, 4)
+    engine.runner.fail = {"bad"}
+    engine.add(bad)
+    engine.add(good)
+    run_out(engine)
+    assert (bad.finish_reason, bad.answer.tolist()) == ("error", [])
+    assert bad.error == "request bad: the model's logits were not finite"
+    assert good.answer.tolist() == alone(good.prompt.tolist(), 4)
+    engine.runner.fail = set()
+    again = Request("again", bad.prompt, SamplingParams(max_tokens=4, temperature=0.0))
+    engine.add(again)
+    run_out(engine)
+    assert again.num_cached_tokens == 0
+    assert again.answer.tolist() == alone(bad.prompt.tolist(), 4)
+
+
+def test_stop_tokens_end_a_request_and_ignore_eos_does_not_hide_its_own_stops() -> None:
+    prompt = np.arange(6)
+    answer = alone(prompt.tolist(), 12)
+    eos, own = answer[3], answer[5]
+    engine = make(eos_token_ids=(eos,))
+    params = [
+        SamplingParams(max_tokens=12),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(own,)),
+    ]
+    requests = [Request(f"{i}", prompt, params[i]) for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    run_out(engine)
+    assert [request.answer.tolist() for request in requests] == [answer[:4], answer, answer[:6]]
+    assert [request.finish_reason for request in requests] == ["stop", "length", "stop"]
+
+
+def test_logprobs_stay_aligned_with_the_answer_when_a_request_is_ended_in_flight() -> None:
+    engine = make()
+    request = ask("a", 6, 9, logprobs=0)
+    engine.add(request)
+    for number in range(3):
+        batch = engine.scheduler.schedule(0.0)
+        if number == 2:
+            engine.scheduler.end("a", "abort")
+        tokens = engine.runner.run(batch).tokens
+        logprobs = {0: TokenLogprobs(int(tokens[0]), -1.0, ())}
+        engine.scheduler.commit(batch, Sampled(tokens, logprobs), 0.0)
+    assert [entry.token for entry in request.logprobs] == request.answer.tolist()
+    assert len(request.answer) == 2
+
+
+def test_the_same_inputs_and_seed_give_the_same_batches() -> None:
+    def story(seed: int) -> list[object]:
+        engine = make(num_slots=3, num_pages=14, seed=seed)
+        requests = [ask(f"r{i}", 4 + 3 * i, 10) for i in range(6)]
+        for request in requests:
+            engine.add(request)
+        told: list[object] = [request.seed for request in requests]
+        while (step := engine.step()) is not None:
+            told.append((step.batch.slots.tolist(), step.batch.starts.tolist(), step.batch.stops.tolist()))
+        return told
+
+    assert story(1) == story(1)
+    assert story(1)[:6] != story(2)[:6], "requests without a seed draw theirs from the scheduler's"
+
+
+def test_a_budget_below_the_number_of_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_batch_tokens is 3; it must be at least num_slots \(4\)"):
+        make(budget=3)
+
+
+def test_the_slot_table_takes_and_frees_rows_oldest_first() -> None:
+    slots = SlotPool(3, 16, 4)
+    requests = [ask(str(number)) for number in range(3)]
+    for number, request in enumerate(requests):
+        request.number = number
+    rows = [slots.take(requests[number]) for number in (2, 0, 1)]
+    assert slots.requests[slots.busy].tolist() == requests
+    before = slots.busy
+    slots.release(rows[1])
+    assert slots.requests[slots.busy].tolist() == requests[1:]
+    assert slots.requests[before].tolist() == requests, "a batch may still refer to it"
+    assert slots.num_free == 1
