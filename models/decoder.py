@@ -1,0 +1,63 @@
+"""How does a dense decoder turn tokens into logits?
+
+Legend: T tokens of the step, R sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention.reference import Attention, AttentionMetadata
+from kv_cache.storage import KVCache
+from models.config import DecoderConfig
+from models.fused import Fused
+from models.layers import DecoderLayer, Linear, parameter
+from models.rope import Rope
+
+
+class Decoder(nn.Module):
+    """A dense decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once."""
+
+    def __init__(self, config: DecoderConfig, fused: Fused, attention: Attention) -> None:
+        super().__init__()
+        hidden, vocab = config.hidden_size, config.vocab_size
+        dtype, device = config.dtype, attention.device
+        self.config, self.fused, self.attention = config, fused, attention
+        self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, fused, attention) for layer in range(config.num_layers)
+        )
+        self.norm = parameter(hidden, dtype=dtype, device=device)
+        self.head = Linear(fused, hidden, vocab, False, dtype, device)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding
+        self.rope = Rope(config.rope, device)
+
+    def pack(self) -> None:
+        """Bring every linear into the device's form, one after the other: at most one is held twice."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        cache: KVCache,
+        rope_lens: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states [T, hidden] of the step's tokens, before the last norm; all arguments [T].
+
+        `rope_lens` is needed by dynamic rope alone (see Rope.cos_sin).
+        """
+        x, residual = F.embedding(token_ids, self.embedding), None
+        cos, sin = self.rope.cos_sin(positions, rope_lens, x.dtype)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin, metadata, cache)
+        return x if residual is None else x + residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> logits [R, V], in the model's dtype."""
+        return self.head(self.fused.rms_norm(hidden, self.norm, self.config.rms_eps))

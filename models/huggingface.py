@@ -1,0 +1,197 @@
+"""What does a Hugging Face config.json say of the decoder?
+
+The keys and their defaults are those of transformers' configuration classes; a value that the decoder
+cannot honour is refused by its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from models.config import ROPE_KINDS, DecoderConfig, RopeConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Windows = tuple[int | None, ...]
+
+
+def decoder_config(
+    hf: Mapping[str, Any],
+    family: str,
+    *,
+    windows: Windows,
+    attention_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> DecoderConfig:
+    """The decoder of `hf`, a parsed config.json; the keywords are where families differ."""
+    for key in ("quantization_config", "compression_config"):
+        if hf.get(key):
+            raise _refused(key, hf[key], "only unquantised weights are read: use the original checkpoint")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise _refused("hidden_act", hf["hidden_act"], "it must be silu")
+    hidden_size = integer(hf, "hidden_size")
+    num_heads = integer(hf, "num_attention_heads")
+    num_kv_heads = integer(hf, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise _refused(
+            "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})"
+        )
+    if hf.get("head_dim") is None and hidden_size % num_heads:
+        raise _refused(
+            "hidden_size", hidden_size, f"give head_dim, or a multiple of num_attention_heads ({num_heads})"
+        )
+    head_dim = integer(hf, "head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise _refused("head_dim", head_dim, "the rotary embedding turns pairs: it must be even")
+    max_positions = integer(hf, "max_position_embeddings")
+    return DecoderConfig(
+        family=family,
+        vocab_size=integer(hf, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=integer(hf, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=integer(hf, "intermediate_size"),
+        rms_eps=number(hf, "rms_norm_eps", 1e-6),
+        rope=rope_config(hf, head_dim, max_positions),
+        windows=windows,
+        tie_embeddings=boolean(hf, "tie_word_embeddings", False),
+        attention_bias=attention_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        dtype=_dtype(hf),
+        max_positions=max_positions,
+        eos_token_ids=_token_ids(hf, "eos_token_id"),
+    )
+
+
+def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
+    """From `rope_scaling` beside `rope_theta`, or else from `rope_parameters`."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = hf.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise _refused(key, rope, "it must be a mapping")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise _refused(key, rope, "one rotary embedding for all layer types is supported, not one for each")
+    rope = {name: value for name, value in rope.items() if value is not None}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise _refused(f"{key}.rope_type", kind, f"supported are {', '.join(ROPE_KINDS)}")
+    for place in (rope, hf):
+        if place.get("partial_rotary_factor") not in (None, 1, 1.0):
+            value = place["partial_rotary_factor"]
+            raise _refused("partial_rotary_factor", value, "whole heads are turned: it must be 1")
+
+    original = max_positions
+    if kind in ("llama3", "yarn"):
+        place = hf if hf.get("original_max_position_embeddings") is not None else rope
+        original = integer(place, "original_max_position_embeddings", max_positions)
+    factor = 1.0
+    if kind == "yarn":  # as DeepSeek, whose factor is null, has it
+        factor = number(rope, "factor", max_positions / original)
+    elif kind != "default":
+        factor = number(rope, "factor")
+    if factor < 1:
+        raise _refused(f"{key}.factor", factor, "it must be at least 1")
+    if kind == "dynamic" and head_dim <= 2:
+        raise _refused("head_dim", head_dim, "dynamic rope needs more than 2")
+    return RopeConfig(
+        kind=kind,
+        theta=number(rope, "rope_theta", number(hf, "rope_theta", 10000.0)),
+        dim=head_dim,
+        factor=factor,
+        original_max_positions=original,
+        max_positions=max_positions,
+        low_freq_factor=number(rope, "low_freq_factor") if kind == "llama3" else 1.0,
+        high_freq_factor=number(rope, "high_freq_factor") if kind == "llama3" else 4.0,
+        beta_fast=number(rope, "beta_fast", 32.0) or 32.0,
+        beta_slow=number(rope, "beta_slow", 1.0) or 1.0,
+        attention_factor=number(rope, "attention_factor") if "attention_factor" in rope else None,
+        mscale=number(rope, "mscale", 0.0) or None,
+        mscale_all_dim=number(rope, "mscale_all_dim", 0.0) or None,
+        truncate=boolean(rope, "truncate", True),
+    )
+
+
+def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:
+    """Qwen's rule: `layer_types`, or else sliding from layer `max_window_layers` on; off by default."""
+    num_layers = integer(hf, "num_hidden_layers")
+    window = None
+    if boolean(hf, "use_sliding_window", False) and hf.get("sliding_window", 4096) is not None:
+        window = integer(hf, "sliding_window", 4096)
+    types = hf.get("layer_types")
+    if types is None:
+        first = integer(hf, "max_window_layers", 28, least=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        raise _refused("layer_types", types, f"one of {' or '.join(known)} for each of {num_layers} layers")
+    if window is None and "sliding_attention" in types:
+        raise _refused(
+            "layer_types", types, "sliding layers need use_sliding_window: true and sliding_window"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """`hf[key]`, an integer of at least `least`; the default stands for a missing or null key."""
+    value = hf.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise _missing(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise _refused(key, value, f"it must be an integer of at least {least}")
+    return value
+
+
+def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """`hf[key]`, a number of at least 0; the default stands for a missing or null key."""
+    value = hf.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise _missing(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise _refused(key, value, "it must be a number of at least 0")
+    return float(value)
+
+
+def boolean(hf: Mapping[str, Any], key: str, default: bool) -> bool:
+    """`hf[key]`, true or false; the default stands for a missing or null key."""
+    value = hf.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise _refused(key, value, "it must be true or false")
+    return value
+
+
+def _dtype(hf: Mapping[str, Any]) -> torch.dtype:
+    """Newer files say dtype, older ones torch_dtype; a file that says neither means float32."""
+    key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
+    value = hf.get(key)
+    name = "float32" if value is None else str(value).removeprefix("torch.")
+    if name not in DTYPES:
+        raise _refused(key, value, f"supported are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    value = hf.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise _refused(key, value, "it must be a token id or a list of them")
+    return tuple(ids)
+
+
+def _refused(key: str, value: object, mend: str) -> ValueError:
+    return ValueError(f"the model's configuration has {key}: {value!r}; {mend}")
+
+
+def _missing(key: str) -> ValueError:
+    return ValueError(f"the model's configuration has no {key}; give it in config.json or under model.config")

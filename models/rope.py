@@ -1,0 +1,108 @@
+"""By which angles is a token's query and key turned?
+
+Rotary position embedding (arXiv 2104.09864) and its stretched forms: linear interpolation (2306.15595),
+dynamic NTK, YaRN (2309.00071) and Llama 3.1's; number for number as transformers computes them.
+
+Legend: T tokens of the step, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from models.config import RopeConfig
+
+
+class Rope:
+    """Cosines and sines of the step's positions."""
+
+    def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
+        self.config = config
+        frequencies, self.attention_factor = _frequencies(config)
+        self.frequencies = frequencies.to(device)  # [D / 2], radians a position
+        self.exponents = _exponents(config).to(device)
+
+    def cos_sin(self, positions: Tensor, lens: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two [T, D], both halves alike. `lens` [T]: only for "dynamic", the length that sets the base.
+
+        A token at position p of a request whose prompt has L tokens has length max(L, p + 1): what a
+        request alone meets when its prompt is computed at once and its answer token by token.
+        """
+        frequencies = self.frequencies
+        if self.config.kind == "dynamic":
+            assert lens is not None, "dynamic rope needs every token's length"
+            frequencies = self._stretched(lens)
+        angles = positions[:, None].float() * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return cos.to(dtype), sin.to(dtype)
+
+    def _stretched(self, lens: Tensor) -> Tensor:
+        """Dynamic NTK [T, D / 2]: a base for each length, the plain one up to the original positions."""
+        factor, original, dim = self.config.factor, self.config.original_max_positions, self.config.dim
+        growth = (factor * lens.clamp_min(original) / original) - (factor - 1)
+        base = self.config.theta * growth ** (dim / (dim - 2))
+        stretched = 1.0 / base[:, None] ** self.exponents
+        return torch.where((lens > original)[:, None], stretched, self.frequencies)
+
+
+def _exponents(config: RopeConfig) -> Tensor:
+    return torch.arange(0, config.dim, 2, dtype=torch.float32) / config.dim
+
+
+def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
+    """Radians a position [D / 2], and what cosines and sines are multiplied by."""
+    plain = 1.0 / config.theta ** _exponents(config)
+    if config.kind == "linear":
+        return plain / config.factor, 1.0
+    if config.kind == "llama3":
+        return _llama3(config, plain), 1.0
+    if config.kind == "yarn":
+        return _yarn(config), _yarn_attention_factor(config)
+    return plain, 1.0
+
+
+def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
+    """Long waves divided by the factor, short ones kept, those between blended."""
+    original, low, high = config.original_max_positions, config.low_freq_factor, config.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    scaled = torch.where(wavelength > original / low, plain / config.factor, plain)
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * scaled / config.factor + blend * scaled
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(config: RopeConfig) -> Tensor:
+    """Dimensions that turn often within the original length kept, those that turn rarely interpolated."""
+
+    def dimension(turns: float) -> float:
+        """The dimension that turns so often within the original length (equation 15's inverse)."""
+        length = config.original_max_positions / (turns * 2 * math.pi)
+        return config.dim * math.log(length) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(config.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    waves = config.theta ** _exponents(config)
+    return 1.0 / (config.factor * waves) * (1 - kept) + 1.0 / waves * kept
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    if config.mscale and config.mscale_all_dim:
+        return scale(config.mscale) / scale(config.mscale_all_dim)
+    return scale(1.0)

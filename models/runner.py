@@ -1,0 +1,62 @@
+"""What happens on the device in one step?
+
+Legend: R sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.reference import Attention
+from continuous_batching.batch import Batch, Index, Sampled
+from continuous_batching.slots import SlotPool
+from kv_cache.storage import KVCache
+from models.decoder import Decoder
+
+
+class RowSampler(Protocol):
+    """Chooses one token a row; models/sampler.py is the one in use."""
+
+    def run(self, logits: Tensor, rows: Index, slots: SlotPool) -> Sampled:
+        """Logits [R, V] of the slot rows [R] -> their tokens."""
+        ...
+
+
+class ModelRunner:
+    """One step on the device: inputs from the slot table, forward, sample."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, attention: Attention, sampler: RowSampler, slots: SlotPool
+    ) -> None:
+        self.config = decoder.config
+        self.decoder, self.cache, self.attention = decoder, cache, attention
+        self.sampler, self.slots = sampler, slots
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Sampled:
+        """Compute every span of the batch; one token for each span in `batch.sampled`."""
+        slots, lens = self.slots, batch.stops - batch.starts
+        inputs = slots.inputs(batch)
+        rope_lens = None
+        if self.config.rope.kind == "dynamic":
+            num_prompt = np.repeat(slots.num_prompt[batch.slots], lens)
+            rope_lens = self._to_device(np.maximum(num_prompt, inputs.positions + 1))
+        hidden = self.decoder(
+            self._to_device(inputs.token_ids),
+            self._to_device(inputs.positions),
+            self.attention.plan(batch, slots.page_table),
+            self.cache,
+            rope_lens,
+        )
+        if not len(batch.sampled):
+            return Sampled(np.empty(0, np.int64))
+        last = self._to_device(np.cumsum(lens)[batch.sampled] - 1)
+        return self.sampler.run(self.decoder.logits(hidden[last]), batch.slots[batch.sampled], slots)
+
+    def _to_device(self, array: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(array).to(self.attention.device, non_blocking=True)

@@ -1,0 +1,162 @@
+"""Which tensor of a checkpoint goes where?
+
+Checkpoints are Hugging Face directories of safetensors, one file or an index over shards. Each tensor is
+memory-mapped and copied straight to its place in the fused parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.decoder import Decoder
+from models.layers import Linear
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
+# Buffers that older checkpoints saved although they follow from config.json
+HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+def load(decoder: Decoder, path: str | Path) -> None:
+    """Fill the decoder from the checkpoint directory `path`, and pack it.
+
+    Raises one ValueError that names every tensor that is missing, surplus, misshapen or wrongly typed.
+    """
+    path = Path(path)
+    places = places_by_name(decoder)
+    with ExitStack() as stack:
+        files = [_open(stack, file) for file in _files(path)]
+        found, faults = _account(files, places, decoder.config.tie_embeddings)
+        if faults:
+            raise ValueError(
+                f"the weights in {path} are not those of its config.json:\n  "
+                + "\n  ".join(faults)
+                + "\nDownload the checkpoint again, or correct config.json."
+            )
+        for name, file in found.items():
+            if name in places:
+                places[name].copy_(file.get_tensor(name))
+        # A tied checkpoint may carry its head as well; if the two differ it is not tied at all
+        if HEAD in found and HEAD not in places:
+            head = found[HEAD].get_tensor(HEAD).to(decoder.embedding)
+            if not torch.equal(head, decoder.embedding):
+                raise ValueError(
+                    f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
+                    "set tie_word_embeddings to false"
+                )
+    decoder.pack()
+
+
+def random(decoder: Decoder, seed: int) -> None:
+    """Fill the decoder with seeded random weights of a scale that keeps logits near one, and pack it."""
+    generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
+    for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
+        if name.endswith("norm"):
+            parameter.data.fill_(1.0)
+        else:
+            bound = math.sqrt(3.0 / parameter.shape[-1])  # uniform is three times as fast as normal
+            parameter.data.uniform_(-bound, bound, generator=generator)
+    decoder.pack()
+
+
+def places_by_name(decoder: Decoder) -> dict[str, Tensor]:
+    """For each tensor name of a checkpoint, the view of the decoder's parameters it is copied to."""
+    config = decoder.config
+    places: dict[str, Tensor | None] = {EMBEDDING: decoder.embedding, "model.norm.weight": decoder.norm}
+    if not config.tie_embeddings:
+        places[HEAD] = decoder.head.weight
+    heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    for index, layer in enumerate(decoder.layers):
+        prefix = f"model.layers.{index}."
+        attention, mlp = layer.attention, layer.mlp
+        places[prefix + "input_layernorm.weight"] = layer.input_norm
+        places[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
+        places[prefix + "self_attn.q_norm.weight"] = attention.query_norm
+        places[prefix + "self_attn.k_norm.weight"] = attention.key_norm
+        widths = [count * config.head_dim for count in heads]
+        places |= _split(prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"), attention.qkv, widths)
+        places |= _split(prefix + "self_attn.", ("o_proj",), attention.output, [config.hidden_size])
+        places |= _split(
+            prefix + "mlp.", ("gate_proj", "up_proj"), mlp.gate_up, [config.intermediate_size] * 2
+        )
+        places |= _split(prefix + "mlp.", ("down_proj",), mlp.down, [config.hidden_size])
+    return {name: place.data for name, place in places.items() if place is not None}
+
+
+def _split(
+    prefix: str, names: tuple[str, ...], linear: Linear, widths: list[int]
+) -> dict[str, Tensor | None]:
+    """The rows of a fused linear that belong to each of the checkpoint's linears."""
+    places: dict[str, Tensor | None] = {}
+    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+        if fused is not None:
+            views = fused.data.split(widths)
+            places |= {f"{prefix}{name}.{kind}": view for name, view in zip(names, views)}
+    return places
+
+
+def _files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory."""
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    if not (path / INDEX).is_file():
+        raise ValueError(
+            f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
+            "convert the checkpoint, or set model.weights: random"
+        )
+    try:
+        names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise ValueError(f"{path} lacks {', '.join(absent)}, which {INDEX} lists; download what is missing")
+    return [path / name for name in names]
+
+
+def _open(stack: ExitStack, file: Path) -> Any:
+    try:
+        return stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
+
+
+def _account(files: list[Any], places: dict[str, Tensor], tied: bool) -> tuple[dict[str, Any], list[str]]:
+    """The file of each tensor, and what is wrong with the tensors."""
+    found: dict[str, Any] = {}
+    faults: list[str] = []
+    shapes = {name: list(place.shape) for name, place in places.items()}
+    if tied:
+        shapes.setdefault(HEAD, shapes[EMBEDDING])
+    for file in files:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            if HARMLESS.fullmatch(name):
+                continue
+            if name in found:
+                faults.append(f"surplus: {name} is in two files")
+            elif name not in shapes:
+                faults.append(f"surplus: {name} has no place in this model")
+            else:
+                faults += _misfits(name, file.get_slice(name), shapes[name])
+            found[name] = file
+    faults += [f"missing: {name} {shapes[name]}" for name in places if name not in found]
+    return found, faults
+
+
+def _misfits(name: str, header: Any, shape: list[int]) -> list[str]:
+    faults = []
+    if header.get_shape() != shape:
+        faults.append(f"misshapen: {name} is {header.get_shape()}, the model needs {shape}")
+    if header.get_dtype() not in FLOATS:
+        faults.append(f"wrongly typed: {name} is {header.get_dtype()}, not one of {', '.join(FLOATS)}")
+    return faults

@@ -1,0 +1,53 @@
+"""Which family does a checkpoint belong to, and what does its directory say of the model?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.config import DecoderConfig
+from recipes.llama.model import config as llama
+from recipes.mistral.model import config as mistral
+from recipes.qwen2.model import config as qwen2
+from recipes.qwen3.model import config as qwen3
+
+FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+
+
+def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder of a parsed config.json, by its `model_type`.
+
+    Raises ValueError for a family that is not supported, and for a value that the decoder cannot honour.
+    """
+    family = hf.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ValueError(f"the model's family is {family!r}; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[family](hf)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint directory.
+
+    The end tokens of its generation_config.json, if there is one, take the place of config.json's: a chat
+    model often ends its turn with a token of its own.
+    """
+    hf = _json(Path(path) / "config.json")
+    generation = Path(path) / "generation_config.json"
+    if generation.is_file():
+        end = _json(generation).get("eos_token_id")
+        hf = hf if end is None else {**hf, "eos_token_id": end}
+    return hf
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the directory of a Hugging Face checkpoint")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object; download it again")  # noqa: TRY004
+    return value

@@ -1,0 +1,25 @@
+"""Which decoder does a Llama checkpoint (1, 2, 3) describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import DecoderConfig
+from models.huggingface import boolean, decoder_config, integer
+
+DEFAULTS = {"max_position_embeddings": 2048, "eos_token_id": 2}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. One switch gives all four attention products a bias."""
+    hf = {**DEFAULTS, **hf}
+    bias = boolean(hf, "attention_bias", False)
+    return decoder_config(
+        hf,
+        "llama",
+        windows=(None,) * integer(hf, "num_hidden_layers"),
+        attention_bias=bias,
+        output_bias=bias,
+        mlp_bias=boolean(hf, "mlp_bias", False),
+    )

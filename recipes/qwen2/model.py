@@ -1,0 +1,17 @@
+"""Which decoder does a Qwen2 or Qwen2.5 checkpoint describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import DecoderConfig
+from models.huggingface import decoder_config, windows_by_layer_type
+
+DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. Queries, keys and values have a bias, the output never."""
+    hf = {**DEFAULTS, **hf}
+    return decoder_config(hf, "qwen2", windows=windows_by_layer_type(hf), attention_bias=True)

@@ -1,0 +1,25 @@
+"""Which decoder does a Qwen3 checkpoint describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import DecoderConfig
+from models.huggingface import boolean, decoder_config, windows_by_layer_type
+
+DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. Queries and keys are normed head by head before they are turned."""
+    hf = {**DEFAULTS, **hf}
+    bias = boolean(hf, "attention_bias", False)
+    return decoder_config(
+        hf,
+        "qwen3",
+        windows=windows_by_layer_type(hf),
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+    )

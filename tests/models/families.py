@@ -1,0 +1,212 @@
+"""Small random checkpoints that together use every option a decoder has, and transformers' word on each."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCABULARY = 160
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One checkpoint. `old` has config.json in the older spelling; `saved_as` is the tensors' dtype."""
+
+    name: str
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    old: bool = False
+    saved_as: torch.dtype = torch.float32
+    shard_size: str = "5GB"
+
+
+def _yarn(**more: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 5e3,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    } | more
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+HALF = ["full_attention", "sliding_attention", "full_attention"]
+
+VARIANTS = [
+    Variant("llama", "llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-3}),
+    Variant(
+        "llama_linear_tied",
+        "llama",
+        {"tie_word_embeddings": True},
+        {"rope_type": "linear", "rope_theta": 2e3, "factor": 2.5},
+        old=True,
+    ),
+    Variant(
+        "llama_dynamic",
+        "llama",
+        {"max_position_embeddings": 100},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        old=True,
+    ),
+    Variant(
+        "llama_dynamic_new",
+        "llama",
+        {"max_position_embeddings": 64, "head_dim": 32},
+        {"rope_type": "dynamic", "rope_theta": 3e3, "factor": 3.0},
+    ),
+    Variant("llama_llama3", "llama", {"head_dim": 24, "num_attention_heads": 6}, LLAMA3, old=True),
+    Variant(
+        "llama_biased",
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5},
+        LLAMA3,
+        shard_size="60KB",
+    ),
+    Variant("mistral_window", "mistral", {"sliding_window": 37}),
+    Variant(
+        "mistral_yarn",
+        "mistral",
+        {"sliding_window": None, "num_key_value_heads": 1, "head_dim": 20},
+        _yarn(),
+        old=True,
+        saved_as=torch.float16,
+    ),
+    Variant(
+        "qwen2_window_from",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1},
+        old=True,
+    ),
+    Variant(
+        "qwen2_yarn",
+        "qwen2",
+        {"tie_word_embeddings": True, "sliding_window": 20},
+        _yarn(mscale=0.7, mscale_all_dim=0.4, truncate=False, beta_fast=16.0, beta_slow=2.0),
+        saved_as=torch.bfloat16,
+    ),
+    Variant(
+        "qwen2_layer_types",
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "layer_types": HALF},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    Variant("qwen3", "qwen3", {"head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-4}, old=True),
+    Variant(
+        "qwen3_layer_types",
+        "qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 1,
+            "layer_types": HALF,
+        },
+        _yarn(attention_factor=1.3),
+        shard_size="100KB",
+    ),
+    Variant(
+        "qwen3_dynamic_window",
+        "qwen3",
+        {
+            "head_dim": 24,
+            "max_position_embeddings": 128,
+            "use_sliding_window": True,
+            "sliding_window": 65,
+            "max_window_layers": 2,
+        },
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        old=True,
+        saved_as=torch.bfloat16,
+    ),
+]
+
+CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+
+
+def make(variant: Variant, root: Path) -> tuple[Any, Path]:
+    """The transformers model (eager, float32, holding what was saved) and the checkpoint's directory."""
+    path = root / variant.name
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config_class, model_class = CLASSES[variant.family]
+    config = config_class(**options | variant.options, rope_parameters=dict(variant.rope))
+    config._attn_implementation = "eager"
+    model = model_class(config).eval()
+    _fill(model, seed=len(variant.name))
+    model.to(variant.saved_as)
+    model.config.dtype = variant.saved_as
+    model.save_pretrained(path, max_shard_size=variant.shard_size)
+    if variant.old:
+        _spell_old(path / "config.json")
+    return model.float(), path
+
+
+def _fill(model: Any, seed: int) -> None:
+    """Weights large enough that attention is sharp, positions matter and greedy choices stand apart."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() == 2:
+                gain = 4.0 if name.startswith(("lm_head", "model.embed")) else 1.5
+                weight.copy_(noise * gain / math.sqrt(weight.shape[1]))
+            else:
+                weight.copy_(noise * 0.3 + (0 if name.endswith("bias") else 1))
+
+
+def _spell_old(path: Path) -> None:
+    """config.json as it was written before transformers 5."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config))
+
+
+@torch.no_grad()
+def expected_logprobs(model: Any, tokens: list[int]) -> Tensor:
+    """Transformers' log-probabilities [len(tokens), V] for a request whose prompt is `tokens`, alone."""
+    fresh_rope(model)
+    return model(torch.tensor([tokens]), use_cache=False).logits[0].float().log_softmax(-1)
+
+
+def fresh_rope(model: Any) -> None:
+    """A rotary embedding as it is after loading.
+
+    Transformers' dynamic rope remembers the longest request it has seen, and a model's `.to(dtype)` rounds
+    the frequencies, which `from_pretrained(dtype=...)` does not.
+    """
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

@@ -1,0 +1,126 @@
+"""Does the decoder say what transformers says, however a prompt is cut and whatever runs beside it?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention.reference import Attention, AttentionShape
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.request import Request
+from continuous_batching.slots import SlotPool
+from kv_cache.storage import KVCache
+from models import weights
+from models.decoder import Decoder
+from models.fused import Fused
+from models.runner import ModelRunner
+from recipes import families as recipe_families
+from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make
+
+LENGTHS = (1, 17, 96, 150)
+
+
+@dataclass
+class Recorder:
+    """Stands in for the sampler: keeps log-probabilities by (row, position)."""
+
+    seen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    stops: dict[int, int] = field(default_factory=dict)
+
+    def run(self, logits: Tensor, rows: np.ndarray, slots: SlotPool) -> Sampled:
+        for row, line in zip(rows.tolist(), logits):
+            self.seen[row, self.stops[row] - 1] = line.float().log_softmax(-1)
+        return Sampled(np.zeros(len(rows), np.int64))
+
+
+def make_decoder(path: Path, dtype: torch.dtype, page_size: int) -> Decoder:
+    config = replace(recipe_families.decoder_config(recipe_families.read(path)), dtype=dtype)
+    shape = AttentionShape(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        page_size,
+        config.head_dim**-0.5,
+        dtype,
+        config.windows,
+    )
+    attention = Attention(shape)
+    attention.check()
+    decoder = Decoder(config, Fused(), attention)
+    weights.load(decoder, path)
+    return decoder
+
+
+def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict[tuple[int, int], Tensor]:
+    """Log-probabilities at the end of every span, the prompts cut and packed at random over shuffled pages."""
+    rng = np.random.default_rng(seed)
+    config, page_size = decoder.config, decoder.attention.shape.page_size
+    slots = SlotPool(len(prompts), max(LENGTHS), page_size)
+    num_pages = 1 + sum(-(-len(prompt) // page_size) for prompt in prompts)
+    cache = KVCache(
+        config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype
+    )
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(torch.nan)
+    free = list(1 + rng.permutation(num_pages - 1))
+    for number, prompt in enumerate(prompts):
+        request = Request(str(number), np.array(prompt))
+        request.number = number
+        row = slots.take(request)
+        count = -(-len(prompt) // page_size)
+        slots.page_table[row, :count] = [free.pop() for _ in range(count)]
+    recorder = Recorder()
+    runner = ModelRunner(decoder, cache, decoder.attention, recorder, slots)
+    nothing = np.empty(0, np.int64)
+    while (slots.num_computed < slots.num_tokens).any():
+        missing = slots.num_tokens - slots.num_computed
+        rows = rng.permutation(np.flatnonzero(missing))[: rng.integers(1, len(prompts) + 1)]
+        most = rng.choice([1, 2, 40, 200], len(rows))
+        starts = slots.num_computed[rows]
+        stops = starts + np.minimum(missing[rows], rng.integers(1, most + 1))
+        recorder.stops = dict(zip(rows.tolist(), stops.tolist()))
+        runner.run(Batch(rows, starts, stops, np.arange(len(rows)), (nothing,) * 3))
+        slots.num_computed[rows] = stops
+    return recorder.seen
+
+
+def prompts_of(rng: np.random.Generator) -> list[list[int]]:
+    return [rng.integers(0, VOCABULARY, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("page_size", [16])
+def test_logprobs_are_those_of_transformers(variant: Variant, page_size: int, checkpoints: Path) -> None:
+    model, path = make(variant, checkpoints)
+    prompts = prompts_of(np.random.default_rng(7))
+    decoder = make_decoder(path, torch.float32, page_size)
+    assert not hasattr(decoder.layers[0].mlp.down.weight, "shape"), "the unpacked weight is let go"
+    seen = run_in_chunks(decoder, prompts, seed=3)
+    expected = [expected_logprobs(model, prompt) for prompt in prompts]
+    for (row, position), logprobs in seen.items():
+        torch.testing.assert_close(logprobs, expected[row][position], rtol=0, atol=1e-4)
+    assert {(row, length - 1) for row, length in enumerate(LENGTHS)} <= set(seen)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[::3], ids=lambda variant: variant.name)
+def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(variant: Variant, checkpoints: Path) -> None:
+    wide, path = make(replace(variant, saved_as=torch.bfloat16), checkpoints)
+    prompts = prompts_of(np.random.default_rng(8))
+    seen = run_in_chunks(make_decoder(path, torch.bfloat16, 16), prompts, seed=4)
+    exact = [expected_logprobs(wide, prompt) for prompt in prompts]
+    narrow: Any = wide.to(torch.bfloat16)
+    theirs = [expected_logprobs(narrow, prompt) for prompt in prompts]
+    ours = torch.stack([logprobs - theirs[row][at] for (row, at), logprobs in seen.items()]).abs().mean()
+    own = torch.stack([exact[row][at] - theirs[row][at] for row, at in seen]).abs().mean()
+    assert ours <= own
