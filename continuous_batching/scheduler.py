@@ -67,7 +67,7 @@ class Scheduler:
         self.waiting = WaitingQueue(order)
         self.counters = Counters()
         self._policy = policy
-        self._max_batch_tokens = max_batch_tokens
+        self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
         self._stop_mask = np.zeros(vocab_size, dtype=np.bool_)
         self._stop_mask[list(eos_token_ids)] = True
@@ -123,8 +123,8 @@ class Scheduler:
         rows = slots.busy
         starts = slots.num_computed[rows]
         todo = slots.num_tokens[rows] - starts
-        if todo.sum() > self._max_batch_tokens:
-            todo = self._policy.share(todo, self._max_batch_tokens)
+        if todo.sum() > self.max_batch_tokens:
+            todo = self._policy.share(todo, self.max_batch_tokens)
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
         rows, starts, stops = self._make_room(rows, starts, starts + todo)
@@ -215,7 +215,7 @@ class Scheduler:
         slots, waiting = self.slots, self.waiting
         todo = slots.num_tokens[slots.busy] - slots.num_computed[slots.busy]
         queue = Waiting(len(waiting), now_s - waiting.longest_since_s)
-        tokens_left, requests_left = self._policy.room(todo, self._max_batch_tokens, queue)
+        tokens_left, requests_left = self._policy.room(todo, self.max_batch_tokens, queue)
         if tokens_left <= 0 or not slots.num_free:
             return
         unpromised = self.residency.num_available - self.residency.num_promised()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,48 +130,60 @@ class PrefixCache:
         whose equal is cached already is left private. A page of the same key in another chain (its
         parent was evicted and came back, or the keys collide) gives up its place.
         """
-        size = self._page_size
-        self.version += 1
-        for index in range(first, len(pages)):
-            page, key = int(pages[index]), keys[index]
-            content = tokens[index * size : (index + 1) * size]
-            equal = self._page_of.get(key)
-            if equal is not None:
-                if self._holds(equal, content, parent, salt):
-                    parent = int(self._serial[equal])
-                    continue
-                self._forget(equal)
-            self._page_of[key] = page
-            self._key_of[page] = key
-            if parent == ROOT:
-                self._salt_of[page] = salt
-            self._tokens[page] = content
-            self._parent[page] = parent
-            self._serial[page] = parent = self._next_serial
-            self._next_serial += 1
-            self._pool.holders[page] += 1
-        return parent
+        size, count = self._page_size, len(pages)
+        new_keys, new_pages = keys[first:count], pages[first:]
+        if len(set(new_keys)) < len(new_pages) or not self._page_of.keys().isdisjoint(new_keys):
+            for index in range(first, count):
+                content = tokens[index * size : (index + 1) * size]
+                parent = self._publish_or_find(keys[index], content, pages[index : index + 1], parent, salt)
+            return parent
+        if not len(new_pages):
+            return parent
+        return self._insert(new_keys, tokens[first * size : count * size], new_pages, parent, salt)
 
     def forget(self, pages: Index) -> None:
         """Make pages unfindable that turned out wrong; those that are not cached are passed over."""
-        for page in pages.tolist():
-            if self._serial[page]:
-                self._forget(page)
+        self._remove(pages[self._serial[pages] > 0].tolist())
 
     def evict(self, count: int) -> None:
         """Free the `count` idle pages that were used longest ago."""
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
-        for _ in range(count):
-            self._forget(next(iter(self._idle)))
+        self._remove(list(islice(self._idle, count)))
 
-    def _holds(self, page: int, tokens: TokenIds, parent: int, salt: str) -> bool:
-        same = self._parent[page] == parent and np.array_equal(self._tokens[page], tokens)
-        return bool(same) and (parent != ROOT or self._salt_of[page] == salt)
+    def _publish_or_find(self, key: bytes, tokens: TokenIds, page: Index, parent: int, salt: str) -> int:
+        """Publish one page unless its equal is there; returns the serial of the one that is found."""
+        equal = self._page_of.get(key)
+        if equal is not None:
+            same = self._parent[equal] == parent and np.array_equal(self._tokens[equal], tokens)
+            if same and (parent != ROOT or self._salt_of[equal] == salt):
+                return int(self._serial[equal])
+            self._remove([equal])
+        return self._insert([key], tokens, page, parent, salt)
 
-    def _forget(self, page: int) -> None:
+    def _insert(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, parent: int, salt: str) -> int:
+        """Hold pages that continue each other under keys that are not in use."""
+        page_list = pages.tolist()
+        self._page_of.update(zip(keys, page_list))
+        self._key_of.update(zip(page_list, keys))
+        if parent == ROOT:
+            self._salt_of[page_list[0]] = salt
+        serials = np.arange(self._next_serial, self._next_serial + len(pages))
+        self._next_serial += len(pages)
+        self._tokens[pages] = tokens.reshape(len(pages), self._page_size)
+        self._serial[pages] = serials
+        self._parent[pages] = serials - 1
+        self._parent[pages[0]] = parent
+        self._pool.share(pages)
         self.version += 1
-        del self._page_of[self._key_of.pop(page)]
-        self._salt_of.pop(page, None)
-        self._serial[page] = 0
-        self._idle.pop(page, None)
-        self._pool.release(np.array([page], dtype=np.int64))
+        return int(serials[-1])
+
+    def _remove(self, pages: list[int]) -> None:
+        """Let go of cached pages."""
+        for page in pages:
+            del self._page_of[self._key_of.pop(page)]
+            self._salt_of.pop(page, None)
+            self._idle.pop(page, None)
+        gone = np.array(pages, dtype=np.int64)
+        self._serial[gone] = 0
+        self._pool.release(gone)
+        self.version += 1

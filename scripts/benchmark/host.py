@@ -1,8 +1,8 @@
 """What does a step cost the host?
 
 Drives the real scheduler, slot table and batch inputs with a runner that answers at once. Pure decode:
-every slot holds a context of 1,000 to 1,300 tokens and gets one token a step. With a chunk: each step also
-admits, computes and finishes one prompt.
+every slot holds a context of 1,000 to 1,300 tokens and gets one token a step. With a chunk: one slot works on
+prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th admits and ends.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from kv_cache.pages import PagePool
 
 VOCAB_SIZE = 32_000
 CONTEXT_TOKENS = (1000, 1300)
+CHUNKS_PER_PROMPT = 16
 
 
-def full_scheduler(num_slots: int, page_size: int, num_steps: int, num_busy: int) -> Scheduler:
-    """A scheduler whose first `num_busy` slots decode, with pages for `num_steps` more tokens each."""
+def full_scheduler(num_slots: int, page_size: int, num_steps: int, chunk_tokens: int) -> Scheduler:
+    """A scheduler whose slots all decode, but one if there are chunks to compute."""
     random = np.random.default_rng(0)
-    max_tokens = CONTEXT_TOKENS[1] + num_steps + 8
-    pages_per_slot = -(-max_tokens // page_size)
+    num_busy = num_slots - bool(chunk_tokens)
+    context_tokens = CONTEXT_TOKENS[1] + num_steps + 8
+    prompt_tokens = chunk_tokens * CHUNKS_PER_PROMPT + 1
+    num_pages = num_busy * -(-context_tokens // page_size) + 2 * -(-prompt_tokens // page_size)
     scheduler = Scheduler(
-        SlotPool(num_slots, max_tokens, page_size),
-        PagePool(1 + (num_slots + 1) * pages_per_slot),
+        SlotPool(num_slots, max(context_tokens, prompt_tokens), page_size),
+        PagePool(1 + num_pages),
         StallFree(),
         max_batch_tokens=num_slots * CONTEXT_TOKENS[1],  # so that one step computes all contexts
         vocab_size=VOCAB_SIZE,
@@ -41,6 +44,7 @@ def full_scheduler(num_slots: int, page_size: int, num_steps: int, num_busy: int
         scheduler.add(Request(str(number), prompt, params))
     step_us(scheduler)
     assert len(scheduler.slots.busy) == num_busy, "not every slot decodes"
+    scheduler.max_batch_tokens = num_slots + chunk_tokens
     return scheduler
 
 
@@ -59,12 +63,12 @@ def step_us(scheduler: Scheduler) -> float:
 def measure(num_slots: int, page_size: int, chunk_tokens: int, num_steps: int) -> dict[str, float]:
     """Percentiles over the steps, of decode alone (`chunk_tokens` 0) or with a chunk of a new prompt."""
     random = np.random.default_rng(1)
-    scheduler = full_scheduler(num_slots, page_size, num_steps, num_slots - bool(chunk_tokens))
+    scheduler = full_scheduler(num_slots, page_size, num_steps, chunk_tokens)
     gc.collect()
     times_us = []
     for number in range(num_steps):
-        if chunk_tokens:
-            prompt = random.integers(0, VOCAB_SIZE, chunk_tokens)
+        if chunk_tokens and len(scheduler.slots.busy) < num_slots:
+            prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT)
             scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
         times_us.append(step_us(scheduler))
     p50, p99 = np.percentile(times_us, [50, 99])

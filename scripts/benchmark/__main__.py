@@ -1,0 +1,77 @@
+"""How fast is it? `python -m scripts.benchmark host|offline ...`"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from scripts import verb
+from scripts.benchmark import host, machine
+
+
+def numbers(text: str) -> list[int]:
+    """A comma-separated list of positive integers."""
+    values = [int(each) for each in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: each must be at least 1")
+    return values
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m scripts.benchmark", description=__doc__)
+    verbs = top.add_subparsers(dest="verb", required=True)
+    on_host = verbs.add_parser("host", help="what a step costs the host, with a device that answers at once")
+    on_host.add_argument("--slots", type=numbers, default=[64, 256, 1024, 4096], metavar="N,N,...")
+    on_host.add_argument("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
+    on_host.add_argument(
+        "--chunk", type=int, default=512, metavar="TOKENS", help="the new prompt in each step"
+    )
+    on_host.add_argument("--steps", type=int, default=300, metavar="N")
+    on_host.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    offline = verbs.add_parser(
+        "offline", help="throughput and latencies of a trace on an engine in this process"
+    )
+    offline.add_argument("recipe")
+    offline.add_argument("overrides", nargs="*", metavar="key=value")
+    offline.add_argument(
+        "--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them"
+    )
+    offline.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    return top
+
+
+def print_host(rows: list[dict[str, object]]) -> None:
+    """Rows of the host benchmark as a table."""
+    columns = [name for name in rows[0] if name not in ("slots", "page_size")]
+    print("µs a step, p50 / p99".ljust(24) + "".join(name.replace("_", " ").rjust(36) for name in columns))
+    for row in rows:
+        cells = [row[name] for name in columns]
+        texts = [f"{cell['p50_us']} / {cell['p99_us']}" for cell in cells if isinstance(cell, dict)]
+        print(
+            f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24)
+            + "".join(t.rjust(36) for t in texts)
+        )
+
+
+def main(argv: list[str]) -> None:
+    """Run one benchmark and print its result."""
+    options = parser().parse_args(argv)
+    if options.verb == "host":
+        rows = host.run(options.slots, options.page_sizes, options.chunk, options.steps)
+        if options.json:
+            print(json.dumps({"machine": machine.describe(), "host": rows}, indent=2))
+        else:
+            print_host(rows)
+        return
+    from scripts.benchmark import offline  # torch, which the host benchmark does without
+
+    result = offline.run(options.recipe, options.overrides, options.trace)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        offline.print_table(result)
+
+
+if __name__ == "__main__":
+    verb.run(main)

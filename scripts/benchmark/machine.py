@@ -1,0 +1,28 @@
+"""Where was this measured? What a figure is worthless without."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+
+def describe() -> dict[str, str | int]:
+    """The machine and the versions that matter, for every result file."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
+        cpu = models[0] if models else cpu
+    preloaded = [Path(name).name for name in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "numpy": version("numpy"),
+        "torch": version("torch"),
+        "preloaded": " ".join(preloaded) or "nothing",
+    }
