@@ -1,0 +1,115 @@
+"""What does a request change in the model's logits before a token is chosen?
+
+In this order: `logit_bias` is added; `repetition_penalty` divides the positive and multiplies the other
+logits of every token seen in prompt or answer (Keskar et al. 2019, arXiv 1909.05858; Hugging Face's
+RepetitionPenaltyLogitsProcessor); `presence_penalty` is subtracted once from every token of the answer,
+`frequency_penalty` as often as it occurs there (OpenAI's API reference, "Frequency and presence
+penalties"); tokens that may not come yet (`min_tokens`) become impossible.
+
+Everything is read from the slot table anew in each step, so preemption has nothing to restore.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from continuous_batching.batch import Index, ragged_ranges
+from continuous_batching.slots import SlotPool
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def needs_edit(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:
+    """Which of the rows ask for a change of their logits in this step."""
+    needed: NDArray[np.bool_] = slots.repetition_penalty[rows] != 1
+    needed |= slots.presence_penalty[rows] != 0
+    needed |= slots.frequency_penalty[rows] != 0
+    needed |= slots.num_tokens[rows] < slots.min_total[rows]
+    for index in np.flatnonzero(~needed & ~slots.plain[rows]).tolist():
+        needed[index] = bool(slots.requests[rows[index]].params.logit_bias)
+    return needed
+
+
+def gather_edits(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int) -> Arrays:
+    """The changes as flat arrays on the host: for each its row (an index into `rows`), token and value."""
+    arrays = _biases(rows, slots, eos_token_ids, vocab_size)
+    arrays |= _repetitions(rows, slots, vocab_size)
+    arrays |= _occurrences(rows, slots, vocab_size)
+    return arrays
+
+
+def apply_edits(scores: Tensor, edits: dict[str, Tensor]) -> None:
+    """Change scores [rows, vocabulary] in place by what `gather_edits` found, now on the device."""
+    at = edits["bias_row"], edits["bias_token"]
+    if len(at[0]):
+        scores[at] = scores[at] + edits["bias"]
+    at = edits["seen_row"], edits["seen_token"]
+    if len(at[0]):
+        seen, penalty = scores[at], edits["seen_penalty"]
+        scores[at] = (seen / penalty).where(seen > 0, seen * penalty)
+    at = edits["answer_row"], edits["answer_token"]
+    if len(at[0]):
+        scores[at] = scores[at] - edits["answer_penalty"]
+    at = edits["barred_row"], edits["barred_token"]
+    if len(at[0]):
+        scores[at] = -float("inf")
+
+
+def _biases(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int) -> Arrays:
+    """logit_bias, and the tokens that would end a request before its min_tokens.
+
+    With ignore_eos the model's EOS ends nothing and may come at any time; the request's own stop tokens
+    still may not.
+    """
+    biased: list[tuple[int, int, float]] = []
+    barred: list[tuple[int, int]] = []
+    too_short = slots.num_tokens[rows] < slots.min_total[rows]
+    for index, row in enumerate(rows.tolist()):
+        params = slots.requests[row].params
+        biased += [(index, token, bias) for token, bias in params.logit_bias.items()]
+        if too_short[index]:
+            stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+            barred += [(index, token) for token in sorted(stops) if token < vocab_size]
+    bias_rows, bias_tokens, values = zip(*biased) if biased else ((), (), ())
+    assert all(0 <= token < vocab_size for token in bias_tokens), "a biased token outside the vocabulary"
+    barred_rows, barred_tokens = zip(*barred) if barred else ((), ())
+    return {
+        "bias_row": np.array(bias_rows, dtype=np.int64),
+        "bias_token": np.array(bias_tokens, dtype=np.int64),
+        "bias": np.array(values, dtype=np.float32),
+        "barred_row": np.array(barred_rows, dtype=np.int64),
+        "barred_token": np.array(barred_tokens, dtype=np.int64),
+    }
+
+
+def _repetitions(rows: Index, slots: SlotPool, vocab_size: int) -> Arrays:
+    asking = np.flatnonzero(slots.repetition_penalty[rows] != 1)
+    seen = np.unique(_keys(rows, asking, np.zeros_like(asking), slots, vocab_size))
+    owner, token = np.divmod(seen, vocab_size)
+    return {
+        "seen_row": owner,
+        "seen_token": token,
+        "seen_penalty": slots.repetition_penalty[rows[owner]],
+    }
+
+
+def _occurrences(rows: Index, slots: SlotPool, vocab_size: int) -> Arrays:
+    presence, frequency = slots.presence_penalty[rows], slots.frequency_penalty[rows]
+    asking = np.flatnonzero((presence != 0) | (frequency != 0))
+    keys = _keys(rows, asking, slots.num_prompt[rows[asking]], slots, vocab_size)
+    seen, counts = np.unique(keys, return_counts=True)
+    owner, token = np.divmod(seen, vocab_size)
+    penalty = presence[owner] + frequency[owner] * counts.astype(np.float32)
+    return {"answer_row": owner, "answer_token": token, "answer_penalty": penalty}
+
+
+def _keys(rows: Index, asking: Index, starts: Index, slots: SlotPool, vocab_size: int) -> Index:
+    """owner * vocab_size + token for every known token from `starts` on; owner indexes `rows`."""
+    stops = slots.num_tokens[rows[asking]]
+    owner = np.repeat(asking, stops - starts)
+    tokens = slots.token_ids[rows[owner], ragged_ranges(starts, stops)]
+    return owner * np.int64(vocab_size) + tokens
