@@ -58,7 +58,7 @@ def make_decoder(path: Path, dtype: torch.dtype, page_size: int) -> Decoder:
 
 
 def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict[tuple[int, int], Tensor]:
-    """Log-probabilities at the end of every span, the prompts cut and packed at random over shuffled pages."""
+    """Log-probabilities at the end of every span; prompts cut and packed at random over shuffled pages."""
     rng = np.random.default_rng(seed)
     config, page_size = decoder.config, decoder.attention.shape.page_size
     slots = SlotPool(len(prompts), max(LENGTHS), page_size)

@@ -1,0 +1,226 @@
+"""Does every implementation of attention compute what a request alone would compute?
+
+A new implementation joins IMPLEMENTATIONS. Requests grow span by span over shuffled pages; every place that
+no request has written holds NaN, and so do the places of requests that have left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention.reference import QUERY_ROWS, Attention, AttentionShape
+from continuous_batching.batch import Batch
+from kv_cache.storage import KVCache
+
+IMPLEMENTATIONS = [Attention]
+NOTHING = np.empty(0, np.int64)
+ROWS, MOST_TOKENS = 6, 320
+
+
+def shape(**changes: object) -> AttentionShape:
+    plain = AttentionShape(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        page_size=16,
+        scale=0.25,
+        dtype=torch.float32,
+        windows=(None, 1, 7, 40),
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Told:
+    """What one request has been given so far: [length, K, D] a layer."""
+
+    pages: list[int] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    length: int = 0
+
+
+class Bench:
+    """A cache, a page table and requests in its rows; `step` runs spans and holds them to the oracle."""
+
+    def __init__(self, implementation: type[Attention], shape: AttentionShape, seed: int = 0) -> None:
+        self.shape, self.rng = shape, np.random.default_rng(seed)
+        self.attention = implementation(shape)
+        self.attention.check()
+        self.layers = range(len(shape.windows))
+        max_pages = -(-MOST_TOKENS // shape.page_size)
+        num_pages = 1 + ROWS * max_pages
+        self.cache = KVCache(
+            len(self.layers), num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim, shape.dtype
+        )
+        for tensor in (*self.cache.keys, *self.cache.values):
+            tensor[1:] = torch.nan
+        self.free = [int(page) for page in 1 + self.rng.permutation(num_pages - 1)]
+        self.page_table = np.zeros((ROWS, max_pages), np.int32)
+        self.told = [Told() for _ in range(ROWS)]
+        self.new_pages: list[tuple[int, int, int]] = []
+
+    def leave(self, row: int) -> None:
+        """The request of a row goes; what it wrote turns to NaN, its stale page numbers stay."""
+        for tensor in (*self.cache.keys, *self.cache.values):
+            tensor[self.told[row].pages] = torch.nan
+        self.free += self.told[row].pages
+        self.rng.shuffle(self.free)
+        self.told[row] = Told()
+
+    def step(self, spans: dict[int, int]) -> None:
+        """Compute so many further tokens of each row, in the order given."""
+        starts = np.array([self.told[row].length for row in spans], np.int64)
+        stops = starts + np.array(list(spans.values()), np.int64)
+        for row, stop in zip(spans, stops.tolist()):
+            pages = self.told[row].pages
+            while len(pages) * self.shape.page_size < stop:
+                self.new_pages.append((row, len(pages), self.free[-1]))
+                self.page_table[row, len(pages)] = self.free[-1]
+                pages.append(self.free.pop())
+        columns = np.array(self.new_pages, np.int64).reshape(-1, 3).T
+        self.new_pages = []
+        batch = Batch(np.array(list(spans), np.int64), starts, stops, NOTHING, tuple(columns))  # type: ignore[arg-type]
+        metadata = self.attention.plan(batch, self.page_table)
+        for layer in self.layers:
+            self._step_layer(layer, spans, metadata)
+        for row, stop in zip(spans, stops.tolist()):
+            self.told[row].length = stop
+
+    def _step_layer(self, layer: int, spans: dict[int, int], metadata: object) -> None:
+        total, dim = sum(spans.values()), self.shape.head_dim
+        query, key, value = (
+            torch.from_numpy(self.rng.standard_normal((total, heads, dim))).to(self.shape.dtype)
+            for heads in (self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads)
+        )
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        before = keys.clone(), values.clone()
+        self.attention.write(key, value, keys, values, metadata)  # type: ignore[arg-type]
+        output = self.attention.attend(query, keys, values, metadata, layer)  # type: ignore[arg-type]
+        assert output.shape == query.shape
+        assert output.dtype == query.dtype
+        at = 0
+        for row, count in spans.items():
+            told, new = self.told[row], slice(at, at + count)
+            if len(told.keys) <= layer:
+                told.keys.append(key[:0])
+                told.values.append(value[:0])
+            told.keys[layer] = torch.cat((told.keys[layer], key[new]))
+            told.values[layer] = torch.cat((told.values[layer], value[new]))
+            expected = alone(query[new], told.keys[layer], told.values[layer], self.shape, layer)
+            near = 2e-5 if self.shape.dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(output[new].double(), expected, rtol=near, atol=near)
+            for place, tensor, part in ((keys, before[0], key[new]), (values, before[1], value[new])):
+                addresses = self._addresses(row, told.length, told.length + count)
+                assert torch.equal(place.flatten(0, 1)[addresses], part)
+                tensor.flatten(0, 1)[addresses] = part
+            at += count
+        for place, tensor in zip((keys, values), before):
+            assert torch.equal(place[1:].nan_to_num(7.0), tensor[1:].nan_to_num(7.0)), "wrote elsewhere"
+
+    def _addresses(self, row: int, start: int, stop: int) -> Tensor:
+        size, pages = self.shape.page_size, self.told[row].pages
+        return torch.tensor([pages[at // size] * size + at % size for at in range(start, stop)])
+
+
+def alone(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, layer: int) -> Tensor:
+    """The last len(query) positions of one request, in float64, each position and head by itself."""
+    group, window = shape.num_heads // shape.num_kv_heads, shape.windows[layer] or len(keys)
+    query = query.double()
+    keys, values = (tensor.double().repeat_interleave(group, 1).transpose(0, 1) for tensor in (keys, values))
+    output = torch.empty_like(query)
+    for index in range(len(query)):
+        position = keys.shape[1] - len(query) + index
+        seen = slice(max(0, position - window + 1), position + 1)
+        weights = torch.softmax(keys[:, seen] @ query[index, :, :, None] * shape.scale, 1)
+        output[index] = (weights * values[:, seen]).sum(1)
+    return output
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda implementation: implementation.__name__)
+def implementation(request: pytest.FixtureRequest) -> type[Attention]:
+    return request.param
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 128])
+def test_mixed_spans_decodes_and_leavers(implementation: type[Attention], page_size: int) -> None:
+    bench = Bench(implementation, shape(page_size=page_size), seed=page_size)
+    bench.step({2: 5})
+    bench.step({0: 33, 2: 1, 4: 1})
+    bench.step({4: 1, 0: 1, 2: 1})
+    bench.leave(0)
+    bench.step({1: 130, 4: 20, 0: 3, 2: 1})
+    bench.step({5: 1, 1: 1, 0: 14, 4: 2})
+    bench.leave(1)
+    bench.leave(4)
+    bench.step(dict.fromkeys((0, 1, 2, 4, 5), 1))
+    for _ in range(3):
+        bench.step(dict.fromkeys((5, 4, 2, 1, 0), 1))
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_a_span_longer_than_a_query_block(implementation: type[Attention], page_size: int) -> None:
+    windows = (None, QUERY_ROWS - 1, 40)
+    bench = Bench(implementation, shape(page_size=page_size, num_heads=2, num_kv_heads=1, windows=windows))
+    bench.step({3: 9, 1: 1})
+    bench.step({1: QUERY_ROWS + 30, 3: 1})
+    bench.step({3: QUERY_ROWS, 1: 1})
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1), (1, 1)])
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_grouped_heads(implementation: type[Attention], heads: tuple[int, int], head_dim: int) -> None:
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    bench = Bench(implementation, shape(**sizes, scale=1 / math.sqrt(head_dim), windows=(None, 9)))
+    bench.step({0: 21, 3: 2})
+    bench.step({3: 1, 0: 1, 1: 18})
+    bench.step({3: 1, 0: 1, 1: 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_dtypes(implementation: type[Attention], dtype: torch.dtype) -> None:
+    bench = Bench(implementation, shape(dtype=dtype, windows=(None, 7)))
+    bench.step({0: 40, 3: 2, 1: 1})
+    bench.step({3: 1, 0: 1, 1: 18})
+    bench.step({3: 1, 0: 1, 1: 1})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules(implementation: type[Attention], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([1, 8, 16, 32]))
+    bench = Bench(implementation, shape(page_size=page_size, windows=(None, 13)), seed)
+    for _ in range(6):
+        for row in range(ROWS):
+            if bench.told[row].length and (rng.random() < 0.1 or bench.told[row].length > MOST_TOKENS - 60):
+                bench.leave(row)
+        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)].tolist()
+        bench.step({row: int(rng.choice([1, 1, 1, rng.integers(2, 60)])) for row in rows})
+
+
+def test_all_rows_decode_with_unequal_lengths(implementation: type[Attention]) -> None:
+    bench = Bench(implementation, shape(windows=(None, 33)))
+    bench.step({0: 15, 1: 16, 2: 17, 3: 64, 4: 1, 5: 190})
+    for _ in range(3):
+        bench.step(dict.fromkeys(range(ROWS), 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_heads": 5}, "num_attention_heads is 5 .* multiple"),
+        ({"page_size": 0}, "cache.page_size is 0; it must be at least 1"),
+        ({"windows": (None, 0)}, "window of layer 1 is 0; it must be at least 1"),
+    ],
+)
+def test_a_shape_that_cannot_be_served_is_refused(
+    implementation: type[Attention], changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        implementation(shape(**changes)).check()
