@@ -132,12 +132,12 @@ class PrefixCache:
         """
         size, count = self._page_size, len(pages)
         new_keys, new_pages = keys[first:count], pages[first:]
+        if not len(new_pages):
+            return parent
         if len(set(new_keys)) < len(new_pages) or not self._page_of.keys().isdisjoint(new_keys):
             for index in range(first, count):
                 content = tokens[index * size : (index + 1) * size]
                 parent = self._publish_or_find(keys[index], content, pages[index : index + 1], parent, salt)
-            return parent
-        if not len(new_pages):
             return parent
         return self._insert(new_keys, tokens[first * size : count * size], new_pages, parent, salt)
 
