@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Makes .venv and installs the pinned requirements into it; when nothing has changed, does nothing.
+#
+#   bash scripts/setup.sh [EXTRA ...]     an EXTRA is a requirements-EXTRA.txt
+#   PYTHON=python3.12 bash scripts/setup.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+known=()
+for file in requirements-*.txt; do
+    [[ -e $file ]] && file=${file#requirements-} && known+=("${file%.txt}")
+done
+wanted=(requirements.txt)
+for extra in "$@"; do
+    [[ " ${known[*]} " == *" $extra "* ]] || die "there is no extra '$extra'; there is: ${known[*]}"
+    wanted+=("requirements-$extra.txt")
+done
+
+mkdir -p .venv
+if command -v flock >/dev/null; then
+    exec 9<.venv # two commands started at once install one after the other
+    flock 9
+fi
+
+python=.venv/bin/python
+works() { "$python" -c 'import pip' 2>/dev/null; }
+if [[ -n ${PYTHON:-} ]] || ! works; then
+    chosen=${PYTHON:-python3}
+    version=$("$chosen" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+        die "'$chosen' is no Python; name one of version 3.10 to 3.12, as in PYTHON=python3.11"
+    case $version in
+        3.10 | 3.11 | 3.12) ;;
+        *) die "'$chosen' is Python $version; it must be 3.10 to 3.12: name another, as in PYTHON=python3.11" ;;
+    esac
+    if ! works || [[ $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') != "$version" ]]; then
+        echo "setup: making .venv with Python $version"
+        "$chosen" -m venv --clear .venv || die "'$chosen' cannot make .venv (on Debian: install python3-venv)"
+    fi
+fi
+
+stale=()
+for file in "${wanted[@]}"; do
+    sha256sum --check --status ".venv/$file.sha256" 2>/dev/null || stale+=("$file")
+done
+if ((${#stale[@]})); then
+    pip=("$python" -m pip install --disable-pip-version-check --no-input --progress-bar off -qq)
+    torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' requirements.txt)
+    echo "setup: installing ${stale[*]} (the first time takes some minutes)"
+    "${pip[@]}" "$torch" # first, so that nothing else brings another torch
+    "${pip[@]}" "${wanted[@]/#/--requirement=}"
+    for file in "${wanted[@]}"; do
+        sha256sum "$file" >".venv/$file.sha256"
+    done
+fi

@@ -1,0 +1,91 @@
+"""Files stay short, and what is public says what it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from tests.test_imports import MAY_IMPORT, ROOT, files, name
+
+LONGEST_FILE, LONGEST_TEST_FILE, LONGEST_FUNCTION = 300, 450, 60
+# What DESIGN rules out, and the files that may say it: a page is a block only in an operator's parameters
+WORDS = {
+    r"\bclass \w*(Manager|Helper)\b": (),
+    r"\bblock_(table|size)s?\b|\bslot_mapping\b": ("npu.py", "cuda.py"),
+}
+
+ROOMS = files(*MAY_IMPORT)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def test_a_file_can_be_read_at_one_sitting() -> None:
+    limits = dict.fromkeys(ROOMS, LONGEST_FILE) | dict.fromkeys(files("tests"), LONGEST_TEST_FILE)
+    lines = {path: len(text(path).splitlines()) for path in limits}
+    assert not {name(path): lines[path] for path, limit in limits.items() if lines[path] > limit}
+
+
+def test_a_function_fits_on_a_screen() -> None:
+    functions = [
+        (f"{name(path)}:{each.lineno} {each.name}", (each.end_lineno or 0) - each.lineno + 1)
+        for path in ROOMS
+        for each in ast.walk(parsed(path))
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    assert not [each for each in functions if each[1] > LONGEST_FUNCTION]
+
+
+def test_what_is_public_says_what_it_is() -> None:
+    modules = [name(path) for path in ROOMS if parsed(path).body and not ast.get_docstring(parsed(path))]
+    assert not modules
+    silent = [
+        f"{name(path)}:{each.lineno} {each.name}"
+        for path in ROOMS
+        for each in public(parsed(path))
+        if not ast.get_docstring(each) and not speaks_for_itself(each)
+    ]
+    assert not silent
+
+
+def test_one_word_has_one_meaning() -> None:
+    found = [
+        (name(path), match[0])
+        for word, allowed in WORDS.items()
+        for path in ROOMS
+        if path.name not in allowed and not name(path).startswith("virtual_npu/")
+        for match in re.finditer(word, text(path))
+    ]
+    assert not found
+
+
+def test_scripts_are_well_formed() -> None:
+    for path in [*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"]:
+        subprocess.run(["bash", "-n", path], check=True)
+        assert path.stat().st_mode & 0o100, f"{name(path)} is not executable"
+
+
+def public(node: ast.Module | ast.ClassDef) -> list[Definition]:
+    """The public classes and functions of a module, and the methods of such classes."""
+    found: list[Definition] = []
+    for each in node.body:
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and each.name[0] != "_":
+            found.append(each)
+            found += public(each) if isinstance(each, ast.ClassDef) else []
+    return found
+
+
+def speaks_for_itself(node: Definition) -> bool:
+    """A property by its name and type, `main` by its module, a stub by what it stands for."""
+    decorators = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
+    return node.name == "main" or bool(decorators & {"property", "overload", "override", "setter"})
+
+
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(text(path))

@@ -1,0 +1,83 @@
+"""An import never runs against the order of the rooms, and the host wing knows no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What each room may import beside itself; `virtual_npu` knows none of them, and none knows it
+MAY_IMPORT = {
+    "kv_cache": set(),
+    "virtual_npu": set(),
+    "continuous_batching": {"kv_cache"},
+    "attention": {"kv_cache", "continuous_batching"},
+    "models": {"kv_cache", "continuous_batching", "attention"},
+    "recipes": {"kv_cache", "continuous_batching", "attention", "models"},
+    "serving": {"kv_cache", "continuous_batching", "attention", "models", "recipes"},
+    "simulation": {"kv_cache", "continuous_batching", "recipes"},
+}
+MAY_IMPORT["scripts"] = set(MAY_IMPORT) - {"virtual_npu"}
+
+HOST_WING = ["continuous_batching", "kv_cache/pages.py", "kv_cache/prefix.py", "simulation"]
+UNWANTED = {"utils", "util", "core", "common", "helpers", "misc"}
+
+
+def files(*rooms: str) -> list[Path]:
+    """The modules of rooms, or of files of them, that exist by now."""
+    paths = [ROOT / room for room in rooms]
+    return sorted(each for path in paths for each in ([path] if path.is_file() else path.rglob("*.py")))
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno} imports relatively; name the room"
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_no_import_runs_against_the_order_of_the_rooms():
+    wrong = []
+    for path in files(*MAY_IMPORT):
+        room = name(path).partition("/")[0]
+        rooms = {module.partition(".")[0] for module in imported(path)} & {*MAY_IMPORT, "tests"}
+        wrong += [f"{name(path)} imports {each}" for each in sorted(rooms - {room} - MAY_IMPORT[room])]
+    assert not wrong
+
+
+def test_torch_npu_is_imported_only_where_it_belongs():
+    importing = [
+        path for path in files(*MAY_IMPORT) if "torch_npu" in {m.partition(".")[0] for m in imported(path)}
+    ]
+    belongs = [path for path in importing if path.name == "npu.py" or "virtual_npu" in name(path)]
+    assert importing == belongs
+
+
+def test_the_host_wing_brings_no_torch():
+    modules = [name(path).removesuffix(".py").replace("/", ".") for path in files(*HOST_WING)]
+    modules = [module.removesuffix(".__init__") for module in modules if not module.endswith("__main__")]
+    assert len(modules) > 5
+    code = f"import sys, {', '.join(modules)}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_every_room_is_in_the_order():
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert rooms - {"tests"} <= set(MAY_IMPORT)
+
+
+def test_no_folder_or_file_is_a_drawer_for_everything():
+    found = {part for path in files(*MAY_IMPORT, "tests") for part in (path.stem, path.parent.name)}
+    assert not found & UNWANTED
