@@ -1,0 +1,75 @@
+"""What does this recipe say, and does it fit?
+
+python -m recipes show RECIPE [key=value ...]     its keys, each with where it was said, and its sizing
+python -m recipes keys                            every key that a recipe may have, as a Markdown table
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from recipes.keys import RecipeError, in_yaml, keys_of, table
+from recipes.reader import placed, read
+from recipes.recipe import ROOT, Recipe
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; 0, or 2 for a recipe that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m recipes", description="Look at recipes.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("keys", help="every key that a recipe may have, as a Markdown table")
+    show_verb = verbs.add_parser("show", help="a recipe's keys, where each was said, and its sizing")
+    show_verb.add_argument("recipe", help="a YAML file, such as recipes/tiny/cpu.yaml")
+    show_verb.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
+    options = parser.parse_args(arguments)
+    try:
+        if options.verb == "keys":
+            print(table(Recipe), end="")
+        else:
+            show(options.recipe, options.overrides)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def show(path: str, overrides: Sequence[str]) -> None:
+    """Prints the resolved recipe and its sizing; raises ValueError."""
+    reading = read(path, overrides)
+    rows = [
+        (each.name, _shown(reading.recipe.value(each.name)), reading.origin(each.name))
+        for each in keys_of(Recipe)
+    ]
+    _print_columns(rows)
+
+    from recipes import sizing  # here, because it brings torch, which takes a second
+
+    config = sizing.model_config(reading.recipe)
+    try:
+        sized = sizing.size(reading.recipe, config)
+    except RecipeError as error:
+        raise placed(error, reading.entries, path) from None
+    print()
+    _print_columns(sizing.report(reading.recipe, config, sized))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, os.PathLike):
+        path = os.path.relpath(value, ROOT)
+        return os.fspath(value) if path.startswith("..") else path
+    if isinstance(value, dict):
+        return f"{value.get('model_type')}, {len(value)} keys"
+    return in_yaml(value)
+
+
+def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Which model, on which machine, with which numbers?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from recipes.keys import RecipeError, key, keys_of
+
+ROOT = Path(__file__).resolve().parents[1]  # of the repository: what a recipe's paths are relative to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """The decoder and where its weights come from."""
+
+    path: Path | None = key(
+        "directory in the Hugging Face layout: `config.json`, `*.safetensors`, tokenizer", default=None
+    )
+    config: dict[str, Any] | None = key(
+        "the keys of a `config.json`, written here in place of `model.path`", default=None
+    )
+    weights: Literal["checkpoint", "random"] = key(
+        "read from `model.path`, or seeded random ones of the same shapes", default="checkpoint"
+    )
+    seed: int = key("seed of random weights", default=0, least=0, most=2**63 - 1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "type of weights, activations and cache; auto: as `config.json` says", default="auto"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSection:
+    """The machine."""
+
+    kind: Literal["cpu"] = key("the machine that computes")
+    attention: Literal["fused", "reference"] = key(
+        "as fast as the device can, or the plain torch that defines what is right", default="fused"
+    )
+    threads: int | None = key(
+        "threads that compute; null: one for each core this process may use", default=None, least=1, most=1024
+    )
+    compile: bool = key("compile at start-up what gains by it", default=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSection:
+    """Pages of keys and values."""
+
+    page_size: int = key("tokens in a page", default=16, least=1, most=1024)
+    num_pages: int | None = key(
+        "pages in the cache; the first of them stays empty", default=None, least=2, most=2**31 - 1
+    )
+    memory_gib: float | None = key(
+        "in place of `cache.num_pages`: as many pages as fit into this", default=None, least=0.001, most=2**20
+    )
+    prefix_sharing: bool = key("let requests with a common beginning share its pages", default=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSection:
+    """Who runs when."""
+
+    policy: Literal["stall_free", "static"] = key(
+        "stall_free: decodes first, then prompts in chunks; static: one batch after the other",
+        default="stall_free",
+    )
+    num_slots: int = key("requests that run at once", least=1, most=2**16)
+    max_batch_tokens: int = key("the most tokens computed in one step", least=1, most=2**20)
+    max_request_tokens: int | None = key(
+        "the longest request, prompt and answer; null: what model and cache allow",
+        default=None,
+        least=2,
+        most=2**24,
+    )
+    batch_size: int | None = key("static: requests that start together", default=None, least=1, most=2**16)
+    max_wait_ms: float | None = key(
+        "static: how long the first of a batch waits for the others", default=None, least=0, most=86_400_000
+    )
+    seed: int = key(
+        "seed of the seeds that are drawn for requests without one", default=0, least=0, most=2**63 - 1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A model, a machine and the numbers to serve it with; raises RecipeError for what cannot be meant."""
+
+    model: ModelSection
+    device: DeviceSection
+    cache: CacheSection
+    scheduler: SchedulerSection
+
+    def __post_init__(self) -> None:
+        for each in keys_of(Recipe):
+            each.check(self.value(each.name))
+        for problem in self._contradictions():
+            raise problem
+
+    def value(self, name: str) -> Any:
+        """The value of a dotted key."""
+        section, _, leaf = name.partition(".")
+        return getattr(getattr(self, section), leaf)
+
+    def _contradictions(self) -> Iterator[RecipeError]:
+        """Keys that each are in range and cannot stand together."""
+        yield from self._one_of("model.path", "model.config")
+        yield from self._one_of("cache.num_pages", "cache.memory_gib")
+        if self.model.config is not None and self.model.weights == "checkpoint":
+            yield RecipeError(
+                "model.weights: a model.config has no checkpoint; set model.weights to random,"
+                " or name a model.path",
+                "model.weights",
+                "model.config",
+            )
+        yield from self._scheduler_contradictions()
+        cache, longest = self.cache, self.scheduler.max_request_tokens
+        if cache.num_pages is not None and longest is not None:
+            capacity = (cache.num_pages - 1) * cache.page_size + 1  # the last token is never cached
+            if longest > capacity:
+                pages = -(-(longest - 1) // cache.page_size) + 1
+                yield RecipeError(
+                    f"scheduler.max_request_tokens: {longest} is more than the {capacity} that fit into"
+                    f" {cache.num_pages} pages of {cache.page_size}; lower it,"
+                    f" or set cache.num_pages to {pages}",
+                    "scheduler.max_request_tokens",
+                    "cache.num_pages",
+                    "cache.page_size",
+                )
+
+    def _scheduler_contradictions(self) -> Iterator[RecipeError]:
+        scheduler = self.scheduler
+        if scheduler.max_batch_tokens < scheduler.num_slots:
+            yield RecipeError(
+                f"scheduler.max_batch_tokens: {scheduler.max_batch_tokens} is less than scheduler.num_slots"
+                f" ({scheduler.num_slots}), so that not every slot could decode in every step;"
+                f" set at least {scheduler.num_slots}",
+                "scheduler.max_batch_tokens",
+                "scheduler.num_slots",
+            )
+        for name in ("scheduler.batch_size", "scheduler.max_wait_ms"):
+            if scheduler.policy == "static" and self.value(name) is None:
+                yield RecipeError(
+                    f"{name}: required where scheduler.policy is static", name, "scheduler.policy"
+                )
+            if scheduler.policy != "static" and self.value(name) is not None:
+                yield RecipeError(
+                    f"{name}: read only where scheduler.policy is static, and it is {scheduler.policy};"
+                    " leave it out",
+                    name,
+                    "scheduler.policy",
+                )
+        if scheduler.batch_size is not None and scheduler.batch_size > scheduler.num_slots:
+            yield RecipeError(
+                f"scheduler.batch_size: {scheduler.batch_size} requests do not fit into scheduler.num_slots"
+                f" ({scheduler.num_slots}); lower the first or raise the second",
+                "scheduler.batch_size",
+                "scheduler.num_slots",
+            )
+
+    def _one_of(self, first: str, second: str) -> Iterator[RecipeError]:
+        if self.value(first) is None and self.value(second) is None:
+            yield RecipeError(f"{first}: required, or {second} in its place", first, second)
+        elif self.value(first) is not None and self.value(second) is not None:
+            yield RecipeError(
+                f"{first}: excludes {second}, and both are set; set one of them to null", first, second
+            )

@@ -1,0 +1,109 @@
+"""What replaces what: bases, overrides, paths; and where a contradiction is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.keys import RecipeError
+from recipes.reader import KEYS, load, read
+from recipes.recipe import ROOT
+from tests.recipes.conftest import GOOD, error
+
+
+def test_overrides_come_last_and_errors_name_them(recipe):
+    path = recipe()
+    assert load(path, ["cache.page_size=8", "cache.page_size=32"]).cache.page_size == 32
+    assert load(path, ["cache.num_pages=null", "cache.memory_gib=1"]).cache.memory_gib == 1.0
+    assert load(path, ["model.path=/a=b"]).model.path == Path("/a=b")
+    assert error(path, "cache.page_sise=1") == (
+        "command line: cache.page_sise=1: cache.page_sise: unknown key; did you mean cache.page_size?"
+    )
+    assert error(path, "cache.page_size=x").startswith(
+        "command line: cache.page_size=x: cache.page_size: 'x' is not"
+    )
+    assert error(path, "cache.page_size") == (
+        "command line: cache.page_size: an override reads key=value, as in cache.page_size=32"
+    )
+    assert error(path, "cache={}") == (
+        "command line: cache={}: cache is a section; set one of its keys, as in cache.page_size=..."
+    )
+    assert error(path, "cache.page_size.x=1").startswith(
+        "command line: cache.page_size.x=1: cache.page_size.x: unknown key"
+    )
+    assert error(path, "model.path={").startswith("command line: model.path={: not YAML: ")
+    assert error(path, "base=other.yaml").startswith("command line: base=other.yaml: base: ")
+
+
+def test_an_override_reaches_into_an_inline_config(recipe):
+    path = recipe(
+        GOOD.replace("path: recipes/tiny/weights", "weights: random\n  config: {model_type: llama, a: 1}")
+    )
+    assert load(path, ["model.config.a=2", "model.config.b.c=[3]"]).model.config == {
+        "model_type": "llama",
+        "a": 2,
+        "b.c": [3],
+    }
+
+
+def test_a_base_is_read_first_and_only_one_level_deep(recipe):
+    recipe(GOOD, "base.yaml")
+    child = recipe("base: base.yaml\ncache:\n  page_size: 4\n", "child.yaml")
+    reading = read(child)
+    assert reading.recipe.cache.page_size == 4
+    assert reading.recipe.cache.num_pages == 64
+    assert reading.origin("cache.num_pages") == "base.yaml:7"
+    recipe("base: child.yaml\n", "grandchild.yaml")
+    assert error("grandchild.yaml") == (
+        "child.yaml:1: base: grandchild.yaml is based on this recipe, and a base may have no base itself;"
+        " copy the keys"
+    )
+    recipe("\nbase: absent.yaml\n", "lost.yaml")
+    assert error("lost.yaml") == "lost.yaml:2: base: absent.yaml: no such file or directory"
+    recipe("base: 3\n", "odd.yaml")
+    assert error("odd.yaml") == "odd.yaml:1: base: 3 is not the path of a recipe"
+
+
+def test_a_contradiction_is_told_where_the_last_word_was_said(recipe):
+    path = recipe()
+    assert error(path, "cache.memory_gib=1") == (
+        "command line: cache.memory_gib=1: cache.num_pages: excludes cache.memory_gib, and both are set;"
+        " set one of them to null"
+    )
+    low = "scheduler.max_batch_tokens: 2 is less than scheduler.num_slots (4), so that not every slot could"
+    assert error(recipe(GOOD.replace("tokens: 64", "tokens: 2"))).startswith(f"r.yaml:10: {low}")
+
+
+def test_paths_know_the_home_and_the_environment(recipe, monkeypatch):
+    path = recipe()
+    monkeypatch.setenv("MODELS", "/models")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load(path, ["model.path=${MODELS}/x"]).model.path == Path("/models/x")
+    assert load(path, ["model.path=~/x"]).model.path == Path("/home/me/x")
+
+
+def line_of(*overrides: str) -> str | None:
+    """The error that these overrides of a good recipe give."""
+    try:
+        load(ROOT / "recipes/tiny/cpu.yaml", overrides)
+    except RecipeError as caught:
+        return str(caught)
+    return None
+
+
+@given(st.text(max_size=20), st.sampled_from(["", "base", "device", "model", "cache", "scheduler"]))
+def test_no_override_ends_in_anything_but_a_line(text, section):
+    override = f"{section}.{text}=1" if section else f"{text}=1"
+    name = override.partition("=")[0]
+    line = line_of(override)
+    if line is None:
+        assert name.startswith("model.config.") or name in KEYS
+    else:
+        assert line.startswith("command line: ")
+
+
+@given(st.text(max_size=40), st.sampled_from(sorted(KEYS)))
+def test_no_value_ends_in_anything_but_a_line(value, name):
+    assert (line_of(f"{name}={value}") or "command line: ").startswith("command line: ")

@@ -1,0 +1,173 @@
+"""Every way a recipe file can be wrong, and the one line that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.keys import RecipeError
+from recipes.reader import load, read
+from recipes.recipe import ROOT
+from tests.recipes.conftest import GOOD, error
+
+
+def test_reads_a_recipe_and_says_where_each_value_comes_from(recipe):
+    reading = read(recipe(), ["cache.page_size=32"])
+    assert reading.recipe.model.path == ROOT / "recipes/tiny/weights"
+    assert reading.recipe.cache.page_size == 32
+    assert reading.recipe.cache.prefix_sharing is True
+    assert reading.origin("cache.page_size") == "command line: cache.page_size=32"
+    assert reading.origin("scheduler.num_slots") == "r.yaml:9"
+    assert reading.origin("cache.prefix_sharing") == "default"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            "page_size: 16",
+            "page_sise: 16",
+            "r.yaml:6: cache.page_sise: unknown key; did you mean cache.page_size?",
+        ),
+        ("device:", "devise:", "r.yaml:3: devise: unknown key; did you mean device?"),
+        (
+            "device:",
+            "page_size: 4\ndevice:",
+            "r.yaml:3: page_size: unknown key; did you mean cache.page_size?",
+        ),
+        (
+            "page_size: 16",
+            "num_slots: 2",
+            "r.yaml:6: cache.num_slots: unknown key; did you mean scheduler.num_slots?",
+        ),
+        (
+            "page_size: 16",
+            "zzzz: 1",
+            "r.yaml:6: cache.zzzz: unknown key; python -m recipes keys lists them",
+        ),
+        (
+            "page_size: 16",
+            "page_size: many",
+            "r.yaml:6: cache.page_size: 'many' is not allowed; it must be an integer from 1 to 1024",
+        ),
+        (
+            "page_size: 16",
+            "page_size: 16.0",
+            "r.yaml:6: cache.page_size: 16.0 is not allowed; it must be an integer from 1 to 1024",
+        ),
+        (
+            "page_size: 16",
+            "page_size: true",
+            "r.yaml:6: cache.page_size: true is not allowed; it must be an integer from 1 to 1024",
+        ),
+        (
+            "page_size: 16",
+            "page_size:",
+            "r.yaml:6: cache.page_size: null is not allowed; it must be an integer from 1 to 1024",
+        ),
+        (
+            "page_size: 16",
+            "page_size: 0",
+            "r.yaml:6: cache.page_size: 0 is not allowed; it must be an integer from 1 to 1024",
+        ),
+        (
+            "num_pages: 64",
+            "memory_gib: .nan",
+            "r.yaml:7: cache.memory_gib: nan is not allowed;"
+            " it must be a number from 0.001 to 1048576, or null",
+        ),
+        (
+            "page_size: 16",
+            "prefix_sharing: 1",
+            "r.yaml:6: cache.prefix_sharing: 1 is not allowed; it must be true or false",
+        ),
+        (
+            "num_slots: 4",
+            "num_slots: 4\n  policy: stal_free",
+            "r.yaml:10: scheduler.policy: 'stal_free' is not allowed; it must be stall_free or static;"
+            " did you mean stall_free?",
+        ),
+        (
+            "path: recipes/tiny/weights",
+            "path: [1]",
+            "r.yaml:2: model.path: [1] is not allowed; it must be a path, or null",
+        ),
+        (
+            "path: recipes/tiny/weights",
+            "config: llama",
+            "r.yaml:2: model.config: 'llama' is not allowed; it must be a mapping, or null",
+        ),
+        (
+            "path: recipes/tiny/weights",
+            "path: ${NO_SUCH_PLACE}/x",
+            "r.yaml:2: model.path: ${NO_SUCH_PLACE} is not set in the environment;"
+            " set it, or write the path out",
+        ),
+        (
+            "  page_size: 16\n  num_pages: 64",
+            "  - 16",
+            "r.yaml:5: cache: [16] is not a mapping of the section's keys",
+        ),
+    ],
+)
+def test_a_wrong_key_or_value_is_one_line(recipe, old, new, line):
+    assert old in GOOD
+    assert error(recipe(GOOD.replace(old, new, 1))) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            GOOD + "cache:\n  page_size: 4\n",
+            "r.yaml:11: cache: stands twice, the first time in line 5; remove one",
+        ),
+        (
+            GOOD.replace("num_pages: 64", "page_size: 64"),
+            "r.yaml:7: cache.page_size: stands twice, the first time in line 6; remove one",
+        ),
+        (
+            "model: {config: {a: {b: 1, b: 2}}}",
+            "r.yaml:1: model.config.a.b: stands twice, the first time in line 1; remove one",
+        ),
+        ("model:\n  1: x\n", "r.yaml:2: a key is not text; put it in quotes"),
+        ("model: &m {path: x}\ncache: *m\n", "r.yaml:2: *m is an alias; write the value out"),
+        ("model: {path: x\n", "r.yaml:2: not YAML: expected ',' or '}', but got '<stream end>'"),
+        (
+            "model:\n  path: !!python/name:os.system x\n",
+            "r.yaml:2: not YAML: could not determine a constructor",
+        ),
+        ("model:\n  path: 2026-99-99\n", "r.yaml:2: not YAML: month must be in 1..12"),
+        ("- model\n", "r.yaml: not a recipe; it must be a mapping of cache, device, model, scheduler"),
+        ("", "r.yaml: device.kind: required, and missing; it must be cpu"),
+        ("a: \x07", "r.yaml: not YAML: unacceptable character #x0007"),
+        ("model: " + "[" * 5000 + "]" * 5000, "r.yaml: nested too deeply for a recipe"),
+    ],
+)
+def test_what_is_no_recipe_at_all(recipe, text, line):
+    assert error(recipe(text)).startswith(line)
+
+
+def test_a_file_that_cannot_be_read(recipe, tmp_path):
+    recipe()
+    assert error("absent.yaml") == "absent.yaml: no such file or directory"
+    near = "recipes/tiny/cpu.yml: no such file or directory; did you mean recipes/tiny/cpu.yaml?"
+    assert error("recipes/tiny/cpu.yml") == near
+    assert error(".") == ".: is a directory"
+    Path("latin.yaml").write_bytes(b"model: \xff")
+    assert error("latin.yaml") == "latin.yaml: not text in UTF-8 (invalid start byte at byte 7)"
+
+
+@given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12), st.integers(0, 9))
+def test_an_unknown_key_is_found_on_its_line(tmp_path_factory, tail, at):
+    name = f"x{tail}"  # so that it is neither a key nor a word like `yes`
+    lines = GOOD.splitlines()
+    section = [line[:-1] for line in lines[: at + 1] if not line.startswith(" ")][-1]
+    lines.insert(at + 1, f"  {name}: 1")
+    path = tmp_path_factory.mktemp("recipe") / "r.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(RecipeError, match=rf":{at + 2}: {section}\.{name}: unknown key"):
+        load(path)

@@ -1,0 +1,102 @@
+"""A recipe made in code is held to the same ranges as one that was read."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.keys import RecipeError, keys_of, table
+from recipes.reader import load
+from recipes.recipe import ROOT, CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+
+
+def made(**changes: Any) -> Recipe:
+    """A recipe of good values but for some, `cache__page_size=0` standing for `cache.page_size`."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": Path("x")},
+        "device": {"kind": "cpu"},
+        "cache": {"num_pages": 64},
+        "scheduler": {"num_slots": 4, "max_batch_tokens": 64},
+    }
+    for name, value in changes.items():
+        section, _, leaf = name.partition("__")
+        values[section][leaf] = value
+    return Recipe(
+        model=ModelSection(**values["model"]),
+        device=DeviceSection(**values["device"]),
+        cache=CacheSection(**values["cache"]),
+        scheduler=SchedulerSection(**values["scheduler"]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache__page_size": 0}, "cache.page_size: 0 is not allowed; it must be an integer from 1 to 1024"),
+        ({"device__kind": "toaster"}, "device.kind: 'toaster' is not allowed; it must be cpu"),
+        ({"model__path": None}, "model.path: required, or model.config in its place"),
+        ({"cache__num_pages": None}, "cache.num_pages: required, or cache.memory_gib in its place"),
+        ({"cache__memory_gib": 1.0}, "cache.num_pages: excludes cache.memory_gib, and both are set"),
+        ({"model__path": None, "model__config": {}}, "model.weights: a model.config has no checkpoint"),
+        (
+            {"scheduler__num_slots": 65},
+            "scheduler.max_batch_tokens: 64 is less than scheduler.num_slots (65)",
+        ),
+        ({"scheduler__policy": "static"}, "scheduler.batch_size: required where scheduler.policy is static"),
+        (
+            {"scheduler__policy": "static", "scheduler__batch_size": 2},
+            "scheduler.max_wait_ms: required where scheduler.policy is static",
+        ),
+        (
+            {"scheduler__policy": "static", "scheduler__batch_size": 5, "scheduler__max_wait_ms": 1.0},
+            "scheduler.batch_size: 5 requests do not fit into scheduler.num_slots (4)",
+        ),
+        (
+            {"scheduler__max_wait_ms": 1.0},
+            "scheduler.max_wait_ms: read only where scheduler.policy is static",
+        ),
+        (
+            {"scheduler__max_request_tokens": 1010},
+            "scheduler.max_request_tokens: 1010 is more than the 1009 that fit into 64 pages of 16; lower it,"
+            " or set cache.num_pages to 65",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(changes, message):
+    with pytest.raises(RecipeError) as caught:
+        made(**changes)
+    assert str(caught.value).startswith(message)
+
+
+def test_the_limits_themselves_are_allowed():
+    made(scheduler__max_request_tokens=1009)
+    made(scheduler__max_batch_tokens=4)
+    made(scheduler__policy="static", scheduler__batch_size=4, scheduler__max_wait_ms=0)
+
+
+def test_the_mend_for_too_few_pages_is_enough():
+    made(scheduler__max_request_tokens=1010, cache__num_pages=65)
+
+
+def test_every_key_has_a_meaning_a_range_and_a_default_in_it():
+    for key in keys_of(Recipe):
+        assert key.meaning
+        assert key.meaning[-1] != "."
+        if key.kind in (int, float):
+            assert key.least is not None
+            assert key.most is not None
+        if key.default is not MISSING:
+            key.check(key.default)
+
+
+def test_the_readme_of_the_recipes_holds_the_table_of_keys():
+    assert table(Recipe) in (ROOT / "recipes/README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/**/*.yaml")), ids=lambda path: path.parent.name)
+def test_every_recipe_here_can_be_read(path):
+    overrides = ["model.path=x"] if path.parent.name == "any" else []
+    assert load(path, overrides).device.kind

@@ -1,0 +1,77 @@
+"""`python -m recipes` as a person meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from recipes.__main__ import main
+from recipes.keys import table
+from recipes.recipe import ROOT, Recipe
+
+LLAMA = "recipes/bench/llama_125m.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_show_prints_each_key_with_its_origin_and_the_sizing(capsys):
+    assert main(["show", LLAMA, "cache.page_size=32"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "cache.page_size 32 command line: cache.page_size=32" in lines
+    assert f"cache.num_pages 2048 {LLAMA}:26" in lines
+    assert "cache.memory_gib null default" in lines
+    assert "model.config llama, 15 keys recipes/bench/llama_125m.yaml:4" in lines
+    assert "model llama, 124.7 M parameters, bfloat16" in lines
+    assert "a page 32 tokens, 384.0 KiB over 12 layers" in lines
+    assert "longest request 2,048 tokens (the model's positions)" in lines
+
+
+def test_show_names_the_base_as_the_origin(capsys):
+    assert main(["show", "recipes/bench/llama_1b1.yaml"]) == 0
+    assert f"{LLAMA}:26" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["absent.yaml"], "absent.yaml: no such file or directory\n"),
+        (
+            [LLAMA, "cache.page_sise=32"],
+            "command line: cache.page_sise=32: cache.page_sise: unknown key; did you mean cache.page_size?\n",
+        ),
+        (
+            ["recipes/any/cpu.yaml"],
+            "recipes/any/cpu.yaml:3: model.path: required, or model.config in its place\n",
+        ),
+        (
+            [LLAMA, "model.config.model_type=lama"],
+            "the model's family is 'lama'; supported are llama, mistral, qwen2, qwen3\n",
+        ),
+        (
+            [LLAMA, "scheduler.max_request_tokens=4096"],
+            "command line: scheduler.max_request_tokens=4096: scheduler.max_request_tokens: 4096 is more than"
+            " the 2048 positions of the model; lower it to 2048\n",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_status_2(capsys, arguments, line):
+    assert main(["show", *arguments]) == 2
+    assert capsys.readouterr().err == line
+
+
+def test_keys_prints_the_table_of_the_readme(capsys):
+    assert main(["keys"]) == 0
+    assert capsys.readouterr().out == table(Recipe)
+
+
+def test_keys_and_errors_come_without_torch():
+    code = (
+        "import sys; from recipes.__main__ import main; main(['keys']); main(['show', 'absent.yaml']);"
+        " assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
