@@ -44,7 +44,8 @@ class Rope:
         """Dynamic NTK [T, D / 2]: a base for each length, the plain one up to the original positions."""
         factor, original, dim = self.config.factor, self.config.original_max_positions, self.config.dim
         growth = (factor * lens.clamp_min(original) / original) - (factor - 1)
-        base = self.config.theta * growth ** (dim / (dim - 2))
+        # In float32 the power is off by 3e-7, which a position of some hundreds makes visible
+        base = self.config.theta * (growth.double() ** (dim / (dim - 2))).float()
         stretched = 1.0 / base[:, None] ** self.exponents
         return torch.where((lens > original)[:, None], stretched, self.frequencies)
 

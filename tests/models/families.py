@@ -114,7 +114,7 @@ VARIANTS = [
             "head_dim": 16,
             "attention_bias": True,
             "use_sliding_window": True,
-            "sliding_window": 1,
+            "sliding_window": 3,
             "layer_types": HALF,
         },
         _yarn(attention_factor=1.3),
