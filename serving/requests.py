@@ -1,0 +1,192 @@
+"""What does one request, as a client writes it, ask for?
+
+The fields and their names are those of the OpenAI API, and a few that vLLM's users know beside them. Nothing
+is guessed: an unknown field, a wrong type and a value out of range are refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from continuous_batching.request import Request, SamplingParams
+from serving.text import Text
+
+_Reader = Callable[[str, Any], Any]
+_LAST_ID = 2**31 - 1
+
+
+def parse_request(fields: object, text: Text | None) -> Request:
+    """A request from a decoded JSON object; raises ValueError, in one line, for one that cannot be meant.
+
+    A field that is null counts as absent. `text` None: the model has no tokenizer, and prompts are token ids.
+    """
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"a request must be a JSON object, not {_show(fields)}")  # noqa: TRY004
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name in given:
+        if name not in _READERS:
+            raise ValueError(_unknown(name))
+    values = {name: _READERS[name](name, value) for name, value in given.items()}
+    if not values.get("id"):
+        raise ValueError("id is missing; it must be a string of at least one character")
+    if "tenant" in values and "user" in values:
+        raise ValueError("tenant and user are two names of one field; give one of them")
+    if "stop" in values and text is None:
+        raise ValueError("stop needs a tokenizer, and this model has none; use stop_token_ids")
+    return Request(
+        id=values["id"],
+        prompt=np.array(_prompt(values, text), dtype=np.int32),
+        params=_params(values),
+        tenant=values.get("tenant", values.get("user", "")),
+        cache_salt=values.get("cache_salt", ""),
+        arrival_s=values.get("arrival_s", 0.0),
+    )
+
+
+def _prompt(values: dict[str, Any], text: Text | None) -> list[int]:
+    forms = [name for name in ("prompt", "messages", "prompt_token_ids") if name in values]
+    if len(forms) != 1:
+        found = " and ".join(forms) if forms else "none of them"
+        raise ValueError(f"exactly one of prompt, messages and prompt_token_ids must be given, not {found}")
+    prompt = values[forms[0]]
+    if not prompt:
+        raise ValueError(f"{forms[0]} is empty; it must hold at least one token")
+    if forms[0] == "prompt_token_ids":
+        return list(prompt)
+    if text is None:
+        raise ValueError(f"{forms[0]} needs a tokenizer, and this model has none; send prompt_token_ids")
+    return text.encode(prompt) if forms[0] == "prompt" else text.chat(prompt)
+
+
+def _params(values: dict[str, Any]) -> SamplingParams:
+    named = {name: values[name] for name in _SAMPLING if name in values}
+    if "max_completion_tokens" in values:
+        named["max_tokens"] = values["max_completion_tokens"]
+    logprobs = _logprobs(values)
+    return SamplingParams(**named, logprobs=logprobs)
+
+
+def _logprobs(values: dict[str, Any]) -> int | None:
+    """`logprobs: n` as in completions, or `logprobs: true` with `top_logprobs: n` as in chats."""
+    logprobs, top = values.get("logprobs", False), values.get("top_logprobs")
+    if logprobs is True:
+        return top or 0
+    if top is not None:
+        raise ValueError(f"top_logprobs needs logprobs: true, not {_show(logprobs)}")
+    return None if logprobs is False else logprobs
+
+
+def _unknown(name: object) -> str:
+    near = difflib.get_close_matches(str(name), _READERS, n=1)
+    rest = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(_READERS)}"
+    return f"unknown field {_show(name)}; {rest}"
+
+
+def _show(value: object) -> str:
+    shown = json.dumps(value, ensure_ascii=False, default=repr)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _wrong(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{name} is {_show(value)}; it must be {allowed}")
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a string")
+    return value
+
+
+def _integer(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _wrong(name, value, "an integer")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
+        raise _wrong(name, value, "a number")
+    return float(value)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+    return value
+
+
+def _count_or_boolean(name: str, value: Any) -> int | bool:
+    return value if isinstance(value, bool) else _integer(name, value)
+
+
+def _seconds(name: str, value: Any) -> float:
+    if (seconds := _number(name, value)) < 0:
+        raise _wrong(name, value, "0 or more seconds")
+    return seconds
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+        raise _wrong(name, value, "a string or a list of strings")
+    return tuple(strings)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise _wrong(name, value, "a list of token ids")
+    for index, token in enumerate(value):
+        if _integer(f"{name}[{index}]", token) not in range(_LAST_ID + 1):
+            raise _wrong(f"{name}[{index}]", token, "a token id")
+    return tuple(value)
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise _wrong(name, value, 'an object of token ids and numbers, such as {"123": -1.5}')
+    for token in value:
+        if not re.fullmatch(r"[0-9]{1,10}", str(token)) or int(token) > _LAST_ID:
+            raise _wrong(name, value, f"an object whose keys are token ids; {_show(token)} is none")
+    return {int(token): _number(f"{name}[{token}]", bias) for token, bias in value.items()}
+
+
+def _anything(name: str, value: Any) -> Any:
+    return value
+
+
+_SAMPLING: dict[str, _Reader] = {
+    "max_tokens": _integer,
+    "min_tokens": _integer,
+    "temperature": _number,
+    "top_k": _integer,
+    "top_p": _number,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "seed": _integer,
+    "logit_bias": _biases,
+    "stop": _strings,
+    "stop_token_ids": _token_ids,
+    "ignore_eos": _boolean,
+}
+_READERS: dict[str, _Reader] = {
+    "id": _string,
+    "prompt": _string,
+    "prompt_token_ids": _token_ids,
+    "messages": _anything,  # Text.chat checks them
+    **_SAMPLING,
+    "max_completion_tokens": _integer,
+    "logprobs": _count_or_boolean,
+    "top_logprobs": _integer,
+    "arrival_s": _seconds,
+    "tenant": _string,
+    "user": _string,
+    "cache_salt": _string,
+}

@@ -1,0 +1,278 @@
+"""Does every line of a file get its answer or its reason, at its time and with the right text?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine, Step
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.request import TokenLogprobs
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from serving.offline import Job, read_jobs, run_jobs
+from serving.text import Text
+from tests.serving.conftest import KINDS
+
+EOS = 2  # of byte_level: <|im_end|>
+STEP_S = 0.5
+
+
+class Clock:
+    """Stands still but for steps and sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.slept_s: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.slept_s.append(seconds)
+        self.now_s += seconds
+
+
+class ScriptRunner:
+    """Says, for each request, what its script says; -1 behind its end."""
+
+    def __init__(self, slots: SlotPool, scripts: dict[str, list[int]], clock: Clock) -> None:
+        self.slots, self.scripts, self.clock = slots, scripts, clock
+
+    def run(self, batch: Batch) -> Sampled:
+        self.clock.now_s += STEP_S
+        rows = batch.slots[batch.sampled]
+        sampled = Sampled(np.array([self._next(row) for row in rows], dtype=np.int64))
+        for index, row in enumerate(rows):
+            if self.slots.requests[row].params.logprobs is not None:
+                top = ((int(sampled.tokens[index]), -0.5), (0, -float("inf")))
+                sampled.logprobs[index] = TokenLogprobs(top[0][0], -0.5, top)
+        return sampled
+
+    def _next(self, row: int) -> int:
+        script = self.scripts[self.slots.requests[row].id]
+        at = int(self.slots.num_tokens[row] - self.slots.num_prompt[row])
+        return script[at] if at < len(script) else -1
+
+
+def make_engine(
+    scripts: dict[str, list[int]], policy: Any = None, num_pages: int = 60
+) -> tuple[Engine, Clock]:
+    slots = SlotPool(num_slots=4, max_tokens=64, page_size=4)
+    clock = Clock()
+    scheduler = Scheduler(
+        slots,
+        PagePool(num_pages),
+        policy or StallFree(),
+        max_batch_tokens=16,
+        vocab_size=10_000,
+        eos_token_ids=(EOS,),
+    )
+    return Engine(scheduler, ScriptRunner(slots, scripts, clock), clock), clock
+
+
+def serve(
+    lines: Iterable[dict[str, Any] | str],
+    scripts: dict[str, list[int]],
+    text: Text | None,
+    observe: Callable[[Step], None] | None = None,
+    **options: Any,
+) -> dict[str, dict[str, Any]]:
+    engine, clock = make_engine(scripts, **options)
+    written = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    records = list(run_jobs(engine, text, read_jobs(written, text), observe=observe, sleep=clock.sleep))
+    assert not engine.has_work
+    json.dumps(records, allow_nan=False)
+    by_id = {record["id"]: record for record in records}
+    assert len(by_id) == len(records)
+    return by_id
+
+
+def line(name: str, **fields: Any) -> dict[str, Any]:
+    return {"id": name, "prompt_token_ids": [5, 6, 7], "temperature": 0} | fields
+
+
+def test_a_record_says_what_was_asked_for(texts: dict[str, Text]) -> None:
+    text = texts["byte_level"]
+    answer = text.encode("It is 42, of course.")
+    scripts = {"short": answer, "ends": [*answer, EOS]}
+    lines = [line("short", max_tokens=2, logprobs=2), line("ends", max_tokens=40, prompt_token_ids=[1] * 9)]
+    records = serve(lines, scripts, text)
+    assert records["short"] == {
+        "id": "short",
+        "token_ids": answer[:2],
+        "text": text.decode(answer[:2]),
+        "finish_reason": "length",
+        "logprobs": [
+            {"token": token, "logprob": -0.5, "top": [[token, -0.5], [0, -9999.0]]} for token in answer[:2]
+        ],
+        "num_prompt_tokens": 3,
+        "num_cached_tokens": 0,
+        "arrival_s": 0.0,
+        "first_token_s": STEP_S,
+        "finish_s": 2 * STEP_S,
+    }
+    ends = records["ends"]
+    assert ends["token_ids"] == [*answer, EOS]
+    assert ends["text"] == "It is 42, of course."
+    assert ends["finish_reason"] == "stop"
+    assert "logprobs" not in ends
+
+
+def test_a_token_that_ends_an_answer_is_no_part_of_its_text(texts: dict[str, Text]) -> None:
+    text = texts["byte_level"]
+    answer = text.encode("one two?")
+    last = answer[-1]
+    for stop in (None, "zzz", "?", "o?"):
+        lines = [line("a", max_tokens=20, stop_token_ids=[last], stop=stop)]
+        record = serve(lines, {"a": answer}, text)["a"]
+        assert record["token_ids"] == answer
+        assert record["finish_reason"] == "stop"
+        assert record["text"] == text.decode(answer[:-1])
+
+
+def test_without_a_tokenizer_answers_are_token_ids() -> None:
+    record = serve([line("a", max_tokens=3)], {"a": [9, 8, 7]}, None)["a"]
+    assert record["token_ids"] == [9, 8, 7]
+    assert record["text"] is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_end_an_answer_wherever_tokens_are_cut(texts: dict[str, Text], kind: str) -> None:
+    text = texts[kind]
+    whole = "It is 42, 你好 of course.\nEND"
+    answer = text.encode(whole)
+    answer = answer[1:] if answer[0] == 1 else answer
+    for stop in ("42", "好 o", "e.\n", "EN", "It", "ND", "nothing"):
+        lines = [line("a", max_tokens=len(answer), stop=[stop, "nope"]), line("b", max_tokens=len(answer))]
+        records = serve(lines, {"a": answer, "b": answer}, text)
+        record, cut = records["a"], whole.partition(stop)
+        lead = " " * text.num_lead_spaces  # the answer goes on where its prompt ended
+        assert record["text"] == lead + cut[0]
+        assert records["b"]["text"] == lead + whole
+        if not cut[1]:
+            assert record["finish_reason"] == "length"
+            continue
+        assert record["finish_reason"] == "stop"
+        taken = record["token_ids"]
+        assert taken == answer[: len(taken)]
+        assert stop in text.decode(taken)
+        assert stop not in text.decode(taken[:-1]).removesuffix("\ufffd")
+
+
+def test_a_chats_answer_is_a_text_of_its_own(texts: dict[str, Text]) -> None:
+    text = texts["sentence_pieces"]
+    answer = text.encode("What is 3")[1:]
+    lines = [
+        {"id": name, "messages": [{"role": "user", "content": "x"}], "max_tokens": len(answer), "stop": stop}
+        for name, stop in (("a", None), ("b", "zzz"))
+    ]
+    for record in serve(lines, {"a": answer, "b": answer}, text).values():
+        assert record["text"] == "What is 3"
+
+
+def test_stop_strings_wait_for_min_tokens(texts: dict[str, Text]) -> None:
+    text = texts["byte_level"]
+    answer = text.encode("1,2,3,4")
+    records = serve([line("a", max_tokens=7, min_tokens=3, stop=",")], {"a": answer}, text)
+    assert records["a"]["text"] == "1,2"
+
+
+def test_a_request_that_fails_ends_alone(texts: dict[str, Text]) -> None:
+    lines = [line("bad", max_tokens=9, stop="x"), line("good", max_tokens=9)]
+    records = serve(lines, {"bad": [9, 9, -1], "good": [9] * 9}, texts["byte_level"])
+    assert records["bad"] == {"id": "bad", "error": "request bad: the model's logits were not finite"}
+    assert records["good"]["token_ids"] == [9] * 9
+
+
+def test_refused_lines_are_answered_and_the_others_run(texts: dict[str, Text]) -> None:
+    lines = [
+        "{not json",
+        "",
+        json.dumps(line("a", max_tokens=1)),
+        json.dumps(line("long", max_tokens=100)),
+        json.dumps(line("b", max_tokens=1, temprature=1)),
+        '{"id": "c", "prompt_token_ids": [1], "temperature": NaN}',
+        '{"id": "d", "prompt_token_ids": [20000]}',
+        json.dumps(line("e", max_tokens=1)),
+    ]
+    engine, clock = make_engine({"a": [9], "e": [9]})
+    records = list(run_jobs(engine, texts["byte_level"], read_jobs(lines, None), sleep=clock.sleep))
+    errors = [(record["id"], record["error"]) for record in records if "error" in record]
+    assert errors[0][0] is None
+    assert errors[0][1].startswith("line 1: not JSON: Expecting property name")
+    assert errors[1] == ("b", 'line 5: unknown field "temprature"; did you mean temperature?')
+    assert errors[2] == (None, "line 6: NaN is not JSON")
+    assert errors[3][0] == "long"
+    assert "may grow to 103 tokens" in errors[3][1]
+    assert errors[4] == ("d", "request d holds the token id 20000; the model's go from 0 to 9999")
+    assert [record["id"] for record in records if "error" not in record] == ["a", "e"]
+
+
+def test_an_id_can_be_taken_once() -> None:
+    lines = [json.dumps(line("a", max_tokens=1)), json.dumps(line("a", max_tokens=2)), "[" * 100_000]
+    jobs = list(read_jobs(lines, None))
+    assert isinstance(jobs[0], Job)
+    assert jobs[1:] == [
+        {"id": "a", "error": "line 2: the id is taken by line 1"},
+        {"id": None, "error": "line 3: the JSON is nested too deeply"},
+    ]
+
+
+def test_a_refused_line_takes_no_id() -> None:
+    lines = [json.dumps(line("a", max_tokens=0)), json.dumps(line("a", max_tokens=2))]
+    first, second = read_jobs(lines, None)
+    assert isinstance(first, dict)
+    assert isinstance(second, Job)
+
+
+# ---- time
+
+
+def test_requests_join_when_they_arrive() -> None:
+    lines = [line("late", arrival_s=10, max_tokens=2), line("soon", arrival_s=0.75, max_tokens=2)]
+    engine, clock = make_engine({"late": [9, 9], "soon": [9, 9]})
+    records = list(run_jobs(engine, None, read_jobs(map(json.dumps, lines), None), sleep=clock.sleep))
+    times = [(r["id"], r["arrival_s"], r["first_token_s"], r["finish_s"]) for r in records]
+    assert times == [("soon", 0.75, 1.25, 1.75), ("late", 10.0, 10.5, 11.0)]
+    assert clock.slept_s == [0.75, 8.25]
+
+
+def test_one_that_arrives_during_a_step_joins_the_next() -> None:
+    lines = [line("a", max_tokens=4), line("b", arrival_s=0.6, max_tokens=1)]
+    records = serve(lines, {"a": [9] * 4, "b": [9]}, None)
+    assert records["b"]["first_token_s"] == 1.5
+    assert records["a"]["finish_s"] == 2.0
+
+
+def test_a_static_batch_waits_without_a_step() -> None:
+    lines = [line("a", max_tokens=2), line("b", arrival_s=0.05, max_tokens=2)]
+    records = serve(lines, {"a": [9] * 2, "b": [9] * 2}, None, policy=Static(2, 3600))
+    assert records["a"]["first_token_s"] == records["b"]["first_token_s"] == pytest.approx(0.55, abs=1e-5)
+    assert serve([line("a", max_tokens=1)], {"a": [9]}, None, policy=Static(2, 0.01))["a"]["token_ids"] == [9]
+
+
+def test_every_step_can_be_observed() -> None:
+    steps: list[Step] = []
+    serve([line("a", max_tokens=3)], {"a": [9] * 3}, None, observe=steps.append)
+    assert [step.batch.num_tokens for step in steps] == [3, 1, 1]
+
+
+def test_preemption_changes_no_text(texts: dict[str, Text]) -> None:
+    text = texts["byte_level"]
+    answer = (text.encode("1,2,3,4,5 你好，世界！") * 3)[:30]
+    whole = text.decode(answer)
+    lines = [line(str(n), max_tokens=30, stop=None if n % 2 else "世界！1,2,3,4,5 你好") for n in range(6)]
+    scripts = {str(n): answer for n in range(6)}
+    records = serve(lines, scripts, text, num_pages=14)
+    for n in range(6):
+        expected = whole if n % 2 else whole.partition("世界！1,2,3,4,5 你好")[0]
+        assert records[str(n)]["text"] == expected
