@@ -1,0 +1,126 @@
+"""Does config.json mean to us what it means to transformers, and is the rest refused by its key?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from recipes.families import FAMILIES, decoder_config, read
+from tests.models.families import VARIANTS, Variant, make
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+}
+QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_sizes_are_those_of_the_checkpoint(variant: Variant, tmp_path: Path) -> None:
+    model, path = make(variant, tmp_path)
+    config = decoder_config(read(path))
+    assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
+    assert config.dtype == variant.saved_as
+    assert config.head_dim == model.model.layers[0].self_attn.head_dim
+    assert config.rms_eps == model.config.rms_norm_eps
+    assert config.tie_embeddings == model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_file_leaves_out_is_as_in_transformers(family: str) -> None:
+    hf = LLAMA | {"num_attention_heads": 32}
+    theirs = transformers.AutoConfig.for_model(family, **{key: hf[key] for key in hf if key != "model_type"})
+    ours = decoder_config(hf | {"model_type": family})
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+    assert ours.rms_eps == theirs.rms_norm_eps
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
+    types = (
+        getattr(theirs, "layer_types", None) or ["sliding_attention" if family == "mistral" else "full"] * 2
+    )
+    assert ours.windows == tuple(theirs.sliding_window if kind[0] == "s" else None for kind in types)
+    assert ours.dtype == torch.float32
+
+
+def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert decoder_config(read(tmp_path)).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert decoder_config(read(tmp_path)).eos_token_ids == (7, 9)
+
+
+def test_only_dynamic_rope_bounds_what_may_be_shared() -> None:
+    assert decoder_config(LLAMA).max_shared_positions is None
+    dynamic = {"max_position_embeddings": 40, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    assert decoder_config(LLAMA | dynamic).max_shared_positions == 40
+
+
+def test_windows_by_layer() -> None:
+    on = {"use_sliding_window": True, "sliding_window": 9}
+    sliding, full = "sliding_attention", "full_attention"
+    assert decoder_config(QWEN | {"sliding_window": 9, "max_window_layers": 0}).windows == (None, None)
+    assert decoder_config(QWEN | on | {"max_window_layers": 0}).windows == (9, 9)
+    assert decoder_config(QWEN | on | {"max_window_layers": 1}).windows == (None, 9)
+    assert decoder_config(QWEN | on).windows == (None, None)
+    assert decoder_config(QWEN | on | {"layer_types": [sliding, full]}).windows == (9, None)
+    assert decoder_config(QWEN | {"layer_types": [full, full]}).windows == (None, None)
+    mistral = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
+    assert decoder_config(mistral | {"sliding_window": 9}).windows == (9, 9)
+    assert decoder_config(mistral | {"sliding_window": None}).windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "family is 'gpt2'; supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "family is None; supported are llama"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'; it must be silu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: .* unquantised"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3; it must divide num_attention_heads"),
+        ({"num_attention_heads": 5}, "hidden_size: 64; give head_dim"),
+        ({"head_dim": 7}, "head_dim: 7; .* must be even"),
+        ({"hidden_size": "64"}, "hidden_size: '64'; it must be an integer of at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: 0; it must be an integer of at least 1"),
+        ({"vocab_size": None}, "no vocab_size"),
+        ({"attention_bias": "yes"}, "attention_bias: 'yes'; it must be true or false"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype: 'float8_e4m3fn'; supported are float32"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: '</s>'; it must be a token id"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan; it must be a number"),
+        (
+            QWEN | {"layer_types": ["sliding_attention", "full_attention"]},
+            "sliding layers need use_sliding_window",
+        ),
+        (QWEN | {"layer_types": ["full_attention"]}, "for each of 2 layers"),
+        (QWEN | {"layer_types": ["full_attention", "linear"]}, "full_attention or sliding_attention"),
+        (
+            QWEN | {"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"]},
+            "a mistral has one window",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_key(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        decoder_config(LLAMA | changes)
+
+
+def test_an_unreadable_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config.json does not exist; give the directory"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no JSON object"):
+        read(tmp_path)

@@ -1,0 +1,163 @@
+"""Is every tensor of a checkpoint accounted for, and does it end where it belongs?"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attention.reference import Attention, AttentionShape
+from models import weights
+from models.config import DecoderConfig
+from models.decoder import Decoder
+from models.fused import Fused
+from recipes.families import decoder_config, read
+from tests.models.families import VARIANTS, make
+
+VARIANT = {variant.name: variant for variant in VARIANTS}
+LAYER = "model.layers.1."
+
+
+def bare(config: DecoderConfig) -> Decoder:
+    sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+    return Decoder(config, Fused(), Attention(AttentionShape(*sizes, 16, 1.0, config.dtype, config.windows)))
+
+
+def loaded(path: Path, dtype: torch.dtype | None = None) -> Decoder:
+    config = decoder_config(read(path))
+    decoder = bare(config if dtype is None else replace(config, dtype=dtype))
+    weights.load(decoder, path)
+    return decoder
+
+
+def biased(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint in one file with biases everywhere, and its tensors."""
+    _, path = make(replace(VARIANT["llama_biased"], shard_size="5GB"), tmp_path)
+    return path, load_file(path / weights.SINGLE)
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "qwen3_layer_types"])
+def test_shards_are_fused_in_place(name: str, tmp_path: Path) -> None:
+    model, path = make(VARIANT[name], tmp_path)
+    assert (path / weights.INDEX).is_file(), "the checkpoint is to be sharded"
+    theirs = model.state_dict()
+    ours = loaded(path)
+    attention, mlp = ours.layers[1].attention, ours.layers[1].mlp
+    for kind, ending in enumerate(("weight", "bias")):
+        if f"{LAYER}mlp.up_proj.{ending}" not in theirs:
+            continue
+        qkv = [theirs[f"{LAYER}self_attn.{part}_proj.{ending}"] for part in "qkv"]
+        gate_up = [theirs[f"{LAYER}mlp.{part}_proj.{ending}"] for part in ("gate", "up")]
+        assert torch.equal(attention.qkv.packed[kind], torch.cat(qkv))
+        assert torch.equal(mlp.gate_up.packed[kind], torch.cat(gate_up))
+        assert torch.equal(attention.output.packed[kind], theirs[f"{LAYER}self_attn.o_proj.{ending}"])
+        assert torch.equal(mlp.down.packed[kind], theirs[f"{LAYER}mlp.down_proj.{ending}"])
+    assert torch.equal(ours.head.packed[0], theirs[weights.HEAD])
+    assert attention.qkv.weight is None, "the unpacked weight is to be let go"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_floats_are_converted_to_the_models_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    path, tensors = biased(tmp_path)
+    tensors[weights.EMBEDDING] = tensors[weights.EMBEDDING].double()
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+    save_file(tensors, path / weights.SINGLE)
+    ours = loaded(path, dtype)
+    assert torch.equal(ours.embedding.data, tensors[weights.EMBEDDING].to(dtype))
+    assert torch.equal(ours.norm.data, tensors["model.norm.weight"].to(dtype))
+    assert torch.equal(
+        ours.layers[0].mlp.down.packed[0], tensors["model.layers.0.mlp.down_proj.weight"].to(dtype)
+    )
+
+
+def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
+    path, tensors = biased(tmp_path)
+    del tensors[LAYER + "self_attn.k_proj.bias"]
+    tensors["score.weight"] = torch.zeros(3)
+    tensors[LAYER + "mlp.up_proj.weight"] = torch.zeros(80, 47)
+    tensors[LAYER + "input_layernorm.weight"] = torch.zeros(48, dtype=torch.int8)
+    save_file(tensors, path / weights.SINGLE)
+    with pytest.raises(ValueError, match="are not those of") as caught:
+        loaded(path)
+    faults = re.findall(r"^  (.*)$", str(caught.value), re.MULTILINE)
+    assert sorted(faults) == [
+        f"misshapen: {LAYER}mlp.up_proj.weight is [80, 47], the model needs [80, 48]",
+        f"missing: {LAYER}self_attn.k_proj.bias [24]",
+        "surplus: score.weight has no place in this model",
+        f"wrongly typed: {LAYER}input_layernorm.weight is I8, not one of F64, F32, BF16, F16",
+    ]
+
+
+def test_saved_frequencies_are_passed_over(tmp_path: Path) -> None:
+    path, tensors = biased(tmp_path)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
+    tensors["model.rotary_emb.inv_freq"] = torch.zeros(6)
+    save_file(tensors, path / weights.SINGLE)
+    loaded(path)
+
+
+def test_a_tied_head_may_be_there_or_not_but_not_differ(tmp_path: Path) -> None:
+    _, path = make(VARIANT["qwen3"], tmp_path)
+    tensors = load_file(path / weights.SINGLE)
+    assert weights.HEAD not in tensors
+    ours = loaded(path)
+    assert ours.head.packed[0].data_ptr() == ours.embedding.data_ptr()
+    save_file(tensors | {weights.HEAD: tensors[weights.EMBEDDING].clone()}, path / weights.SINGLE)
+    loaded(path)
+    save_file(tensors | {weights.HEAD: tensors[weights.EMBEDDING] + 1}, path / weights.SINGLE)
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        loaded(path)
+
+
+def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
+    path, tensors = biased(tmp_path)
+    del tensors[weights.HEAD]
+    save_file(tensors, path / weights.SINGLE)
+    with pytest.raises(ValueError, match=r"missing: lm_head.weight \[160, 48\]"):
+        loaded(path)
+
+
+def test_a_tensor_in_two_shards_is_surplus(tmp_path: Path) -> None:
+    _, path = make(VARIANT["llama_biased"], tmp_path)
+    save_file({"model.norm.weight": torch.ones(48)}, path / "more.safetensors")
+    index = json.loads((path / weights.INDEX).read_text())
+    index["weight_map"]["more"] = "more.safetensors"
+    (path / weights.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"surplus: model.norm.weight is in two files"):
+        loaded(path)
+
+
+def test_files_that_are_absent_or_broken_are_named(tmp_path: Path) -> None:
+    _, path = make(VARIANT["llama_biased"], tmp_path)
+    shard = min(path.glob("model-*.safetensors"))
+    shard.write_bytes(b"not safetensors")
+    with pytest.raises(ValueError, match=f"{shard.name} cannot be read as safetensors"):
+        loaded(path)
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"lacks {shard.name}, which"):
+        loaded(path)
+    (path / weights.INDEX).write_text("{}")
+    with pytest.raises(ValueError, match="is no index of safetensors"):
+        loaded(path)
+    (path / weights.INDEX).unlink()
+    with pytest.raises(ValueError, match="only safetensors are read: convert"):
+        loaded(path)
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "qwen3"])
+def test_random_weights_follow_their_seed(name: str, tmp_path: Path) -> None:
+    config = decoder_config(read(make(VARIANT[name], tmp_path)[1]))
+    first, again, other = bare(config), bare(config), bare(config)
+    for decoder, seed in ((first, 5), (again, 5), (other, 6)):
+        weights.random(decoder, seed)
+    one, same, another = (each.layers[2].attention.qkv.packed[0] for each in (first, again, other))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, another)
+    hidden = torch.randn(200, config.hidden_size).to(config.dtype)
+    assert 0.5 < first.logits(hidden).float().std() < 2
