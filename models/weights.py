@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from models.layers import Linear
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
+MAPPED_BYTES = 2**27  # then a file is mapped anew: what was read of a map counts as the process's memory
 # Buffers that older checkpoints saved although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -34,26 +35,25 @@ def load(decoder: Decoder, path: str | Path) -> None:
     """
     path = Path(path)
     places = places_by_name(decoder)
-    with ExitStack() as stack:
-        files = [_open(stack, file) for file in _files(path)]
-        found, faults = _account(files, places, decoder.config.tie_embeddings)
-        if faults:
-            raise ValueError(
-                f"the weights in {path} are not those of its config.json:\n  "
-                + "\n  ".join(faults)
-                + "\nDownload the checkpoint again, or correct config.json."
-            )
-        for name, file in found.items():
+    found, faults = _account(_files(path), places, decoder.config.tie_embeddings)
+    if faults:
+        raise ValueError(
+            f"the weights in {path} are not those of its config.json:\n  "
+            + "\n  ".join(faults)
+            + "\nDownload the checkpoint again, or correct config.json."
+        )
+    for file, names in found.items():
+        for name, tensor in _tensors(file, names):
             if name in places:
-                places[name].copy_(file.get_tensor(name))
-        # A tied checkpoint may carry its head as well; if the two differ it is not tied at all
-        if HEAD in found and HEAD not in places:
-            head = found[HEAD].get_tensor(HEAD).to(decoder.embedding)
-            if not torch.equal(head, decoder.embedding):
-                raise ValueError(
-                    f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
-                    "set tie_word_embeddings to false"
-                )
+                places[name].copy_(tensor)
+    # A tied checkpoint may carry its head as well; if the two differ it is not tied at all
+    for file in (file for file, names in found.items() if HEAD in names and HEAD not in places):
+        head = _open(file).get_tensor(HEAD).to(decoder.embedding)
+        if not torch.equal(head, decoder.embedding):
+            raise ValueError(
+                f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
+                "set tie_word_embeddings to false"
+            )
     decoder.pack()
 
 
@@ -124,32 +124,50 @@ def _files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _open(stack: ExitStack, file: Path) -> Any:
+def _open(file: Path) -> Any:
     try:
-        return stack.enter_context(safe_open(str(file), framework="pt", device="cpu"))
+        return safe_open(str(file), framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
 
 
-def _account(files: list[Any], places: dict[str, Tensor], tied: bool) -> tuple[dict[str, Any], list[str]]:
-    """The file of each tensor, and what is wrong with the tensors."""
-    found: dict[str, Any] = {}
+def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a file, mapped. Take it before asking for the next."""
+    mapped, num_bytes = _open(file), 0
+    for name in names:
+        tensor = mapped.get_tensor(name)
+        num_bytes += tensor.nbytes
+        yield name, tensor
+        del tensor
+        if num_bytes > MAPPED_BYTES:
+            mapped, num_bytes = _open(file), 0
+
+
+def _account(
+    files: list[Path], places: dict[str, Tensor], tied: bool
+) -> tuple[dict[Path, list[str]], list[str]]:
+    """The tensors to be read from each file, and what is wrong with them all."""
+    found: dict[Path, list[str]] = {}
     faults: list[str] = []
-    shapes = {name: list(place.shape) for name, place in places.items()}
+    absent = {name: list(place.shape) for name, place in places.items()}
+    shapes = dict(absent)
     if tied:
         shapes.setdefault(HEAD, shapes[EMBEDDING])
+    seen = set()
     for file in files:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            if HARMLESS.fullmatch(name):
-                continue
-            if name in found:
+        opened = _open(file)
+        names = [name for name in opened.keys() if not HARMLESS.fullmatch(name)]  # noqa: SIM118 - no mapping
+        for name in names:
+            if name in seen:
                 faults.append(f"surplus: {name} is in two files")
             elif name not in shapes:
                 faults.append(f"surplus: {name} has no place in this model")
             else:
-                faults += _misfits(name, file.get_slice(name), shapes[name])
-            found[name] = file
-    faults += [f"missing: {name} {shapes[name]}" for name in places if name not in found]
+                faults += _misfits(name, opened.get_slice(name), shapes[name])
+            absent.pop(name, None)
+        seen.update(names)
+        found[file] = names
+    faults += [f"missing: {name} {shape}" for name, shape in absent.items()]
     return found, faults
 
 
