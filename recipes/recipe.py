@@ -40,9 +40,14 @@ class DeviceSection:
         "as fast as the device can, or the plain torch that defines what is right", default="fused"
     )
     threads: int | None = key(
-        "threads that compute; null: one for each core this process may use", default=None, least=1, most=1024
+        "threads that compute; null: `OMP_NUM_THREADS`, or one for each core",
+        default=None,
+        least=1,
+        most=1024,
     )
-    compile: bool = key("compile at start-up what gains by it", default=True)
+    compile: bool = key(
+        "compile what gains by it, which needs a C++ compiler and up to a minute at start-up", default=False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

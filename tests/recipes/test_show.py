@@ -23,7 +23,7 @@ def test_show_prints_each_key_with_its_origin_and_the_sizing(capsys):
     assert main(["show", LLAMA, "cache.page_size=32"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "cache.page_size 32 command line: cache.page_size=32" in lines
-    assert f"cache.num_pages 2048 {LLAMA}:26" in lines
+    assert f"cache.num_pages 2048 {LLAMA}:27" in lines
     assert "cache.memory_gib null default" in lines
     assert "model.config llama, 15 keys recipes/bench/llama_125m.yaml:4" in lines
     assert "model llama, 124.7 M parameters, bfloat16" in lines
@@ -33,7 +33,7 @@ def test_show_prints_each_key_with_its_origin_and_the_sizing(capsys):
 
 def test_show_names_the_base_as_the_origin(capsys):
     assert main(["show", "recipes/bench/llama_1b1.yaml"]) == 0
-    assert f"{LLAMA}:26" in capsys.readouterr().out
+    assert f"{LLAMA}:27" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""How does a recipe become an engine?"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from attention.reference import Attention, AttentionShape
+from continuous_batching.engine import Engine
+from continuous_batching.policies.policy import Policy
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from kv_cache.storage import KVCache
+from models import weights
+from models.config import DecoderConfig
+from models.decoder import Decoder
+from models.fused import Fused
+from models.runner import ModelRunner
+from models.sampler import Sampler
+from models.warm_up import warm_up
+from recipes.recipe import Recipe, SchedulerSection
+from recipes.sizing import Sizing, model_config, report, size
+
+log = logging.getLogger(__name__)
+
+
+def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine:
+    """An engine that is ready to serve; raises ValueError for a recipe that cannot be.
+
+    The model's configuration is `engine.runner.config`. What was chosen is logged, one line each for the
+    model, the cache and the operators.
+    """
+    config = model_config(recipe)
+    sizing = size(recipe, config)
+    fused, attention = _operators(recipe, config)
+    attention.check()
+    _log(recipe, config, sizing, fused, attention)
+    decoder = Decoder(config, fused, attention)
+    if recipe.model.weights == "random":
+        weights.random(decoder, recipe.model.seed)
+    else:
+        assert recipe.model.path is not None, "a checkpoint has a path"
+        weights.load(decoder, recipe.model.path)
+    cache = KVCache(
+        config.num_layers,
+        sizing.num_pages,
+        recipe.cache.page_size,
+        config.num_kv_heads,
+        config.head_dim,
+        config.dtype,
+        attention.device,
+    )
+    scheduler = _scheduler(recipe, config, sizing)
+    sampler = Sampler(config.eos_token_ids, config.vocab_size, fused)
+    runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
+    warm_up(runner, recipe.scheduler.max_batch_tokens)
+    return Engine(scheduler, runner, clock)
+
+
+def _operators(recipe: Recipe, config: DecoderConfig) -> tuple[Fused, Attention]:
+    """The device's own operators, or those that define what is right."""
+    shape = AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=recipe.cache.page_size,
+        scale=config.head_dim**-0.5,
+        dtype=config.dtype,
+        windows=config.windows,
+    )
+    from attention.cpu import CpuAttention  # here, because another device brings other libraries
+    from models.cpu import CpuFused, tune_process
+
+    # torch's own number heeds OMP_NUM_THREADS
+    tune_process(recipe.device.threads or torch.get_num_threads())
+    reference = recipe.device.attention == "reference"
+    compiles = recipe.device.compile
+    fused = CpuFused(compile=compiles)
+    return fused, Attention(shape) if reference else CpuAttention(shape, compile=compiles)
+
+
+def _scheduler(recipe: Recipe, config: DecoderConfig, sizing: Sizing) -> Scheduler:
+    asked = recipe.scheduler
+    return Scheduler(
+        SlotPool(asked.num_slots, sizing.longest_tokens, recipe.cache.page_size),
+        PagePool(sizing.num_pages),
+        policy(asked),
+        max_batch_tokens=asked.max_batch_tokens,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        prefix_sharing=recipe.cache.prefix_sharing,
+        max_shared_tokens=config.max_shared_positions,
+        seed=asked.seed,
+    )
+
+
+def policy(scheduler: SchedulerSection) -> Policy:
+    """The way of batching that a recipe names."""
+    if scheduler.policy == "static":
+        assert scheduler.batch_size is not None, "a recipe with the static policy has a batch size"
+        assert scheduler.max_wait_ms is not None, "a recipe with the static policy bounds the wait"
+        return Static(scheduler.batch_size, scheduler.max_wait_ms / 1000)
+    return StallFree()
+
+
+def _log(recipe: Recipe, config: DecoderConfig, sizing: Sizing, fused: Fused, attention: Attention) -> None:
+    lines = dict(report(recipe, config, sizing))
+    log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
+    log.info("cache: %s pages of %s, %s", f"{sizing.num_pages:,}", lines["a page"], lines["cache"])
+    log.info("operators of %s: %s", type(fused).__name__, _overridden(fused, Fused))
+    log.info("attention of %s: %s", type(attention).__name__, _overridden(attention, Attention))
+
+
+def _overridden(operators: object, plain: type) -> str:
+    """Which of the plain operators a device does in its own way."""
+    names = [name for name in vars(plain) if name[0] != "_" and callable(getattr(plain, name))]
+    fused = [
+        name
+        for name in names
+        if getattr(getattr(operators, name), "__func__", None) is not getattr(plain, name)
+    ]
+    return f"fused are {', '.join(fused)}" if fused else "all plain torch"

@@ -1,0 +1,117 @@
+"""An engine made from a recipe serves, and is what the recipe says."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.reference import Attention
+from continuous_batching.policies.static import Static
+from continuous_batching.request import Request, SamplingParams
+from recipes.build import build, policy
+from recipes.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+}
+PROMPTS = [np.arange(3, 3 + length) for length in (1, 7, 20, 33)]
+
+
+def made(*, config: dict[str, Any] | None = None, seed: int = 0, pages: int = 64, **device: Any) -> Recipe:
+    return Recipe(
+        model=ModelSection(config={**CONFIG, **(config or {})}, weights="random", seed=seed),
+        device=DeviceSection(kind="cpu", threads=1, **device),
+        cache=CacheSection(page_size=8, num_pages=pages),
+        scheduler=SchedulerSection(num_slots=3, max_batch_tokens=16),
+    )
+
+
+def answers(recipe: Recipe) -> list[list[int]]:
+    engine = build(recipe)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert all(request.finish_reason == "length" for request in requests)
+    return [request.answer.tolist() for request in requests]
+
+
+def test_the_devices_own_attention_gives_the_tokens_of_the_plain_one():
+    assert answers(made()) == answers(made(attention="reference"))
+
+
+def test_random_weights_are_those_of_the_seed():
+    assert answers(made()) == answers(made())
+    assert answers(made()) != answers(made(seed=1))
+
+
+def test_the_engine_has_the_sizes_of_the_recipe():
+    engine = build(made(pages=9, attention="reference"))
+    assert type(engine.runner.attention) is Attention
+    assert engine.runner.cache.num_pages == engine.scheduler.pool.num_pages == 9
+    assert engine.slots.num_slots == 3
+    assert engine.slots.max_tokens == 8 * 8 + 1
+    assert engine.runner.config.vocab_size == 256
+
+
+def test_warming_up_leaves_no_trace():
+    engine = build(made())
+    assert not engine.has_work
+    assert not any(tensor.any() for tensor in (*engine.runner.cache.keys, *engine.runner.cache.values))
+    assert (engine.scheduler.pool.holders[1:] == 0).all()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_the_smallest_table_is_warmed_up_too(num_slots):
+    recipe = Recipe(
+        model=made().model,
+        device=made().device,
+        cache=CacheSection(page_size=2, num_pages=2),
+        scheduler=SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots),
+    )
+    assert build(recipe).slots.max_tokens == 3
+
+
+def test_the_policy_is_the_one_named():
+    static = SchedulerSection(
+        policy="static", num_slots=4, max_batch_tokens=64, batch_size=2, max_wait_ms=250.0
+    )
+    assert policy(static) == Static(2, 0.25)
+
+
+def test_what_was_chosen_is_logged(caplog):
+    with caplog.at_level(logging.INFO, "recipes.build"):
+        build(made(attention="reference"))
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "model",
+        "cache",
+        "operators of CpuFused",
+        "attention of Attention",
+    ]
+    assert caplog.messages[0].startswith("model: llama, 0.1 M parameters, float32")
+    assert "linear" in caplog.messages[2]
+    assert caplog.messages[3].endswith("all plain torch")
+
+
+def test_what_attention_cannot_do_is_refused_before_weights_are_made():
+    with pytest.raises(ValueError, match="'gpt2'; supported are llama"):
+        build(made(config={"model_type": "gpt2"}))
+
+
+def test_threads_are_set():
+    build(made())
+    assert torch.get_num_threads() == 1
