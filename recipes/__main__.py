@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(table(Recipe), end="")
         else:
             show(options.recipe, options.overrides)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

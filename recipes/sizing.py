@@ -111,17 +111,17 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: Sizing) -> list[tuple[
     dtype = str(config.dtype).removeprefix("torch.")
     return [
         ("model", f"{config.family}, {sizing.num_parameters / 1e6:,.1f} M parameters, {dtype}"),
-        ("weights", _gib(sizing.weight_bytes)),
+        ("weights", _size(sizing.weight_bytes)),
         (
             "a page",
             f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {config.num_layers} layers",
         ),
         (
             "pages",
-            f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {_gib(sizing.memory_bytes)}",
+            f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {_size(sizing.memory_bytes)}",
         ),
-        ("cache", f"{_gib(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),
-        ("slot table", _gib(sizing.slot_bytes)),
+        ("cache", f"{_size(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),
+        ("slot table", _size(sizing.slot_bytes)),
         ("longest request", f"{sizing.longest_tokens:,} tokens ({sizing.longest_because})"),
         (
             "all slots at longest",
@@ -169,9 +169,9 @@ def _check_fits(recipe: Recipe, sizing: Sizing) -> None:
     name = "cache.num_pages" if recipe.cache.num_pages is not None else "cache.memory_gib"
     missing = (sizing.num_pages - sizing.num_pages_fitting) * sizing.page_bytes
     text = (
-        f"{name}: {_gib(sizing.weight_bytes)} of weights, {_gib(sizing.cache_bytes)} of cache and"
-        f" {_gib(RESERVE_BYTES + sizing.slot_bytes)} beside are {_gib(missing)} more than the"
-        f" {_gib(sizing.memory_bytes)} of this machine; "
+        f"{name}: {_size(sizing.weight_bytes)} of weights, {_size(sizing.cache_bytes)} of cache and"
+        f" {_size(RESERVE_BYTES + sizing.slot_bytes)} beside are {_size(missing)} more than the"
+        f" {_size(sizing.memory_bytes)} of this machine; "
     )
     fitting = sizing.num_pages_fitting
     if fitting < 2:
@@ -180,5 +180,5 @@ def _check_fits(recipe: Recipe, sizing: Sizing) -> None:
     raise RecipeError(f"{text}set at most {mend}", name)
 
 
-def _gib(count: int) -> str:
-    return f"{count / GIB:,.{2 if count >= GIB else 3}f} GiB"
+def _size(count: int) -> str:
+    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
