@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.batch import Index, NewPages, ragged_ranges
+from continuous_batching.counters import Counters
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
@@ -21,15 +22,22 @@ class Residency:
     """
 
     def __init__(
-        self, slots: SlotPool, pool: PagePool, *, prefix_sharing: bool, max_shared_tokens: int | None
+        self,
+        slots: SlotPool,
+        pool: PagePool,
+        counters: Counters,
+        *,
+        prefix_sharing: bool,
+        max_shared_tokens: int | None,
     ) -> None:
         self.slots = slots
         self.pool = pool
         self.prefix = PrefixCache(pool, slots.page_size)
-        self.num_evicted = 0  # pages, since the start
+        self._counters = counters
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
         self._new_pages: list[NewPages] = []
+        self._blocked: dict[int, int] = {}  # row that waits for a page of another -> the cache's version then
 
     @property
     def num_available(self) -> int:
@@ -58,24 +66,83 @@ class Residency:
         return page_keys(tokens, self.slots.page_size, request.cache_salt, request.page_keys)
 
     def find(self, request: Request) -> Index:
-        """Cached pages that it can start from: all but its last known token, which is always computed,
-        because the next one comes from it."""
-        keys = request.page_keys[: (len(request.tokens) - 1) // self.slots.page_size]
-        return self.prefix.find(keys, request.tokens, request.cache_salt)
+        """Cached pages that it can start from."""
+        return self.prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
 
     def enter(self, request: Request, matched: Index, reserved: int) -> int:
-        """Give a request a row that starts from `matched` pages; returns the row."""
-        slots, count = self.slots, len(matched)
+        """Give a request a row that starts from `matched` pages; returns the row.
+
+        If another row is computing the page that comes next, the new row is blocked until it is
+        published, and so on to the end of what they have in common.
+        """
+        slots = self.slots
         row = slots.take(request)
         slots.reserved[row] = reserved
-        if count:
-            self.prefix.share(matched)
-            slots.page_table[row, :count] = matched
-            slots.num_pages[row] = slots.num_matched[row] = slots.num_published[row] = count
-            slots.num_computed[row] = count * slots.page_size
-            slots.tail[row] = self.prefix.tail(matched)
-            self._new_pages.append((np.full(count, row), np.arange(count), matched))
+        if len(matched):
+            self._extend(row, matched)
+        if self._in_progress(request, len(matched)):
+            self._blocked[row] = self.prefix.version
         return row
+
+    def is_blocked(self, row: int) -> bool:
+        """Whether the row waits for a page that another computes."""
+        return row in self._blocked
+
+    def runnable(self) -> Index:
+        """Busy rows that are not blocked, oldest first; blocked ones first take what was published."""
+        busy = self.slots.busy
+        if not self._blocked:
+            return busy
+        for row in busy[np.isin(busy, list(self._blocked))].tolist():
+            self._unblock(row)
+        return busy[~np.isin(busy, list(self._blocked))] if self._blocked else busy
+
+    def _usable_keys(self, request: Request) -> list[bytes]:
+        """Its last known token is always computed, because the next one comes from it."""
+        return request.page_keys[: (len(request.tokens) - 1) // self.slots.page_size]
+
+    def _extend(self, row: int, pages: Index) -> None:
+        """Let a row that has computed nothing itself continue from these cached pages."""
+        slots = self.slots
+        held, count = int(slots.num_pages[row]), int(slots.num_pages[row]) + len(pages)
+        self.prefix.share(pages)
+        slots.page_table[row, held:count] = pages
+        slots.num_pages[row] = slots.num_matched[row] = slots.num_published[row] = count
+        slots.num_computed[row] = count * slots.page_size
+        self._new_pages.append((np.full(len(pages), row), np.arange(held, count), pages))
+        request: Request = slots.requests[row]
+        if request.num_preemptions:
+            self._counters.refound_tokens += len(pages) * slots.page_size
+        else:
+            request.num_cached_tokens += len(pages) * slots.page_size
+            self._counters.hit_tokens += len(pages) * slots.page_size
+
+    def _in_progress(self, request: Request, index: int) -> bool:
+        """Whether a row is about to compute and publish the page that `request` needs at `index`."""
+        keys, slots = self._usable_keys(request), self.slots
+        if index >= len(keys):
+            return False
+        busy = slots.busy
+        computing = busy[(slots.num_published[busy] <= index) & (index < slots.num_shareable[busy])]
+        return any(
+            row not in self._blocked
+            and slots.requests[row] is not request
+            and slots.requests[row].page_keys[index] == keys[index]
+            for row in computing.tolist()
+        )
+
+    def _unblock(self, row: int) -> None:
+        """Share what was published since; the row runs when nobody computes its next page."""
+        slots = self.slots
+        request: Request = slots.requests[row]
+        if self._blocked[row] != self.prefix.version:
+            keys, held = self._usable_keys(request), slots.pages(row)
+            pages = self.prefix.find(keys, request.tokens, request.cache_salt, held)
+            if len(pages):
+                self._extend(row, pages)
+        del self._blocked[row]
+        if self._in_progress(request, int(slots.num_pages[row])):
+            self._blocked[row] = self.prefix.version
 
     def missing(self, rows: Index, stops: Index) -> Index:
         """Pages that each row lacks to hold its first `stops` tokens."""
@@ -91,7 +158,7 @@ class Residency:
         short = total - self.pool.num_free
         if short > 0:
             self.prefix.evict(short)
-            self.num_evicted += short
+            self._counters.evicted_pages += short
         held = slots.num_pages[rows]
         owners, indexes, pages = (
             np.repeat(rows, counts),
@@ -120,13 +187,13 @@ class Residency:
         request: Request = slots.requests[row]
         request.tokens = slots.token_ids[row, : int(slots.num_tokens[row]) - failed].copy()
         del request.logprobs[len(request.answer) :]
-        pages = slots.pages(row)
+        self._blocked.pop(row, None)
         if failed:  # what it computed may be as wrong as what it answered
-            self.prefix.forget(pages[slots.num_matched[row] : slots.num_published[row]])
+            self.prefix.forget(slots.pages(row)[slots.num_matched[row] : slots.num_published[row]])
         else:
             request.page_keys = self.keys(request)
             self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, len(request.page_keys)))
-        self.prefix.release(pages)
+        self.prefix.release(slots.pages(row))
         slots.release(row)
         return request
 
@@ -145,12 +212,15 @@ class Residency:
         if stop <= first:
             return
         request: Request = slots.requests[row]
-        slots.tail[row] = self.prefix.publish(
-            request.page_keys,
-            slots.token_ids[row],
-            slots.pages(row)[:stop],
-            first,
-            int(slots.tail[row]),
-            request.cache_salt,
+        pages = slots.pages(row)[:stop]
+        standing = self.prefix.publish(
+            request.page_keys, slots.token_ids[row], pages, first, request.cache_salt
         )
         slots.num_published[row] = stop
+        doubles = np.flatnonzero(standing != pages[first:])
+        if len(doubles):  # hold the cached equals instead, so that a chain's pages have the same holders
+            indexes, kept = doubles + first, standing[doubles]
+            self.prefix.share(kept)
+            self.prefix.release(pages[indexes])
+            slots.page_table[row, indexes] = kept
+            self._new_pages.append((np.full(len(kept), row), indexes, kept))

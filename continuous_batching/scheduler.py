@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from continuous_batching.batch import Batch, Index, Sampled
+from continuous_batching.counters import Counters
 from continuous_batching.policies.policy import Policy, Waiting
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
 from continuous_batching.request import Request
 from continuous_batching.residency import EMPTY, Residency
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
-
-
-@dataclass(slots=True)
-class Counters:
-    """Sums since the start, for metrics and benchmarks."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0  # of requests admitted for the first time
-    hit_tokens: int = 0  # of these, found in the prefix cache
-    preemptions: int = 0
-    lost_tokens: int = 0  # computed, then lost to preemption
-    refound_tokens: int = 0  # of these, found in the prefix cache at re-admission
 
 
 class Scheduler:
@@ -61,11 +46,15 @@ class Scheduler:
             )
         self.slots = slots
         self.pool = pool
+        self.counters = Counters()
         self.residency = Residency(
-            slots, pool, prefix_sharing=prefix_sharing, max_shared_tokens=max_shared_tokens
+            slots,
+            pool,
+            self.counters,
+            prefix_sharing=prefix_sharing,
+            max_shared_tokens=max_shared_tokens,
         )
         self.waiting = WaitingQueue(order)
-        self.counters = Counters()
         self._policy = policy
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
@@ -120,7 +109,7 @@ class Scheduler:
         if len(self.waiting):
             self._admit(now_s)
         slots = self.slots
-        rows = slots.busy
+        rows = self.residency.runnable()
         starts = slots.num_computed[rows]
         todo = slots.num_tokens[rows] - starts
         if todo.sum() > self.max_batch_tokens:
@@ -213,7 +202,8 @@ class Scheduler:
     def _admit(self, now_s: float) -> None:
         """Bring waiting requests into free rows while the policy, the slots and the pages allow it."""
         slots, waiting = self.slots, self.waiting
-        todo = slots.num_tokens[slots.busy] - slots.num_computed[slots.busy]
+        running = self.residency.runnable()
+        todo = slots.num_tokens[running] - slots.num_computed[running]
         queue = Waiting(len(waiting), now_s - waiting.longest_since_s)
         tokens_left, requests_left = self._policy.room(todo, self.max_batch_tokens, queue)
         if tokens_left <= 0 or not slots.num_free:
@@ -230,11 +220,12 @@ class Scheduler:
                 break
             unpromised -= wanted
             waiting.remove(request)
-            self._row_of[request.id] = self.residency.enter(request, matched, reserved)
-            cached = len(matched) * slots.page_size
-            self._count_entry(request, cached)
-            tokens_left -= len(request.tokens) - cached
+            self._row_of[request.id] = row = self.residency.enter(request, matched, reserved)
+            if not request.num_preemptions:
+                self.counters.prompt_tokens += request.num_prompt_tokens
             requests_left -= 1
+            if not self.residency.is_blocked(row):
+                tokens_left -= len(request.tokens) - len(matched) * slots.page_size
 
     def _match(self, request: Request) -> Index:
         """What the head of the queue can share; searched again only when the cache has changed."""
@@ -243,14 +234,6 @@ class Scheduler:
             matched = self.residency.find(request)
             self._head = (request.number, self.residency.prefix.version, matched)
         return matched
-
-    def _count_entry(self, request: Request, cached: int) -> None:
-        if request.num_preemptions:
-            self.counters.refound_tokens += cached
-        else:
-            request.num_cached_tokens = cached
-            self.counters.prompt_tokens += request.num_prompt_tokens
-            self.counters.hit_tokens += cached
 
     def _make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Give every span its pages, preempting the youngest until there are enough."""

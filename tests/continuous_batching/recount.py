@@ -39,6 +39,17 @@ def recount(scheduler: Scheduler) -> None:
     assert (slots.num_pages[busy] * slots.page_size >= slots.num_computed[busy]).all()
     assert (slots.num_published[busy] * slots.page_size <= slots.num_computed[busy]).all()
 
+    # who holds a cached page holds the page it continues, so that leaves are evicted before parents
+    for row in busy.tolist():
+        pages = slots.pages(row)
+        cached = prefix.is_cached(pages)
+        assert (np.diff(cached.astype(int)) <= 0).all(), f"row {row} holds a cached page after a private one"
+    order = {page: at for at, page in enumerate(prefix.idle_pages.tolist())}
+    for page, parent in prefix.parents().items():
+        assert page not in order or order.get(parent, len(order)) > order[page], (
+            "a parent goes before its leaf"
+        )
+
     # a page that may be written (beyond what is computed) is nobody else's
     for row in busy.tolist():
         writable = slots.pages(row)[slots.num_computed[row] // slots.page_size :]

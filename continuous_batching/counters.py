@@ -1,0 +1,20 @@
+"""What has happened since the start? Sums, for metrics and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Each only grows; a rate is a difference of two readings."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0  # of requests admitted for the first time
+    hit_tokens: int = 0  # of these, found in the prefix cache
+    preemptions: int = 0
+    lost_tokens: int = 0  # computed, then lost to preemption
+    refound_tokens: int = 0  # of these, found in the prefix cache when the request came back
+    evicted_pages: int = 0
