@@ -14,6 +14,14 @@ NewPages = tuple[Index, Index, Index]  # page-table entries: row, index, page
 
 
 @dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Whole pages to copy on the device, all layers: page sources[i] to targets[i], which never meet."""
+
+    sources: Index
+    targets: Index
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """This step's spans: for span i, positions `starts[i] .. stops[i]-1` of row `slots[i]`.
 
@@ -24,8 +32,10 @@ class Batch:
     slots: Index  # [S] rows of the slot table
     starts: Index  # [S] first position to compute; all before it are in the cache
     stops: Index  # [S] one past the last
-    sampled: Index  # [R] the spans (indices into the above) whose last position yields a token
+    sampled: Index  # [R] spans (indices into the above) whose last position yields a token
+    owners: Index  # [R] the row that each token is for: its span's own, or one that forks from it
     new_pages: NewPages  # set since the last batch
+    copies: tuple[PageCopy, ...] = ()  # to be made before the forward pass, one after the other
 
     @property
     def num_spans(self) -> int:

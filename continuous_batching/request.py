@@ -96,6 +96,9 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
 
+    # Requests of the same prompt that fork from this one when the prompt is computed
+    followers: list[Request] = field(default_factory=list)
+
     number: int = -1  # order of arrival, given by the scheduler
     seed: int | None = None  # of its samples; params.seed or one drawn by the scheduler
     tokens: TokenIds = field(init=False)  # prompt, then answer

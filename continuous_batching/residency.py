@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
-from continuous_batching.batch import Index, NewPages, ragged_ranges
+from continuous_batching.batch import Index, NewPages, PageCopy, ragged_ranges
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
@@ -37,6 +39,8 @@ class Residency:
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
         self._new_pages: list[NewPages] = []
+        self._copies: list[PageCopy] = []
+        self._forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
         self._blocked: dict[int, int] = {}  # row that waits for a page of another -> the cache's version then
 
     @property
@@ -52,7 +56,7 @@ class Residency:
         """Pages that busy rows will still take for what they know or reserved at admission."""
         slots, busy = self.slots, self.slots.busy
         wanted = self.pages_for(np.maximum(slots.reserved[busy], slots.num_tokens[busy]))
-        return int(np.maximum(wanted - slots.num_pages[busy], 0).sum())
+        return int(np.maximum(wanted - slots.num_pages[busy], 0).sum()) + len(self._forked)
 
     def keys(self, request: Request) -> list[bytes]:
         """Keys of the full pages of its known tokens, as far as they may be shared."""
@@ -144,30 +148,82 @@ class Residency:
         if self._in_progress(request, int(slots.num_pages[row])):
             self._blocked[row] = self.prefix.version
 
+    def fork(self, source: int, request: Request) -> int:
+        """Give a request a row that shares all pages of `source`, whose prompt this batch completes."""
+        slots = self.slots
+        row, count, prompt = slots.take(request), slots.num_pages[source], slots.num_prompt[source]
+        pages = slots.pages(source)
+        self.prefix.share(pages)
+        slots.page_table[row, :count] = pages
+        slots.num_pages[row] = count
+        slots.num_computed[row] = slots.reserved[row] = prompt
+        slots.num_matched[row], slots.num_published[row] = (
+            slots.num_matched[source],
+            slots.num_published[source],
+        )
+        request.num_cached_tokens = slots.requests[source].num_cached_tokens
+        self._new_pages.append((np.full(count, row), np.arange(count), pages))
+        if prompt % slots.page_size:
+            self._forked |= {source, row}
+        return row
+
     def missing(self, rows: Index, stops: Index) -> Index:
         """Pages that each row lacks to hold its first `stops` tokens."""
         lacking: Index = np.maximum(self.pages_for(stops) - self.slots.num_pages[rows], 0)
         return lacking
 
+    def num_copies(self, rows: Index) -> int:
+        """Pages that these rows need to write on, because what they hold is shared with a fork."""
+        if not self._forked:
+            return 0
+        pages = [self._written_page(row) for row in rows.tolist() if row in self._forked]
+        holders = self.pool.holders
+        return sum(min(count, int(holders[page]) - 1) for page, count in Counter(pages).items())
+
     def grow(self, rows: Index, counts: Index) -> None:
-        """Give each row so many more pages, evicting idle ones where none is free."""
+        """Give each row so many more pages, and those that share the page they write a copy of it."""
         slots = self.slots
-        growing = counts > 0
-        rows, counts = rows[growing], counts[growing]
-        total = int(counts.sum())
-        short = total - self.pool.num_free
+        short = int(counts.sum()) + self.num_copies(rows) - self.pool.num_free
         if short > 0:
             self.prefix.evict(short)
             self._counters.evicted_pages += short
+        if self._forked:
+            self._copy_on_write([row for row in rows.tolist() if row in self._forked])
+        growing = counts > 0
+        if not growing.any():
+            return
+        rows, counts = rows[growing], counts[growing]
         held = slots.num_pages[rows]
-        owners, indexes, pages = (
-            np.repeat(rows, counts),
-            ragged_ranges(held, held + counts),
-            self.pool.take(total),
-        )
+        owners, indexes = np.repeat(rows, counts), ragged_ranges(held, held + counts)
+        pages = self.pool.take(len(owners))
         slots.page_table[owners, indexes] = pages
         slots.num_pages[rows] += counts
         self._new_pages.append((owners, indexes, pages))
+
+    def _written_page(self, row: int) -> int:
+        """The page that the row's next token goes to."""
+        return int(self.slots.page_table[row, self.slots.num_computed[row] // self.slots.page_size])
+
+    def _copy_on_write(self, rows: list[int]) -> None:
+        """Give each row that is about to write to a shared page one of its own; the last holder keeps it."""
+        slots, sources, targets = self.slots, [], []
+        for row in rows:
+            page = self._written_page(row)
+            if self.pool.holders[page] > 1:
+                (own,) = self.pool.take(1)
+                sources.append(page)
+                targets.append(own)
+                self._set_page(row, int(slots.num_computed[row]) // slots.page_size, own)
+        self._forked.difference_update(rows)
+        if sources:
+            self._copies.append(PageCopy(np.array(sources), np.array(targets)))
+
+    def _set_page(self, row: int, index: int, page: int) -> None:
+        """Put a page that the row holds already in the place of another, which it lets go."""
+        old = self.slots.page_table[row, [index]].astype(np.int64)
+        self.slots.page_table[row, index] = page
+        self.prefix.release(old)
+        self._new_pages.append((np.array([row]), np.array([index]), np.array([page])))
 
     def publish_prompts(self, rows: Index) -> None:
         """Make the pages of prompts findable that are computed by now."""
@@ -188,6 +244,7 @@ class Residency:
         request.tokens = slots.token_ids[row, : int(slots.num_tokens[row]) - failed].copy()
         del request.logprobs[len(request.answer) :]
         self._blocked.pop(row, None)
+        self._forked.discard(row)
         if failed:  # what it computed may be as wrong as what it answered
             self.prefix.forget(slots.pages(row)[slots.num_matched[row] : slots.num_published[row]])
         else:
@@ -204,6 +261,11 @@ class Residency:
             return EMPTY, EMPTY, EMPTY
         rows, indexes, pages = zip(*new)
         return np.concatenate(rows), np.concatenate(indexes), np.concatenate(pages)
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """Page copies decided since the last call."""
+        copies, self._copies = self._copies, []
+        return tuple(copies)
 
     def _publish(self, row: int, stop: int) -> None:
         """Make the row's pages before its page `stop` findable."""

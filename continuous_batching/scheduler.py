@@ -63,6 +63,7 @@ class Scheduler:
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
+        self._leader_of: dict[str, Request] = {}  # of followers that have not forked yet
         self._in_flight = EMPTY  # rows of the batch between schedule and commit
         self._ending: dict[int, str] = {}  # rows in flight that were ended meanwhile, and why
         self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
@@ -75,12 +76,18 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError, with nothing changed, if it could never be served."""
         self._check(request)
-        request.number = self._num_arrived
-        self._num_arrived += 1
+        for each in request.followers:
+            assert np.array_equal(each.prompt, request.prompt), f"{each.id} cannot follow {request.id}"
+            self._check(each)
         request.page_keys = self.residency.keys(request)
-        request.seed = request.params.seed
-        if request.seed is None:
-            request.seed = int(self._random.integers(2**63))
+        for each in (request, *request.followers):
+            each.number = self._num_arrived
+            self._num_arrived += 1
+            each.page_keys = list(request.page_keys)
+            each.seed = each.params.seed
+            if each.seed is None:
+                each.seed = int(self._random.integers(2**63))
+        self._leader_of.update((each.id, request) for each in request.followers)
         self.waiting.push(request)
 
     def end(self, request_id: str, reason: str) -> Request | None:
@@ -92,8 +99,15 @@ class Scheduler:
         request = self.waiting.find(request_id)
         if request is not None:
             self.waiting.remove(request)
+            self._part(request)
             request.finish_reason = reason
             return request
+        leader = self._leader_of.pop(request_id, None)
+        if leader is not None:
+            (follower,) = (each for each in leader.followers if each.id == request_id)
+            leader.followers.remove(follower)
+            follower.finish_reason = reason
+            return follower
         row = self._row_of.get(request_id)
         if row is None:
             return None
@@ -117,13 +131,19 @@ class Scheduler:
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
         rows, starts, stops = self._make_room(rows, starts, starts + todo)
-        self._in_flight = rows
+        sampled = np.flatnonzero(stops == slots.num_tokens[rows])
+        owners = rows[sampled]
+        if self._leader_of:
+            sampled, owners = self._fork(rows, sampled)
+        self._in_flight = np.union1d(rows, owners) if len(owners) > len(rows) else rows
         return Batch(
             slots=rows,
             starts=starts,
             stops=stops,
-            sampled=np.flatnonzero(stops == slots.num_tokens[rows]),
+            sampled=sampled,
+            owners=owners,
             new_pages=self.residency.take_new_pages(),
+            copies=self.residency.take_copies(),
         )
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
@@ -131,9 +151,10 @@ class Scheduler:
         slots = self.slots
         self._in_flight = EMPTY
         slots.num_computed[batch.slots] = batch.stops
+        rows, tokens = batch.owners, sampled.tokens
         self.residency.publish_prompts(batch.slots)
-
-        rows, tokens = batch.slots[batch.sampled], sampled.tokens
+        if len(rows) > len(batch.slots):
+            self.residency.publish_prompts(np.setdiff1d(rows, batch.slots))
         at = slots.num_tokens[rows]
         slots.token_ids[rows, at] = tokens
         slots.num_tokens[rows] = at + 1
@@ -165,9 +186,38 @@ class Scheduler:
             request.finish_s = now_s
         return finished
 
+    def _fork(self, rows: Index, sampled: Index) -> tuple[Index, Index]:
+        """Let followers of the prompts that this batch completes sample beside their leaders.
+
+        Those that find no free row queue up as requests of their own.
+        """
+        spans, owners = sampled.tolist(), rows[sampled].tolist()
+        for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
+            leader: Request = self.slots.requests[row]
+            for follower in leader.followers:
+                del self._leader_of[follower.id]
+                if self.slots.num_free:
+                    self._row_of[follower.id] = self.residency.fork(row, follower)
+                    spans.append(span)
+                    owners.append(self._row_of[follower.id])
+                else:
+                    self.waiting.push(follower)
+            leader.followers = []
+        return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)
+
+    def _part(self, leader: Request) -> None:
+        """Let the first follower of a request that ended lead the others."""
+        if leader.followers:
+            first, *others = leader.followers
+            leader.followers, first.followers = [], others
+            del self._leader_of[first.id]
+            self._leader_of.update((each.id, first) for each in others)
+            self.waiting.push(first)
+
     def _finish(self, row: int, reason: str) -> Request:
         request = self.residency.leave(row, failed=reason == "error")
         del self._row_of[request.id]
+        self._part(request)
         request.finish_reason = reason
         if reason == "error":
             request.error = f"request {request.id}: the model's logits were not finite"
@@ -175,7 +225,8 @@ class Scheduler:
 
     def _check(self, request: Request) -> None:
         name, prompt, last_id = f"request {request.id}", request.prompt, self._vocab_size - 1
-        if request.id in self._row_of or self.waiting.find(request.id) is not None:
+        known = request.id in self._row_of or request.id in self._leader_of
+        if known or self.waiting.find(request.id) is not None:
             raise ValueError(f"{name} is being served already; give each request an id of its own")
         if not len(prompt):
             raise ValueError(f"{name} has an empty prompt; it needs at least one token")
@@ -238,9 +289,7 @@ class Scheduler:
     def _make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Give every span its pages, preempting the youngest until there are enough."""
         missing = self.residency.missing(rows, stops)
-        if not missing.any():
-            return rows, starts, stops
-        while missing.sum() > self.residency.num_available:
+        while missing.sum() + self.residency.num_copies(rows) > self.residency.num_available:
             victim = int(self.slots.busy[-1])
             assert len(self.slots.busy) > 1, f"row {victim} is alone and finds no page"
             self._preempt(victim)

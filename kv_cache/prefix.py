@@ -121,9 +121,9 @@ class PrefixCache:
         return pages if right.all() else pages[: int(right.argmin())]
 
     def share(self, pages: Index) -> None:
-        """Give each of these cached pages one more holder."""
+        """Give each of these held pages, cached or not, one more holder."""
         for page in pages[self._pool.holders[pages] == 1].tolist():
-            del self._idle[page]
+            self._idle.pop(page, None)
         self._pool.share(pages)
 
     def release(self, pages: Index) -> None:

@@ -23,19 +23,21 @@ def key(token: int, position: int, previous: int) -> int:
     return mixed ^ (mixed >> 32)
 
 
-def answer_token(keys: np.ndarray) -> int:
+def answer_token(keys: np.ndarray, seed: int) -> int:
     weights = np.arange(1, 2 * len(keys), 2, dtype=np.uint64)
     total = int((keys * weights).sum())
-    return (total ^ (total >> 31)) % VOCAB_SIZE
+    return ((total ^ (total >> 31)) + seed) % VOCAB_SIZE
 
 
-def alone(prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset()) -> list[int]:
+def alone(
+    prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset(), seed: int = 0
+) -> list[int]:
     """The answer that a request gets with the machine to itself."""
     keys, tokens, answer = [], list(prompt), []
     while len(answer) < max_tokens:
         for position in range(len(keys), len(tokens)):
             keys.append(key(tokens[position], position, keys[-1] if keys else 1))
-        token = answer_token(np.array(keys, dtype=np.uint64))
+        token = answer_token(np.array(keys, dtype=np.uint64), seed)
         answer.append(token)
         tokens.append(token)
         if token in stops:
@@ -55,6 +57,10 @@ class ChecksumRunner:
 
     def run(self, batch: Batch) -> Sampled:
         self.num_steps += 1
+        pages_of_cache = self.cache.reshape(-1, self.slots.page_size)
+        for copy in batch.copies:
+            assert not np.intersect1d(copy.sources, copy.targets).size, "a copy reads what it writes"
+            pages_of_cache[copy.targets] = pages_of_cache[copy.sources]
         rows, indexes, pages = batch.new_pages
         self.page_table[rows, indexes] = pages
         inputs = self.slots.inputs(batch)
@@ -75,7 +81,9 @@ class ChecksumRunner:
                 at += 1
             last.append(self.cache[places])
         tokens = [
-            -1 if self.slots.requests[batch.slots[i]].id in self.fail else answer_token(last[i])
-            for i in batch.sampled.tolist()
+            -1
+            if self.slots.requests[row].id in self.fail
+            else answer_token(last[span], self.slots.requests[row].params.seed or 0)
+            for span, row in zip(batch.sampled.tolist(), batch.owners.tolist())
         ]
         return Sampled(np.array(tokens, dtype=np.int64))

@@ -52,6 +52,8 @@ def recount(scheduler: Scheduler) -> None:
 
     # a page that may be written (beyond what is computed) is nobody else's
     for row in busy.tolist():
+        if row in scheduler.residency._forked:
+            continue  # it gets a copy before it writes
         writable = slots.pages(row)[slots.num_computed[row] // slots.page_size :]
         assert (pool.holders[writable] == 1).all(), f"row {row} may write to a shared page"
 

@@ -36,17 +36,27 @@ class Arrival:
     fails: bool
     stop: int | None
     salt: str
+    num_samples: int
 
     def request(self, number: int) -> Request:
+        """The request, with its followers."""
+        leader, *followers = (
+            self._sample(f"r{number}.{index}", number, index) for index in range(self.num_samples)
+        )
+        leader.followers = followers
+        return leader
+
+    def _sample(self, name: str, number: int, index: int) -> Request:
         own = np.random.default_rng(1000 + number).integers(0, VOCAB_SIZE, self.num_own).tolist()
         params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0.0,
             stop_token_ids=() if self.stop is None else (self.stop,),
             ignore_eos=number % 2 == 0,
+            seed=index,
         )
         prompt = FAMILIES[self.family][: self.num_shared] + own
-        return Request(f"r{number}", np.array(prompt), params, cache_salt=self.salt)
+        return Request(name, np.array(prompt), params, cache_salt=self.salt)
 
 
 arrivals = st.builds(
@@ -60,6 +70,7 @@ arrivals = st.builds(
     fails=st.sampled_from([False] * 9 + [True]),
     stop=st.one_of(st.none(), st.integers(0, VOCAB_SIZE - 1)),
     salt=st.sampled_from(["", "", "", "tenant b"]),
+    num_samples=st.sampled_from([1, 1, 1, 2, 5]),
 )
 
 
@@ -86,30 +97,34 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
 
 def expected(request: Request) -> list[int]:
     stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else {EOS})
-    return alone(request.prompt.tolist(), request.params.max_tokens, frozenset(stops))
+    return alone(
+        request.prompt.tolist(), request.params.max_tokens, frozenset(stops), request.params.seed or 0
+    )
 
 
 def serve(scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival]) -> dict[str, Request]:
     """Run a schedule to its end, recounting the ledger after every operation."""
     now = 0.0
     engine = Engine(scheduler, runner, clock=lambda: now)
-    requests = {f"r{number}": arrival.request(number) for number, arrival in enumerate(plan)}
-    runner.fail = {f"r{number}" for number, arrival in enumerate(plan) if arrival.fails}
+    leaders = [arrival.request(number) for number, arrival in enumerate(plan)]
+    families = [[leader, *leader.followers] for leader in leaders]
+    runner.fail = {each.id for family, arrival in zip(families, plan) if arrival.fails for each in family}
     ended: dict[str, Request] = {}
     step = 0
     while step <= 36 or engine.has_work:
-        for number, arrival in enumerate(plan):
-            request = requests[f"r{number}"]
+        for arrival, family in zip(plan, families):
             if arrival.arrives_at == step:
-                request.arrival_s = now
-                engine.add(request)
+                for each in family:
+                    each.arrival_s = now
+                engine.add(family[0])
                 recount(scheduler)
             if arrival.aborts_after is not None and arrival.arrives_at + arrival.aborts_after == step:
-                aborted = engine.abort(request.id)
-                assert (aborted is None) == (request.id in ended), "abort found what had ended, or missed it"
-                if aborted is not None:
-                    ended[aborted.id] = aborted
-                recount(scheduler)
+                for each in family[: 1 + step % len(family)]:
+                    aborted = engine.abort(each.id)
+                    assert (aborted is None) == (each.id in ended), "abort found what had ended, or missed it"
+                    if aborted is not None:
+                        ended[aborted.id] = aborted
+                    recount(scheduler)
         done = engine.step()
         recount(scheduler)
         for request in done.finished if done else []:
@@ -118,7 +133,7 @@ def serve(scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival]) -> 
         step += 1
         now += 1.0
         assert step < 5000, "no progress"
-    assert ended.keys() == requests.keys()
+    assert ended.keys() == {each.id for family in families for each in family}
     return ended
 
 
