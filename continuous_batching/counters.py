@@ -18,3 +18,5 @@ class Counters:
     lost_tokens: int = 0  # computed, then lost to preemption
     refound_tokens: int = 0  # of these, found in the prefix cache when the request came back
     evicted_pages: int = 0
+    copied_pages: int = 0  # on write, by a row that forked
+    compacted_pages: int = 0

@@ -216,6 +216,7 @@ class Residency:
                 self._set_page(row, int(slots.num_computed[row]) // slots.page_size, own)
         self._forked.difference_update(rows)
         if sources:
+            self._counters.copied_pages += len(sources)
             self._copies.append(PageCopy(np.array(sources), np.array(targets)))
 
     def _set_page(self, row: int, index: int, page: int) -> None:
@@ -224,6 +225,26 @@ class Residency:
         self.slots.page_table[row, index] = page
         self.prefix.release(old)
         self._new_pages.append((np.array([row]), np.array([index]), np.array([page])))
+
+    def compact(self, max_pages: int) -> int:
+        """Move at most so many held pages towards the low end, between steps; returns how many moved.
+
+        A paged operator does not need it to allocate: it serves a dense live region, which can be cut
+        off or exported whole.
+        """
+        sources, targets = self.pool.scattered(max_pages)
+        if len(sources):
+            self.pool.move(sources, targets)
+            self.prefix.move(sources, targets)
+            self._new_pages.append(self.slots.rename_pages(sources, targets, self.pool.num_pages))
+            self._copies.append(PageCopy(sources, targets))
+            self._counters.compacted_pages += len(sources)
+        return len(sources)
+
+    def resize(self, num_pages: int) -> None:
+        """Change the number of pages; what is held must fit, and has been brought to the low end."""
+        self.pool.resize(num_pages)
+        self.prefix.resize(num_pages)
 
     def publish_prompts(self, rows: Index) -> None:
         """Make the pages of prompts findable that are computed by now."""

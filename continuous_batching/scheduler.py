@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from continuous_batching.batch import Batch, Index, Sampled
@@ -13,6 +15,8 @@ from continuous_batching.residency import EMPTY, Residency
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 
+GiveUp = Literal["nothing", "cached", "running"]
+
 
 class Scheduler:
     """Owns the slots, the pages and the waiting requests.
@@ -22,7 +26,8 @@ class Scheduler:
 
     `vocab_size` and `eos_token_ids` are the model's. `max_shared_tokens` bounds the prefix that may be
     shared and the prompts that may share (None: unbounded), for models whose keys depend on the
-    length of their prompt.
+    length of their prompt. Every `compact_every_steps` steps (0: never) held pages start to move to the
+    low end, at most `compact_pages_per_step` of them in a step (0: all at once).
     """
 
     def __init__(
@@ -37,6 +42,8 @@ class Scheduler:
         order: QueueOrder = fcfs,
         prefix_sharing: bool = True,
         max_shared_tokens: int | None = None,
+        compact_every_steps: int = 0,
+        compact_pages_per_step: int = 0,
         seed: int = 0,
     ) -> None:
         if max_batch_tokens < slots.num_slots:
@@ -60,6 +67,9 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._stop_mask = np.zeros(vocab_size, dtype=np.bool_)
         self._stop_mask[list(eos_token_ids)] = True
+        self._compact_every_steps = compact_every_steps
+        self._compact_pages_per_step = compact_pages_per_step or pool.num_pages
+        self._compacting = False
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
@@ -120,6 +130,7 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch:
         """Admit, share the budget, make room, and only then make the batch; it may be empty."""
         assert not len(self._in_flight), "schedule was called twice without a commit"
+        self._compact()
         if len(self.waiting):
             self._admit(now_s)
         slots = self.slots
@@ -167,6 +178,53 @@ class Scheduler:
         counters.computed_tokens += batch.num_tokens
         counters.sampled_tokens += len(rows)
         return self._end_rows(rows, tokens, at + 1, now_s)
+
+    def compact(self) -> int:
+        """Bring all held pages to the low end before the next batch; returns how many move."""
+        assert not len(self._in_flight), "pages moved under a batch in flight"
+        return self.residency.compact(self.pool.num_pages)
+
+    def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
+        """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.
+
+        What is held is moved to the low end first. A smaller pool may need pages that are held now:
+        `give_up` says whether idle cached pages may be evicted ("cached"), and rows preempted
+        ("running"), for it. Every request that was accepted still fits.
+        """
+        assert not len(self._in_flight), "pages were cut off under a batch in flight"
+        self._check_resize(num_pages, give_up)
+        residency, pool = self.residency, self.pool
+        while pool.num_held - residency.prefix.num_idle > num_pages - 1:
+            self._preempt(int(self.slots.busy[-1]))
+        residency.prefix.evict(max(0, pool.num_held - (num_pages - 1)))
+        residency.compact(pool.num_pages)
+        residency.resize(num_pages)
+
+    def _check_resize(self, num_pages: int, give_up: GiveUp) -> None:
+        requests = [*self.waiting.requests, *self.slots.requests[self.slots.busy]]
+        longest = max((r.num_prompt_tokens + r.params.max_tokens for r in requests), default=1)
+        needed = 1 + max(1, -(-(longest - 1) // self.slots.page_size))
+        if num_pages < needed:
+            raise ValueError(
+                f"{num_pages} pages cannot hold the longest accepted request, {longest} tokens;"
+                f" resize to at least {needed}, or end it first"
+            )
+        held = self.pool.num_held
+        running = held - self.residency.prefix.num_idle
+        least = {"nothing": held, "cached": running, "running": 0}[give_up]
+        if num_pages - 1 < least:
+            raise ValueError(
+                f"{num_pages} pages are fewer than the {held} held ({running} by running requests, the others"
+                f" cached); resize to at least {least + 1}, or allow more to be given up than {give_up}"
+            )
+
+    def _compact(self) -> None:
+        every = self._compact_every_steps
+        if every and self.counters.steps % every == 0:
+            self._compacting = True
+        if self._compacting:
+            limit = self._compact_pages_per_step
+            self._compacting = self.residency.compact(limit) == limit
 
     def _end_rows(self, rows: Index, tokens: Index, num_tokens: Index, now_s: float) -> list[Request]:
         slots = self.slots

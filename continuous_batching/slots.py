@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch, Index, StepInputs, ragged_ranges
 from continuous_batching.request import Request
+from kv_cache.pages import NULL_PAGE
 
 
 class SlotPool:
@@ -111,6 +112,24 @@ class SlotPool:
     def pages(self, row: int) -> Index:
         """A copy of the pages of a row, in the order of its tokens."""
         return self.page_table[row, : self.num_pages[row]].astype(np.int64)
+
+    def rename_pages(self, sources: Index, targets: Index, num_pages: int) -> tuple[Index, Index, Index]:
+        """Follow pages that moved; returns the entries that changed: row, index, page.
+
+        `num_pages` is the pool's. Only columns that a busy row uses are looked at.
+        """
+        busy = self.busy
+        if not len(busy):
+            return busy, busy, busy
+        width = int(self.num_pages[busy].max())
+        target_of = np.full(num_pages, -1, dtype=np.int32)
+        target_of[sources] = targets
+        used = np.arange(width) < self.num_pages[busy, None]
+        renamed = target_of[np.where(used, self.page_table[busy, :width], NULL_PAGE)]
+        at, indexes = np.nonzero(renamed >= 0)
+        rows, pages = busy[at], renamed[at, indexes].astype(np.int64)
+        self.page_table[rows, indexes] = pages
+        return rows, indexes, pages
 
     def inputs(self, batch: Batch) -> StepInputs:
         """What the forward pass of this batch reads and where its keys and values go."""

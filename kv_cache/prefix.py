@@ -185,6 +185,38 @@ class PrefixCache:
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
         self._remove(list(islice(self._idle, count)))
 
+    def move(self, sources: Index, targets: Index) -> None:
+        """Follow pages that moved: what was found in a source page is found in its target."""
+        cached = self._serial[sources] > 0
+        sources, targets = sources[cached], targets[cached]
+        for column in (self._tokens, self._serial, self._parent):
+            column[targets] = column[sources]
+        self._serial[sources] = 0
+        target_of = dict(zip(sources.tolist(), targets.tolist()))
+        for source, target in target_of.items():
+            key = self._key_of.pop(source)
+            self._key_of[target] = key
+            self._page_of[key] = target
+            if source in self._salt_of:
+                self._salt_of[target] = self._salt_of.pop(source)
+        if not self._idle.keys().isdisjoint(target_of):  # a page keeps its place in the order of eviction
+            self._idle = OrderedDict((target_of.get(page, page), None) for page in self._idle)
+        self.version += 1
+
+    def resize(self, num_pages: int) -> None:
+        """Follow the pool to another number of pages; pages that go are not cached."""
+        kept = min(num_pages, len(self._serial))
+        assert not self._serial[kept:].any(), "a page that goes is cached"
+        tokens, serial, parent = self._tokens, self._serial, self._parent
+        self._tokens = np.zeros((num_pages, self._page_size), dtype=np.int32)
+        self._serial = np.zeros(num_pages, dtype=np.int64)
+        self._parent = np.zeros(num_pages, dtype=np.int64)
+        self._tokens[:kept], self._serial[:kept], self._parent[:kept] = (
+            tokens[:kept],
+            serial[:kept],
+            parent[:kept],
+        )
+
     def _tail(self, pages: Index) -> int | None:
         """The serial that the page after these continues; None if the last was forgotten."""
         if not len(pages):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import Batch, Sampled
+from continuous_batching.batch import Batch, PageCopy, Sampled
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
 
 VOCAB_SIZE = 97
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
@@ -48,19 +49,16 @@ def alone(
 class ChecksumRunner:
     """Runs batches with a device-side page table of its own, fed only by `batch.new_pages`."""
 
-    def __init__(self, slots: SlotPool, num_pages: int) -> None:
-        self.slots = slots
-        self.cache = np.full(num_pages * slots.page_size, POISON)
+    def __init__(self, slots: SlotPool, pool: PagePool) -> None:
+        self.slots, self.pool = slots, pool
+        self.cache = np.full(pool.num_pages * slots.page_size, POISON)
         self.page_table = np.zeros_like(slots.page_table)
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
         self.num_steps = 0
 
     def run(self, batch: Batch) -> Sampled:
         self.num_steps += 1
-        pages_of_cache = self.cache.reshape(-1, self.slots.page_size)
-        for copy in batch.copies:
-            assert not np.intersect1d(copy.sources, copy.targets).size, "a copy reads what it writes"
-            pages_of_cache[copy.targets] = pages_of_cache[copy.sources]
+        self._copy(batch.copies)
         rows, indexes, pages = batch.new_pages
         self.page_table[rows, indexes] = pages
         inputs = self.slots.inputs(batch)
@@ -87,3 +85,20 @@ class ChecksumRunner:
             for span, row in zip(batch.sampled.tolist(), batch.owners.tolist())
         ]
         return Sampled(np.array(tokens, dtype=np.int64))
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        self._copy(copies)
+        cache = np.full(num_pages * self.slots.page_size, POISON)
+        kept = min(len(cache), len(self.cache))
+        cache[:kept] = self.cache[:kept]
+        self.cache = cache
+
+    def _copy(self, copies: tuple[PageCopy, ...]) -> None:
+        """Make the copies, then poison what is free: nobody may count on it any more."""
+        pages = self.cache.reshape(-1, self.slots.page_size)
+        for copy in copies:
+            assert not np.intersect1d(copy.sources, copy.targets).size, "a copy reads what it writes"
+            assert len(np.unique(copy.targets)) == len(copy.targets), "two copies to one page"
+            pages[copy.targets] = pages[copy.sources]
+        free = self.pool.free_pages
+        pages[free[free < len(pages)]] = POISON

@@ -26,7 +26,7 @@ def make(num_slots: int = 4, num_pages: int = 40, page_size: int = 4, budget: in
         vocab_size=VOCAB_SIZE,
         **options,
     )
-    return Engine(scheduler, ChecksumRunner(slots, num_pages), clock=lambda: 0.0)
+    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: 0.0)
 
 
 def ask(name: str, num_prompt: int = 8, max_tokens: int = 4, **fields) -> Request:

@@ -12,7 +12,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduler import GiveUp, Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
@@ -91,8 +91,10 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         eos_token_ids=(EOS,),
         prefix_sharing=draw(st.sampled_from([True, True, True, False])),
         max_shared_tokens=draw(st.sampled_from([None, None, 20])),
+        compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
+        compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
     )
-    return scheduler, ChecksumRunner(slots, num_pages)
+    return scheduler, ChecksumRunner(slots, scheduler.pool)
 
 
 def expected(request: Request) -> list[int]:
@@ -102,7 +104,32 @@ def expected(request: Request) -> list[int]:
     )
 
 
-def serve(scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival]) -> dict[str, Request]:
+def try_resize(engine: Engine, change: int, give_up: GiveUp) -> None:
+    """Resize if it is allowed; a refusal changes nothing."""
+    pool = engine.scheduler.pool
+    before = pool.num_pages, pool.num_held, len(engine.slots.busy)
+    try:
+        engine.resize(max(2, pool.num_pages + change), give_up)
+    except ValueError as refusal:
+        assert "resize to at least" in str(refusal)
+        assert (pool.num_pages, pool.num_held, len(engine.slots.busy)) == before
+    recount(engine.scheduler)
+
+
+def try_add(engine: Engine, family: list[Request]) -> bool:
+    """Add requests; only what a pool that shrank can never hold may be refused."""
+    pages = engine.scheduler.pool.num_pages - 1
+    fits = family[0].num_prompt_tokens + family[0].params.max_tokens - 1 <= pages * engine.slots.page_size
+    try:
+        engine.add(family[0])
+    except ValueError:
+        assert not fits
+    return fits
+
+
+def serve(
+    scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
+) -> dict[str, Request]:
     """Run a schedule to its end, recounting the ledger after every operation."""
     now = 0.0
     engine = Engine(scheduler, runner, clock=lambda: now)
@@ -110,21 +137,27 @@ def serve(scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival]) -> 
     families = [[leader, *leader.followers] for leader in leaders]
     runner.fail = {each.id for family, arrival in zip(families, plan) if arrival.fails for each in family}
     ended: dict[str, Request] = {}
+    refused: set[str] = set()
     step = 0
     while step <= 36 or engine.has_work:
         for arrival, family in zip(plan, families):
             if arrival.arrives_at == step:
                 for each in family:
                     each.arrival_s = now
-                engine.add(family[0])
+                if not try_add(engine, family):
+                    refused |= {each.id for each in family}
                 recount(scheduler)
             if arrival.aborts_after is not None and arrival.arrives_at + arrival.aborts_after == step:
                 for each in family[: 1 + step % len(family)]:
                     aborted = engine.abort(each.id)
-                    assert (aborted is None) == (each.id in ended), "abort found what had ended, or missed it"
+                    assert (aborted is None) == (each.id in ended or each.id in refused), (
+                        "abort found what had ended, or missed it"
+                    )
                     if aborted is not None:
                         ended[aborted.id] = aborted
                     recount(scheduler)
+        if step in resizes:
+            try_resize(engine, *resizes[step])
         done = engine.step()
         recount(scheduler)
         for request in done.finished if done else []:
@@ -133,7 +166,7 @@ def serve(scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival]) -> 
         step += 1
         now += 1.0
         assert step < 5000, "no progress"
-    assert ended.keys() == {each.id for family in families for each in family}
+    assert ended.keys() == {each.id for family in families for each in family} - refused
     return ended
 
 
@@ -155,12 +188,20 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
 
 
 @settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(made=schedulers(), plan=st.lists(arrivals, min_size=1, max_size=10))
+@given(
+    made=schedulers(),
+    plan=st.lists(arrivals, min_size=1, max_size=10),
+    resizes=st.dictionaries(
+        st.integers(0, 30),
+        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
+        max_size=3,
+    ),
+)
 def test_every_schedule_gives_the_tokens_of_each_request_alone(
-    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival]
+    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
 ) -> None:
     scheduler, runner = made
-    ended = serve(scheduler, runner, plan)
+    ended = serve(scheduler, runner, plan, resizes)
     check_answers(ended, runner.fail)
     assert not len(scheduler.slots.busy)
     assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
