@@ -20,3 +20,7 @@ class Counters:
     evicted_pages: int = 0
     copied_pages: int = 0  # on write, by a row that forked
     compacted_pages: int = 0
+    swapped_out_pages: int = 0
+    swapped_in_pages: int = 0
+    refused_swaps: int = 0  # the host pool had no room: the request is recomputed
+    broken_swaps: int = 0  # the shared pages before the swapped ones were evicted: it is recomputed

@@ -94,6 +94,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
     cache_salt: str = ""
+    priority: int = 0  # larger goes first
     arrival_s: float = 0.0
 
     # Requests of the same prompt that fork from this one when the prompt is computed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,13 +15,25 @@ from kv_cache.pages import PagePool
 from kv_cache.prefix import PrefixCache, page_keys
 
 EMPTY: Index = np.empty(0, dtype=np.int64)
+EMPTY_ENTRIES: NewPages = (EMPTY, EMPTY, EMPTY)
+NO_CHANGES: tuple[NewPages, tuple[PageCopy, ...]] = (EMPTY_ENTRIES, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What a preempted request left in the host pool."""
+
+    first: int  # pages before it were shared, and are looked up again
+    pages: Index  # host pages that hold its pages from `first` on
+    num_computed: int
 
 
 class Residency:
     """Rows, pages and the prefix cache, changed together: enter, grow, publish, leave.
 
     Every change keeps the ledger true: a page's holders are the rows whose table names it and the
-    prefix cache, if it is cached. `max_shared_tokens` as in `Scheduler`.
+    prefix cache, if it is cached. `max_shared_tokens` as in `Scheduler`. `host` is the pool of pages in
+    the host's memory, None where there is none.
     """
 
     def __init__(
@@ -31,6 +44,7 @@ class Residency:
         *,
         prefix_sharing: bool,
         max_shared_tokens: int | None,
+        host: PagePool | None,
     ) -> None:
         self.slots = slots
         self.pool = pool
@@ -39,6 +53,8 @@ class Residency:
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
         self._new_pages: list[NewPages] = []
+        self.host = host
+        self._swapped: dict[int, Swapped] = {}  # by the arrival number of waiting requests
         self._copies: list[PageCopy] = []
         self._forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
         self._blocked: dict[int, int] = {}  # row that waits for a page of another -> the cache's version then
@@ -71,7 +87,9 @@ class Residency:
 
     def find(self, request: Request) -> Index:
         """Cached pages that it can start from."""
-        return self.prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
+        pages = self.prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
+        swapped = self._swapped.get(request.number)
+        return pages if swapped is None else pages[: swapped.first]
 
     def enter(self, request: Request, matched: Index, reserved: int) -> int:
         """Give a request a row that starts from `matched` pages; returns the row.
@@ -84,9 +102,55 @@ class Residency:
         slots.reserved[row] = reserved
         if len(matched):
             self._extend(row, matched)
-        if self._in_progress(request, len(matched)):
+        swapped = self._swapped.pop(request.number, None)
+        if swapped is not None and len(matched) == swapped.first:
+            self._swap_in(row, swapped)
+        elif swapped is not None:
+            self._release_host(swapped)
+            self._counters.broken_swaps += 1
+        if self._in_progress(request, int(slots.num_pages[row])):
             self._blocked[row] = self.prefix.version
         return row
+
+    def forget_swapped(self, request: Request) -> None:
+        """Free what a waiting request left in the host pool, because it ended."""
+        swapped = self._swapped.pop(request.number, None)
+        if swapped is not None:
+            self._release_host(swapped)
+
+    def _swap_in(self, row: int, swapped: Swapped) -> None:
+        slots = self.slots
+        self.grow(np.array([row]), np.array([len(swapped.pages)]))
+        targets = slots.pages(row)[swapped.first :]
+        slots.num_computed[row] = swapped.num_computed
+        self._copies.append(PageCopy(swapped.pages, targets, "from_host"))
+        self._counters.swapped_in_pages += len(targets)
+        self._release_host(swapped)
+
+    def _release_host(self, swapped: Swapped) -> None:
+        assert self.host is not None, "pages were swapped without a host pool"
+        self.host.release(swapped.pages)
+
+    def swap_out(self, row: int) -> Request | None:
+        """Free a row as `leave` does, but keep its unshared pages in the host pool; None if they do not fit.
+
+        Its shared pages are in the prefix cache, and are looked up again when it comes back.
+        """
+        slots = self.slots
+        request: Request = slots.requests[row]
+        first, num_computed = int(slots.num_published[row]), int(slots.num_computed[row])
+        sources = slots.pages(row)[first : -(-num_computed // slots.page_size)]
+        if self.host is None or not len(sources) or row in self._blocked:
+            return None
+        if len(sources) > self.host.num_free:
+            self._counters.refused_swaps += 1
+            return None
+        targets = self.host.take(len(sources))
+        self._copies.append(PageCopy(sources, targets, "to_host"))
+        self._swapped[request.number] = Swapped(first, targets, num_computed)
+        self._counters.swapped_out_pages += len(sources)
+        self._depart(row)
+        return request
 
     def is_blocked(self, row: int) -> bool:
         """Whether the row waits for a page that another computes."""
@@ -262,29 +326,37 @@ class Residency:
         """
         slots = self.slots
         request: Request = slots.requests[row]
-        request.tokens = slots.token_ids[row, : int(slots.num_tokens[row]) - failed].copy()
+        if failed:  # what it computed may be as wrong as what it answered
+            slots.num_tokens[row] -= 1
+            self.prefix.forget(slots.pages(row)[slots.num_matched[row] : slots.num_published[row]])
+        else:
+            request.tokens = slots.token_ids[row, : slots.num_tokens[row]]
+            request.page_keys = self.keys(request)
+            self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, len(request.page_keys)))
+        self._depart(row)
+        return request
+
+    def _depart(self, row: int) -> None:
+        """Let go of a row and its pages."""
+        slots = self.slots
+        request: Request = slots.requests[row]
+        request.tokens = slots.token_ids[row, : slots.num_tokens[row]].copy()
         del request.logprobs[len(request.answer) :]
         self._blocked.pop(row, None)
         self._forked.discard(row)
-        if failed:  # what it computed may be as wrong as what it answered
-            self.prefix.forget(slots.pages(row)[slots.num_matched[row] : slots.num_published[row]])
-        else:
-            request.page_keys = self.keys(request)
-            self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, len(request.page_keys)))
         self.prefix.release(slots.pages(row))
         slots.release(row)
-        return request
 
-    def take_new_pages(self) -> NewPages:
-        """Page-table entries set since the last call."""
+    def take_changes(self) -> tuple[NewPages, tuple[PageCopy, ...]]:
+        """Page-table entries set, and page copies decided, since the last call."""
         new, self._new_pages = self._new_pages, []
         if not new:
-            return EMPTY, EMPTY, EMPTY
+            return EMPTY_ENTRIES, self.take_copies()
         rows, indexes, pages = zip(*new)
-        return np.concatenate(rows), np.concatenate(indexes), np.concatenate(pages)
+        return (np.concatenate(rows), np.concatenate(indexes), np.concatenate(pages)), self.take_copies()
 
     def take_copies(self) -> tuple[PageCopy, ...]:
-        """Page copies decided since the last call."""
+        """Page copies decided since the last call, to be made one after the other."""
         copies, self._copies = self._copies, []
         return tuple(copies)
 

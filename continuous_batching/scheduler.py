@@ -11,8 +11,9 @@ from continuous_batching.counters import Counters
 from continuous_batching.policies.policy import Policy, Waiting
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
 from continuous_batching.request import Request
-from continuous_batching.residency import EMPTY, Residency
+from continuous_batching.residency import EMPTY, NO_CHANGES, Residency
 from continuous_batching.slots import SlotPool
+from continuous_batching.victims import Victim, youngest
 from kv_cache.pages import PagePool
 
 GiveUp = Literal["nothing", "cached", "running"]
@@ -26,8 +27,9 @@ class Scheduler:
 
     `vocab_size` and `eos_token_ids` are the model's. `max_shared_tokens` bounds the prefix that may be
     shared and the prompts that may share (None: unbounded), for models whose keys depend on the
-    length of their prompt. Every `compact_every_steps` steps (0: never) held pages start to move to the
-    low end, at most `compact_pages_per_step` of them in a step (0: all at once).
+    length of their prompt. With a `host_pool`, what a preempted request alone has computed waits there
+    instead of being computed again. Every `compact_every_steps` steps (0: never) held pages start to move
+    to the low end, at most `compact_pages_per_step` of them in a step (0: all at once).
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         order: QueueOrder = fcfs,
+        victim: Victim = youngest,
+        host_pool: PagePool | None = None,
         prefix_sharing: bool = True,
         max_shared_tokens: int | None = None,
         compact_every_steps: int = 0,
@@ -60,9 +64,11 @@ class Scheduler:
             self.counters,
             prefix_sharing=prefix_sharing,
             max_shared_tokens=max_shared_tokens,
+            host=host_pool,
         )
         self.waiting = WaitingQueue(order)
         self._policy = policy
+        self._victim = victim
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
         self._stop_mask = np.zeros(vocab_size, dtype=np.bool_)
@@ -109,6 +115,7 @@ class Scheduler:
         request = self.waiting.find(request_id)
         if request is not None:
             self.waiting.remove(request)
+            self.residency.forget_swapped(request)
             self._part(request)
             request.finish_reason = reason
             return request
@@ -147,15 +154,8 @@ class Scheduler:
         if self._leader_of:
             sampled, owners = self._fork(rows, sampled)
         self._in_flight = np.union1d(rows, owners) if len(owners) > len(rows) else rows
-        return Batch(
-            slots=rows,
-            starts=starts,
-            stops=stops,
-            sampled=sampled,
-            owners=owners,
-            new_pages=self.residency.take_new_pages(),
-            copies=self.residency.take_copies(),
-        )
+        pages = self.residency.take_changes() if len(rows) else NO_CHANGES  # they wait for a batch that runs
+        return Batch(rows, starts, stops, sampled, owners, *pages)
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
         """Book what the device computed; returns the requests that ended with it."""
@@ -195,7 +195,8 @@ class Scheduler:
         self._check_resize(num_pages, give_up)
         residency, pool = self.residency, self.pool
         while pool.num_held - residency.prefix.num_idle > num_pages - 1:
-            self._preempt(int(self.slots.busy[-1]))
+            busy = self.slots.busy
+            self._preempt(self._victim(self.slots, busy[1:]) if len(busy) > 1 else int(busy[0]))
         residency.prefix.evict(max(0, pool.num_held - (num_pages - 1)))
         residency.compact(pool.num_pages)
         residency.resize(num_pages)
@@ -348,8 +349,9 @@ class Scheduler:
         """Give every span its pages, preempting the youngest until there are enough."""
         missing = self.residency.missing(rows, stops)
         while missing.sum() + self.residency.num_copies(rows) > self.residency.num_available:
-            victim = int(self.slots.busy[-1])
-            assert len(self.slots.busy) > 1, f"row {victim} is alone and finds no page"
+            busy = self.slots.busy
+            assert len(busy) > 1, f"row {busy[0]} is alone and finds no page"
+            victim = self._victim(self.slots, busy[1:])
             self._preempt(victim)
             kept = rows != victim
             rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
@@ -357,10 +359,16 @@ class Scheduler:
         return rows, starts, stops
 
     def _preempt(self, row: int) -> None:
-        """Send a row back to the queue, where its arrival number keeps its place."""
+        """Send a row back to the queue, where its arrival number keeps its place.
+
+        Without a host pool, or where that is full, what it computed is lost but for what stays cached.
+        """
         self.counters.preemptions += 1
-        self.counters.lost_tokens += int(self.slots.num_computed[row])
-        request = self.residency.leave(row)
+        num_computed = int(self.slots.num_computed[row])
+        request = self.residency.swap_out(row)
+        if request is None:
+            request = self.residency.leave(row)
+            self.counters.lost_tokens += num_computed
         del self._row_of[request.id]
         request.num_preemptions += 1
         self.waiting.push(request)

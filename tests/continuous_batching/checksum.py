@@ -49,8 +49,9 @@ def alone(
 class ChecksumRunner:
     """Runs batches with a device-side page table of its own, fed only by `batch.new_pages`."""
 
-    def __init__(self, slots: SlotPool, pool: PagePool) -> None:
-        self.slots, self.pool = slots, pool
+    def __init__(self, slots: SlotPool, pool: PagePool, host_pool: PagePool | None = None) -> None:
+        self.slots, self.pool, self.host_pool = slots, pool, host_pool
+        self.host = np.full((host_pool.num_pages if host_pool else 0, slots.page_size), POISON)
         self.cache = np.full(pool.num_pages * slots.page_size, POISON)
         self.page_table = np.zeros_like(slots.page_table)
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
@@ -97,8 +98,15 @@ class ChecksumRunner:
         """Make the copies, then poison what is free: nobody may count on it any more."""
         pages = self.cache.reshape(-1, self.slots.page_size)
         for copy in copies:
-            assert not np.intersect1d(copy.sources, copy.targets).size, "a copy reads what it writes"
             assert len(np.unique(copy.targets)) == len(copy.targets), "two copies to one page"
-            pages[copy.targets] = pages[copy.sources]
+            if copy.way == "to_host":
+                self.host[copy.targets] = pages[copy.sources]
+            elif copy.way == "from_host":
+                pages[copy.targets] = self.host[copy.sources]
+            else:
+                assert not np.intersect1d(copy.sources, copy.targets).size, "a copy reads what it writes"
+                pages[copy.targets] = pages[copy.sources]
+        if self.host_pool:
+            self.host[self.host_pool.free_pages] = POISON
         free = self.pool.free_pages
         pages[free[free < len(pages)]] = POISON

@@ -30,6 +30,14 @@ def recount(scheduler: Scheduler) -> None:
     idle = {page for page in prefix.pages.tolist() if holders[page] == 1}
     assert set(prefix.idle_pages.tolist()) == idle
 
+    # the host pool holds what waiting requests left there, and nothing else
+    swapped = scheduler.residency._swapped
+    assert set(swapped) <= {request.number for request in scheduler.waiting.requests}
+    if scheduler.residency.host is not None:
+        host = scheduler.residency.host
+        left = Counter(page for each in swapped.values() for page in each.pages.tolist())
+        assert np.array_equal(host.holders[1:], [left[page] for page in range(1, host.num_pages)])
+
     # rows
     busy = slots.busy
     assert len(set(busy.tolist())) == len(busy) == slots.num_slots - slots.num_free

@@ -14,6 +14,7 @@ from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduler import GiveUp, Scheduler
 from continuous_batching.slots import SlotPool
+from continuous_batching.victims import fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
@@ -82,6 +83,8 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
     num_pages = 1 + longest_pages + draw(st.integers(0, longest_pages))  # 1.0 to 2.0 of the largest request
     static = draw(st.booleans()) and draw(st.booleans())
     slots = SlotPool(num_slots, MAX_TOKENS, page_size)
+    num_host_pages = draw(st.sampled_from([None, None, 3, 60]))
+    host_pool = None if num_host_pages is None else PagePool(num_host_pages)
     scheduler = Scheduler(
         slots,
         PagePool(num_pages),
@@ -91,10 +94,12 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         eos_token_ids=(EOS,),
         prefix_sharing=draw(st.sampled_from([True, True, True, False])),
         max_shared_tokens=draw(st.sampled_from([None, None, 20])),
+        victim=draw(st.sampled_from([youngest, fewest_lost, lowest_priority])),
+        host_pool=host_pool,
         compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
     )
-    return scheduler, ChecksumRunner(slots, scheduler.pool)
+    return scheduler, ChecksumRunner(slots, scheduler.pool, host_pool)
 
 
 def expected(request: Request) -> list[int]:
@@ -108,10 +113,13 @@ def try_resize(engine: Engine, change: int, give_up: GiveUp) -> None:
     """Resize if it is allowed; a refusal changes nothing."""
     pool = engine.scheduler.pool
     before = pool.num_pages, pool.num_held, len(engine.slots.busy)
+    refusal = ""
     try:
         engine.resize(max(2, pool.num_pages + change), give_up)
-    except ValueError as refusal:
-        assert "resize to at least" in str(refusal)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal:
+        assert "resize to at least" in refusal
         assert (pool.num_pages, pool.num_held, len(engine.slots.busy)) == before
     recount(engine.scheduler)
 
