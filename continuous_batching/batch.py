@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from continuous_batching.request import TokenLogprobs
+from kv_cache.pages import Index, PageCopy
 
-Index = NDArray[np.int64]
 NewPages = tuple[Index, Index, Index]  # page-table entries: row, index, page
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """Whole pages to copy, all layers: page sources[i] to targets[i]; within the device they never meet."""
-
-    sources: Index
-    targets: Index
-    way: Literal["within", "to_host", "from_host"] = "within"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from continuous_batching.batch import Batch, PageCopy, Sampled
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.door import GiveUp
 from continuous_batching.request import Request
-from continuous_batching.scheduler import GiveUp, Scheduler
+from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import PageCopy
 
 
 class Runner(Protocol):
@@ -77,7 +79,7 @@ class Engine:
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
         """Change the size of the cache while serving (see `Scheduler.resize`)."""
         self.scheduler.resize(num_pages, give_up)
-        self.runner.resize(num_pages, self.scheduler.residency.take_copies())
+        self.runner.resize(num_pages, self.scheduler.residency.tables.take_copies())
 
     def step(self) -> Step | None:
         """Compute one batch; None when there is nothing to compute now."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from continuous_batching.batch import Batch, Index, Sampled
+from continuous_batching.admission import Admission
+from continuous_batching.batch import Batch, Sampled
 from continuous_batching.counters import Counters
-from continuous_batching.policies.policy import Policy, Waiting
+from continuous_batching.door import GiveUp, check_request, check_resize
+from continuous_batching.followers import Followers
+from continuous_batching.policies.policy import Policy
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
 from continuous_batching.request import Request
-from continuous_batching.residency import EMPTY, NO_CHANGES, Residency
+from continuous_batching.residency import Residency
 from continuous_batching.slots import SlotPool
+from continuous_batching.tables import EMPTY, EMPTY_ENTRIES
 from continuous_batching.victims import Victim, youngest
-from kv_cache.pages import PagePool
-
-GiveUp = Literal["nothing", "cached", "running"]
+from kv_cache.pages import Index, PagePool
 
 
 class Scheduler:
@@ -68,6 +68,7 @@ class Scheduler:
         )
         self.waiting = WaitingQueue(order)
         self._policy = policy
+        self._admission = Admission(self.waiting, policy, self.residency, self.counters)
         self._victim = victim
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
@@ -79,10 +80,9 @@ class Scheduler:
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
-        self._leader_of: dict[str, Request] = {}  # of followers that have not forked yet
+        self._followers = Followers()
         self._in_flight = EMPTY  # rows of the batch between schedule and commit
         self._ending: dict[int, str] = {}  # rows in flight that were ended meanwhile, and why
-        self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
 
     @property
     def has_work(self) -> bool:
@@ -103,7 +103,7 @@ class Scheduler:
             each.seed = each.params.seed
             if each.seed is None:
                 each.seed = int(self._random.integers(2**63))
-        self._leader_of.update((each.id, request) for each in request.followers)
+        self._followers.add(request)
         self.waiting.push(request)
 
     def end(self, request_id: str, reason: str) -> Request | None:
@@ -115,16 +115,14 @@ class Scheduler:
         request = self.waiting.find(request_id)
         if request is not None:
             self.waiting.remove(request)
-            self.residency.forget_swapped(request)
+            self.residency.swap.forget(request)
             self._part(request)
             request.finish_reason = reason
             return request
-        leader = self._leader_of.pop(request_id, None)
-        if leader is not None:
-            (follower,) = (each for each in leader.followers if each.id == request_id)
-            leader.followers.remove(follower)
-            follower.finish_reason = reason
-            return follower
+        request = self._followers.end(request_id)
+        if request is not None:
+            request.finish_reason = reason
+            return request
         row = self._row_of.get(request_id)
         if row is None:
             return None
@@ -139,7 +137,7 @@ class Scheduler:
         assert not len(self._in_flight), "schedule was called twice without a commit"
         self._compact()
         if len(self.waiting):
-            self._admit(now_s)
+            self._row_of |= self._admission.admit(self.max_batch_tokens, now_s)
         slots = self.slots
         rows = self.residency.runnable()
         starts = slots.num_computed[rows]
@@ -151,11 +149,12 @@ class Scheduler:
         rows, starts, stops = self._make_room(rows, starts, starts + todo)
         sampled = np.flatnonzero(stops == slots.num_tokens[rows])
         owners = rows[sampled]
-        if self._leader_of:
+        if len(self._followers):
             sampled, owners = self._fork(rows, sampled)
         self._in_flight = np.union1d(rows, owners) if len(owners) > len(rows) else rows
-        pages = self.residency.take_changes() if len(rows) else NO_CHANGES  # they wait for a batch that runs
-        return Batch(rows, starts, stops, sampled, owners, *pages)
+        # changes of pages wait for a batch that runs
+        changes = self.residency.tables.take_changes() if len(rows) else (EMPTY_ENTRIES, ())
+        return Batch(rows, starts, stops, sampled, owners, *changes)
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
         """Book what the device computed; returns the requests that ended with it."""
@@ -182,7 +181,7 @@ class Scheduler:
     def compact(self) -> int:
         """Bring all held pages to the low end before the next batch; returns how many move."""
         assert not len(self._in_flight), "pages moved under a batch in flight"
-        return self.residency.compact(self.pool.num_pages)
+        return self.residency.tables.compact(self.pool.num_pages)
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
         """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.
@@ -192,32 +191,15 @@ class Scheduler:
         ("running"), for it. Every request that was accepted still fits.
         """
         assert not len(self._in_flight), "pages were cut off under a batch in flight"
-        self._check_resize(num_pages, give_up)
-        residency, pool = self.residency, self.pool
-        while pool.num_held - residency.prefix.num_idle > num_pages - 1:
-            busy = self.slots.busy
-            self._preempt(self._victim(self.slots, busy[1:]) if len(busy) > 1 else int(busy[0]))
-        residency.prefix.evict(max(0, pool.num_held - (num_pages - 1)))
-        residency.compact(pool.num_pages)
-        residency.resize(num_pages)
-
-    def _check_resize(self, num_pages: int, give_up: GiveUp) -> None:
-        requests = [*self.waiting.requests, *self.slots.requests[self.slots.busy]]
-        longest = max((r.num_prompt_tokens + r.params.max_tokens for r in requests), default=1)
-        needed = 1 + max(1, -(-(longest - 1) // self.slots.page_size))
-        if num_pages < needed:
-            raise ValueError(
-                f"{num_pages} pages cannot hold the longest accepted request, {longest} tokens;"
-                f" resize to at least {needed}, or end it first"
-            )
-        held = self.pool.num_held
-        running = held - self.residency.prefix.num_idle
-        least = {"nothing": held, "cached": running, "running": 0}[give_up]
-        if num_pages - 1 < least:
-            raise ValueError(
-                f"{num_pages} pages are fewer than the {held} held ({running} by running requests, the others"
-                f" cached); resize to at least {least + 1}, or allow more to be given up than {give_up}"
-            )
+        pool, prefix, tables, slots = self.pool, self.residency.prefix, self.residency.tables, self.slots
+        accepted = [*self.waiting.requests, *slots.requests[slots.busy]]
+        check_resize(num_pages, give_up, pool, prefix.num_idle, slots.page_size, accepted)
+        while pool.num_held - prefix.num_idle > num_pages - 1:
+            candidates = slots.busy[1:] if len(slots.busy) > 1 else slots.busy
+            self._preempt(self._victim(slots, candidates))
+        prefix.evict(max(0, pool.num_held - (num_pages - 1)))
+        tables.compact(pool.num_pages)
+        tables.resize(num_pages)
 
     def _compact(self) -> None:
         every = self._compact_every_steps
@@ -225,7 +207,7 @@ class Scheduler:
             self._compacting = True
         if self._compacting:
             limit = self._compact_pages_per_step
-            self._compacting = self.residency.compact(limit) == limit
+            self._compacting = self.residency.tables.compact(limit) == limit
 
     def _end_rows(self, rows: Index, tokens: Index, num_tokens: Index, now_s: float) -> list[Request]:
         slots = self.slots
@@ -252,26 +234,20 @@ class Scheduler:
         """
         spans, owners = sampled.tolist(), rows[sampled].tolist()
         for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
-            leader: Request = self.slots.requests[row]
-            for follower in leader.followers:
-                del self._leader_of[follower.id]
+            for follower in self._followers.release(self.slots.requests[row]):
                 if self.slots.num_free:
                     self._row_of[follower.id] = self.residency.fork(row, follower)
                     spans.append(span)
                     owners.append(self._row_of[follower.id])
                 else:
                     self.waiting.push(follower)
-            leader.followers = []
         return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)
 
     def _part(self, leader: Request) -> None:
-        """Let the first follower of a request that ended lead the others."""
-        if leader.followers:
-            first, *others = leader.followers
-            leader.followers, first.followers = [], others
-            del self._leader_of[first.id]
-            self._leader_of.update((each.id, first) for each in others)
-            self.waiting.push(first)
+        """Let the samples that still followed a request that ended go on without it."""
+        successor = self._followers.succeed(leader)
+        if successor is not None:
+            self.waiting.push(successor)
 
     def _finish(self, row: int, reason: str) -> Request:
         request = self.residency.leave(row, failed=reason == "error")
@@ -283,79 +259,25 @@ class Scheduler:
         return request
 
     def _check(self, request: Request) -> None:
-        name, prompt, last_id = f"request {request.id}", request.prompt, self._vocab_size - 1
-        known = request.id in self._row_of or request.id in self._leader_of
+        known = request.id in self._row_of or request.id in self._followers
         if known or self.waiting.find(request.id) is not None:
-            raise ValueError(f"{name} is being served already; give each request an id of its own")
-        if not len(prompt):
-            raise ValueError(f"{name} has an empty prompt; it needs at least one token")
-        outside = (prompt < 0) | (prompt > last_id)
-        if outside.any():
-            strange = int(prompt[outside.argmax()])
-            raise ValueError(f"{name} holds the token id {strange}; the model's go from 0 to {last_id}")
-        for token in request.params.logit_bias:
-            if not 0 <= token <= last_id:
-                raise ValueError(f"{name} biases the token id {token}; the model's go from 0 to {last_id}")
-        longest = request.num_prompt_tokens + request.params.max_tokens
-        if longest > self.slots.max_tokens:
             raise ValueError(
-                f"{name} may grow to {longest} tokens; the limit is {self.slots.max_tokens}"
-                " (scheduler.max_request_tokens): shorten the prompt or max_tokens"
+                f"request {request.id} is being served already; give each request an id of its own"
             )
-        capacity = (self.pool.num_pages - 1) * self.slots.page_size + 1  # the last token is never cached
-        if longest > capacity:
-            raise ValueError(
-                f"{name} may grow to {longest} tokens; the cache holds {capacity}:"
-                " shorten the prompt or max_tokens, or give the cache more pages"
-            )
-
-    def _admit(self, now_s: float) -> None:
-        """Bring waiting requests into free rows while the policy, the slots and the pages allow it."""
-        slots, waiting = self.slots, self.waiting
-        running = self.residency.runnable()
-        todo = slots.num_tokens[running] - slots.num_computed[running]
-        queue = Waiting(len(waiting), now_s - waiting.longest_since_s)
-        tokens_left, requests_left = self._policy.room(todo, self.max_batch_tokens, queue)
-        if tokens_left <= 0 or not slots.num_free:
-            return
-        unpromised = self.residency.num_available - self.residency.num_promised()
-        while tokens_left > 0 and requests_left > 0 and slots.num_free and len(waiting) and unpromised > 0:
-            request = waiting.peek()
-            matched = self._match(request)
-            longest = request.num_prompt_tokens + request.params.max_tokens - 1  # the last is never cached
-            reserved = min(self._policy.reserve(request), longest)
-            idle = int((self.pool.holders[matched] == 1).sum())  # these counted as available until now
-            wanted = -(-reserved // slots.page_size) - len(matched) + idle
-            if wanted > unpromised:
-                break
-            unpromised -= wanted
-            waiting.remove(request)
-            self._row_of[request.id] = row = self.residency.enter(request, matched, reserved)
-            if not request.num_preemptions:
-                self.counters.prompt_tokens += request.num_prompt_tokens
-            requests_left -= 1
-            if not self.residency.is_blocked(row):
-                tokens_left -= len(request.tokens) - len(matched) * slots.page_size
-
-    def _match(self, request: Request) -> Index:
-        """What the head of the queue can share; searched again only when the cache has changed."""
-        number, version, matched = self._head
-        if number != request.number or version != self.residency.prefix.version:
-            matched = self.residency.find(request)
-            self._head = (request.number, self.residency.prefix.version, matched)
-        return matched
+        check_request(request, self._vocab_size, self.slots, self.pool)
 
     def _make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Give every span its pages, preempting the youngest until there are enough."""
-        missing = self.residency.missing(rows, stops)
-        while missing.sum() + self.residency.num_copies(rows) > self.residency.num_available:
+        tables = self.residency.tables
+        missing = tables.missing(rows, stops)
+        while missing.sum() + tables.num_copies(rows) > tables.num_available:
             busy = self.slots.busy
             assert len(busy) > 1, f"row {busy[0]} is alone and finds no page"
             victim = self._victim(self.slots, busy[1:])
             self._preempt(victim)
             kept = rows != victim
             rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
-        self.residency.grow(rows, missing)
+        tables.grow(rows, missing)
         return rows, starts, stops
 
     def _preempt(self, row: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Batch, Index, StepInputs, ragged_ranges
+from continuous_batching.batch import Batch, StepInputs, ragged_ranges
 from continuous_batching.request import Request
-from kv_cache.pages import NULL_PAGE
+from kv_cache.pages import NULL_PAGE, Index
 
 
 class SlotPool:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from continuous_batching.batch import Index
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
 
 Victim = Callable[[SlotPool, Index], int]
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
 Index = NDArray[np.int64]
 
 NULL_PAGE = 0  # never handed out: a legal page number for padding and for rows that are not used
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Whole pages to copy, all layers: page sources[i] to targets[i]; within the device they never meet."""
+
+    sources: Index
+    targets: Index
+    way: Literal["within", "to_host", "from_host"] = "within"
 
 
 class PagePool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import Batch, PageCopy, Sampled
+from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
+from kv_cache.pages import PageCopy, PagePool
 
 VOCAB_SIZE = 97
 POISON = np.uint64(0xDEADBEEFDEADBEEF)

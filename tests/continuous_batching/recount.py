@@ -31,10 +31,10 @@ def recount(scheduler: Scheduler) -> None:
     assert set(prefix.idle_pages.tolist()) == idle
 
     # the host pool holds what waiting requests left there, and nothing else
-    swapped = scheduler.residency._swapped
+    swapped = scheduler.residency.swap.all_left
     assert set(swapped) <= {request.number for request in scheduler.waiting.requests}
-    if scheduler.residency.host is not None:
-        host = scheduler.residency.host
+    host = scheduler.residency.swap.pool
+    if host is not None:
         left = Counter(page for each in swapped.values() for page in each.pages.tolist())
         assert np.array_equal(host.holders[1:], [left[page] for page in range(1, host.num_pages)])
 
@@ -60,7 +60,7 @@ def recount(scheduler: Scheduler) -> None:
 
     # a page that may be written (beyond what is computed) is nobody else's
     for row in busy.tolist():
-        if row in scheduler.residency._forked:
+        if row in scheduler.residency.tables.forked:
             continue  # it gets a copy before it writes
         writable = slots.pages(row)[slots.num_computed[row] // slots.page_size :]
         assert (pool.holders[writable] == 1).all(), f"row {row} may write to a shared page"

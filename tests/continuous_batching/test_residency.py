@@ -145,7 +145,7 @@ def test_a_swapped_request_that_is_aborted_leaves_nothing_behind() -> None:
     engine.add(ask("young", 12, 12))
     while not engine.scheduler.counters.swapped_out_pages:
         engine.step()
-    host = engine.scheduler.residency.host
+    host = engine.scheduler.residency.swap.pool
     assert host is not None
     assert host.num_held > 0
     engine.abort("young")
