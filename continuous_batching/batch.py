@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from continuous_batching.request import TokenLogprobs
+from kv_cache.pages import Index, PageCopy
 
-Index = NDArray[np.int64]
 NewPages = tuple[Index, Index, Index]  # page-table entries: row, index, page
 
 
@@ -24,8 +24,10 @@ class Batch:
     slots: Index  # [S] rows of the slot table
     starts: Index  # [S] first position to compute; all before it are in the cache
     stops: Index  # [S] one past the last
-    sampled: Index  # [R] the spans (indices into the above) whose last position yields a token
+    sampled: Index  # [R] spans (indices into the above) whose last position yields a token
+    owners: Index  # [R] the row that each token is for: its span's own, or one that forks from it
     new_pages: NewPages  # set since the last batch
+    copies: tuple[PageCopy, ...] = ()  # to be made before the forward pass, one after the other
 
     @property
     def num_spans(self) -> int:

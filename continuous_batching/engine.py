@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from continuous_batching.batch import Batch, Sampled
+from continuous_batching.door import GiveUp
 from continuous_batching.request import Request
 from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import PageCopy
 
 
 class Runner(Protocol):
@@ -18,6 +20,10 @@ class Runner(Protocol):
 
     def run(self, batch: Batch) -> Sampled:
         """One forward pass; one token for each span of `batch.sampled`."""
+        ...
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        """Make the copies, then change the number of pages, keeping what the low ones hold."""
         ...
 
 
@@ -69,6 +75,11 @@ class Engine:
     def abort(self, request_id: str) -> Request | None:
         """End a request that nobody waits for any more; None if it has ended already."""
         return self.finish(request_id, "abort")
+
+    def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
+        """Change the size of the cache while serving (see `Scheduler.resize`)."""
+        self.scheduler.resize(num_pages, give_up)
+        self.runner.resize(num_pages, self.scheduler.residency.tables.take_copies())
 
     def step(self) -> Step | None:
         """Compute one batch; None when there is nothing to compute now."""

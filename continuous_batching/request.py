@@ -94,7 +94,11 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
     cache_salt: str = ""
+    priority: int = 0  # larger goes first
     arrival_s: float = 0.0
+
+    # Requests of the same prompt that fork from this one when the prompt is computed
+    followers: list[Request] = field(default_factory=list)
 
     number: int = -1  # order of arrival, given by the scheduler
     seed: int | None = None  # of its samples; params.seed or one drawn by the scheduler

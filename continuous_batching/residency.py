@@ -1,50 +1,48 @@
-"""Which pages does each occupied row hold, and what is known of them?"""
+"""What does a request bring into a row, and what does it leave behind?"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import Index, NewPages, ragged_ranges
+from continuous_batching.counters import Counters
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
+from continuous_batching.swap import SwapTier
+from continuous_batching.tables import PageTables
+from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix import PrefixCache, page_keys
-
-EMPTY: Index = np.empty(0, dtype=np.int64)
 
 
 class Residency:
-    """Rows, pages and the prefix cache, changed together: enter, grow, publish, leave.
+    """Requests enter rows with the pages that are found for them, publish theirs, and leave.
 
-    Every change keeps the ledger true: a page's holders are the rows whose table names it and the
-    prefix cache, if it is cached. `max_shared_tokens` as in `Scheduler`.
+    `max_shared_tokens` as in `Scheduler`; `host` is the pool of pages in the host's memory, or None.
     """
 
     def __init__(
-        self, slots: SlotPool, pool: PagePool, *, prefix_sharing: bool, max_shared_tokens: int | None
+        self,
+        slots: SlotPool,
+        pool: PagePool,
+        counters: Counters,
+        *,
+        prefix_sharing: bool,
+        max_shared_tokens: int | None,
+        host: PagePool | None,
     ) -> None:
         self.slots = slots
-        self.pool = pool
         self.prefix = PrefixCache(pool, slots.page_size)
-        self.num_evicted = 0  # pages, since the start
+        self.tables = PageTables(slots, pool, self.prefix, counters)
+        self.swap = SwapTier(host, counters)
+        self._counters = counters
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
-        self._new_pages: list[NewPages] = []
-
-    @property
-    def num_available(self) -> int:
-        """Pages that can be had without taking any from a row."""
-        return self.pool.num_free + self.prefix.num_idle
-
-    def pages_for(self, tokens: Index) -> Index:
-        """Pages that hold so many tokens."""
-        return -(-tokens // self.slots.page_size)
+        self._blocked: dict[int, int] = {}  # row that waits for a page of another -> the cache's version then
 
     def num_promised(self) -> int:
         """Pages that busy rows will still take for what they know or reserved at admission."""
         slots, busy = self.slots, self.slots.busy
-        wanted = self.pages_for(np.maximum(slots.reserved[busy], slots.num_tokens[busy]))
-        return int(np.maximum(wanted - slots.num_pages[busy], 0).sum())
+        wanted = self.tables.pages_for(np.maximum(slots.reserved[busy], slots.num_tokens[busy]))
+        return int(np.maximum(wanted - slots.num_pages[busy], 0).sum()) + len(self.tables.forked)
 
     def keys(self, request: Request) -> list[bytes]:
         """Keys of the full pages of its known tokens, as far as they may be shared."""
@@ -58,49 +56,51 @@ class Residency:
         return page_keys(tokens, self.slots.page_size, request.cache_salt, request.page_keys)
 
     def find(self, request: Request) -> Index:
-        """Cached pages that it can start from: all but its last known token, which is always computed,
-        because the next one comes from it."""
-        keys = request.page_keys[: (len(request.tokens) - 1) // self.slots.page_size]
-        return self.prefix.find(keys, request.tokens, request.cache_salt)
+        """Cached pages that it can start from."""
+        pages = self.prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
+        swapped = self.swap.left(request)
+        return pages if swapped is None else pages[: swapped.first]
 
     def enter(self, request: Request, matched: Index, reserved: int) -> int:
-        """Give a request a row that starts from `matched` pages; returns the row."""
-        slots, count = self.slots, len(matched)
-        row = slots.take(request)
-        slots.reserved[row] = reserved
-        if count:
-            self.prefix.share(matched)
-            slots.page_table[row, :count] = matched
-            slots.num_pages[row] = slots.num_matched[row] = slots.num_published[row] = count
-            slots.num_computed[row] = count * slots.page_size
-            slots.tail[row] = self.prefix.tail(matched)
-            self._new_pages.append((np.full(count, row), np.arange(count), matched))
+        """Give a request a row that starts from `matched` pages; returns the row.
+
+        If another row is computing the page that comes next, the new row is blocked until it is
+        published, and so on to the end of what they have in common.
+        """
+        row = self.slots.take(request)
+        self.slots.reserved[row] = reserved
+        if len(matched):
+            self._start_from(row, matched)
+        self._swap_in(row, request)
+        if self._in_progress(request, int(self.slots.num_pages[row])):
+            self._blocked[row] = self.prefix.version
         return row
 
-    def missing(self, rows: Index, stops: Index) -> Index:
-        """Pages that each row lacks to hold its first `stops` tokens."""
-        lacking: Index = np.maximum(self.pages_for(stops) - self.slots.num_pages[rows], 0)
-        return lacking
-
-    def grow(self, rows: Index, counts: Index) -> None:
-        """Give each row so many more pages, evicting idle ones where none is free."""
+    def fork(self, source: int, request: Request) -> int:
+        """Give a request a row that shares all pages of `source`, whose prompt this batch completes."""
         slots = self.slots
-        growing = counts > 0
-        rows, counts = rows[growing], counts[growing]
-        total = int(counts.sum())
-        short = total - self.pool.num_free
-        if short > 0:
-            self.prefix.evict(short)
-            self.num_evicted += short
-        held = slots.num_pages[rows]
-        owners, indexes, pages = (
-            np.repeat(rows, counts),
-            ragged_ranges(held, held + counts),
-            self.pool.take(total),
+        row, prompt = slots.take(request), slots.num_prompt[source]
+        self.tables.fork(source, row)
+        slots.num_computed[row] = slots.reserved[row] = prompt
+        slots.num_matched[row], slots.num_published[row] = (
+            slots.num_matched[source],
+            slots.num_published[source],
         )
-        slots.page_table[owners, indexes] = pages
-        slots.num_pages[rows] += counts
-        self._new_pages.append((owners, indexes, pages))
+        request.num_cached_tokens = slots.requests[source].num_cached_tokens
+        return row
+
+    def is_blocked(self, row: int) -> bool:
+        """Whether the row waits for a page that another computes."""
+        return row in self._blocked
+
+    def runnable(self) -> Index:
+        """Busy rows that are not blocked, oldest first; blocked ones first take what was published."""
+        busy = self.slots.busy
+        if not self._blocked:
+            return busy
+        for row in busy[np.isin(busy, list(self._blocked))].tolist():
+            self._unblock(row)
+        return busy[~np.isin(busy, list(self._blocked))] if self._blocked else busy
 
     def publish_prompts(self, rows: Index) -> None:
         """Make the pages of prompts findable that are computed by now."""
@@ -118,25 +118,100 @@ class Residency:
         """
         slots = self.slots
         request: Request = slots.requests[row]
-        request.tokens = slots.token_ids[row, : int(slots.num_tokens[row]) - failed].copy()
-        del request.logprobs[len(request.answer) :]
-        pages = slots.pages(row)
         if failed:  # what it computed may be as wrong as what it answered
-            self.prefix.forget(pages[slots.num_matched[row] : slots.num_published[row]])
+            slots.num_tokens[row] -= 1
+            self.prefix.forget(slots.pages(row)[slots.num_matched[row] : slots.num_published[row]])
         else:
+            request.tokens = slots.token_ids[row, : slots.num_tokens[row]]
             request.page_keys = self.keys(request)
             self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, len(request.page_keys)))
-        self.prefix.release(pages)
+        return self._depart(row)
+
+    def swap_out(self, row: int) -> Request | None:
+        """Free a row, but keep what it alone has computed in the host pool; None if that does not fit.
+
+        Its shared pages are in the prefix cache, and are looked up again when it comes back.
+        """
+        slots = self.slots
+        request: Request = slots.requests[row]
+        first, num_computed = int(slots.num_published[row]), int(slots.num_computed[row])
+        sources = slots.pages(row)[first : -(-num_computed // slots.page_size)]
+        targets = self.swap.leave(request, first, len(sources), num_computed)
+        if targets is None:
+            return None
+        self.tables.copy(PageCopy(sources, targets, "to_host"))
+        return self._depart(row)
+
+    def _depart(self, row: int) -> Request:
+        slots = self.slots
+        request: Request = slots.requests[row]
+        request.tokens = slots.token_ids[row, : slots.num_tokens[row]].copy()
+        del request.logprobs[len(request.answer) :]
+        self._blocked.pop(row, None)
+        self.tables.clear(row)
         slots.release(row)
         return request
 
-    def take_new_pages(self) -> NewPages:
-        """Page-table entries set since the last call."""
-        new, self._new_pages = self._new_pages, []
-        if not new:
-            return EMPTY, EMPTY, EMPTY
-        rows, indexes, pages = zip(*new)
-        return np.concatenate(rows), np.concatenate(indexes), np.concatenate(pages)
+    def _swap_in(self, row: int, request: Request) -> None:
+        """Bring back what a request left, if the shared pages before it were found."""
+        slots, swapped = self.slots, self.swap.left(request)
+        if swapped is None:
+            return
+        if slots.num_pages[row] == swapped.first:
+            count = len(swapped.pages)
+            self.tables.grow(np.array([row]), np.array([count]))
+            self.tables.copy(PageCopy(swapped.pages, slots.pages(row)[swapped.first :], "from_host"))
+            slots.num_computed[row] = swapped.num_computed
+            self._counters.swapped_in_pages += count
+        else:
+            self._counters.broken_swaps += 1
+        self.swap.forget(request)
+
+    def _usable_keys(self, request: Request) -> list[bytes]:
+        """Its last known token is always computed, because the next one comes from it."""
+        return request.page_keys[: (len(request.tokens) - 1) // self.slots.page_size]
+
+    def _start_from(self, row: int, pages: Index) -> None:
+        """Let a row that has computed nothing itself continue from these cached pages."""
+        slots = self.slots
+        self.tables.extend(row, pages)
+        count = slots.num_pages[row]
+        slots.num_matched[row] = slots.num_published[row] = count
+        slots.num_computed[row] = count * slots.page_size
+        request: Request = slots.requests[row]
+        found = len(pages) * slots.page_size
+        if request.num_preemptions:
+            self._counters.refound_tokens += found
+        else:
+            request.num_cached_tokens += found
+            self._counters.hit_tokens += found
+
+    def _in_progress(self, request: Request, index: int) -> bool:
+        """Whether a row is about to compute and publish the page that `request` needs at `index`."""
+        keys, slots = self._usable_keys(request), self.slots
+        if index >= len(keys):
+            return False
+        busy = slots.busy
+        computing = busy[(slots.num_published[busy] <= index) & (index < slots.num_shareable[busy])]
+        return any(
+            row not in self._blocked
+            and slots.requests[row] is not request
+            and slots.requests[row].page_keys[index] == keys[index]
+            for row in computing.tolist()
+        )
+
+    def _unblock(self, row: int) -> None:
+        """Share what was published since; the row runs when nobody computes its next page."""
+        slots = self.slots
+        request: Request = slots.requests[row]
+        if self._blocked[row] != self.prefix.version:
+            keys, held = self._usable_keys(request), slots.pages(row)
+            pages = self.prefix.find(keys, request.tokens, request.cache_salt, held)
+            if len(pages):
+                self._start_from(row, pages)
+        del self._blocked[row]
+        if self._in_progress(request, int(slots.num_pages[row])):
+            self._blocked[row] = self.prefix.version
 
     def _publish(self, row: int, stop: int) -> None:
         """Make the row's pages before its page `stop` findable."""
@@ -145,12 +220,12 @@ class Residency:
         if stop <= first:
             return
         request: Request = slots.requests[row]
-        slots.tail[row] = self.prefix.publish(
-            request.page_keys,
-            slots.token_ids[row],
-            slots.pages(row)[:stop],
-            first,
-            int(slots.tail[row]),
-            request.cache_salt,
+        pages = slots.pages(row)[:stop]
+        standing = self.prefix.publish(
+            request.page_keys, slots.token_ids[row], pages, first, request.cache_salt
         )
         slots.num_published[row] = stop
+        doubles = np.flatnonzero(standing != pages[first:])
+        if len(doubles):  # hold the cached equals instead, so that a chain's pages have the same holders
+            self.prefix.share(standing[doubles])
+            self.tables.replace(row, doubles + first, standing[doubles])

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from continuous_batching.batch import Batch, Index, Sampled
-from continuous_batching.policies.policy import Policy, Waiting
+from continuous_batching.admission import Admission
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.counters import Counters
+from continuous_batching.door import GiveUp, check_request, check_resize
+from continuous_batching.followers import Followers
+from continuous_batching.policies.policy import Policy
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
 from continuous_batching.request import Request
-from continuous_batching.residency import EMPTY, Residency
+from continuous_batching.residency import Residency
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
-
-
-@dataclass(slots=True)
-class Counters:
-    """Sums since the start, for metrics and benchmarks."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0  # of requests admitted for the first time
-    hit_tokens: int = 0  # of these, found in the prefix cache
-    preemptions: int = 0
-    lost_tokens: int = 0  # computed, then lost to preemption
-    refound_tokens: int = 0  # of these, found in the prefix cache at re-admission
+from continuous_batching.tables import EMPTY, EMPTY_ENTRIES
+from continuous_batching.victims import Victim, youngest
+from kv_cache.pages import Index, PagePool
 
 
 class Scheduler:
@@ -37,7 +27,9 @@ class Scheduler:
 
     `vocab_size` and `eos_token_ids` are the model's. `max_shared_tokens` bounds the prefix that may be
     shared and the prompts that may share (None: unbounded), for models whose keys depend on the
-    length of their prompt.
+    length of their prompt. With a `host_pool`, what a preempted request alone has computed waits there
+    instead of being computed again. Every `compact_every_steps` steps (0: never) held pages start to move
+    to the low end, at most `compact_pages_per_step` of them in a step (0: all at once).
     """
 
     def __init__(
@@ -50,8 +42,12 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         order: QueueOrder = fcfs,
+        victim: Victim = youngest,
+        host_pool: PagePool | None = None,
         prefix_sharing: bool = True,
         max_shared_tokens: int | None = None,
+        compact_every_steps: int = 0,
+        compact_pages_per_step: int = 0,
         seed: int = 0,
     ) -> None:
         if max_batch_tokens < slots.num_slots:
@@ -61,22 +57,32 @@ class Scheduler:
             )
         self.slots = slots
         self.pool = pool
+        self.counters = Counters()
         self.residency = Residency(
-            slots, pool, prefix_sharing=prefix_sharing, max_shared_tokens=max_shared_tokens
+            slots,
+            pool,
+            self.counters,
+            prefix_sharing=prefix_sharing,
+            max_shared_tokens=max_shared_tokens,
+            host=host_pool,
         )
         self.waiting = WaitingQueue(order)
-        self.counters = Counters()
         self._policy = policy
+        self._admission = Admission(self.waiting, policy, self.residency, self.counters)
+        self._victim = victim
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
         self._stop_mask = np.zeros(vocab_size, dtype=np.bool_)
         self._stop_mask[list(eos_token_ids)] = True
+        self._compact_every_steps = compact_every_steps
+        self._compact_pages_per_step = compact_pages_per_step or pool.num_pages
+        self._compacting = False
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
+        self._followers = Followers()
         self._in_flight = EMPTY  # rows of the batch between schedule and commit
         self._ending: dict[int, str] = {}  # rows in flight that were ended meanwhile, and why
-        self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
 
     @property
     def has_work(self) -> bool:
@@ -86,12 +92,18 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError, with nothing changed, if it could never be served."""
         self._check(request)
-        request.number = self._num_arrived
-        self._num_arrived += 1
+        for each in request.followers:
+            assert np.array_equal(each.prompt, request.prompt), f"{each.id} cannot follow {request.id}"
+            self._check(each)
         request.page_keys = self.residency.keys(request)
-        request.seed = request.params.seed
-        if request.seed is None:
-            request.seed = int(self._random.integers(2**63))
+        for each in (request, *request.followers):
+            each.number = self._num_arrived
+            self._num_arrived += 1
+            each.page_keys = list(request.page_keys)
+            each.seed = each.params.seed
+            if each.seed is None:
+                each.seed = int(self._random.integers(2**63))
+        self._followers.add(request)
         self.waiting.push(request)
 
     def end(self, request_id: str, reason: str) -> Request | None:
@@ -103,6 +115,12 @@ class Scheduler:
         request = self.waiting.find(request_id)
         if request is not None:
             self.waiting.remove(request)
+            self.residency.swap.forget(request)
+            self._part(request)
+            request.finish_reason = reason
+            return request
+        request = self._followers.end(request_id)
+        if request is not None:
             request.finish_reason = reason
             return request
         row = self._row_of.get(request_id)
@@ -117,10 +135,11 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch:
         """Admit, share the budget, make room, and only then make the batch; it may be empty."""
         assert not len(self._in_flight), "schedule was called twice without a commit"
+        self._compact()
         if len(self.waiting):
-            self._admit(now_s)
+            self._row_of |= self._admission.admit(self.max_batch_tokens, now_s)
         slots = self.slots
-        rows = slots.busy
+        rows = self.residency.runnable()
         starts = slots.num_computed[rows]
         todo = slots.num_tokens[rows] - starts
         if todo.sum() > self.max_batch_tokens:
@@ -128,23 +147,24 @@ class Scheduler:
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
         rows, starts, stops = self._make_room(rows, starts, starts + todo)
-        self._in_flight = rows
-        return Batch(
-            slots=rows,
-            starts=starts,
-            stops=stops,
-            sampled=np.flatnonzero(stops == slots.num_tokens[rows]),
-            new_pages=self.residency.take_new_pages(),
-        )
+        sampled = np.flatnonzero(stops == slots.num_tokens[rows])
+        owners = rows[sampled]
+        if len(self._followers):
+            sampled, owners = self._fork(rows, sampled)
+        self._in_flight = np.union1d(rows, owners) if len(owners) > len(rows) else rows
+        # changes of pages wait for a batch that runs
+        changes = self.residency.tables.take_changes() if len(rows) else (EMPTY_ENTRIES, ())
+        return Batch(rows, starts, stops, sampled, owners, *changes)
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
         """Book what the device computed; returns the requests that ended with it."""
         slots = self.slots
         self._in_flight = EMPTY
         slots.num_computed[batch.slots] = batch.stops
+        rows, tokens = batch.owners, sampled.tokens
         self.residency.publish_prompts(batch.slots)
-
-        rows, tokens = batch.slots[batch.sampled], sampled.tokens
+        if len(rows) > len(batch.slots):
+            self.residency.publish_prompts(np.setdiff1d(rows, batch.slots))
         at = slots.num_tokens[rows]
         slots.token_ids[rows, at] = tokens
         slots.num_tokens[rows] = at + 1
@@ -157,6 +177,37 @@ class Scheduler:
         counters.computed_tokens += batch.num_tokens
         counters.sampled_tokens += len(rows)
         return self._end_rows(rows, tokens, at + 1, now_s)
+
+    def compact(self) -> int:
+        """Bring all held pages to the low end before the next batch; returns how many move."""
+        assert not len(self._in_flight), "pages moved under a batch in flight"
+        return self.residency.tables.compact(self.pool.num_pages)
+
+    def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
+        """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.
+
+        What is held is moved to the low end first. A smaller pool may need pages that are held now:
+        `give_up` says whether idle cached pages may be evicted ("cached"), and rows preempted
+        ("running"), for it. Every request that was accepted still fits.
+        """
+        assert not len(self._in_flight), "pages were cut off under a batch in flight"
+        pool, prefix, tables, slots = self.pool, self.residency.prefix, self.residency.tables, self.slots
+        accepted = [*self.waiting.requests, *slots.requests[slots.busy]]
+        check_resize(num_pages, give_up, pool, prefix.num_idle, slots.page_size, accepted)
+        while pool.num_held - prefix.num_idle > num_pages - 1:
+            candidates = slots.busy[1:] if len(slots.busy) > 1 else slots.busy
+            self._preempt(self._victim(slots, candidates))
+        prefix.evict(max(0, pool.num_held - (num_pages - 1)))
+        tables.compact(pool.num_pages)
+        tables.resize(num_pages)
+
+    def _compact(self) -> None:
+        every = self._compact_every_steps
+        if every and self.counters.steps % every == 0:
+            self._compacting = True
+        if self._compacting:
+            limit = self._compact_pages_per_step
+            self._compacting = self.residency.tables.compact(limit) == limit
 
     def _end_rows(self, rows: Index, tokens: Index, num_tokens: Index, now_s: float) -> list[Request]:
         slots = self.slots
@@ -176,101 +227,70 @@ class Scheduler:
             request.finish_s = now_s
         return finished
 
+    def _fork(self, rows: Index, sampled: Index) -> tuple[Index, Index]:
+        """Let followers of the prompts that this batch completes sample beside their leaders.
+
+        Those that find no free row queue up as requests of their own.
+        """
+        spans, owners = sampled.tolist(), rows[sampled].tolist()
+        for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
+            for follower in self._followers.release(self.slots.requests[row]):
+                if self.slots.num_free:
+                    self._row_of[follower.id] = self.residency.fork(row, follower)
+                    spans.append(span)
+                    owners.append(self._row_of[follower.id])
+                else:
+                    self.waiting.push(follower)
+        return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)
+
+    def _part(self, leader: Request) -> None:
+        """Let the samples that still followed a request that ended go on without it."""
+        successor = self._followers.succeed(leader)
+        if successor is not None:
+            self.waiting.push(successor)
+
     def _finish(self, row: int, reason: str) -> Request:
         request = self.residency.leave(row, failed=reason == "error")
         del self._row_of[request.id]
+        self._part(request)
         request.finish_reason = reason
         if reason == "error":
             request.error = f"request {request.id}: the model's logits were not finite"
         return request
 
     def _check(self, request: Request) -> None:
-        name, prompt, last_id = f"request {request.id}", request.prompt, self._vocab_size - 1
-        if request.id in self._row_of or self.waiting.find(request.id) is not None:
-            raise ValueError(f"{name} is being served already; give each request an id of its own")
-        if not len(prompt):
-            raise ValueError(f"{name} has an empty prompt; it needs at least one token")
-        outside = (prompt < 0) | (prompt > last_id)
-        if outside.any():
-            strange = int(prompt[outside.argmax()])
-            raise ValueError(f"{name} holds the token id {strange}; the model's go from 0 to {last_id}")
-        for token in request.params.logit_bias:
-            if not 0 <= token <= last_id:
-                raise ValueError(f"{name} biases the token id {token}; the model's go from 0 to {last_id}")
-        longest = request.num_prompt_tokens + request.params.max_tokens
-        if longest > self.slots.max_tokens:
+        known = request.id in self._row_of or request.id in self._followers
+        if known or self.waiting.find(request.id) is not None:
             raise ValueError(
-                f"{name} may grow to {longest} tokens; the limit is {self.slots.max_tokens}"
-                " (scheduler.max_request_tokens): shorten the prompt or max_tokens"
+                f"request {request.id} is being served already; give each request an id of its own"
             )
-        capacity = (self.pool.num_pages - 1) * self.slots.page_size + 1  # the last token is never cached
-        if longest > capacity:
-            raise ValueError(
-                f"{name} may grow to {longest} tokens; the cache holds {capacity}:"
-                " shorten the prompt or max_tokens, or give the cache more pages"
-            )
-
-    def _admit(self, now_s: float) -> None:
-        """Bring waiting requests into free rows while the policy, the slots and the pages allow it."""
-        slots, waiting = self.slots, self.waiting
-        todo = slots.num_tokens[slots.busy] - slots.num_computed[slots.busy]
-        queue = Waiting(len(waiting), now_s - waiting.longest_since_s)
-        tokens_left, requests_left = self._policy.room(todo, self.max_batch_tokens, queue)
-        if tokens_left <= 0 or not slots.num_free:
-            return
-        unpromised = self.residency.num_available - self.residency.num_promised()
-        while tokens_left > 0 and requests_left > 0 and slots.num_free and len(waiting) and unpromised > 0:
-            request = waiting.peek()
-            matched = self._match(request)
-            longest = request.num_prompt_tokens + request.params.max_tokens - 1  # the last is never cached
-            reserved = min(self._policy.reserve(request), longest)
-            idle = int((self.pool.holders[matched] == 1).sum())  # these counted as available until now
-            wanted = -(-reserved // slots.page_size) - len(matched) + idle
-            if wanted > unpromised:
-                break
-            unpromised -= wanted
-            waiting.remove(request)
-            self._row_of[request.id] = self.residency.enter(request, matched, reserved)
-            cached = len(matched) * slots.page_size
-            self._count_entry(request, cached)
-            tokens_left -= len(request.tokens) - cached
-            requests_left -= 1
-
-    def _match(self, request: Request) -> Index:
-        """What the head of the queue can share; searched again only when the cache has changed."""
-        number, version, matched = self._head
-        if number != request.number or version != self.residency.prefix.version:
-            matched = self.residency.find(request)
-            self._head = (request.number, self.residency.prefix.version, matched)
-        return matched
-
-    def _count_entry(self, request: Request, cached: int) -> None:
-        if request.num_preemptions:
-            self.counters.refound_tokens += cached
-        else:
-            request.num_cached_tokens = cached
-            self.counters.prompt_tokens += request.num_prompt_tokens
-            self.counters.hit_tokens += cached
+        check_request(request, self._vocab_size, self.slots, self.pool)
 
     def _make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Give every span its pages, preempting the youngest until there are enough."""
-        missing = self.residency.missing(rows, stops)
-        if not missing.any():
-            return rows, starts, stops
-        while missing.sum() > self.residency.num_available:
-            victim = int(self.slots.busy[-1])
-            assert len(self.slots.busy) > 1, f"row {victim} is alone and finds no page"
+        tables = self.residency.tables
+        missing = tables.missing(rows, stops)
+        while missing.sum() + tables.num_copies(rows) > tables.num_available:
+            busy = self.slots.busy
+            assert len(busy) > 1, f"row {busy[0]} is alone and finds no page"
+            victim = self._victim(self.slots, busy[1:])
             self._preempt(victim)
             kept = rows != victim
             rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
-        self.residency.grow(rows, missing)
+        tables.grow(rows, missing)
         return rows, starts, stops
 
     def _preempt(self, row: int) -> None:
-        """Send a row back to the queue, where its arrival number keeps its place."""
+        """Send a row back to the queue, where its arrival number keeps its place.
+
+        Without a host pool, or where that is full, what it computed is lost but for what stays cached.
+        """
         self.counters.preemptions += 1
-        self.counters.lost_tokens += int(self.slots.num_computed[row])
-        request = self.residency.leave(row)
+        num_computed = int(self.slots.num_computed[row])
+        request = self.residency.swap_out(row)
+        if request is None:
+            request = self.residency.leave(row)
+            self.counters.lost_tokens += num_computed
         del self._row_of[request.id]
         request.num_preemptions += 1
         self.waiting.push(request)

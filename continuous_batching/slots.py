@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Batch, Index, StepInputs, ragged_ranges
+from continuous_batching.batch import Batch, StepInputs, ragged_ranges
 from continuous_batching.request import Request
+from kv_cache.pages import NULL_PAGE, Index
 
 
 class SlotPool:
@@ -38,7 +39,6 @@ class SlotPool:
         self.num_matched = self._integers()  # of these, found in the prefix cache at admission
         self.num_published = self._integers()  # of these, known to the prefix cache
         self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
-        self.tail = self._integers()  # the prefix cache's serial of the last of num_published
         self.limit = self._integers()  # num_tokens at which the request ends
         self.reserved = self._integers()  # tokens that were promised pages at admission
 
@@ -77,7 +77,7 @@ class SlotPool:
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_tokens[row] = count
         self.limit[row] = request.num_prompt_tokens + params.max_tokens
-        for column in (self.num_computed, self.num_pages, self.num_matched, self.num_published, self.tail):
+        for column in (self.num_computed, self.num_pages, self.num_matched, self.num_published):
             column[row] = 0
         self.num_shareable[row] = min(len(request.page_keys), request.num_prompt_tokens // self.page_size)
 
@@ -112,6 +112,24 @@ class SlotPool:
     def pages(self, row: int) -> Index:
         """A copy of the pages of a row, in the order of its tokens."""
         return self.page_table[row, : self.num_pages[row]].astype(np.int64)
+
+    def rename_pages(self, sources: Index, targets: Index, num_pages: int) -> tuple[Index, Index, Index]:
+        """Follow pages that moved; returns the entries that changed: row, index, page.
+
+        `num_pages` is the pool's. Only columns that a busy row uses are looked at.
+        """
+        busy = self.busy
+        if not len(busy):
+            return busy, busy, busy
+        width = int(self.num_pages[busy].max())
+        target_of = np.full(num_pages, -1, dtype=np.int32)
+        target_of[sources] = targets
+        used = np.arange(width) < self.num_pages[busy, None]
+        renamed = target_of[np.where(used, self.page_table[busy, :width], NULL_PAGE)]
+        at, indexes = np.nonzero(renamed >= 0)
+        rows, pages = busy[at], renamed[at, indexes].astype(np.int64)
+        self.page_table[rows, indexes] = pages
+        return rows, indexes, pages
 
     def inputs(self, batch: Batch) -> StepInputs:
         """What the forward pass of this batch reads and where its keys and values go."""

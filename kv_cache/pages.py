@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
 Index = NDArray[np.int64]
 
 NULL_PAGE = 0  # never handed out: a legal page number for padding and for rows that are not used
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Whole pages to copy, all layers: page sources[i] to targets[i]; within the device they never meet."""
+
+    sources: Index
+    targets: Index
+    way: Literal["within", "to_host", "from_host"] = "within"
 
 
 class PagePool:
@@ -62,3 +74,50 @@ class PagePool:
         freed = pages[left == 0]
         self._free[self._num_free : self._num_free + len(freed)] = freed[::-1]
         self._num_free += len(freed)
+
+    @property
+    def num_held(self) -> int:
+        """Pages with a holder, the null page not among them."""
+        return self.num_pages - 1 - self._num_free
+
+    @property
+    def highest_held(self) -> int:
+        """The held page with the highest number; 0 if none is held."""
+        return int(np.flatnonzero(self.holders)[-1])
+
+    def scattered(self, count: int) -> tuple[Index, Index]:
+        """Held pages to move, and free pages to move them to, so that held pages come to the low end.
+
+        At most `count` moves; every source lies above `num_held`, every target at or below, so the two
+        never meet and all copies may be made at once.
+        """
+        dense = self.num_held
+        sources = np.flatnonzero(self.holders[dense + 1 :]) + dense + 1
+        count = min(count, len(sources))
+        targets = np.flatnonzero(self.holders[: dense + 1] == 0)[:count]
+        return sources[len(sources) - count :][::-1], targets
+
+    def move(self, sources: Index, targets: Index) -> None:
+        """Give the holders of each source page its target page, which was free."""
+        assert (self.holders[sources] > 0).all(), "moved a page that nobody holds"
+        assert not self.holders[targets].any(), "moved a page onto one that is held"
+        self.holders[targets] = self.holders[sources]
+        self.holders[sources] = 0
+        self._recount_free()
+
+    def resize(self, num_pages: int) -> None:
+        """Add free pages at the high end, or take pages away there that nobody holds."""
+        assert num_pages > self.highest_held, (
+            f"page {self.highest_held} is held; {num_pages} pages end before it"
+        )
+        holders = np.zeros(num_pages, dtype=np.int32)
+        kept = min(num_pages, self.num_pages)
+        holders[:kept] = self.holders[:kept]
+        self.holders, self.num_pages = holders, num_pages
+        self._free = np.empty(num_pages - 1, dtype=np.int64)
+        self._recount_free()
+
+    def _recount_free(self) -> None:
+        free = np.flatnonzero(self.holders == 0)[::-1]
+        self._free[: len(free)] = free
+        self._num_free = len(free)

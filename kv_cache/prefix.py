@@ -16,6 +16,7 @@ Index = NDArray[np.int64]
 TokenIds = NDArray[np.int32]
 
 ROOT = 0  # serial of the chain before a request's first page
+EMPTY: Index = np.empty(0, dtype=np.int64)
 
 
 def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
@@ -79,29 +80,50 @@ class PrefixCache:
         """Idle pages, the next to be evicted first."""
         return np.fromiter(self._idle, dtype=np.int64, count=len(self._idle))
 
-    def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str) -> Index:
-        """The pages of the longest cached prefix of `tokens`; neither holds nor touches them."""
+    def is_cached(self, pages: Index) -> NDArray[np.bool_]:
+        """Which of these pages the cache holds."""
+        cached: NDArray[np.bool_] = self._serial[pages] > 0
+        return cached
+
+    def parents(self) -> dict[int, int]:
+        """For each cached page but the first of a chain, the cached page that it continues."""
+        page_of = dict(zip(self._serial[self.pages].tolist(), self.pages.tolist()))
+        return {
+            page: page_of[at]
+            for page, at in zip(self.pages.tolist(), self._parent[self.pages].tolist())
+            if at
+        }
+
+    def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
+        """The cached pages that continue the pages `held`, as far as `tokens` go without a gap.
+
+        `keys` and `tokens` are a request's from its start. Neither holds the pages nor renews them.
+        """
+        first, size, parent = len(held), self._page_size, self._tail(held)
+        if parent is None:
+            return EMPTY
         found = []
-        for key in keys:
+        for key in keys[first:]:
             page = self._page_of.get(key)
             if page is None:
                 break
             found.append(page)
         if not found:
-            return np.empty(0, dtype=np.int64)
+            return EMPTY
         pages = np.array(found, dtype=np.int64)
-        wanted = tokens[: len(pages) * self._page_size].reshape(len(pages), self._page_size)
+        wanted = tokens[first * size : (first + len(pages)) * size].reshape(len(pages), size)
         parents = np.empty_like(pages)
-        parents[0] = ROOT
+        parents[0] = parent
         parents[1:] = self._serial[pages[:-1]]
         right = (self._tokens[pages] == wanted).all(axis=1) & (self._parent[pages] == parents)
-        right[0] &= self._salt_of.get(found[0]) == salt
+        if parent == ROOT:
+            right[0] &= self._salt_of.get(found[0]) == salt
         return pages if right.all() else pages[: int(right.argmin())]
 
     def share(self, pages: Index) -> None:
-        """Give each of these cached pages one more holder."""
+        """Give each of these held pages, cached or not, one more holder."""
         for page in pages[self._pool.holders[pages] == 1].tolist():
-            del self._idle[page]
+            self._idle.pop(page, None)
         self._pool.share(pages)
 
     def release(self, pages: Index) -> None:
@@ -116,51 +138,103 @@ class PrefixCache:
         for page in idle.tolist():
             self._idle[page] = None
 
-    def tail(self, pages: Index) -> int:
-        """The serial that the page after these continues."""
-        return int(self._serial[pages[-1]]) if len(pages) else ROOT
+    def publish(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, first: int, salt: str) -> Index:
+        """Make pages `first` and up of a request findable; returns the pages that now stand for them.
 
-    def publish(
-        self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, first: int, parent: int, salt: str
-    ) -> int:
-        """Make pages `first` and up of a request findable; returns the serial of the last.
-
-        `keys`, `tokens` and `pages` are the request's from its start, and end with the last page to
-        publish; its keys and values are computed. `parent` is the serial of page `first - 1`. A page
-        whose equal is cached already is left private. A page of the same key in another chain (its
-        parent was evicted and came back, or the keys collide) gives up its place.
+        `keys`, `tokens` and `pages` are the request's from its start, `pages` ending with the last to
+        publish; their keys and values are computed. Where an equal page is cached already, that one is
+        returned in its place; the caller should hold it instead of its own. Nothing is published after
+        a page that was forgotten.
         """
         size, count = self._page_size, len(pages)
+        parent = self._tail(pages[:first])
         new_keys, new_pages = keys[first:count], pages[first:]
-        if not len(new_pages):
-            return parent
-        if len(set(new_keys)) < len(new_pages) or not self._page_of.keys().isdisjoint(new_keys):
-            for index in range(first, count):
-                content = tokens[index * size : (index + 1) * size]
-                parent = self._publish_or_find(keys[index], content, pages[index : index + 1], parent, salt)
-            return parent
-        return self._insert(new_keys, tokens[first * size : count * size], new_pages, parent, salt)
+        if parent is None or not len(new_pages):
+            return new_pages
+        content = tokens[first * size : count * size].reshape(len(new_pages), size)
+        if len(set(new_keys)) == len(new_pages) and self._page_of.keys().isdisjoint(new_keys):
+            self._insert(new_keys, content, new_pages, parent, salt)
+            return new_pages
+        standing = new_pages.copy()
+        for index, key in enumerate(new_keys):
+            standing[index] = self._publish_or_find(key, content[index], int(new_pages[index]), parent, salt)
+            parent = int(self._serial[standing[index]])
+        return standing
 
     def forget(self, pages: Index) -> None:
-        """Make pages unfindable that turned out wrong; those that are not cached are passed over."""
-        self._remove(pages[self._serial[pages] > 0].tolist())
+        """Make pages unfindable that turned out wrong, and all that continue them.
+
+        Those that are not cached are passed over.
+        """
+        wrong = set(self._serial[pages[self._serial[pages] > 0]].tolist())
+        if not wrong:
+            return
+        cached = self.pages
+        order = cached[np.argsort(self._serial[cached])]  # a page is published after the one it continues
+        lost = []
+        for page, serial, parent in zip(
+            order.tolist(), self._serial[order].tolist(), self._parent[order].tolist()
+        ):
+            if serial in wrong or parent in wrong:
+                wrong.add(serial)
+                lost.append(page)
+        self._remove(lost)
 
     def evict(self, count: int) -> None:
         """Free the `count` idle pages that were used longest ago."""
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
         self._remove(list(islice(self._idle, count)))
 
-    def _publish_or_find(self, key: bytes, tokens: TokenIds, page: Index, parent: int, salt: str) -> int:
-        """Publish one page unless its equal is there; returns the serial of the one that is found."""
+    def move(self, sources: Index, targets: Index) -> None:
+        """Follow pages that moved: what was found in a source page is found in its target."""
+        cached = self._serial[sources] > 0
+        sources, targets = sources[cached], targets[cached]
+        for column in (self._tokens, self._serial, self._parent):
+            column[targets] = column[sources]
+        self._serial[sources] = 0
+        target_of = dict(zip(sources.tolist(), targets.tolist()))
+        for source, target in target_of.items():
+            key = self._key_of.pop(source)
+            self._key_of[target] = key
+            self._page_of[key] = target
+            if source in self._salt_of:
+                self._salt_of[target] = self._salt_of.pop(source)
+        if not self._idle.keys().isdisjoint(target_of):  # a page keeps its place in the order of eviction
+            self._idle = OrderedDict((target_of.get(page, page), None) for page in self._idle)
+        self.version += 1
+
+    def resize(self, num_pages: int) -> None:
+        """Follow the pool to another number of pages; pages that go are not cached."""
+        kept = min(num_pages, len(self._serial))
+        assert not self._serial[kept:].any(), "a page that goes is cached"
+        tokens, serial, parent = self._tokens, self._serial, self._parent
+        self._tokens = np.zeros((num_pages, self._page_size), dtype=np.int32)
+        self._serial = np.zeros(num_pages, dtype=np.int64)
+        self._parent = np.zeros(num_pages, dtype=np.int64)
+        self._tokens[:kept], self._serial[:kept], self._parent[:kept] = (
+            tokens[:kept],
+            serial[:kept],
+            parent[:kept],
+        )
+
+    def _tail(self, pages: Index) -> int | None:
+        """The serial that the page after these continues; None if the last was forgotten."""
+        if not len(pages):
+            return ROOT
+        return int(self._serial[pages[-1]]) or None
+
+    def _publish_or_find(self, key: bytes, tokens: TokenIds, page: int, parent: int, salt: str) -> int:
+        """Publish one page unless its equal is there; returns the one that is found from now on."""
         equal = self._page_of.get(key)
         if equal is not None:
             same = self._parent[equal] == parent and np.array_equal(self._tokens[equal], tokens)
             if same and (parent != ROOT or self._salt_of[equal] == salt):
-                return int(self._serial[equal])
-            self._remove([equal])
-        return self._insert([key], tokens, page, parent, salt)
+                return equal
+            self.forget(np.array([equal]))  # two prefixes of one key: the later takes the place
+        self._insert([key], tokens[None], np.array([page]), parent, salt)
+        return page
 
-    def _insert(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, parent: int, salt: str) -> int:
+    def _insert(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, parent: int, salt: str) -> None:
         """Hold pages that continue each other under keys that are not in use."""
         page_list = pages.tolist()
         self._page_of.update(zip(keys, page_list))
@@ -169,13 +243,12 @@ class PrefixCache:
             self._salt_of[page_list[0]] = salt
         serials = np.arange(self._next_serial, self._next_serial + len(pages))
         self._next_serial += len(pages)
-        self._tokens[pages] = tokens.reshape(len(pages), self._page_size)
+        self._tokens[pages] = tokens
         self._serial[pages] = serials
         self._parent[pages] = serials - 1
         self._parent[pages[0]] = parent
         self._pool.share(pages)
         self.version += 1
-        return int(serials[-1])
 
     def _remove(self, pages: list[int]) -> None:
         """Let go of cached pages."""

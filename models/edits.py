@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous_batching.batch import Index, ragged_ranges
+from continuous_batching.batch import ragged_ranges
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.reference import Attention
-from continuous_batching.batch import Batch, Index, Sampled
+from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
 from models.decoder import Decoder
 
@@ -39,7 +40,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Sampled:
-        """Compute every span of the batch; one token for each span in `batch.sampled`."""
+        """Make the batch's page copies, then compute its spans; one token for each of `batch.owners`."""
+        self.cache.apply(batch.copies)
         slots, lens = self.slots, batch.stops - batch.starts
         inputs = slots.inputs(batch)
         rope_lens = None
@@ -56,7 +58,12 @@ class ModelRunner:
         if not len(batch.sampled):
             return Sampled(np.empty(0, np.int64))
         last = self._to_device(np.cumsum(lens)[batch.sampled] - 1)
-        return self.sampler.run(self.decoder.logits(hidden[last]), batch.slots[batch.sampled], slots)
+        return self.sampler.run(self.decoder.logits(hidden[last]), batch.owners, slots)
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        """Make the copies, then give the cache another number of pages; the low ones keep what they hold."""
+        self.cache.apply(copies)
+        self.cache.resize(num_pages)
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array).to(self.attention.device, non_blocking=True)

@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous_batching.batch import Index, Sampled
+from continuous_batching.batch import Sampled
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
 from models.edits import Arrays, apply_edits, gather_edits, needs_edit
 from models.filters import draw, tile_size, top_k_threshold, top_p_threshold
 from models.fused import Fused

@@ -169,7 +169,7 @@ class _Run:
 
     def _read(self, step: Step) -> list[Request]:
         """The requests whose text has come to a stop string."""
-        rows = step.batch.slots[step.batch.sampled]
+        rows = step.batch.owners
         stopped = []
         for row, token in zip(rows.tolist(), step.sampled.tokens.tolist()):
             request: Request = self._engine.slots.requests[row]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from continuous_batching.batch import Index
 from continuous_batching.request import Request
+from kv_cache.pages import Index
 
 
 class Waiting(NamedTuple):

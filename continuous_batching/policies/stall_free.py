@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import Index
 from continuous_batching.policies.policy import NO_ROOM, Room, Waiting
 from continuous_batching.request import Request
+from kv_cache.pages import Index
 
 
 class StallFree:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from continuous_batching.batch import Index
 from continuous_batching.policies.policy import NO_ROOM, Room, Waiting
 from continuous_batching.request import Request
+from kv_cache.pages import Index
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class Bench:
                 pages.append(self.free.pop())
         columns = np.array(self.new_pages, np.int64).reshape(-1, 3).T
         self.new_pages = []
-        batch = Batch(np.array(list(spans), np.int64), starts, stops, NOTHING, tuple(columns))  # type: ignore[arg-type]
+        batch = Batch(np.array(list(spans), np.int64), starts, stops, NOTHING, NOTHING, tuple(columns))  # type: ignore[arg-type]
         metadata = self.attention.plan(batch, self.page_table)
         for layer in self.layers:
             self._step_layer(layer, spans, metadata)

@@ -11,6 +11,7 @@ import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import PageCopy, PagePool
 
 VOCAB_SIZE = 97
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
@@ -23,19 +24,21 @@ def key(token: int, position: int, previous: int) -> int:
     return mixed ^ (mixed >> 32)
 
 
-def answer_token(keys: np.ndarray) -> int:
+def answer_token(keys: np.ndarray, seed: int) -> int:
     weights = np.arange(1, 2 * len(keys), 2, dtype=np.uint64)
     total = int((keys * weights).sum())
-    return (total ^ (total >> 31)) % VOCAB_SIZE
+    return ((total ^ (total >> 31)) + seed) % VOCAB_SIZE
 
 
-def alone(prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset()) -> list[int]:
+def alone(
+    prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset(), seed: int = 0
+) -> list[int]:
     """The answer that a request gets with the machine to itself."""
     keys, tokens, answer = [], list(prompt), []
     while len(answer) < max_tokens:
         for position in range(len(keys), len(tokens)):
             keys.append(key(tokens[position], position, keys[-1] if keys else 1))
-        token = answer_token(np.array(keys, dtype=np.uint64))
+        token = answer_token(np.array(keys, dtype=np.uint64), seed)
         answer.append(token)
         tokens.append(token)
         if token in stops:
@@ -46,15 +49,17 @@ def alone(prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset(
 class ChecksumRunner:
     """Runs batches with a device-side page table of its own, fed only by `batch.new_pages`."""
 
-    def __init__(self, slots: SlotPool, num_pages: int) -> None:
-        self.slots = slots
-        self.cache = np.full(num_pages * slots.page_size, POISON)
+    def __init__(self, slots: SlotPool, pool: PagePool, host_pool: PagePool | None = None) -> None:
+        self.slots, self.pool, self.host_pool = slots, pool, host_pool
+        self.host = np.full((host_pool.num_pages if host_pool else 0, slots.page_size), POISON)
+        self.cache = np.full(pool.num_pages * slots.page_size, POISON)
         self.page_table = np.zeros_like(slots.page_table)
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
         self.num_steps = 0
 
     def run(self, batch: Batch) -> Sampled:
         self.num_steps += 1
+        self._copy(batch.copies)
         rows, indexes, pages = batch.new_pages
         self.page_table[rows, indexes] = pages
         inputs = self.slots.inputs(batch)
@@ -75,7 +80,33 @@ class ChecksumRunner:
                 at += 1
             last.append(self.cache[places])
         tokens = [
-            -1 if self.slots.requests[batch.slots[i]].id in self.fail else answer_token(last[i])
-            for i in batch.sampled.tolist()
+            -1
+            if self.slots.requests[row].id in self.fail
+            else answer_token(last[span], self.slots.requests[row].params.seed or 0)
+            for span, row in zip(batch.sampled.tolist(), batch.owners.tolist())
         ]
         return Sampled(np.array(tokens, dtype=np.int64))
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        self._copy(copies)
+        cache = np.full(num_pages * self.slots.page_size, POISON)
+        kept = min(len(cache), len(self.cache))
+        cache[:kept] = self.cache[:kept]
+        self.cache = cache
+
+    def _copy(self, copies: tuple[PageCopy, ...]) -> None:
+        """Make the copies, then poison what is free: nobody may count on it any more."""
+        pages = self.cache.reshape(-1, self.slots.page_size)
+        for copy in copies:
+            assert len(np.unique(copy.targets)) == len(copy.targets), "two copies to one page"
+            if copy.way == "to_host":
+                self.host[copy.targets] = pages[copy.sources]
+            elif copy.way == "from_host":
+                pages[copy.targets] = self.host[copy.sources]
+            else:
+                assert not np.intersect1d(copy.sources, copy.targets).size, "a copy reads what it writes"
+                pages[copy.targets] = pages[copy.sources]
+        if self.host_pool:
+            self.host[self.host_pool.free_pages] = POISON
+        free = self.pool.free_pages
+        pages[free[free < len(pages)]] = POISON

@@ -30,6 +30,14 @@ def recount(scheduler: Scheduler) -> None:
     idle = {page for page in prefix.pages.tolist() if holders[page] == 1}
     assert set(prefix.idle_pages.tolist()) == idle
 
+    # the host pool holds what waiting requests left there, and nothing else
+    swapped = scheduler.residency.swap.all_left
+    assert set(swapped) <= {request.number for request in scheduler.waiting.requests}
+    host = scheduler.residency.swap.pool
+    if host is not None:
+        left = Counter(page for each in swapped.values() for page in each.pages.tolist())
+        assert np.array_equal(host.holders[1:], [left[page] for page in range(1, host.num_pages)])
+
     # rows
     busy = slots.busy
     assert len(set(busy.tolist())) == len(busy) == slots.num_slots - slots.num_free
@@ -39,8 +47,21 @@ def recount(scheduler: Scheduler) -> None:
     assert (slots.num_pages[busy] * slots.page_size >= slots.num_computed[busy]).all()
     assert (slots.num_published[busy] * slots.page_size <= slots.num_computed[busy]).all()
 
+    # who holds a cached page holds the page it continues, so that leaves are evicted before parents
+    for row in busy.tolist():
+        pages = slots.pages(row)
+        cached = prefix.is_cached(pages)
+        assert (np.diff(cached.astype(int)) <= 0).all(), f"row {row} holds a cached page after a private one"
+    order = {page: at for at, page in enumerate(prefix.idle_pages.tolist())}
+    for page, parent in prefix.parents().items():
+        assert page not in order or order.get(parent, len(order)) > order[page], (
+            "a parent goes before its leaf"
+        )
+
     # a page that may be written (beyond what is computed) is nobody else's
     for row in busy.tolist():
+        if row in scheduler.residency.tables.forked:
+            continue  # it gets a copy before it writes
         writable = slots.pages(row)[slots.num_computed[row] // slots.page_size :]
         assert (pool.holders[writable] == 1).all(), f"row {row} may write to a shared page"
 

@@ -26,7 +26,7 @@ def make(num_slots: int = 4, num_pages: int = 40, page_size: int = 4, budget: in
         vocab_size=VOCAB_SIZE,
         **options,
     )
-    return Engine(scheduler, ChecksumRunner(slots, num_pages), clock=lambda: 0.0)
+    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: 0.0)
 
 
 def ask(name: str, num_prompt: int = 8, max_tokens: int = 4, **fields) -> Request:
@@ -76,6 +76,40 @@ def test_a_full_hit_computes_only_the_last_token() -> None:
     engine.add(longer)
     assert spans(engine)["b"] == (8, 9)
     assert longer.num_cached_tokens == 8
+
+
+def test_a_common_prompt_that_arrives_at_once_is_computed_once() -> None:
+    engine = make(num_slots=8, num_pages=100, budget=16)
+    common = np.arange(42)
+    requests = [
+        Request(f"r{i}", np.append(common, [i, i, i]), SamplingParams(max_tokens=3, temperature=0.0))
+        for i in range(8)
+    ]
+    for request in requests:
+        engine.add(request)
+    computed = [spans(engine) for _ in range(3)]
+    assert [list(each) for each in computed[:2]] == [["r0"], ["r0"]], "the others wait for its pages"
+    assert computed[2]["r0"] == (32, 45)
+    run_out(engine)
+    assert engine.scheduler.counters.computed_tokens == 45 + 7 * 5 + 8 * 2
+    for request in requests:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 3)
+        assert request.num_cached_tokens == (0 if request.id == "r0" else 40)
+
+
+def test_who_waits_for_anothers_page_goes_on_when_that_one_is_aborted() -> None:
+    engine = make(num_slots=3, num_pages=100, budget=8)
+    prompt = np.arange(42)
+    requests = [Request(f"r{i}", prompt, SamplingParams(max_tokens=3)) for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    assert spans(engine) == {"r0": (0, 8)}
+    engine.abort("r0")
+    assert spans(engine) == {"r1": (8, 16)}
+    engine.abort("r1")
+    run_out(engine)
+    assert requests[2].answer.tolist() == alone(prompt.tolist(), 3)
+    assert requests[2].num_cached_tokens == 16
 
 
 def test_answers_are_found_again_when_they_left_their_slot() -> None:

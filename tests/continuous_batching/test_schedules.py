@@ -8,12 +8,14 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from continuous_batching.door import GiveUp
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from continuous_batching.victims import fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
@@ -36,17 +38,27 @@ class Arrival:
     fails: bool
     stop: int | None
     salt: str
+    num_samples: int
 
     def request(self, number: int) -> Request:
+        """The request, with its followers."""
+        leader, *followers = (
+            self._sample(f"r{number}.{index}", number, index) for index in range(self.num_samples)
+        )
+        leader.followers = followers
+        return leader
+
+    def _sample(self, name: str, number: int, index: int) -> Request:
         own = np.random.default_rng(1000 + number).integers(0, VOCAB_SIZE, self.num_own).tolist()
         params = SamplingParams(
             max_tokens=self.max_tokens,
             temperature=0.0,
             stop_token_ids=() if self.stop is None else (self.stop,),
             ignore_eos=number % 2 == 0,
+            seed=index,
         )
         prompt = FAMILIES[self.family][: self.num_shared] + own
-        return Request(f"r{number}", np.array(prompt), params, cache_salt=self.salt)
+        return Request(name, np.array(prompt), params, cache_salt=self.salt)
 
 
 arrivals = st.builds(
@@ -60,6 +72,7 @@ arrivals = st.builds(
     fails=st.sampled_from([False] * 9 + [True]),
     stop=st.one_of(st.none(), st.integers(0, VOCAB_SIZE - 1)),
     salt=st.sampled_from(["", "", "", "tenant b"]),
+    num_samples=st.sampled_from([1, 1, 1, 2, 5]),
 )
 
 
@@ -71,6 +84,8 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
     num_pages = 1 + longest_pages + draw(st.integers(0, longest_pages))  # 1.0 to 2.0 of the largest request
     static = draw(st.booleans()) and draw(st.booleans())
     slots = SlotPool(num_slots, MAX_TOKENS, page_size)
+    num_host_pages = draw(st.sampled_from([None, None, 3, 60]))
+    host_pool = None if num_host_pages is None else PagePool(num_host_pages)
     scheduler = Scheduler(
         slots,
         PagePool(num_pages),
@@ -80,36 +95,78 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         eos_token_ids=(EOS,),
         prefix_sharing=draw(st.sampled_from([True, True, True, False])),
         max_shared_tokens=draw(st.sampled_from([None, None, 20])),
+        victim=draw(st.sampled_from([youngest, fewest_lost, lowest_priority])),
+        host_pool=host_pool,
+        compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
+        compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
     )
-    return scheduler, ChecksumRunner(slots, num_pages)
+    return scheduler, ChecksumRunner(slots, scheduler.pool, host_pool)
 
 
 def expected(request: Request) -> list[int]:
     stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else {EOS})
-    return alone(request.prompt.tolist(), request.params.max_tokens, frozenset(stops))
+    return alone(
+        request.prompt.tolist(), request.params.max_tokens, frozenset(stops), request.params.seed or 0
+    )
 
 
-def serve(scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival]) -> dict[str, Request]:
+def try_resize(engine: Engine, change: int, give_up: GiveUp) -> None:
+    """Resize if it is allowed; a refusal changes nothing."""
+    pool = engine.scheduler.pool
+    before = pool.num_pages, pool.num_held, len(engine.slots.busy)
+    refusal = ""
+    try:
+        engine.resize(max(2, pool.num_pages + change), give_up)
+    except ValueError as error:
+        refusal = str(error)
+    if refusal:
+        assert "resize to at least" in refusal
+        assert (pool.num_pages, pool.num_held, len(engine.slots.busy)) == before
+    recount(engine.scheduler)
+
+
+def try_add(engine: Engine, family: list[Request]) -> bool:
+    """Add requests; only what a pool that shrank can never hold may be refused."""
+    pages = engine.scheduler.pool.num_pages - 1
+    fits = family[0].num_prompt_tokens + family[0].params.max_tokens - 1 <= pages * engine.slots.page_size
+    try:
+        engine.add(family[0])
+    except ValueError:
+        assert not fits
+    return fits
+
+
+def serve(
+    scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
+) -> dict[str, Request]:
     """Run a schedule to its end, recounting the ledger after every operation."""
     now = 0.0
     engine = Engine(scheduler, runner, clock=lambda: now)
-    requests = {f"r{number}": arrival.request(number) for number, arrival in enumerate(plan)}
-    runner.fail = {f"r{number}" for number, arrival in enumerate(plan) if arrival.fails}
+    leaders = [arrival.request(number) for number, arrival in enumerate(plan)]
+    families = [[leader, *leader.followers] for leader in leaders]
+    runner.fail = {each.id for family, arrival in zip(families, plan) if arrival.fails for each in family}
     ended: dict[str, Request] = {}
+    refused: set[str] = set()
     step = 0
     while step <= 36 or engine.has_work:
-        for number, arrival in enumerate(plan):
-            request = requests[f"r{number}"]
+        for arrival, family in zip(plan, families):
             if arrival.arrives_at == step:
-                request.arrival_s = now
-                engine.add(request)
+                for each in family:
+                    each.arrival_s = now
+                if not try_add(engine, family):
+                    refused |= {each.id for each in family}
                 recount(scheduler)
             if arrival.aborts_after is not None and arrival.arrives_at + arrival.aborts_after == step:
-                aborted = engine.abort(request.id)
-                assert (aborted is None) == (request.id in ended), "abort found what had ended, or missed it"
-                if aborted is not None:
-                    ended[aborted.id] = aborted
-                recount(scheduler)
+                for each in family[: 1 + step % len(family)]:
+                    aborted = engine.abort(each.id)
+                    assert (aborted is None) == (each.id in ended or each.id in refused), (
+                        "abort found what had ended, or missed it"
+                    )
+                    if aborted is not None:
+                        ended[aborted.id] = aborted
+                    recount(scheduler)
+        if step in resizes:
+            try_resize(engine, *resizes[step])
         done = engine.step()
         recount(scheduler)
         for request in done.finished if done else []:
@@ -118,7 +175,7 @@ def serve(scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival]) -> 
         step += 1
         now += 1.0
         assert step < 5000, "no progress"
-    assert ended.keys() == requests.keys()
+    assert ended.keys() == {each.id for family in families for each in family} - refused
     return ended
 
 
@@ -140,12 +197,20 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
 
 
 @settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(made=schedulers(), plan=st.lists(arrivals, min_size=1, max_size=10))
+@given(
+    made=schedulers(),
+    plan=st.lists(arrivals, min_size=1, max_size=10),
+    resizes=st.dictionaries(
+        st.integers(0, 30),
+        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
+        max_size=3,
+    ),
+)
 def test_every_schedule_gives_the_tokens_of_each_request_alone(
-    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival]
+    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
 ) -> None:
     scheduler, runner = made
-    ended = serve(scheduler, runner, plan)
+    ended = serve(scheduler, runner, plan, resizes)
     check_answers(ended, runner.fail)
     assert not len(scheduler.slots.busy)
     assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1

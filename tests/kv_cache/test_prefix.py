@@ -6,7 +6,7 @@ import pytest
 
 from kv_cache import prefix as prefix_module
 from kv_cache.pages import PagePool
-from kv_cache.prefix import ROOT, PrefixCache, page_keys
+from kv_cache.prefix import PrefixCache, page_keys
 
 SIZE = 4
 
@@ -27,8 +27,12 @@ class Owner:
         self.pages = np.concatenate([matched, pool.take(len(self.keys) - len(matched))])
 
     def publish(self) -> "Owner":
-        tail = self.cache.tail(self.pages[: self.num_matched])
-        self.cache.publish(self.keys, self.tokens, self.pages, self.num_matched, tail, self.salt)
+        standing = self.cache.publish(self.keys, self.tokens, self.pages, self.num_matched, self.salt)
+        own = self.pages[self.num_matched :]
+        doubles = standing != own
+        self.cache.share(standing[doubles])
+        self.cache.release(own[doubles])
+        self.pages = np.append(self.pages[: self.num_matched], standing)
         return self
 
     def leave(self) -> None:
@@ -112,40 +116,44 @@ def test_pages_in_use_are_not_idle(pool: PagePool, cache: PrefixCache) -> None:
 
 def test_equal_content_published_twice_stays_with_the_first(pool: PagePool, cache: PrefixCache) -> None:
     one, two = Owner(pool, cache, range(8)), Owner(pool, cache, range(8))
+    copies = two.pages
     one.publish()
     two.publish()
-    assert Owner(pool, cache, range(8)).pages.tolist() == one.pages.tolist()
-    two.leave()
-    assert pool.holders[two.pages].tolist() == [0, 0], "its private copies are free at once"
+    assert two.pages.tolist() == one.pages.tolist()
+    assert pool.holders[copies].tolist() == [0, 0], "its private copies are free at once"
 
 
 def test_a_chain_continues_from_equal_content_of_another(pool: PagePool, cache: PrefixCache) -> None:
     one, two = Owner(pool, cache, range(4)), Owner(pool, cache, range(8))
     one.publish()
     two.publish()
-    assert Owner(pool, cache, range(8)).pages.tolist() == [one.pages[0], two.pages[1]]
+    assert two.pages[0] == one.pages[0]
+    three = Owner(pool, cache, range(8))
+    assert three.pages.tolist() == two.pages.tolist()
+    for owner in (one, two, three):
+        owner.leave()
+    assert cache.idle_pages.tolist() == two.pages[::-1].tolist(), "the parent is not evicted first"
 
 
 def test_forgotten_pages_are_not_found_and_neither_is_what_follows(
     pool: PagePool, cache: PrefixCache
 ) -> None:
     owner = Owner(pool, cache, range(12)).publish()
+    other = Owner(pool, cache, [*range(4), 9, 9, 9, 9]).publish()
     cache.forget(owner.pages[1:2])
     assert cache.find(owner.keys, owner.tokens, "").tolist() == owner.pages[:1].tolist()
+    assert len(cache.find(other.keys, other.tokens, "")) == 2, "another branch stays"
     owner.leave()
-    assert cache.num_idle == 2
+    assert pool.holders[owner.pages].tolist() == [2, 0, 0]
 
 
-def test_a_page_is_not_found_under_a_parent_that_came_back_with_other_content(
-    pool: PagePool, cache: PrefixCache
-) -> None:
-    owner = Owner(pool, cache, range(8)).publish()
+def test_nothing_is_published_after_a_page_that_was_forgotten(pool: PagePool, cache: PrefixCache) -> None:
+    owner = Owner(pool, cache, range(12))
+    cache.publish(owner.keys, owner.tokens, owner.pages[:1], 0, "")
     cache.forget(owner.pages[:1])
-    renewed = Owner(pool, cache, range(4)).publish()
-    found = cache.find(owner.keys, owner.tokens, "")
-    assert found.tolist() == renewed.pages.tolist(), "the second page continues another serial"
-    Owner(pool, cache, range(8)).publish()  # its second page takes the orphan's place
-    assert len(cache.find(owner.keys, owner.tokens, "")) == 2
+    cache.publish(owner.keys, owner.tokens, owner.pages, 1, "")
+    assert cache.num_pages == 0
+    assert not len(cache.find(owner.keys, owner.tokens, "", held=owner.pages[:1]))
 
 
 class WeakHash:
@@ -180,4 +188,3 @@ def test_colliding_keys_never_give_wrong_pages(monkeypatch: pytest.MonkeyPatch, 
         if random.random() < 0.3 and cache.num_idle:
             cache.evict(1)
     assert hits > 0
-    assert cache.tail(np.empty(0, dtype=np.int64)) == ROOT

@@ -84,7 +84,7 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict
         starts = slots.num_computed[rows]
         stops = starts + np.minimum(missing[rows], rng.integers(1, most + 1))
         recorder.stops = dict(zip(rows.tolist(), stops.tolist()))
-        runner.run(Batch(rows, starts, stops, np.arange(len(rows)), (nothing,) * 3))
+        runner.run(Batch(rows, starts, stops, np.arange(len(rows)), rows, (nothing,) * 3))
         slots.num_computed[rows] = stops
     return recorder.seen
 

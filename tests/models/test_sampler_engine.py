@@ -33,7 +33,7 @@ class TableRunner:
         self.slots, self.sampler = slots, Sampler((EOS,), V)
 
     def run(self, batch: Batch) -> Sampled:
-        rows = batch.slots[batch.sampled]
+        rows = batch.owners
         last = self.slots.token_ids[rows, self.slots.num_tokens[rows] - 1]
         return self.sampler.run(TABLE[torch.from_numpy(last).long()], rows, self.slots)
 

@@ -49,7 +49,7 @@ class ScriptRunner:
 
     def run(self, batch: Batch) -> Sampled:
         self.clock.now_s += STEP_S
-        rows = batch.slots[batch.sampled]
+        rows = batch.owners
         sampled = Sampled(np.array([self._next(row) for row in rows], dtype=np.int64))
         for index, row in enumerate(rows):
             if self.slots.requests[row].params.logprobs is not None:

@@ -1,0 +1,64 @@
+"""Who comes in now?"""
+
+from __future__ import annotations
+
+from continuous_batching.counters import Counters
+from continuous_batching.door import longest_tokens
+from continuous_batching.policies.policy import Policy, Waiting
+from continuous_batching.queue import WaitingQueue
+from continuous_batching.request import Request
+from continuous_batching.residency import Residency
+from continuous_batching.tables import EMPTY
+from kv_cache.pages import Index
+
+
+class Admission:
+    """Brings waiting requests into free rows while the policy, the slots and the pages allow it."""
+
+    def __init__(
+        self, waiting: WaitingQueue, policy: Policy, residency: Residency, counters: Counters
+    ) -> None:
+        self._waiting = waiting
+        self._policy = policy
+        self._residency = residency
+        self._counters = counters
+        self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
+
+    def admit(self, max_batch_tokens: int, now_s: float) -> dict[str, int]:
+        """Fill rows; returns the row of each request that came in."""
+        residency, waiting, slots = self._residency, self._waiting, self._residency.slots
+        entered: dict[str, int] = {}
+        running = residency.runnable()
+        todo = slots.num_tokens[running] - slots.num_computed[running]
+        queue = Waiting(len(waiting), now_s - waiting.longest_since_s)
+        tokens_left, requests_left = self._policy.room(todo, max_batch_tokens, queue)
+        if tokens_left <= 0 or not slots.num_free:
+            return entered
+        # pages that are neither held nor promised to a row for what it knows already
+        spare = residency.tables.num_available - residency.num_promised()
+        while tokens_left > 0 and requests_left > 0 and slots.num_free and len(waiting) and spare > 0:
+            request = waiting.peek()
+            matched = self._match(request)
+            # the last token is never cached
+            reserved = min(self._policy.reserve(request), longest_tokens(request) - 1)
+            idle = int((residency.tables.pool.holders[matched] == 1).sum())  # these counted as available
+            wanted = -(-reserved // slots.page_size) - len(matched) + idle
+            if wanted > spare:
+                break
+            spare -= wanted
+            waiting.remove(request)
+            entered[request.id] = row = residency.enter(request, matched, reserved)
+            if not request.num_preemptions:
+                self._counters.prompt_tokens += request.num_prompt_tokens
+            requests_left -= 1
+            if not residency.is_blocked(row):
+                tokens_left -= int(slots.num_tokens[row] - slots.num_computed[row])
+        return entered
+
+    def _match(self, request: Request) -> Index:
+        """What the head of the queue can share; searched again only when the cache has changed."""
+        number, version, matched = self._head
+        if number != request.number or version != self._residency.prefix.version:
+            matched = self._residency.find(request)
+            self._head = (request.number, self._residency.prefix.version, matched)
+        return matched

@@ -1,0 +1,26 @@
+"""What has happened since the start? Sums, for metrics and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Each only grows; a rate is a difference of two readings."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0  # of requests admitted for the first time
+    hit_tokens: int = 0  # of these, found in the prefix cache
+    preemptions: int = 0
+    lost_tokens: int = 0  # computed, then lost to preemption
+    refound_tokens: int = 0  # of these, found in the prefix cache when the request came back
+    evicted_pages: int = 0
+    copied_pages: int = 0  # on write, by a row that forked
+    compacted_pages: int = 0
+    swapped_out_pages: int = 0
+    swapped_in_pages: int = 0
+    refused_swaps: int = 0  # the host pool had no room: the request is recomputed
+    broken_swaps: int = 0  # the shared pages before the swapped ones were evicted: it is recomputed

@@ -1,0 +1,71 @@
+"""What can never be served, and is refused with a reason?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from continuous_batching.request import Request
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+
+GiveUp = Literal["nothing", "cached", "running"]
+
+
+def check_request(request: Request, vocab_size: int, slots: SlotPool, pool: PagePool) -> None:
+    """Raise ValueError for a request whose tokens do not exist or that could never fit."""
+    name, prompt, last_id = f"request {request.id}", request.prompt, vocab_size - 1
+    if not len(prompt):
+        raise ValueError(f"{name} has an empty prompt; it needs at least one token")
+    outside = (prompt < 0) | (prompt > last_id)
+    if outside.any():
+        strange = int(prompt[outside.argmax()])
+        raise ValueError(f"{name} holds the token id {strange}; the model's go from 0 to {last_id}")
+    for token in request.params.logit_bias:
+        if not 0 <= token <= last_id:
+            raise ValueError(f"{name} biases the token id {token}; the model's go from 0 to {last_id}")
+    longest = longest_tokens(request)
+    if longest > slots.max_tokens:
+        raise ValueError(
+            f"{name} may grow to {longest} tokens; the limit is {slots.max_tokens}"
+            " (scheduler.max_request_tokens): shorten the prompt or max_tokens"
+        )
+    capacity = (pool.num_pages - 1) * slots.page_size + 1  # the last token is never cached
+    if longest > capacity:
+        raise ValueError(
+            f"{name} may grow to {longest} tokens; the cache holds {capacity}:"
+            " shorten the prompt or max_tokens, or give the cache more pages"
+        )
+
+
+def check_resize(
+    num_pages: int,
+    give_up: GiveUp,
+    pool: PagePool,
+    num_idle: int,
+    page_size: int,
+    accepted: Sequence[Request],
+) -> None:
+    """Raise ValueError for a pool too small for what is held, or for a request that was accepted.
+
+    `num_idle` of the held pages are cached and used by nobody.
+    """
+    longest = max((longest_tokens(request) for request in accepted), default=1)
+    needed = 1 + max(1, -(-(longest - 1) // page_size))
+    if num_pages < needed:
+        raise ValueError(
+            f"{num_pages} pages cannot hold the longest accepted request, {longest} tokens;"
+            f" resize to at least {needed}, or end it first"
+        )
+    running = pool.num_held - num_idle
+    least = {"nothing": pool.num_held, "cached": running, "running": 0}[give_up]
+    if num_pages - 1 < least:
+        raise ValueError(
+            f"{num_pages} pages are fewer than the {pool.num_held} held ({running} by running requests, the"
+            f" others cached); resize to at least {least + 1}, or allow more to be given up than {give_up}"
+        )
+
+
+def longest_tokens(request: Request) -> int:
+    """The most tokens that a request may come to, prompt and answer."""
+    return request.num_prompt_tokens + request.params.max_tokens

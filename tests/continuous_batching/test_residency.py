@@ -1,0 +1,230 @@
+"""Forks, copies on write, swaps, compaction and resizes, one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from continuous_batching.victims import fewest_lost, lowest_priority, youngest
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+
+
+def make(num_slots: int = 4, num_pages: int = 40, num_host_pages: int | None = None, **options) -> Engine:
+    slots = SlotPool(num_slots, 128, 4)
+    host = None if num_host_pages is None else PagePool(num_host_pages)
+    scheduler = Scheduler(
+        slots,
+        PagePool(num_pages),
+        StallFree(),
+        max_batch_tokens=64,
+        vocab_size=VOCAB_SIZE,
+        host_pool=host,
+        **options,
+    )
+    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool, host), clock=lambda: 0.0)
+
+
+def ask(name: str, num_prompt: int, max_tokens: int, num_samples: int = 1, **fields) -> Request:
+    prompt = np.random.default_rng(sum(map(ord, name))).integers(0, VOCAB_SIZE, num_prompt)
+    samples = [
+        Request(f"{name}{index or ''}", prompt, SamplingParams(max_tokens=max_tokens, seed=index), **fields)
+        for index in range(num_samples)
+    ]
+    samples[0].followers = samples[1:]
+    return samples[0]
+
+
+def run_out(engine: Engine) -> list[Request]:
+    finished = []
+    while engine.has_work:
+        step = engine.step()
+        assert step is not None
+        finished += step.finished
+        recount(engine.scheduler)
+    return finished
+
+
+def check(*requests: Request) -> None:
+    for request in requests:
+        want = alone(request.prompt.tolist(), request.params.max_tokens, seed=request.params.seed or 0)
+        assert request.answer.tolist() == want
+
+
+def test_samples_of_a_prompt_share_its_pages_and_copy_the_last_on_write() -> None:
+    engine = make()
+    leader = ask("a", num_prompt=10, max_tokens=6, num_samples=3)
+    followers = list(leader.followers)
+    engine.add(leader)
+    step = engine.step()
+    assert step is not None
+    assert step.batch.num_tokens == 10, "the prompt is computed once"
+    assert step.batch.sampled.tolist() == [0, 0, 0]
+    tables = [engine.slots.pages(row).tolist() for row in engine.slots.busy.tolist()]
+    assert tables[0] == tables[1] == tables[2]
+    run_out(engine)
+    assert engine.scheduler.counters.copied_pages == 2, "the last holder writes in place"
+    check(leader, *followers)
+
+
+def test_samples_of_a_prompt_that_ends_a_page_copy_nothing() -> None:
+    engine = make()
+    leader = ask("a", num_prompt=8, max_tokens=6, num_samples=3)
+    engine.add(leader)
+    run_out(engine)
+    assert engine.scheduler.counters.copied_pages == 0
+
+
+def test_samples_beyond_the_free_rows_queue_up() -> None:
+    engine = make(num_slots=2)
+    leader = ask("a", num_prompt=9, max_tokens=5, num_samples=5)
+    followers = list(leader.followers)
+    engine.add(leader)
+    run_out(engine)
+    check(leader, *followers)
+
+
+@pytest.mark.parametrize("when", ["waiting", "chunking"])
+def test_when_a_leader_is_aborted_the_next_sample_leads(when: str) -> None:
+    engine = make(num_slots=2)
+    leader = ask("a", num_prompt=100, max_tokens=5, num_samples=3)
+    followers = list(leader.followers)
+    engine.add(leader)
+    if when == "chunking":
+        engine.step()
+    assert engine.abort("a") is leader
+    recount(engine.scheduler)
+    assert engine.abort("a2") is followers[1]
+    run_out(engine)
+    check(followers[0])
+
+
+def test_what_a_victim_alone_has_computed_waits_in_the_host_pool() -> None:
+    engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=9, prefix_sharing=False)
+    old, young = ask("old", 12, 12), ask("young", 12, 12)
+    engine.add(old)
+    engine.add(young)
+    run_out(engine)
+    counters = engine.scheduler.counters
+    assert counters.preemptions == 1
+    assert counters.computed_tokens == 2 * (12 + 12 - 1), "nothing is computed twice"
+    assert counters.swapped_out_pages == counters.swapped_in_pages > 0
+    check(old, young)
+
+
+def test_without_room_in_the_host_pool_a_victim_is_computed_again() -> None:
+    engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=2, prefix_sharing=False)
+    old, young = ask("old", 12, 12), ask("young", 12, 12)
+    engine.add(old)
+    engine.add(young)
+    run_out(engine)
+    assert engine.scheduler.counters.refused_swaps == 1
+    assert engine.scheduler.counters.swapped_out_pages == 0
+    check(old, young)
+
+
+def test_a_swapped_request_whose_shared_pages_are_gone_is_computed_again() -> None:
+    engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=9)
+    old, young = ask("old", 12, 12), ask("young", 12, 12)
+    engine.add(old)
+    engine.add(young)
+    run_out(engine)
+    assert engine.scheduler.counters.broken_swaps == 1
+    check(old, young)
+
+
+def test_a_swapped_request_that_is_aborted_leaves_nothing_behind() -> None:
+    engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=9)
+    engine.add(ask("old", 12, 12))
+    engine.add(ask("young", 12, 12))
+    while not engine.scheduler.counters.swapped_out_pages:
+        engine.step()
+    host = engine.scheduler.residency.swap.pool
+    assert host is not None
+    assert host.num_held > 0
+    engine.abort("young")
+    recount(engine.scheduler)
+    assert host.num_held == 0
+
+
+def test_compaction_brings_held_pages_to_the_low_end_a_few_at_a_time() -> None:
+    engine = make(num_pages=40, compact_every_steps=1, compact_pages_per_step=2, prefix_sharing=False)
+    first, second = ask("first", 60, 2), ask("second", 30, 20)
+    engine.add(first)
+    engine.add(second)
+    engine.step()
+    engine.step()
+    assert first.finish_reason == "length"
+    pool = engine.scheduler.pool
+    for _ in range(4):
+        before = pool.highest_held
+        engine.step()
+        recount(engine.scheduler)
+        assert pool.highest_held < before
+    assert pool.highest_held == pool.num_held
+    assert engine.scheduler.counters.compacted_pages == 8
+    run_out(engine)
+    check(second)
+
+
+def test_pages_that_move_while_nothing_runs_are_copied_before_they_are_read() -> None:
+    engine = make(num_pages=40)
+    engine.add(ask("gone", 20, 1))
+    kept = ask("kept", 40, 1)
+    engine.add(kept)
+    run_out(engine)
+    prefix = engine.scheduler.residency.prefix
+    prefix.evict(5)
+    assert engine.scheduler.compact() > 0
+    assert engine.step() is None
+    assert engine.step() is None
+    again = Request("again", kept.prompt, SamplingParams(max_tokens=3))
+    engine.add(again)
+    run_out(engine)
+    assert again.num_cached_tokens == 36
+    check(again)
+
+
+def test_the_pool_shrinks_and_grows_while_serving() -> None:
+    engine = make(num_pages=60)
+    requests = [ask(f"r{number}", 20, 16) for number in range(3)]
+    gone = ask("gone", 90, 1)
+    for request in (gone, *requests):
+        engine.add(request)
+    while gone.finish_reason is None or not len(engine.slots.busy):
+        engine.step()
+    with pytest.raises(ValueError, match=r"20 pages are fewer than the \d+ held .* resize to at least \d+"):
+        engine.resize(20)
+    engine.resize(20, give_up="cached")
+    assert (engine.scheduler.pool.num_pages, len(engine.runner.cache)) == (20, 20 * 4)
+    recount(engine.scheduler)
+    while engine.scheduler.pool.num_held - engine.scheduler.residency.prefix.num_idle < 15:
+        engine.step()
+    with pytest.raises(ValueError, match="allow more to be given up than cached"):
+        engine.resize(12, give_up="cached")
+    engine.resize(12, give_up="running")
+    recount(engine.scheduler)
+    with pytest.raises(ValueError, match="9 pages cannot hold the longest accepted request, 36 tokens"):
+        engine.resize(9, give_up="running")
+    engine.resize(50)
+    run_out(engine)
+    check(*requests)
+
+
+def test_victims() -> None:
+    slots = SlotPool(3, 64, 4)
+    for number, (computed, published, priority) in enumerate([(30, 7, 1), (9, 0, 0), (20, 4, 0)]):
+        request = ask(f"r{number}", 40, 2, priority=priority)
+        request.number = number
+        row = slots.take(request)
+        slots.num_computed[row], slots.num_published[row] = computed, published
+    rows = slots.busy
+    assert slots.requests[youngest(slots, rows)].id == "r2"
+    assert slots.requests[fewest_lost(slots, rows)].id == "r0"
+    assert slots.requests[lowest_priority(slots, rows)].id == "r2"
