@@ -73,11 +73,11 @@ def test_frequencies(rope: dict[str, Any], theta: float) -> None:
 @pytest.mark.parametrize("factor", [1.0, 1.3, 4.0])
 def test_dynamic_takes_each_token_by_its_own_length(factor: float) -> None:
     rope = {"rope_type": "dynamic", "factor": factor}
-    lens = torch.tensor([1, MAX_POSITIONS, MAX_POSITIONS + 1, 300, 301, 5000])
-    cos, _ = ours(rope, 1e4).cos_sin(torch.full_like(lens, 70), lens, torch.float32)
+    lens = torch.tensor([1, *range(MAX_POSITIONS, MAX_POSITIONS + 64), 5000])  # whole vectors of them
+    cos, _ = ours(rope, 1e4).cos_sin(lens - 1, lens, torch.float32)
     for line, length in zip(cos, lens):
-        frequencies, _ = theirs(rope, 1e4, length)
-        torch.testing.assert_close(line[: DIM // 2], (70 * frequencies).cos(), rtol=0, atol=1e-6)
+        frequencies, _ = theirs(rope, 1e4, length if length > MAX_POSITIONS else None)
+        torch.testing.assert_close(line[: DIM // 2], ((length - 1) * frequencies).cos(), rtol=0, atol=1e-6)
 
 
 def test_both_spellings_say_the_same() -> None:
