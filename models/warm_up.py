@@ -31,4 +31,4 @@ def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
 
 def _batch(rows: Index, starts: Index, stops: Index) -> Batch:
     none = np.empty(0, dtype=np.int64)
-    return Batch(rows, starts, stops, sampled=np.arange(len(rows)), new_pages=(none, none, none))
+    return Batch(rows, starts, stops, np.arange(len(rows)), rows, (none, none, none))

@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     offline.add_argument(
         "--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them"
     )
+    offline.add_argument("--runs", type=int, default=1, metavar="N", help="counted runs; the median is told")
     offline.add_argument("--json", action="store_true", help="print JSON rather than a table")
     return top
 
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> None:
         return
     from scripts.benchmark import offline  # torch, which the host benchmark does without
 
-    result = offline.run(options.recipe, options.overrides, options.trace)
+    result = offline.run(options.recipe, options.overrides, options.trace, options.runs)
     if options.json:
         print(json.dumps(result, indent=2))
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 
@@ -30,6 +31,7 @@ class StepRecord:
 class Timeline:
     """Records an engine's steps as they are made. Times are on the engine's clock."""
 
+    before: Counters  # the engine's when the run began
     steps: list[StepRecord] = field(default_factory=list)
     token_times_s: dict[str, list[float]] = field(default_factory=dict)  # of each answer token, by request
 
@@ -49,8 +51,8 @@ class Timeline:
                 held_pages=pool.num_pages - 1 - pool.num_free - prefix.num_idle,
             )
         )
-        for span in batch.sampled.tolist():
-            self.token_times_s.setdefault(ids[span], []).append(step.end_s)
+        for row in batch.owners.tolist():
+            self.token_times_s.setdefault(slots.requests[row].id, []).append(step.end_s)
 
 
 def percentiles(values_s: Sequence[float]) -> Figures:
@@ -74,7 +76,7 @@ def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -
     answer_tokens = sum(len(r.answer) for r in done)
     times = {r.id: timeline.token_times_s.get(r.id, []) for r in done}
     gaps = [gap for of_one in times.values() for gap in np.diff(of_one).tolist()]
-    counters = engine.scheduler.counters
+    counters, before = engine.scheduler.counters, timeline.before
     num_pages = engine.scheduler.pool.num_pages - 1
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     return {
@@ -100,6 +102,9 @@ def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -
             else 0.0
         ),
         "steps": len(timeline.steps),
-        "prefix_hit_rate": round(counters.hit_tokens / max(1, counters.prompt_tokens), 4),
-        "preemptions": counters.preemptions,
+        "prefix_hit_rate": round(
+            (counters.hit_tokens - before.hit_tokens) / max(1, counters.prompt_tokens - before.prompt_tokens),
+            4,
+        ),
+        "preemptions": counters.preemptions - before.preemptions,
     }

@@ -1,0 +1,76 @@
+"""What does an engine in this process make of a trace?"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from continuous_batching.engine import Engine
+from recipes.build import build
+from recipes.reader import read
+from scripts.benchmark import machine
+from scripts.benchmark.timeline import Timeline, summarise
+from serving.offline import Job, Record, read_jobs, run_jobs
+from serving.text import Text
+
+
+def load_trace(path: str, text: Text | None) -> list[Job | Record]:
+    """The jobs of a JSONL file; raises ValueError for a line that is no request, because a benchmark of
+    fewer requests than were asked for would not say so."""
+    with open(path, encoding="utf-8") as file:
+        jobs = list(read_jobs(file, text))
+    refused = [job["error"] for job in jobs if not isinstance(job, Job)]
+    if refused:
+        raise ValueError(f"{path}: {refused[0]}")
+    return jobs
+
+
+def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tuple[Timeline, list[Record]]:
+    """Run all jobs, recording every step."""
+    timeline = Timeline(replace(engine.scheduler.counters))
+    records = list(run_jobs(engine, text, jobs, observe=lambda step: timeline.record(engine, step)))
+    return timeline, records
+
+
+def forget_prefixes(engine: Engine) -> None:
+    """Empty the prefix cache of an idle engine, so that runs do not feed on each other."""
+    prefix = engine.scheduler.residency.prefix
+    prefix.evict(prefix.num_idle)
+
+
+def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: int) -> dict[str, object]:
+    """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
+
+    The recipe, the versions and the machine stand beside the figures.
+    """
+    recipe = read(recipe_path, overrides).recipe
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    load_trace(trace_path, text)  # before the model is built: a bad file fails at once
+    engine = build(recipe)
+    results = []
+    for number in range(1 + num_runs):
+        jobs = load_trace(trace_path, text)
+        timeline, _ = serve(engine, text, jobs)
+        forget_prefixes(engine)
+        if number:
+            results.append(summarise(engine, [job.request for job in jobs if isinstance(job, Job)], timeline))
+    results.sort(key=lambda result: float(str(result["output_tokens_per_s"])))
+    return {
+        "recipe": recipe_path,
+        "overrides": list(overrides),
+        "trace": Path(trace_path).name,
+        "machine": machine.describe(),
+        "runs_output_tokens_per_s": [result["output_tokens_per_s"] for result in results],
+        "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
+        **results[num_runs // 2],
+    }
+
+
+def print_table(result: dict[str, object]) -> None:
+    """Figures of one run, one a line."""
+    for name, value in result.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {each}" for key, each in value.items())
+        print(f"{name:22} {value}")

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Sets up, then lets the tiny model serve 64 requests, once by static and once by continuous batching.
+#
+#   bash scripts/demo.sh [--requests N] [--rate PER_S] [--output FILE.png]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+exec .venv/bin/python -m scripts.demo "$@"

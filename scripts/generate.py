@@ -1,0 +1,102 @@
+"""How do requests in a file become answers in a file?
+
+    python -m scripts.generate RECIPE [key=value ...] --input FILE.jsonl --output FILE.jsonl [--prompt TEXT]
+
+Each input line is a request: id, prompt | prompt_token_ids | messages, arrival_s, and the sampling fields of
+the OpenAI API. Each output line is its answer, or {"id", "error"} for one that was refused; the others still
+run. `-` means standard input or output. With --prompt there is one request; without --output its text is
+printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import IO
+
+from tqdm import tqdm
+
+from recipes.build import build
+from recipes.reader import read
+from scripts import verb
+from serving.offline import Job, Record, read_jobs, run_jobs
+from serving.text import Text
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m scripts.generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    top.add_argument("recipe", help="a YAML file, such as recipes/tiny/cpu.yaml")
+    top.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
+    source = top.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", metavar="FILE.jsonl", help="requests, one a line; - for standard input")
+    source.add_argument("--prompt", metavar="TEXT", help="the one request's prompt")
+    top.add_argument("--output", metavar="FILE.jsonl", help="answers, one a line; - for standard output")
+    top.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of --prompt's answer")
+    top.add_argument("--log", action="store_true", help="say on stderr what is built")
+    return top
+
+
+def lines_of(options: argparse.Namespace) -> Iterator[str]:
+    """The request lines, from --prompt or --input."""
+    if options.prompt is not None:
+        yield json.dumps(
+            {"id": "prompt", "prompt": options.prompt, "max_tokens": options.max_tokens, "temperature": 0}
+        )
+    elif options.input == "-":
+        yield from sys.stdin
+    else:
+        with open(options.input, encoding="utf-8") as file:
+            yield from file
+
+
+def opened(path: str) -> contextlib.AbstractContextManager[IO[str]]:
+    """A file to write to; `-` is standard output."""
+    return contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8")
+
+
+def main(argv: list[str]) -> None:
+    """Serve all requests; raises ValueError or OSError for an unusable recipe or file."""
+    options = parser().parse_intermixed_args(argv)
+    if options.input is not None and options.output is None:
+        raise ValueError("--output is missing: name a file for the answers, or - for standard output")
+    logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")
+    recipe = read(options.recipe, options.overrides).recipe
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    jobs = list(read_jobs(lines_of(options), text))  # before the model is built: a bad file fails at once
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(opened(options.output)) if options.output else None
+        engine = build(recipe)
+        on_terminal = sys.stderr.isatty() and options.prompt is None
+        progress = stack.enter_context(tqdm(total=len(jobs), unit="request", disable=not on_terminal))
+        for record in run_jobs(engine, text, jobs):
+            progress.update()
+            if output is not None:
+                write(output, record)
+            else:
+                print(answer_of(jobs, record))
+
+
+def write(output: IO[str], record: Record) -> None:
+    """One line, at once, so that a reader in a pipe sees it."""
+    output.write(json.dumps(record, ensure_ascii=False) + "\n")
+    output.flush()
+
+
+def answer_of(jobs: list[Job | Record], record: Record) -> str:
+    """What --prompt prints: the answer's text, or its token ids where there is no tokenizer."""
+    if "error" in record:
+        raise ValueError(record["error"])
+    return str(record.get("text") or record["token_ids"])
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    verb.run(main)

@@ -1,0 +1,69 @@
+"""Benchmarks say what happened; how fast it was is not for a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmark import host
+from scripts.benchmark.__main__ import main
+from scripts.benchmark.timeline import percentiles
+
+RECIPE = "recipes/tiny/cpu.yaml"
+
+
+def test_the_host_benchmark_measures_decodes_and_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["host", "--slots", "2,5", "--page-sizes", "16", "--chunk", "32", "--steps", "40", "--json"])
+    rows = json.loads(capsys.readouterr().out)["host"]
+    assert [row["slots"] for row in rows] == [2, 5]
+    for row in rows:
+        for figures in (row["decode"], row["decode_and_32_token_chunk"]):
+            assert 0 < figures["p50_us"] <= figures["p99_us"]
+
+
+def test_the_host_benchmark_runs_what_it_says() -> None:
+    scheduler = host.full_scheduler(num_slots=4, page_size=16, num_steps=10, chunk_tokens=0)
+    assert len(scheduler.slots.busy) == 4
+    batch = scheduler.schedule(0.0)
+    assert (batch.stops - batch.starts == 1).all()
+    assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
+
+
+def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "id": f"{n}",
+            "prompt_token_ids": [7] * (20 + n),
+            "max_tokens": 5 + n,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for n in range(6)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main(["offline", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["requests"] == result["completed"] == 6
+    assert result["output_tokens"] == sum(5 + n for n in range(6))
+    assert result["prompt_tokens"] == sum(20 + n for n in range(6))
+    assert result["output_tokens_per_s"] == pytest.approx(
+        result["output_tokens"] / result["duration_s"], rel=0.01
+    )
+    assert result["ttft_ms"]["p50"] <= result["e2e_ms"]["p50"]
+    assert 1 <= result["mean_batch"] <= 6
+    assert result["machine"]["torch"]
+
+
+def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"id": "a", "prompt_token_ids": [1]}\n{"id": "b"}\n')
+    with pytest.raises(ValueError, match=r"trace.jsonl: line 2"):
+        main(["offline", RECIPE, "--trace", str(trace)])
+
+
+def test_percentiles_are_in_milliseconds() -> None:
+    assert percentiles([0.001, 0.002, 0.003]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
+    assert percentiles([]) == {}

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from continuous_batching.counters import Counters
+from scripts.benchmark.plot import bars
+from scripts.benchmark.timeline import StepRecord, Timeline
+from scripts.demo import RUNS, main
+
+
+def test_the_demo_prints_answers_and_a_table_of_both_ways_and_draws_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncompiled = {name: [*overrides, "device.compile=false"] for name, overrides in RUNS.items()}
+    monkeypatch.setattr("scripts.demo.RUNS", uncompiled)
+    picture = tmp_path / "demo.png"
+    main(["--requests", "12", "--rate", "1000", "--output", str(picture)])
+    printed = capsys.readouterr().out
+    assert printed.count("->") == 6
+    for heading in (*RUNS, "requests/s", "time to first token, p99, ms", "pages in use"):
+        assert heading in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_join_steps_that_follow_each_other_and_part_prompts_from_answers() -> None:
+    timeline = Timeline(Counters())
+    for at, decode in [(0, False), (1, True), (2, True), (5, True)]:
+        timeline.steps.append(StepRecord(at, at + 1, [3], ["a"], [1], [decode], 0))
+    assert bars(timeline) == {(3, "a", False): [(0, 1)], (3, "a", True): [(1, 2), (5, 1)]}

@@ -1,0 +1,99 @@
+"""Files of requests become files of answers, through the command that users run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.build import build
+from recipes.reader import load
+from recipes.tiny.corpus import messages
+from scripts.generate import main
+
+RECIPE = "recipes/tiny/cpu.yaml"
+QUICK = ["device.compile=false", "device.threads=1"]
+
+
+def generate(tmp_path: Path, lines: list[object], *overrides: str) -> dict[str, dict]:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
+    )
+    main([RECIPE, *QUICK, *overrides, "--input", str(source), "--output", str(target)])
+    records = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert len(records) == len(lines)
+    return {record["id"]: record for record in records}
+
+
+def test_sums_chats_and_token_ids_are_answered_and_bad_lines_are_named(tmp_path: Path) -> None:
+    records = generate(
+        tmp_path,
+        [
+            {"id": "sum", "prompt": "12+7=", "temperature": 0, "max_tokens": 8},
+            {
+                "id": "chat",
+                "messages": [{"role": "user", "content": "24+16"}],
+                "temperature": 0,
+                "max_tokens": 24,
+            },
+            {"id": "late", "prompt": "30+12=", "temperature": 0, "max_tokens": 8, "arrival_s": 0.2},
+            {"id": "ids", "prompt_token_ids": [5, 6, 7], "max_tokens": 3, "ignore_eos": True, "logprobs": 2},
+            {"id": "typo", "prompt": "1+1=", "max_tokns": 3},
+            {"id": "long", "prompt": "1+1=", "max_tokens": 10**6},
+        ],
+    )
+    assert records["sum"]["text"].startswith("19")
+    assert "40" in records["chat"]["text"]
+    assert records["late"]["text"].startswith("42")
+    assert records["late"]["first_token_s"] >= records["late"]["arrival_s"] == 0.2
+    assert len(records["ids"]["token_ids"]) == len(records["ids"]["logprobs"]) == 3
+    assert "max_tokens" in records["typo"]["error"]
+    assert "may grow to" in records["long"]["error"]
+
+
+def test_answers_do_not_depend_on_how_they_are_scheduled(tmp_path: Path) -> None:
+    lines: list[object] = [
+        {"id": f"{number}", "prompt": f"{number}+{3 * number}=", "max_tokens": 12, "seed": number}
+        for number in range(24)
+    ]
+    wide = generate(tmp_path, lines)
+    narrow = generate(
+        tmp_path, lines, "scheduler.num_slots=3", "scheduler.max_batch_tokens=5", "cache.num_pages=10",
+        "cache.page_size=4", "scheduler.max_request_tokens=37",
+    )  # fmt: skip
+    assert {key: value["token_ids"] for key, value in wide.items()} == {
+        key: value["token_ids"] for key, value in narrow.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([RECIPE, "cache.page_sise=4", "--prompt", "1"], "cache.page_size"),
+        (["recipes/none.yaml", "--prompt", "1"], "none.yaml"),
+        ([RECIPE, "--input", "missing.jsonl", "--output", "-"], "missing.jsonl"),
+        ([RECIPE, "--input", "-"], "--output is missing"),
+    ],
+)
+def test_what_is_unusable_ends_with_one_line_and_status_2(arguments: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.generate", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_prompt_prints_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    main([RECIPE, *QUICK, "--prompt", "12+7=", "--max-tokens", "8"])
+    assert capsys.readouterr().out.startswith("19")
+
+
+def test_an_engine_is_ready_when_it_is_built() -> None:
+    engine = build(load(RECIPE, QUICK))
+    assert not engine.has_work
+    assert engine.scheduler.pool.num_held == 0
