@@ -36,7 +36,7 @@ def test_sums_chats_and_token_ids_are_answered_and_bad_lines_are_named(tmp_path:
             {"id": "sum", "prompt": "12+7=", "temperature": 0, "max_tokens": 8},
             {
                 "id": "chat",
-                "messages": [{"role": "user", "content": "24+16"}],
+                "messages": messages("24+16"),
                 "temperature": 0,
                 "max_tokens": 24,
             },
