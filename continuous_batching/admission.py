@@ -46,6 +46,8 @@ class Admission:
             if wanted > spare:
                 break
             spare -= wanted
+            if not request.num_preemptions:
+                residency.count_lookup(request, matched)
             waiting.remove(request)
             entered[request.id] = row = residency.enter(request, matched, reserved)
             if not request.num_preemptions:

@@ -9,8 +9,9 @@ from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from continuous_batching.swap import SwapTier
 from continuous_batching.tables import PageTables
+from kv_cache.keys import page_keys
 from kv_cache.pages import Index, PageCopy, PagePool
-from kv_cache.prefix import PrefixCache, page_keys
+from kv_cache.prefix import PrefixCache
 
 
 class Residency:
@@ -60,6 +61,14 @@ class Residency:
         pages = self.prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
         swapped = self.swap.left(request)
         return pages if swapped is None else pages[: swapped.first]
+
+    def count_lookup(self, request: Request, matched: Index) -> None:
+        """Count why a newcomer's lookup found no more, unless another row is computing what it lacks."""
+        keys = self._usable_keys(request)
+        if self._prefix_sharing and not self._in_progress(request, len(matched)):
+            reason = self.prefix.why_missed(keys, request.tokens, request.cache_salt, matched)
+            if reason is not None:
+                self.prefix.history.misses[reason] += 1
 
     def enter(self, request: Request, matched: Index, reserved: int) -> int:
         """Give a request a row that starts from `matched` pages; returns the row.

@@ -135,6 +135,7 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch:
         """Admit, share the budget, make room, and only then make the batch; it may be empty."""
         assert not len(self._in_flight), "schedule was called twice without a commit"
+        self.residency.prefix.history.now_s = now_s
         self._compact()
         if len(self.waiting):
             self._row_of |= self._admission.admit(self.max_batch_tokens, now_s)

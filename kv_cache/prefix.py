@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
@@ -10,31 +9,12 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_cache.pages import PagePool
-
-Index = NDArray[np.int64]
-TokenIds = NDArray[np.int32]
+from kv_cache.history import Miss, PageHistory
+from kv_cache.keys import TokenIds
+from kv_cache.pages import Index, PagePool
 
 ROOT = 0  # serial of the chain before a request's first page
 EMPTY: Index = np.empty(0, dtype=np.int64)
-
-
-def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
-    """The key of every full page of `tokens`, `known` being those of its first pages.
-
-    A key is the sha256 of the previous key and the page's tokens; the first is chained to the salt,
-    so equal keys mean equal prefixes under equal salts.
-    """
-    keys = list(known)
-    previous = keys[-1] if keys else hashlib.sha256(salt.encode()).digest()
-    first, last = len(keys) * page_size, len(tokens) // page_size * page_size
-    data = memoryview(np.ascontiguousarray(tokens[first:last], dtype="<i4").tobytes())
-    width = 4 * page_size
-    sha256 = hashlib.sha256
-    for at in range(0, len(data), width):
-        previous = sha256(previous + data[at : at + width]).digest()
-        keys.append(previous)
-    return keys
 
 
 class PrefixCache:
@@ -59,6 +39,7 @@ class PrefixCache:
         self._parent = np.zeros(pool.num_pages, dtype=np.int64)
         self._next_serial = ROOT + 1
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.history = PageHistory(pool.num_pages)
         self.version = 0  # changes with what can be found
 
     @property
@@ -120,10 +101,32 @@ class PrefixCache:
             right[0] &= self._salt_of.get(found[0]) == salt
         return pages if right.all() else pages[: int(right.argmin())]
 
+    def why_missed(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> Miss | None:
+        """Why a lookup ended where it did; None if it found a page for every key.
+
+        `keys` are those of the pages that the request could use, `matched` what was found of them.
+        """
+        at, size, parent = len(matched), self._page_size, self._tail(matched)
+        if at == len(keys):
+            return None if len(keys) else "too_short"
+        if self.history.was_evicted(keys[at]):
+            return "evicted"
+        wanted = tokens[at * size : (at + 1) * size]
+        nexts = np.flatnonzero((self._parent == (ROOT if parent is None else parent)) & (self._serial > 0))
+        alike = (self._tokens[nexts] == wanted).cumprod(axis=1).sum(axis=1)  # tokens in common
+        if at == 0:
+            here = np.array([self._salt_of[page] == salt for page in nexts.tolist()], dtype=np.bool_)
+            if (alike[~here] == size).any():
+                return "other_salt"
+            alike = alike[here]
+        return "unaligned" if alike.any() else "unseen"
+
     def share(self, pages: Index) -> None:
         """Give each of these held pages, cached or not, one more holder."""
-        for page in pages[self._pool.holders[pages] == 1].tolist():
-            self._idle.pop(page, None)
+        idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]
+        for page in idle.tolist():
+            del self._idle[page]
+        self.history.reused(idle)
         self._pool.share(pages)
 
     def release(self, pages: Index) -> None:
@@ -134,9 +137,10 @@ class PrefixCache:
         """
         pages = pages[::-1]
         self._pool.release(pages)
-        idle = pages[(self._pool.holders[pages] == 1) & (self._serial[pages] > 0)]
+        idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]
         for page in idle.tolist():
             self._idle[page] = None
+        self.history.idled(idle)
 
     def publish(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, first: int, salt: str) -> Index:
         """Make pages `first` and up of a request findable; returns the pages that now stand for them.
@@ -153,11 +157,16 @@ class PrefixCache:
             return new_pages
         content = tokens[first * size : count * size].reshape(len(new_pages), size)
         if len(set(new_keys)) == len(new_pages) and self._page_of.keys().isdisjoint(new_keys):
-            self._insert(new_keys, content, new_pages, parent, salt)
+            self._insert(new_keys, content, new_pages, parent, salt, keys[first - 1] if first else None)
             return new_pages
         standing = new_pages.copy()
         for index, key in enumerate(new_keys):
-            standing[index] = self._publish_or_find(key, content[index], int(new_pages[index]), parent, salt)
+            equal = self._equal(key, content[index], parent, salt)
+            if equal is None:
+                before = keys[first + index - 1] if first + index else None
+                self._insert([key], content[[index]], new_pages[[index]], parent, salt, before)
+            else:
+                standing[index] = equal
             parent = int(self._serial[standing[index]])
         return standing
 
@@ -183,7 +192,9 @@ class PrefixCache:
     def evict(self, count: int) -> None:
         """Free the `count` idle pages that were used longest ago."""
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
-        self._remove(list(islice(self._idle, count)))
+        pages = list(islice(self._idle, count))
+        self.history.evicted([self._key_of[page] for page in pages], np.array(pages, dtype=np.int64))
+        self._remove(pages)
 
     def move(self, sources: Index, targets: Index) -> None:
         """Follow pages that moved: what was found in a source page is found in its target."""
@@ -192,6 +203,7 @@ class PrefixCache:
         for column in (self._tokens, self._serial, self._parent):
             column[targets] = column[sources]
         self._serial[sources] = 0
+        self.history.moved([self._key_of[page] for page in sources.tolist()], sources, targets)
         target_of = dict(zip(sources.tolist(), targets.tolist()))
         for source, target in target_of.items():
             key = self._key_of.pop(source)
@@ -205,6 +217,7 @@ class PrefixCache:
 
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; pages that go are not cached."""
+        self.history.resize(num_pages)
         kept = min(num_pages, len(self._serial))
         assert not self._serial[kept:].any(), "a page that goes is cached"
         tokens, serial, parent = self._tokens, self._serial, self._parent
@@ -223,19 +236,27 @@ class PrefixCache:
             return ROOT
         return int(self._serial[pages[-1]]) or None
 
-    def _publish_or_find(self, key: bytes, tokens: TokenIds, page: int, parent: int, salt: str) -> int:
-        """Publish one page unless its equal is there; returns the one that is found from now on."""
-        equal = self._page_of.get(key)
-        if equal is not None:
-            same = self._parent[equal] == parent and np.array_equal(self._tokens[equal], tokens)
-            if same and (parent != ROOT or self._salt_of[equal] == salt):
-                return equal
-            self.forget(np.array([equal]))  # two prefixes of one key: the later takes the place
-        self._insert([key], tokens[None], np.array([page]), parent, salt)
-        return page
+    def _equal(self, key: bytes, tokens: TokenIds, parent: int, salt: str) -> int | None:
+        """The cached page of this key and content; one of another content gives up the key."""
+        page = self._page_of.get(key)
+        if page is None:
+            return None
+        same = self._parent[page] == parent and np.array_equal(self._tokens[page], tokens)
+        if same and (parent != ROOT or self._salt_of[page] == salt):
+            return page
+        self.forget(np.array([page]))  # two prefixes of one key: the later takes the place
+        return None
 
-    def _insert(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, parent: int, salt: str) -> None:
-        """Hold pages that continue each other under keys that are not in use."""
+    def _insert(
+        self,
+        keys: Sequence[bytes],
+        tokens: TokenIds,
+        pages: Index,
+        parent: int,
+        salt: str,
+        parent_key: bytes | None,
+    ) -> None:
+        """Hold pages [n] of `tokens` [n, B] that continue each other, under keys that are not in use."""
         page_list = pages.tolist()
         self._page_of.update(zip(keys, page_list))
         self._key_of.update(zip(page_list, keys))
@@ -248,15 +269,17 @@ class PrefixCache:
         self._parent[pages] = serials - 1
         self._parent[pages[0]] = parent
         self._pool.share(pages)
+        self.history.stored(keys, pages, parent_key)
         self.version += 1
 
     def _remove(self, pages: list[int]) -> None:
         """Let go of cached pages."""
-        for page in pages:
-            del self._page_of[self._key_of.pop(page)]
+        gone, keys = np.array(pages, dtype=np.int64), [self._key_of.pop(page) for page in pages]
+        for page, key in zip(pages, keys):
+            del self._page_of[key]
             self._salt_of.pop(page, None)
             self._idle.pop(page, None)
-        gone = np.array(pages, dtype=np.int64)
+        self.history.removed(keys, gone)
         self._serial[gone] = 0
         self._pool.release(gone)
         self.version += 1

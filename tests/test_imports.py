@@ -22,7 +22,11 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["scripts"] = set(MAY_IMPORT) - {"virtual_npu"}
 
-HOST_WING = ["continuous_batching", "kv_cache/pages.py", "kv_cache/prefix.py", "simulation"]
+HOST_WING = [
+    "continuous_batching",
+    *(f"kv_cache/{name}.py" for name in ("history", "keys", "pages", "prefix")),
+    "simulation",
+]
 UNWANTED = {"utils", "util", "core", "common", "helpers", "misc"}
 
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kv_cache import prefix as prefix_module
+from kv_cache import keys as keys_module
+from kv_cache.keys import page_keys
 from kv_cache.pages import PagePool
-from kv_cache.prefix import PrefixCache, page_keys
+from kv_cache.prefix import PrefixCache
 
 SIZE = 4
 
@@ -168,7 +169,7 @@ class WeakHash:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_colliding_keys_never_give_wrong_pages(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(prefix_module.hashlib, "sha256", WeakHash)
+    monkeypatch.setattr(keys_module.hashlib, "sha256", WeakHash)
     random = np.random.default_rng(seed)
     pool = PagePool(200)
     cache = PrefixCache(pool, SIZE)

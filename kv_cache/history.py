@@ -1,0 +1,106 @@
+"""What became of cached pages? Ages, events and misses, for metrics and routers."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_cache.pages import Index
+
+Miss = Literal["too_short", "other_salt", "evicted", "unaligned", "unseen"]
+BOUNDS_S = (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)  # upper bounds of an age's buckets; one more is open
+
+
+class Ages:
+    """How long something lasted, in seconds, as counts by bucket."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(len(BOUNDS_S) + 1, dtype=np.int64)
+        self.sum_s = 0.0
+
+    def observe(self, ages_s: NDArray[np.float64]) -> None:
+        """Count some ages; an age of exactly a bound is in the bucket that ends there."""
+        self.counts += np.bincount(np.searchsorted(BOUNDS_S, ages_s), minlength=len(self.counts))
+        self.sum_s += float(ages_s.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PageEvent:
+    """A change of what can be found: a router that follows them knows which prefixes are here."""
+
+    kind: Literal["stored", "removed", "moved"]
+    key: bytes
+    page: int  # where it is now, or was
+    parent: bytes | None = None  # of what was stored: the key before it in its chain
+
+
+class PageHistory:
+    """Follows the prefix cache, which tells it of every change; `now_s` is set once a step."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.now_s = 0.0
+        self.lifetime = Ages()  # from publication to eviction
+        self.idle_before_eviction = Ages()
+        self.reuse_gap = Ages()  # idle, then shared again
+        self.misses: Counter[Miss] = Counter()  # lookups that did not find all they could use, by reason
+        self.events: list[PageEvent] | None = None  # a list: what happened since it was last emptied
+        self._stored_s = np.zeros(num_pages)
+        self._idle_since_s = np.zeros(num_pages)
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys of late, the oldest first
+
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether a page of this key was evicted, as far back as one pool's worth of evictions."""
+        return key in self._evicted
+
+    def stored(self, keys: Sequence[bytes], pages: Index, parent: bytes | None) -> None:
+        """Pages were published, each continuing the one before; `parent` is the first one's."""
+        self._stored_s[pages] = self.now_s
+        if self._evicted:
+            for key in keys:
+                self._evicted.pop(key, None)
+        if self.events is not None:
+            for key, page in zip(keys, pages.tolist()):
+                self.events.append(PageEvent("stored", key, page, parent))
+                parent = key
+
+    def idled(self, pages: Index) -> None:
+        """The last slot let go of cached pages."""
+        self._idle_since_s[pages] = self.now_s
+
+    def reused(self, pages: Index) -> None:
+        """Idle pages were shared again."""
+        if len(pages):
+            self.reuse_gap.observe(self.now_s - self._idle_since_s[pages])
+
+    def evicted(self, keys: Iterable[bytes], pages: Index) -> None:
+        """Idle pages went because room was needed."""
+        self.lifetime.observe(self.now_s - self._stored_s[pages])
+        self.idle_before_eviction.observe(self.now_s - self._idle_since_s[pages])
+        self._evicted.update((key, None) for key in keys)
+        for _ in range(len(self._evicted) - len(self._stored_s)):
+            self._evicted.popitem(last=False)
+
+    def removed(self, keys: Iterable[bytes], pages: Index) -> None:
+        """Pages can no longer be found, for whatever reason."""
+        if self.events is not None:
+            self.events += [PageEvent("removed", key, page) for key, page in zip(keys, pages.tolist())]
+
+    def moved(self, keys: Iterable[bytes], sources: Index, targets: Index) -> None:
+        """Cached pages moved."""
+        for column in (self._stored_s, self._idle_since_s):
+            column[targets] = column[sources]
+        if self.events is not None:
+            self.events += [PageEvent("moved", key, page) for key, page in zip(keys, targets.tolist())]
+
+    def resize(self, num_pages: int) -> None:
+        """Follow the pool to another number of pages."""
+        kept = min(num_pages, len(self._stored_s))
+        for name in ("_stored_s", "_idle_since_s"):
+            column = np.zeros(num_pages)
+            column[:kept] = getattr(self, name)[:kept]
+            setattr(self, name, column)

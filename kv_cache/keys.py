@@ -1,0 +1,29 @@
+"""What names a page by its content?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+
+
+def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
+    """The key of every full page of `tokens`, `known` being those of its first pages.
+
+    A key is the sha256 of the previous key and the page's tokens; the first is chained to the salt,
+    so equal keys mean equal prefixes under equal salts.
+    """
+    keys = list(known)
+    previous = keys[-1] if keys else hashlib.sha256(salt.encode()).digest()
+    first, last = len(keys) * page_size, len(tokens) // page_size * page_size
+    data = memoryview(np.ascontiguousarray(tokens[first:last], dtype="<i4").tobytes())
+    width = 4 * page_size
+    sha256 = hashlib.sha256
+    for at in range(0, len(data), width):
+        previous = sha256(previous + data[at : at + width]).digest()
+        keys.append(previous)
+    return keys
