@@ -1,0 +1,53 @@
+"""How many held-out sums does the tiny model get right?"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from recipes.tiny.corpus import held_out_sums, messages
+
+
+def answers(directory: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32) -> list[list[int]]:
+    """Greedy continuations of token ids, by transformers in float32; prompts of one length run together."""
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(number)
+    found: dict[int, list[int]] = {}
+    for length, numbers in by_length.items():
+        ids = torch.tensor([list(prompts[number]) for number in numbers])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+        )
+        found.update(zip(numbers, output[:, length:].tolist()))
+    return [found[number] for number in range(len(prompts))]
+
+
+def accuracy(directory: Path, count: int, *, chat: bool, seed: int = 0) -> float:
+    """The share of `count` held-out sums answered right; if `chat`, asked under the system prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    sums = held_out_sums(count, seed)
+    if chat:
+        prompts = [
+            tokenizer.apply_chat_template(
+                messages(f"What is {a}+{b}?"), add_generation_prompt=True, return_dict=False
+            )
+            for a, b in sums
+        ]
+        expected = [f"{a}+{b}={a + b}." for a, b in sums]
+    else:
+        prompts = [tokenizer.encode(f"{a}+{b}=") for a, b in sums]
+        expected = [str(a + b) for a, b in sums]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers(directory, prompts)]
+    return sum(text == right for text, right in zip(texts, expected)) / count
+
+
+def report(directory: Path, count: int = 1000) -> str:
+    """One line for people."""
+    bare, chat = accuracy(directory, count, chat=False), accuracy(directory, count, chat=True)
+    return f"held-out sums right of {count}: bare {bare:.1%}, in a chat {chat:.1%}"

@@ -1,0 +1,249 @@
+"""How is the tiny model made?
+
+`python -m recipes.tiny.train [--output DIR] [--draft]` writes a tokenizer and a model in the Hugging Face
+layout. The tokenizer is trained first, on the same corpus and from the same seed, so that the model and its
+draft (`--draft`) share it. The layers' matrices are trained with Muon (momentum, orthogonalised; Jordan
+2024), embeddings and norms with AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from recipes.tiny.corpus import ASSISTANT, BOS, CHAT_TEMPLATE, EOS, SYSTEM, USER, Document, documents
+from recipes.tiny.evaluate import report
+
+HERE = Path(__file__).parent
+PAD, UNK, BOS_ID, EOS_ID = 3, 0, 1, 2
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of training: `rows` rows of `length` tokens a step."""
+
+    steps: int
+    rows: int
+    length: int
+    long: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model's shape and its training."""
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    stages: tuple[Stage, ...]
+    matrix_rate: float = 0.015
+    other_rate: float = 2e-3
+
+
+MODEL = Plan(192, 4, 512, (Stage(2800, 16, 128, False), Stage(600, 6, 512, True)))
+DRAFT = Plan(64, 2, 96, (Stage(2000, 16, 128, False), Stage(600, 6, 512, True)))
+
+
+def train_tokenizer(
+    target: Path, *, vocab_size: int = 1024, seed: int = 0, num_documents: int = 20_000
+) -> None:
+    """Writes `target`/tokenizer.model. Any text survives a round trip: rare signs are spelt as bytes."""
+    pieces = (
+        line
+        for document in itertools.islice(documents(seed, long=True), num_documents)
+        for text, _ in document
+        for line in _without_markers(text)
+    )
+    model = io.BytesIO()  # a file would record its own path
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=pieces,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        character_coverage=1.0,
+        max_sentencepiece_length=8,
+        # Markers are plain symbols, so that a rendered chat template is encoded as text.
+        user_defined_symbols=[SYSTEM, USER, ASSISTANT, "\n"],
+        unk_id=UNK,
+        bos_id=BOS_ID,
+        eos_id=EOS_ID,
+        pad_id=PAD,
+        num_threads=1,
+        minloglevel=2,
+    )
+    (target / "tokenizer.model").write_bytes(model.getvalue())
+
+
+def _without_markers(text: str) -> Iterator[str]:
+    for marker in (BOS, EOS, SYSTEM, USER, ASSISTANT):
+        text = text.replace(marker, "\n")
+    return (line for line in text.split("\n") if line)
+
+
+def encode(
+    tokenizer: sentencepiece.SentencePieceProcessor, document: Document
+) -> tuple[list[int], list[int]]:
+    """A document's token ids, and its labels: the same ids where the model is to learn them."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for text, learned in document:
+        starts, ends = text.startswith(BOS), text.endswith(EOS)
+        piece = tokenizer.encode(text.removeprefix(BOS).removesuffix(EOS))
+        piece = [BOS_ID] * starts + piece + [EOS_ID] * ends
+        ids += piece
+        labels += piece if learned else [IGNORED] * len(piece)
+    return ids, labels
+
+
+def batches(
+    tokenizer: sentencepiece.SentencePieceProcessor, stage: Stage, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Token ids and labels, [rows, length] each: whole documents packed in rows, the rest of a row padded."""
+    source = (encode(tokenizer, document) for document in documents(seed, long=stage.long))
+    waiting = next(source)
+    for _ in range(stage.steps):
+        ids = torch.full((stage.rows, stage.length), PAD)
+        labels = torch.full((stage.rows, stage.length), IGNORED)
+        for row in range(stage.rows):
+            start = 0
+            while start == 0 or start + len(waiting[0]) <= stage.length:
+                stop = min(start + len(waiting[0]), stage.length)
+                ids[row, start:stop] = torch.tensor(waiting[0][: stop - start])
+                labels[row, start:stop] = torch.tensor(waiting[1][: stop - start])
+                start, waiting = stop, next(source)
+        yield ids, labels
+
+
+def optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the rest."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
+    return [
+        torch.optim.Muon(matrices, lr=plan.matrix_rate, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=plan.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def train(plan: Plan, tokenizer: sentencepiece.SentencePieceProcessor, seed: int = 0) -> LlamaForCausalLM:
+    """A model trained by `plan`; the rates rise for 50 steps and then fall in a straight line to zero."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(_config(plan, tokenizer.vocab_size()))
+    steppers = optimizers(model, plan)
+    rates = [stepper.param_groups[0]["lr"] for stepper in steppers]
+    total = sum(stage.steps for stage in plan.stages)
+    stream = (
+        batch
+        for number, stage in enumerate(plan.stages)
+        for batch in batches(tokenizer, stage, seed + 1 + number)
+    )
+    started = time.monotonic()
+    for step, (ids, labels) in enumerate(stream):
+        for stepper, rate in zip(steppers, rates):
+            stepper.param_groups[0]["lr"] = rate * min((step + 1) / 50, (total - step) / total)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+            targets = labels[:, 1:]
+            learned = targets != IGNORED
+            logits = model.lm_head(hidden[learned])
+        loss = torch.nn.functional.cross_entropy(logits.float(), targets[learned])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+        if step % 100 == 99 or step + 1 == total:
+            right = (logits.argmax(-1) == targets[learned]).float().mean().item()
+            seconds = time.monotonic() - started
+            print(
+                f"step {step + 1}/{total}  loss {loss.item():.4f}  right {right:.4f}  {seconds:.0f} s",
+                flush=True,
+            )
+    return model.eval()
+
+
+def _config(plan: Plan, vocab_size: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=plan.hidden_size,
+        intermediate_size=plan.intermediate_size,
+        num_hidden_layers=plan.num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD,
+    )
+
+
+def save(model: LlamaForCausalLM, target: Path) -> None:
+    """Writes the Hugging Face layout into `target`, beside tokenizer.model; weights in bfloat16."""
+    model.to(torch.bfloat16).save_pretrained(target)
+    special = {
+        str(number): {
+            "content": content,
+            "special": True,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for number, content in enumerate(("<unk>", BOS, EOS, "<pad>", SYSTEM, USER, ASSISTANT))
+    }
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "legacy": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 2048,
+        "added_tokens_decoder": special,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="default: recipes/tiny/weights, or recipes/tiny/draft")
+    parser.add_argument("--draft", action="store_true", help="train the smaller sibling")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    target = arguments.output or HERE / ("draft" if arguments.draft else "weights")
+    target.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+    train_tokenizer(target, seed=arguments.seed)
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(target / "tokenizer.model"))
+    model = train(DRAFT if arguments.draft else MODEL, tokenizer, arguments.seed)
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
+    save(model, target)
+    print(report(target))
+
+
+if __name__ == "__main__":
+    main()
