@@ -17,6 +17,7 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request, TokenLogprobs
 from serving.detokenizer import Detokenizer
 from serving.requests import parse_request
+from serving.samples import Samples
 from serving.text import Text
 
 Record = dict[str, Any]
@@ -27,10 +28,16 @@ _NO_CHANCE = -9999.0  # stands for a log-probability of minus infinity, which JS
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request; `start`: its answer is a text of its own (a chat's turn), not the rest of its prompt."""
+    """A request, with its other samples as followers, of which `num_answers` are wanted.
+
+    `start`: an answer is a text of its own (a chat's turn), not the rest of its prompt. `show_logprobs`:
+    they were asked for, not only needed to rank samples.
+    """
 
     request: Request
     start: bool = False
+    num_answers: int = 1
+    show_logprobs: bool = True
 
 
 def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]:
@@ -42,7 +49,12 @@ def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]
         fields = None
         try:
             fields = json.loads(line, parse_constant=_refuse_constant)
-            job = Job(parse_request(fields, text), start=fields.get("messages") is not None)
+            job = Job(
+                parse_request(fields, text),
+                start=fields.get("messages") is not None,
+                num_answers=fields.get("n") or 1,
+                show_logprobs=fields.get("logprobs") is not None,
+            )
             if job.request.id in line_of:
                 raise ValueError(f"the id is taken by line {line_of[job.request.id]}")
         except (ValueError, RecursionError) as error:
@@ -117,11 +129,12 @@ class _Run:
         self._text = text
         self._sleep = sleep
         self._pending = deque(jobs)
-        self._starts: dict[str, bool] = {}  # of the running requests: Job.start
+        self._running: dict[str, tuple[Job, Samples]] = {}  # by the id of each sample
         self._readers: dict[str, _Reader] = {}
         self._origin_s = engine.clock()
         for job in jobs:
-            job.request.arrival_s += self._origin_s
+            for request in (job.request, *job.request.followers):
+                request.arrival_s += self._origin_s
 
     @property
     def has_work(self) -> bool:
@@ -132,19 +145,20 @@ class _Run:
         now_s = self._engine.clock()
         while self._pending and self._pending[0].request.arrival_s <= now_s:
             job = self._pending.popleft()
-            request, params = job.request, job.request.params
+            samples, params = Samples(job.request, job.num_answers), job.request.params
             try:
-                self._engine.add(request)
+                self._engine.add(job.request)
             except ValueError as error:
-                yield {"id": request.id, "error": str(error)}
+                yield {"id": job.request.id, "error": str(error)}
                 continue
-            self._starts[request.id] = job.start
-            if params.stop:
-                assert self._text is not None, "stop strings without a tokenizer"
-                detokenizer = Detokenizer(
-                    self._text, params.stop, min_tokens=params.min_tokens, start=job.start
-                )
-                self._readers[request.id] = _Reader(detokenizer)
+            for request in samples.requests:
+                self._running[request.id] = job, samples
+                if params.stop:
+                    assert self._text is not None, "stop strings without a tokenizer"
+                    detokenizer = Detokenizer(
+                        self._text, params.stop, min_tokens=params.min_tokens, start=job.start
+                    )
+                    self._readers[request.id] = _Reader(detokenizer)
 
     def step(self) -> Step | None:
         """One step; None, after a rest, if there was nothing to compute."""
@@ -163,9 +177,18 @@ class _Run:
         for request in self._read(step) if self._readers else ():
             if request.finish_reason is None:
                 self._engine.finish(request.id, reason="stop")
-                yield self._record(request)
+                yield from self._end(request)
         for request in step.finished:
-            yield self._record(request)
+            yield from self._end(request)
+
+    def _end(self, request: Request) -> Iterator[Record]:
+        """The records that can be given now that a sample ended."""
+        job, samples = self._running.pop(request.id)
+        for index, answer in samples.end(request):
+            record = self._record(job, answer)
+            if samples.num_answers > 1:
+                record["index"] = index
+            yield record
 
     def _read(self, step: Step) -> list[Request]:
         """The requests whose text has come to a stop string."""
@@ -181,18 +204,18 @@ class _Run:
                 stopped.append(request)
         return stopped
 
-    def _record(self, request: Request) -> Record:
-        start, reader = self._starts.pop(request.id), self._readers.pop(request.id, None)
+    def _record(self, job: Job, request: Request) -> Record:
+        name, reader = job.request.id, self._readers.pop(request.id, None)
         if request.finish_reason == "error":
-            return {"id": request.id, "error": request.error}
+            return {"id": name, "error": request.error}
         reason, answer, text = request.finish_reason, request.answer.tolist(), None
         if reader is not None:
             text = reader.close()
             reason = reason if reader.detokenizer.stopped is None else "stop"
         elif self._text is not None:
-            text = self._text.decode(answer[:-1] if reason == "stop" else answer, start=start)
-        record: Record = {"id": request.id, "token_ids": answer, "text": text, "finish_reason": reason}
-        if request.params.logprobs is not None:
+            text = self._text.decode(answer[:-1] if reason == "stop" else answer, start=job.start)
+        record: Record = {"id": name, "token_ids": answer, "text": text, "finish_reason": reason}
+        if job.show_logprobs and request.params.logprobs is not None:
             record["logprobs"] = [_logprobs(entry) for entry in request.logprobs]
         return record | {
             "num_prompt_tokens": request.num_prompt_tokens,

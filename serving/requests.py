@@ -10,11 +10,13 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from continuous_batching.request import Request, SamplingParams
+from serving.samples import MOST_SAMPLES
 from serving.text import Text
 
 _Reader = Callable[[str, Any], Any]
@@ -39,14 +41,20 @@ def parse_request(fields: object, text: Text | None) -> Request:
         raise ValueError("tenant and user are two names of one field; give one of them")
     if "stop" in values and text is None:
         raise ValueError("stop needs a tokenizer, and this model has none; use stop_token_ids")
-    return Request(
-        id=values["id"],
-        prompt=np.array(_prompt(values, text), dtype=np.int32),
-        params=_params(values),
-        tenant=values.get("tenant", values.get("user", "")),
-        cache_salt=values.get("cache_salt", ""),
-        arrival_s=values.get("arrival_s", 0.0),
+    prompt = np.array(_prompt(values, text), dtype=np.int32)
+    leader, *followers = (
+        Request(
+            id=f"{values['id']}#{index}" if index else values["id"],
+            prompt=prompt,
+            params=params,
+            tenant=values.get("tenant", values.get("user", "")),
+            cache_salt=values.get("cache_salt", ""),
+            arrival_s=values.get("arrival_s", 0.0),
+        )
+        for index, params in enumerate(_samples(values))
     )
+    leader.followers = followers
+    return leader
 
 
 def _prompt(values: dict[str, Any], text: Text | None) -> list[int]:
@@ -70,6 +78,22 @@ def _params(values: dict[str, Any]) -> SamplingParams:
         named["max_tokens"] = values["max_completion_tokens"]
     logprobs = _logprobs(values)
     return SamplingParams(**named, logprobs=logprobs)
+
+
+def _samples(values: dict[str, Any]) -> list[SamplingParams]:
+    """The parameters of each sample of the prompt: `best_of` of them, or `n`, each with its own seed."""
+    num_answers = values.get("n", 1)
+    num_samples = values.get("best_of", num_answers)
+    if not 1 <= num_answers <= MOST_SAMPLES:
+        raise ValueError(f"n is {num_answers}; it must be from 1 to {MOST_SAMPLES}")
+    if not num_answers <= num_samples <= MOST_SAMPLES:
+        raise ValueError(f"best_of is {num_samples}; it must be from n ({num_answers}) to {MOST_SAMPLES}")
+    params = _params(values)
+    if num_samples > num_answers and params.logprobs is None:
+        params = replace(params, logprobs=0)  # they are ranked by it
+    if params.seed is None:
+        return [params] * num_samples
+    return [replace(params, seed=(params.seed + index) % 2**63) for index in range(num_samples)]
 
 
 def _logprobs(values: dict[str, Any]) -> int | None:
@@ -183,6 +207,8 @@ _READERS: dict[str, _Reader] = {
     "messages": _anything,  # Text.chat checks them
     **_SAMPLING,
     "max_completion_tokens": _integer,
+    "n": _integer,
+    "best_of": _integer,
     "logprobs": _count_or_boolean,
     "top_logprobs": _integer,
     "arrival_s": _seconds,

@@ -1,0 +1,81 @@
+"""Several answers to one prompt: which, in which order, and what each line says."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from continuous_batching.request import Request, TokenLogprobs
+from recipes.build import build
+from recipes.reader import load
+from serving.offline import read_jobs, run_jobs
+from serving.requests import parse_request
+from serving.samples import Samples
+from serving.text import Text
+
+
+def ended(name: str, *logprobs: float, reason: str = "stop") -> Request:
+    request = Request(name, np.arange(3))
+    request.logprobs = [TokenLogprobs(0, value, ()) for value in logprobs]
+    request.finish_reason = reason
+    return request
+
+
+def family(*requests: Request) -> Request:
+    requests[0].followers = list(requests[1:])
+    return requests[0]
+
+
+def test_all_samples_that_were_asked_for_are_answers_as_they_end() -> None:
+    one, two = ended("a", -1.0), ended("b", -9.0)
+    samples = Samples(family(one, two), 2)
+    assert samples.end(two) == [(1, two)]
+    assert samples.end(one) == [(0, one)]
+
+
+def test_the_best_samples_are_answers_when_all_have_ended() -> None:
+    low, high, middle = ended("low", -3.0, -3.0), ended("high", -1.0), ended("middle", -2.0)
+    failed = ended("failed", reason="error")
+    samples = Samples(family(low, high, middle, failed), 2)
+    assert [samples.end(each) for each in (failed, high, low)] == [[], [], []]
+    assert samples.end(middle) == [(0, high), (1, middle)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, "n is 0; it must be from 1 to 128"),
+        ({"n": 129}, "n is 129; it must be from 1 to 128"),
+        ({"n": 3, "best_of": 2}, r"best_of is 2; it must be from n \(3\) to 128"),
+        ({"best_of": 500}, "best_of is 500"),
+    ],
+)
+def test_counts_out_of_range_are_refused(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_request({"id": "a", "prompt_token_ids": [1], **fields}, None)
+
+
+def test_samples_have_ids_and_seeds_of_their_own() -> None:
+    request = parse_request({"id": "a", "prompt_token_ids": [1], "n": 3, "seed": 7}, None)
+    assert [each.id for each in request.followers] == ["a#1", "a#2"]
+    assert [each.params.seed for each in (request, *request.followers)] == [7, 8, 9]
+
+
+def test_one_line_comes_out_for_each_answer() -> None:
+    engine = build(load("recipes/tiny/cpu.yaml", ["device.compile=false", "device.threads=1"]))
+    text = Text.load("recipes/tiny/weights")
+    lines = [
+        {"id": "three", "prompt": "One day", "n": 3, "seed": 1, "temperature": 2.0, "max_tokens": 12},
+        {"id": "best", "prompt": "One day", "best_of": 4, "seed": 1, "max_tokens": 12},
+        {"id": "one", "prompt": "12+7=", "temperature": 0, "max_tokens": 6},
+    ]
+    records = list(run_jobs(engine, text, list(read_jobs(map(json.dumps, lines), text))))
+    three = sorted((each for each in records if each["id"] == "three"), key=lambda each: each["index"])
+    assert [each["index"] for each in three] == [0, 1, 2]
+    assert len({each["text"] for each in three}) > 1
+    (best,) = (each for each in records if each["id"] == "best")
+    assert "index" not in best
+    assert "logprobs" not in best
+    assert engine.scheduler.counters.copied_pages > 0, "samples share the page that their prompt ends in"
