@@ -61,14 +61,14 @@ VARIANTS = [
         "llama_dynamic",
         "llama",
         {"max_position_embeddings": 100},
-        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.5},
         old=True,
     ),
     Variant(
         "llama_dynamic_new",
         "llama",
         {"max_position_embeddings": 64, "head_dim": 32},
-        {"rope_type": "dynamic", "rope_theta": 3e3, "factor": 3.0},
+        {"rope_type": "dynamic", "rope_theta": 3e3, "factor": 5.5},
     ),
     Variant("llama_llama3", "llama", {"head_dim": 24, "num_attention_heads": 6}, LLAMA3, old=True),
     Variant(
