@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 
 GiveUp = Literal["nothing", "cached", "running"]
+
+
+def check_samples(leader: Request) -> None:
+    """Raise ValueError for samples of one prompt that could not be told apart."""
+    ids = {leader.id}
+    for each in leader.followers:
+        same = np.array_equal(each.prompt, leader.prompt) and each.cache_salt == leader.cache_salt
+        assert same, f"{each.id} cannot follow {leader.id}"
+        if each.id in ids:
+            raise ValueError(f"request {each.id} is sampled twice; give each sample an id of its own")
+        ids.add(each.id)
 
 
 def check_request(request: Request, vocab_size: int, slots: SlotPool, pool: PagePool) -> None:

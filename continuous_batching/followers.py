@@ -17,6 +17,12 @@ class Followers:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._leader_of
 
+    @property
+    def requests(self) -> list[Request]:
+        """All that wait here."""
+        leaders = {id(leader): leader for leader in self._leader_of.values()}
+        return [follower for leader in leaders.values() for follower in leader.followers]
+
     def add(self, leader: Request) -> None:
         """Let a request's followers wait."""
         self._leader_of.update((follower.id, leader) for follower in leader.followers)

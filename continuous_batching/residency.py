@@ -122,14 +122,15 @@ class Residency:
     def leave(self, row: int, *, failed: bool = False) -> Request:
         """Free a row and its pages, after its tokens went back to the request.
 
-        Its computed pages stay findable while nobody needs them for something else; those of a
-        failed request are forgotten, and so is the token it failed with.
+        Its computed pages stay findable while nobody needs them for something else. A failed request's
+        are forgotten, those that it found too, for it may have failed by them; so is the token it failed
+        with.
         """
         slots = self.slots
         request: Request = slots.requests[row]
         if failed:  # what it computed may be as wrong as what it answered
             slots.num_tokens[row] -= 1
-            self.prefix.forget(slots.pages(row)[slots.num_matched[row] : slots.num_published[row]])
+            self.prefix.forget(slots.pages(row)[: slots.num_published[row]])
         else:
             request.tokens = slots.token_ids[row, : slots.num_tokens[row]]
             request.page_keys = self.keys(request)

@@ -7,7 +7,7 @@ import numpy as np
 from continuous_batching.admission import Admission
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.counters import Counters
-from continuous_batching.door import GiveUp, check_request, check_resize
+from continuous_batching.door import GiveUp, check_request, check_resize, check_samples
 from continuous_batching.followers import Followers
 from continuous_batching.policies.policy import Policy
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
@@ -91,9 +91,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError, with nothing changed, if it could never be served."""
-        self._check(request)
-        for each in request.followers:
-            assert np.array_equal(each.prompt, request.prompt), f"{each.id} cannot follow {request.id}"
+        check_samples(request)
+        for each in (request, *request.followers):
             self._check(each)
         request.page_keys = self.residency.keys(request)
         for each in (request, *request.followers):
@@ -150,9 +149,10 @@ class Scheduler:
         rows, starts, stops = self._make_room(rows, starts, starts + todo)
         sampled = np.flatnonzero(stops == slots.num_tokens[rows])
         owners = rows[sampled]
+        self._in_flight = rows
         if len(self._followers):
             sampled, owners = self._fork(rows, sampled)
-        self._in_flight = np.union1d(rows, owners) if len(owners) > len(rows) else rows
+            self._in_flight = np.union1d(rows, owners)
         # changes of pages wait for a batch that runs
         changes = self.residency.tables.take_changes() if len(rows) else (EMPTY_ENTRIES, ())
         return Batch(rows, starts, stops, sampled, owners, *changes)
@@ -160,12 +160,12 @@ class Scheduler:
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
         """Book what the device computed; returns the requests that ended with it."""
         slots = self.slots
-        self._in_flight = EMPTY
+        in_flight, self._in_flight = self._in_flight, EMPTY
         slots.num_computed[batch.slots] = batch.stops
         rows, tokens = batch.owners, sampled.tokens
         self.residency.publish_prompts(batch.slots)
-        if len(rows) > len(batch.slots):
-            self.residency.publish_prompts(np.setdiff1d(rows, batch.slots))
+        if len(in_flight) > len(batch.slots):
+            self.residency.publish_prompts(np.setdiff1d(in_flight, batch.slots))
         at = slots.num_tokens[rows]
         slots.token_ids[rows, at] = tokens
         slots.num_tokens[rows] = at + 1
@@ -193,7 +193,7 @@ class Scheduler:
         """
         assert not len(self._in_flight), "pages were cut off under a batch in flight"
         pool, prefix, tables, slots = self.pool, self.residency.prefix, self.residency.tables, self.slots
-        accepted = [*self.waiting.requests, *slots.requests[slots.busy]]
+        accepted = [*self.waiting.requests, *slots.requests[slots.busy], *self._followers.requests]
         check_resize(num_pages, give_up, pool, prefix.num_idle, slots.page_size, accepted)
         while pool.num_held - prefix.num_idle > num_pages - 1:
             candidates = slots.busy[1:] if len(slots.busy) > 1 else slots.busy
@@ -218,11 +218,13 @@ class Scheduler:
             stopped[index] |= int(tokens[index]) in slots.requests[rows[index]].params.stop_token_ids
         over = failed | stopped | (num_tokens >= slots.limit[rows])
         ends, self._ending = self._ending, {}
-        for row in rows[np.isin(rows, list(ends))].tolist() if ends else []:
+        for row in rows[np.isin(rows, list(ends)) & ~failed].tolist() if ends else []:
             slots.num_tokens[row] -= 1  # ended while in flight: the token comes too late
         for index in np.flatnonzero(over).tolist():
-            reason = "error" if failed[index] else "stop" if stopped[index] else "length"
-            ends.setdefault(int(rows[index]), reason)
+            if failed[index]:  # whatever else ended it, its pages are wrong
+                ends[int(rows[index])] = "error"
+            else:
+                ends.setdefault(int(rows[index]), "stop" if stopped[index] else "length")
         finished = [self._finish(row, reason) for row, reason in ends.items()]
         for request in finished:
             request.finish_s = now_s
