@@ -95,7 +95,7 @@ class PagePool:
         sources = np.flatnonzero(self.holders[dense + 1 :]) + dense + 1
         count = min(count, len(sources))
         targets = np.flatnonzero(self.holders[: dense + 1] == 0)[:count]
-        return sources[len(sources) - count :][::-1], targets
+        return sources[len(sources) - count :], targets
 
     def move(self, sources: Index, targets: Index) -> None:
         """Give the holders of each source page its target page, which was free."""

@@ -5,14 +5,16 @@ Legend: P pages, B tokens a page, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_cache.pages import PageCopy
+from kv_cache.pages import Index, PageCopy
+
+CHUNK_BYTES = 2 * 2**20  # copied at a time: read once from memory, then written from the processor's cache
+WIDE = torch.complex128  # as which a CPU moves pages; of all types it holds the most bytes
 
 
 class KVCache:
@@ -60,34 +62,105 @@ class KVCache:
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
     def apply(self, copies: Iterable[PageCopy]) -> None:
-        """Make page copies, one after the other."""
+        """Make page copies, one after the other. Off the CPU they are only asked for, in that order."""
         for copy in copies:
             if copy.way == "within":
                 self.copy(copy.sources, copy.targets)
             else:
                 self._swap(copy)
 
-    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Copy page sources[i] to targets[i], all layers; all are read before any is written."""
-        read = torch.from_numpy(sources).to(self.keys[0].device)
-        written = torch.from_numpy(targets).to(read.device)
+    def copy(self, sources: Index, targets: Index) -> None:
+        """Copy page sources[i] to targets[i], all layers; no page is both a source and a target."""
         for tensor in (*self.keys, *self.values):
-            tensor[written] = tensor[read]
+            pages = _flat(tensor)
+            for read, written in _chunks(pages, sources, targets):
+                _copy(pages, read, pages, written)
 
     def resize(self, num_pages: int) -> None:
         """Change the number of pages; the low ones keep what they hold. Tensors are copied one by one."""
         kept = min(num_pages, self.num_pages)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
-                new = old.new_zeros(num_pages, *old.shape[1:])
+                new = old.new_empty(num_pages, *old.shape[1:])
                 new[:kept] = old[:kept]
+                new[kept:].zero_()
                 tensors[layer] = new
         self.num_pages = num_pages
 
     def _swap(self, copy: PageCopy) -> None:
+        to_host = copy.way == "to_host"
+        order = np.argsort(copy.targets if to_host else copy.sources)  # host pages in runs
+        sources, targets = copy.sources[order], copy.targets[order]
         device = [*self.keys, *self.values]
         host = [*self._host_keys, *self._host_values]
-        sources, targets = (device, host) if copy.way == "to_host" else (host, device)
-        read, written = torch.from_numpy(copy.sources), torch.from_numpy(copy.targets)
-        for source, target in zip(sources, targets):
-            target[written.to(target.device)] = source[read.to(source.device)].to(target.device)
+        for source, target in zip(*((device, host) if to_host else (host, device))):
+            source, target = _flat(source), _flat(target)
+            for read, written in _chunks(source, sources, targets):
+                if source.device == target.device:
+                    _copy(source, read, target, written)
+                elif to_host:
+                    _leave(source, read, target, written)
+                else:
+                    _return(source, read, target, written)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A view of its pages as rows, on a CPU of as few elements as can be."""
+    pages = tensor.flatten(1)
+    wide = tensor.device.type == "cpu" and pages.shape[1] * pages.itemsize % WIDE.itemsize == 0
+    return pages.view(WIDE) if wide else pages
+
+
+def _chunks(pages: Tensor, sources: Index, targets: Index) -> Iterator[tuple[Index, Index]]:
+    size = max(1, CHUNK_BYTES // (pages.shape[1] * pages.itemsize))
+    for at in range(0, len(sources), size):
+        yield sources[at : at + size], targets[at : at + size]
+
+
+def _copy(source: Tensor, read: Index, target: Tensor, written: Index) -> None:
+    """Copy rows on one device, in one pass where one side is a run, else through a copy that is cached."""
+    (low, high), (first, last) = _ends(read), _ends(written)
+    reads_run, writes_run = _is_run(read), _is_run(written)
+    if reads_run and writes_run:
+        target[first:last].copy_(source[low:high])
+    elif source is target and low < last and first < high:  # an operator refuses to write what it may read
+        target.index_copy_(0, _index(written, target), source.index_select(0, _index(read, source)))
+    elif writes_run:
+        torch.index_select(source[low:high], 0, _index(read - low, source), out=target[first:last])
+    elif reads_run:
+        target[first:last].index_copy_(0, _index(written - first, target), source[low:high])
+    else:
+        target.index_copy_(0, _index(written, target), source.index_select(0, _index(read, source)))
+
+
+def _leave(device: Tensor, read: Index, host: Tensor, written: Index) -> None:
+    """Copy rows from a device to the host, without waiting for it."""
+    rows = device.index_select(0, _index(read, device))
+    for start, stop in _runs(written):
+        host[written[start] : written[stop - 1] + 1].copy_(rows[start:stop], non_blocking=True)
+
+
+def _return(host: Tensor, read: Index, device: Tensor, written: Index) -> None:
+    """Copy rows from the host to a device, without waiting for it."""
+    rows = device.new_empty(len(read), device.shape[1])
+    for start, stop in _runs(read):
+        rows[start:stop].copy_(host[read[start] : read[stop - 1] + 1], non_blocking=True)
+    device.index_copy_(0, _index(written, device), rows)
+
+
+def _index(pages: Index, like: Tensor) -> Tensor:
+    return torch.from_numpy(pages).to(like.device, non_blocking=True)
+
+
+def _ends(pages: Index) -> tuple[int, int]:
+    return int(pages.min()), int(pages.max()) + 1
+
+
+def _is_run(pages: Index) -> bool:
+    return bool((np.diff(pages) == 1).all())
+
+
+def _runs(pages: Index) -> list[tuple[int, int]]:
+    """Where in `pages` each run of consecutive numbers starts and stops."""
+    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+    return list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(pages)]))

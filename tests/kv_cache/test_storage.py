@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Callable
 
-from kv_cache.pages import PageCopy
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kv_cache import storage
+from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
+
+Way = Callable[[Tensor, Index, Tensor, Index], None]
 
 
 def test_page_bytes_are_what_is_allocated() -> None:
@@ -16,18 +23,9 @@ def test_page_bytes_are_what_is_allocated() -> None:
     assert not any(tensor.any() for tensor in (*cache.keys, *cache.values))
 
 
-def test_copy_reads_all_sources_before_it_writes() -> None:
-    cache = KVCache(2, 5, 4, 1, 2, torch.float32)
-    for tensor in (*cache.keys, *cache.values):
-        tensor[:] = torch.arange(5.0)[:, None, None, None]
-    cache.copy(np.array([1, 2, 1]), np.array([2, 3, 4]))
-    for tensor in (*cache.keys, *cache.values):
-        assert tensor[:, 0, 0, 0].tolist() == [0, 1, 1, 2, 1]
-
-
-def numbered(num_pages: int, num_host_pages: int = 0) -> KVCache:
+def numbered(num_pages: int, num_host_pages: int = 0, head_dim: int = 2) -> KVCache:
     """A cache each of whose pages holds its number."""
-    cache = KVCache(2, num_pages, 4, 1, 2, torch.float32, num_host_pages=num_host_pages)
+    cache = KVCache(2, num_pages, 4, 1, head_dim, torch.float32, num_host_pages=num_host_pages)
     for tensor in (*cache.keys, *cache.values):
         tensor[:] = torch.arange(float(num_pages))[:, None, None, None]
     return cache
@@ -40,6 +38,51 @@ def held(cache: KVCache) -> list[float]:
     return cache.keys[0][:, 0, 0, 0].tolist()
 
 
+@pytest.fixture(params=[1, 3, 1000], ids="{} pages a chunk".format)
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "CHUNK_BYTES", request.param * 4 * 2 * 4)
+
+
+COPIES = {
+    "run to run, apart": ([5, 6, 7], [1, 2, 3]),
+    "run to run, one in the midst of the other": ([3, 4], [5, 6]),
+    "a run of sources": ([5, 6, 7, 8], [1, 4, 2, 3]),
+    "a run of targets": ([9, 5, 7, 6], [1, 2, 3, 4]),
+    "no run": ([9, 5, 8], [4, 1, 2]),
+    "mixed": ([9, 1, 8, 3], [2, 4, 5, 7]),
+    "a run of sources among targets": ([4, 5], [3, 6]),
+    "a run of targets among sources": ([3, 6], [4, 5]),
+    "one page to several": ([5, 5, 2], [1, 3, 4]),
+    "one page": ([7], [2]),
+    "none": ([], []),
+}
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("head_dim", [2, 3, 4])  # pages of a whole number of wide elements, and not
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_take_every_page_to_its_target_and_touch_no_other(case: str, head_dim: int) -> None:
+    cache, want = numbered(10, head_dim=head_dim), np.arange(10)
+    sources, targets = (np.array(pages, dtype=np.int64) for pages in COPIES[case])
+    want[targets] = sources
+    cache.copy(sources, targets)
+    assert held(cache) == want.tolist()
+
+
+def test_copies_keep_every_bit() -> None:
+    cache = KVCache(1, 40, 16, 2, 8, torch.bfloat16, num_host_pages=12)
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**15), 2**15, cache.keys[0].shape, generator=generator, dtype=torch.int16)
+    cache.keys[0].copy_(bits.view(torch.bfloat16))  # NaN of every kind among them
+    sources, targets = np.array([33, 37, 39, 35]), np.array([2, 9, 4, 7])
+    cache.copy(sources, targets)
+    cache.apply([PageCopy(targets, np.array([5, 3, 9, 8]), "to_host")])
+    cache.apply([PageCopy(np.array([5, 3, 9, 8]), np.array([20, 12, 13, 11]), "from_host")])
+    for back in (targets, np.array([20, 12, 13, 11])):
+        assert torch.equal(cache.keys[0].view(torch.int16)[back], bits[sources])
+
+
+@pytest.mark.usefixtures("_chunks")
 def test_copies_are_made_in_their_order_and_pages_come_back_from_the_host() -> None:
     cache = numbered(6, num_host_pages=3)
     cache.apply(
@@ -50,6 +93,16 @@ def test_copies_are_made_in_their_order_and_pages_come_back_from_the_host() -> N
         ]
     )
     assert held(cache) == [0, 1, 2, 5, 3, 4]
+
+
+@pytest.mark.parametrize("way", [storage._leave, storage._return, storage._copy])
+def test_every_way_between_device_and_host_brings_the_same(way: Way) -> None:
+    source, target = torch.arange(36.0).view(12, 3), torch.zeros(12, 3)
+    read, written = np.array([1, 2, 3, 8, 5, 6]), np.array([4, 5, 9, 1, 2, 3])
+    want = target.clone()
+    want[written] = source[read]
+    way(source, read, target, written)
+    assert torch.equal(target, want)
 
 
 def test_resize_keeps_the_low_pages_and_gives_the_rest_back() -> None:
