@@ -159,15 +159,18 @@ class PrefixCache:
         if len(set(new_keys)) == len(new_pages) and self._page_of.keys().isdisjoint(new_keys):
             self._insert(new_keys, content, new_pages, parent, salt, keys[first - 1] if first else None)
             return new_pages
-        standing = new_pages.copy()
+        standing, previous = new_pages.copy(), pages[:first][-1:]
         for index, key in enumerate(new_keys):
             equal = self._equal(key, content[index], parent, salt)
+            if self._tail(previous) != parent:
+                break  # the page that gave up this key was one before it in the same chain
             if equal is None:
                 before = keys[first + index - 1] if first + index else None
                 self._insert([key], content[[index]], new_pages[[index]], parent, salt, before)
             else:
                 standing[index] = equal
-            parent = int(self._serial[standing[index]])
+            previous = standing[[index]]
+            parent = int(self._serial[previous[0]])
         return standing
 
     def forget(self, pages: Index) -> None:

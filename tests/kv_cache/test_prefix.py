@@ -157,6 +157,16 @@ def test_nothing_is_published_after_a_page_that_was_forgotten(pool: PagePool, ca
     assert not len(cache.find(owner.keys, owner.tokens, "", held=owner.pages[:1]))
 
 
+def test_a_chain_ends_where_a_page_takes_the_key_of_one_before_it(pool: PagePool, cache: PrefixCache) -> None:
+    owner = Owner(pool, cache, range(12))
+    owner.keys = [b"first", b"first", b"third"]
+    standing = cache.publish(owner.keys, owner.tokens, owner.pages, 0, "")
+    assert standing.tolist() == owner.pages.tolist()
+    assert cache.num_pages == 0
+    owner.leave()
+    assert pool.num_free == pool.num_pages - 1
+
+
 class WeakHash:
     """A hash of four bits: most keys collide with another."""
 

@@ -1,0 +1,94 @@
+"""Four bits in place of sha256 cost time and change no answer: keys are never believed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from continuous_batching.door import GiveUp
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache import keys
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, schedulers, serve
+
+
+class FourBits:
+    """Stands in for hashlib: nearly every key has been seen before, with other tokens."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._data = data
+
+    def digest(self) -> bytes:
+        return bytes([hashlib.md5(self._data).digest()[0] & 15])
+
+    @classmethod
+    def sha256(cls, data: bytes) -> FourBits:
+        return cls(data)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def weak_keys() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys, "hashlib", FourBits)
+        assert len(set(keys.page_keys(np.arange(400, dtype=np.int32), 4, ""))) <= 16
+        yield
+
+
+def check_schedule(
+    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
+) -> None:
+    scheduler, runner = made
+    check_answers(serve(scheduler, runner, plan, resizes), runner.fail)
+    assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
+
+
+schedules = given(
+    made=schedulers(),
+    plan=st.lists(arrivals, min_size=1, max_size=10),
+    resizes=st.dictionaries(
+        st.integers(0, 30),
+        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
+        max_size=3,
+    ),
+)
+
+
+@schedules
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_colliding_keys_change_no_answer(made, plan, resizes) -> None:  # type: ignore[no-untyped-def]
+    check_schedule(made, plan, resizes)
+
+
+@pytest.mark.slow
+@schedules
+@settings(max_examples=5000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_colliding_keys_change_no_answer_of_many_schedules(  # type: ignore[no-untyped-def]
+    made, plan, resizes
+) -> None:
+    check_schedule(made, plan, resizes)
+
+
+def test_pages_are_still_shared_under_colliding_keys() -> None:
+    slots = SlotPool(2, 64, 16)
+    scheduler = Scheduler(slots, PagePool(60), StallFree(), max_batch_tokens=64, vocab_size=VOCAB_SIZE)
+    engine = Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: 0.0)
+    for number in range(12):
+        prompt = np.random.default_rng(number % 3).integers(0, VOCAB_SIZE, 35)
+        request = Request(str(number), prompt, SamplingParams(max_tokens=4))
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+            recount(scheduler)
+        assert request.answer.tolist() == alone(prompt.tolist(), 4)
+    assert 0 < scheduler.counters.hit_tokens < 9 * 32, "some are found, and some gave way to another"
