@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kv_cache.pages import Index, PageCopy
 
-CHUNK_BYTES = 2 * 2**20  # copied at a time: read once from memory, then written from the processor's cache
+CHUNK_BYTES = 4 * 2**20  # copied at a time: read once from memory, then written from the processor's cache
 WIDE = torch.complex128  # as which a CPU moves pages; of all types it holds the most bytes
 
 

@@ -1,4 +1,4 @@
-"""How fast is it? `python -m scripts.benchmark host|offline ...`"""
+"""How fast is it? `python -m scripts.benchmark host|kv|offline ...`"""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def parser() -> argparse.ArgumentParser:
     )
     on_host.add_argument("--steps", type=int, default=300, metavar="N")
     on_host.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    of_pages = verbs.add_parser("kv", help="what pages cost: to find, name, take, copy, and leave half empty")
+    of_pages.add_argument("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
+    of_pages.add_argument("--repeats", type=int, default=25, metavar="N")
+    of_pages.add_argument("--requests", type=int, default=1000, metavar="N", help="in the trace of lengths")
+    of_pages.add_argument("--json", action="store_true", help="print JSON rather than a table")
     offline = verbs.add_parser(
         "offline", help="throughput and latencies of a trace on an engine in this process"
     )
@@ -65,7 +70,16 @@ def main(argv: list[str]) -> None:
         else:
             print_host(rows)
         return
-    from scripts.benchmark import offline  # torch, which the host benchmark does without
+    if options.verb == "kv":
+        from scripts.benchmark import kv  # torch, which the host benchmark does without
+
+        pages = kv.run(options.page_sizes, options.repeats, options.requests)
+        if options.json:
+            print(json.dumps({"machine": machine.describe(), **pages}, indent=2))
+        else:
+            kv.print_table(pages)
+        return
+    from scripts.benchmark import offline  # torch too
 
     result = offline.run(options.recipe, options.overrides, options.trace, options.runs)
     if options.json:

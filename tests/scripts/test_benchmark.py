@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmark import host
+from scripts.benchmark import host, kv
 from scripts.benchmark.__main__ import main
 from scripts.benchmark.timeline import percentiles
 
@@ -29,6 +29,24 @@ def test_the_host_benchmark_runs_what_it_says() -> None:
     batch = scheduler.schedule(0.0)
     assert (batch.stops - batch.starts == 1).all()
     assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
+
+
+def test_the_kv_benchmark_measures_pages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kv, "COPIED_BYTES", 4 * 2**20)
+    monkeypatch.setattr(kv, "PROMPT_TOKENS", 1024)
+    main(["kv", "--page-sizes", "16,128", "--repeats", "2", "--requests", "20", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert [row["page_size"] for row in result["prefix"]] == [16, 128]
+    assert result["take_and_release_1024_pages_us"] > 0
+    for row in (*result["prefix"], *result["copies"]):
+        assert all(figure > 0 for figure in row.values())
+
+
+def test_few_places_in_small_pages_stay_unused() -> None:
+    assert kv.unused(1, 50)["unused_share"] == 0
+    assert 0 < kv.unused(16, 50)["unused_share"] < 0.04
 
 
 def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
