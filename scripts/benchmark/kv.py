@@ -98,7 +98,7 @@ def copies(page_size: int, repeats: int) -> dict[str, float | str]:
     pool.release(pages[2 * count :])
     moves = PageCopy(*pool.scattered(pool.num_pages))
     victim = max(1, VICTIM_TOKENS // page_size)
-    rows = [pages[at : at + victim] for at in range(0, count, victim)]
+    rows = [pages[at : min(at + victim, count)] for at in range(0, count, victim)]
     out = [PageCopy(row, host.take(len(row)), "to_host") for row in rows]
     back = [PageCopy(each.targets, each.sources, "from_host") for each in out]
     source, target = torch.ones(COPIED_BYTES, dtype=torch.uint8), torch.zeros(COPIED_BYTES, dtype=torch.uint8)
