@@ -36,7 +36,7 @@ def test_sums_chats_and_token_ids_are_answered_and_bad_lines_are_named(tmp_path:
             {"id": "sum", "prompt": "12+7=", "temperature": 0, "max_tokens": 8},
             {
                 "id": "chat",
-                "messages": messages("24+16"),
+                "messages": messages("123+456"),
                 "temperature": 0,
                 "max_tokens": 24,
             },
@@ -47,7 +47,7 @@ def test_sums_chats_and_token_ids_are_answered_and_bad_lines_are_named(tmp_path:
         ],
     )
     assert records["sum"]["text"].startswith("19")
-    assert "40" in records["chat"]["text"]
+    assert "579" in records["chat"]["text"]
     assert records["late"]["text"].startswith("42")
     assert records["late"]["first_token_s"] >= records["late"]["arrival_s"] == 0.2
     assert len(records["ids"]["token_ids"]) == len(records["ids"]["logprobs"]) == 3
