@@ -110,9 +110,20 @@ class Attention:
         layer_values: Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D]."""
-        layer_keys.flatten(0, 1)[metadata.write_index] = key
-        layer_values.flatten(0, 1)[metadata.write_index] = value
+        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D].
+
+        There may be more rows than the step has tokens; these are filling.
+        """
+        num_tokens = len(metadata.write_index)
+        layer_keys.flatten(0, 1)[metadata.write_index] = key[:num_tokens]
+        layer_values.flatten(0, 1)[metadata.write_index] = value[:num_tokens]
+
+    def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, K, D] at cache places `index` [n].
+
+        A subclass may order the places of a page in its own way: this is how others find them.
+        """
+        return layer_keys.flatten(0, 1)[index], layer_values.flatten(0, 1)[index]
 
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int

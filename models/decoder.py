@@ -52,12 +52,26 @@ class Decoder(nn.Module):
 
         `rope_lens` is needed by dynamic rope alone (see Rope.cos_sin).
         """
+        num_tokens = len(token_ids)
+        num_rows = self.fused.padded(num_tokens)
+        token_ids, positions = pad_rows(token_ids, num_rows), pad_rows(positions, num_rows)
+        if rope_lens is not None:
+            rope_lens = pad_rows(rope_lens, num_rows)
         x, residual = F.embedding(token_ids, self.embedding), None
         cos, sin = self.rope.cos_sin(positions, rope_lens, x.dtype)
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, metadata, cache)
-        return x if residual is None else x + residual
+        x = x if residual is None else x + residual
+        return x[:num_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> logits [R, V], in the model's dtype."""
-        return self.head(self.fused.rms_norm(hidden, self.norm, self.config.rms_eps))
+        num_rows = len(hidden)
+        hidden = pad_rows(hidden, self.fused.padded(num_rows))
+        return self.head(self.fused.rms_norm(hidden, self.norm, self.config.rms_eps))[:num_rows]
+
+
+def pad_rows(x: Tensor, num_rows: int) -> Tensor:
+    """Zeros after the last row, up to `num_rows`."""
+    missing = num_rows - len(x)
+    return F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x

@@ -20,6 +20,10 @@ Packed = Any  # a linear's weight and bias in whatever form the device multiplie
 class Fused:
     """Linear, norm, rotary, swiglu and greedy choice as a decoder uses them."""
 
+    def padded(self, num_rows: int) -> int:
+        """How many rows to compute for so many: a device may like some numbers better. Never fewer."""
+        return num_rows
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Bring a linear's weight [out, in] and bias [out] into this device's form, once, at load.
 

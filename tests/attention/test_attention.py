@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.cpu import CpuAttention
 from attention.reference import QUERY_ROWS, Attention, AttentionShape
 from continuous_batching.batch import Batch
 from kv_cache.storage import KVCache
 
-IMPLEMENTATIONS = [Attention]
+IMPLEMENTATIONS = [Attention, CpuAttention]
 NOTHING = np.empty(0, np.int64)
 ROWS, MOST_TOKENS = 6, 320
 
@@ -100,9 +101,10 @@ class Bench:
             for heads in (self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads)
         )
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        before = keys.clone(), values.clone()
+        before, size = self._places(layer), self.shape.page_size
         self.attention.write(key, value, keys, values, metadata)  # type: ignore[arg-type]
         output = self.attention.attend(query, keys, values, metadata, layer)  # type: ignore[arg-type]
+        now = self._places(layer)
         assert output.shape == query.shape
         assert output.dtype == query.dtype
         at = 0
@@ -116,13 +118,18 @@ class Bench:
             expected = alone(query[new], told.keys[layer], told.values[layer], self.shape, layer)
             near = 2e-5 if self.shape.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(output[new].double(), expected, rtol=near, atol=near)
-            for place, tensor, part in ((keys, before[0], key[new]), (values, before[1], value[new])):
-                addresses = self._addresses(row, told.length, told.length + count)
-                assert torch.equal(place.flatten(0, 1)[addresses], part)
-                tensor.flatten(0, 1)[addresses] = part
+            addresses = self._addresses(row, told.length, told.length + count)
+            for place, tensor, part in zip(now, before, (key[new], value[new])):
+                assert torch.equal(place[addresses], part)
+                tensor[addresses] = part
             at += count
-        for place, tensor in zip((keys, values), before):
-            assert torch.equal(place[1:].nan_to_num(7.0), tensor[1:].nan_to_num(7.0)), "wrote elsewhere"
+        for place, tensor in zip(now, before):
+            assert torch.equal(place[size:].nan_to_num(7.0), tensor[size:].nan_to_num(7.0)), "wrote elsewhere"
+
+    def _places(self, layer: int) -> tuple[Tensor, ...]:
+        """Keys and values of all places of the cache, in order."""
+        index = torch.arange(self.cache.num_pages * self.shape.page_size)
+        return self.attention.read(self.cache.keys[layer], self.cache.values[layer], index)
 
     def _addresses(self, row: int, start: int, stop: int) -> Tensor:
         size, pages = self.shape.page_size, self.told[row].pages

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.cpu import CpuAttention
 from attention.reference import Attention, AttentionShape
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.storage import KVCache
 from models import weights
+from models.cpu import CpuFused
 from models.decoder import Decoder
 from models.fused import Fused
 from models.runner import ModelRunner
@@ -23,6 +25,8 @@ from recipes import families as recipe_families
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make
 
 LENGTHS = (1, 17, 96, 150)
+IMPLEMENTATIONS = [(Fused, Attention), (CpuFused, CpuAttention)]
+Implementation = tuple[type[Fused], type[Attention]]
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Recorder:
         return Sampled(np.zeros(len(rows), np.int64))
 
 
-def make_decoder(path: Path, dtype: torch.dtype, page_size: int) -> Decoder:
+def make_decoder(path: Path, dtype: torch.dtype, page_size: int, implementation: Implementation) -> Decoder:
     config = replace(recipe_families.decoder_config(recipe_families.read(path)), dtype=dtype)
     shape = AttentionShape(
         config.num_heads,
@@ -49,9 +53,9 @@ def make_decoder(path: Path, dtype: torch.dtype, page_size: int) -> Decoder:
         dtype,
         config.windows,
     )
-    attention = Attention(shape)
+    fused, attention = implementation[0](), implementation[1](shape)
     attention.check()
-    decoder = Decoder(config, Fused(), attention)
+    decoder = Decoder(config, fused, attention)
     weights.load(decoder, path)
     return decoder
 
@@ -98,12 +102,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
+@pytest.fixture(params=IMPLEMENTATIONS, ids=lambda pair: pair[1].__name__)
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    return request.param
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("page_size", [16])
-def test_logprobs_are_those_of_transformers(variant: Variant, page_size: int, checkpoints: Path) -> None:
+def test_logprobs_are_those_of_transformers(
+    variant: Variant, implementation: Implementation, checkpoints: Path
+) -> None:
     model, path = make(variant, checkpoints)
     prompts = prompts_of(np.random.default_rng(7))
-    decoder = make_decoder(path, torch.float32, page_size)
+    decoder = make_decoder(path, torch.float32, 32, implementation)
     seen = run_in_chunks(decoder, prompts, seed=3)
     expected = [expected_logprobs(model, prompt) for prompt in prompts]
     for (row, position), logprobs in seen.items():
@@ -111,12 +121,14 @@ def test_logprobs_are_those_of_transformers(variant: Variant, page_size: int, ch
     assert {(row, length - 1) for row, length in enumerate(LENGTHS)} <= set(seen)
 
 
-def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(checkpoints: Path) -> None:
+def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(
+    implementation: Implementation, checkpoints: Path
+) -> None:
     ours, own = [], []  # mean distances from transformers' bfloat16, one a variant
     for variant in VARIANTS:
         exact_model, path = make(replace(variant, saved_as=torch.bfloat16), checkpoints)
         prompts = prompts_of(np.random.default_rng(8))
-        seen = run_in_chunks(make_decoder(path, torch.bfloat16, 16), prompts, seed=4)
+        seen = run_in_chunks(make_decoder(path, torch.bfloat16, 16, implementation), prompts, seed=4)
         exact = [expected_logprobs(exact_model, prompt) for prompt in prompts]
         model = exact_model.to(torch.bfloat16)
         theirs = [expected_logprobs(model, prompt) for prompt in prompts]

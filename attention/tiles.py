@@ -1,0 +1,141 @@
+"""Which places of the cache does a CPU read in one step, and in which order?
+
+A tile is W neighbouring places of one page. Decodes are read tile by tile, prompts as matrices.
+
+Legend: B tokens a page, N slots, W places in a tile, R decoding rows, J tiles of all rows, M tiles of the
+longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.reference import QUERY_ROWS
+from continuous_batching.batch import Index, ragged_ranges
+
+STEP = 32  # prompts are padded to it: oneDNN builds its code anew (0.6 ms) for each new shape
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What decodes read: the tiles of all rows, in the order of their addresses.
+
+    Neighbours in memory are then read one after the other, which takes half the time of a random order.
+    """
+
+    address: Tensor  # int64 [J]
+    row: Tensor  # int64 [J]: whose tile it is
+    low: Tensor  # int32 [J]: the first of its places that is seen
+    high: Tensor  # int32 [J]: one past the last
+    of_row: Tensor  # int64 [R, M]: each row's tiles, filled up with its first
+    is_tile: Tensor  # bool [R, M]: which of them are no filling
+
+    @staticmethod
+    def of(
+        slots: Index,
+        lens: Index,
+        page_table: NDArray[np.int32],
+        page_size: int,
+        tile: int,
+        window: int | None,
+    ) -> Tiles:
+        """For rows of the page table that each see the last `window` of their first `lens` places. [R]"""
+        lows = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
+        counts = -(-lens // tile) - lows // tile
+        row = np.repeat(np.arange(len(slots)), counts)
+        place = ragged_ranges(lows // tile, lows // tile + counts) * tile
+        address = tile_address(page_table, slots[row], place, page_size, tile)
+        order = np.argsort(address, kind="stable")
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+
+        column = np.arange(max(2, counts.max()))  # at least two, see Compiled
+        is_tile = column < counts[:, None]
+        begin = (np.cumsum(counts) - counts)[:, None]
+        arrays = (
+            address[order],
+            row[order],
+            np.maximum(lows[row] - place, 0)[order].astype(np.int32),
+            np.minimum(lens[row] - place, tile)[order].astype(np.int32),
+            rank[begin + np.where(is_tile, column, 0)],
+            is_tile,
+        )
+        return Tiles(*map(torch.from_numpy, arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Query positions of one span that are computed together."""
+
+    tokens: Tensor  # int64 [rows]: where its queries are in the step
+    rows: Tensor  # int64 [padded rows]: the same, filled up with the last
+    keys: slice  # of the span's keys
+    first: Tensor  # int32 [padded rows]: the first of these keys that each query sees
+    last: Tensor  # int32 [padded rows]: the last
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A span that is no decode, as layers with one window read it."""
+
+    fresh: Tensor | None  # int64 [padded keys]: the tokens that are its keys, if all are in this step
+    tiles: Tensor | None  # int64: else, where its keys are in the cache
+    known: int  # keys that exist; all after them are filling
+    chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def of(
+        first_row: int,
+        start: int,
+        stop: int,
+        pages: NDArray[np.int32],
+        page_size: int,
+        tile: int,
+        window: int | None,
+    ) -> Prompt:
+        """For a request's positions [start, stop), which lie from `first_row` on in the packed query."""
+        reach = window or stop
+        if start:
+            base = max(start - reach + 1, 0) // tile * tile
+            place = np.arange(base, stop, tile)
+            address = tile_address(pages[None], np.zeros_like(place), place, page_size, tile)
+            fresh, tiles = None, torch.from_numpy(address)
+            num_keys = len(place) * tile
+        else:
+            base, tiles = 0, None
+            fresh = _filled_up(first_row, stop)
+            num_keys = len(fresh)
+        chunks = []
+        for begin in range(start, stop, QUERY_ROWS):
+            end = min(begin + QUERY_ROWS, stop)
+            rows = _filled_up(first_row + begin - start, end - begin)
+            low = max(begin - reach + 1 - base, 0) // STEP * STEP
+            high = min(_round_up(end - base, STEP), num_keys)
+            last = np.minimum(np.arange(begin, begin + len(rows)), end - 1) - base - low
+            first = np.maximum(last - (reach - 1), 0)
+            seen = (torch.from_numpy(each.astype(np.int32)) for each in (first, last))
+            chunks.append(Chunk(rows[: end - begin], rows, slice(low, high), *seen))
+        return Prompt(fresh, tiles, stop - base, tuple(chunks))
+
+
+def _filled_up(start: int, count: int) -> Tensor:
+    """Consecutive tokens, and the last of them again, up to a multiple of STEP."""
+    tokens = torch.arange(start, start + _round_up(count, STEP))
+    return tokens.clamp_max_(start + count - 1)
+
+
+def tile_address(
+    page_table: NDArray[np.int32], slots: Index, places: Index, page_size: int, tile: int
+) -> Index:
+    """Which tile of the cache holds each of a row's places."""
+    page, offset = np.divmod(places, page_size)
+    return page_table[slots, page].astype(np.int64) * (page_size // tile) + offset // tile
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step
