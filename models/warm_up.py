@@ -1,6 +1,8 @@
-"""What is done once, so that no request waits for it?"""
+"""What is done once, so that no request waits for it, and none finds the memory full?"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +27,42 @@ def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
         np.where(rows == 0, stop // 2, stop - 1),
     ):
         runner.run(_batch(rows, starts, np.full_like(rows, stop)))
+    _clear(runner)
+
+
+def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None:
+    """The most memory that a step of the whole budget takes beyond what was held before; None if unknown.
+
+    Spans as long as can be, over the null page, and every slot samples by its share of chance. On a CPU it is
+    the growth of the process, so only memory that no step has used yet counts.
+    """
+    slots = runner.slots
+    rows = np.arange(min(slots.num_slots, max_batch_tokens), dtype=np.int64)
+    lens = np.ones_like(rows)
+    for row in rows.tolist():
+        lens[row] += min(max_batch_tokens - int(lens.sum()), max(0, slots.max_tokens - 2))
+    before = _process_bytes("VmRSS", reset_peak=True)
+    slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # a row sets both anew when it is taken
+    runner.run(_batch(rows, np.zeros_like(rows), lens))
+    slots.temperature[rows], slots.top_p[rows] = 0.0, 1.0
+    _clear(runner)
+    peak = _process_bytes("VmHWM")
+    return None if before is None or peak is None else max(0, peak - before)
+
+
+def _process_bytes(name: str, *, reset_peak: bool = False) -> int | None:
+    """A memory figure of this process; None where the system has none, or keeps its peaks to itself."""
+    try:
+        if reset_peak:
+            Path("/proc/self/clear_refs").write_text("5")
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{name}:"))
+
+
+def _clear(runner: ModelRunner) -> None:
+    """Leave the null page as it was."""
     for tensor in (*runner.cache.keys, *runner.cache.values):
         tensor[0].zero_()
 

@@ -45,7 +45,7 @@ def show(path: str, overrides: Sequence[str]) -> None:
     ]
     _print_columns(rows)
 
-    from recipes import sizing  # here, because it brings torch, which takes a second
+    from recipes import ledger, sizing  # here, because they bring torch, which takes a second
 
     config = sizing.model_config(reading.recipe)
     try:
@@ -53,7 +53,7 @@ def show(path: str, overrides: Sequence[str]) -> None:
     except RecipeError as error:
         raise placed(error, reading.entries, path) from None
     print()
-    _print_columns(sizing.report(reading.recipe, config, sized))
+    _print_columns(ledger.report(reading.recipe, config, sized))
 
 
 def _shown(value: object) -> str:

@@ -15,6 +15,7 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from continuous_batching.victims import Victim, fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from kv_cache.storage import KVCache
 from models import weights
@@ -23,11 +24,18 @@ from models.decoder import Decoder
 from models.fused import Fused
 from models.runner import ModelRunner
 from models.sampler import Sampler
-from models.warm_up import warm_up
+from models.warm_up import largest_step_bytes, warm_up
+from recipes.ledger import Sizing, report
 from recipes.recipe import Recipe, SchedulerSection
-from recipes.sizing import Sizing, model_config, report, size
+from recipes.sizing import model_config, size
 
 log = logging.getLogger(__name__)
+
+VICTIMS: dict[str, Victim] = {
+    "youngest": youngest,
+    "fewest_lost": fewest_lost,
+    "lowest_priority": lowest_priority,
+}
 
 
 def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine:
@@ -40,7 +48,6 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     sizing = size(recipe, config)
     fused, attention = _operators(recipe, config)
     attention.check()
-    _log(recipe, config, sizing, fused, attention)
     decoder = Decoder(config, fused, attention)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
@@ -55,12 +62,33 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
         config.head_dim,
         config.dtype,
         attention.device,
+        num_host_pages=sizing.num_host_pages,
     )
     scheduler = _scheduler(recipe, config, sizing)
     sampler = Sampler(config.eos_token_ids, config.vocab_size, fused)
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
-    warm_up(runner, recipe.scheduler.max_batch_tokens)
-    return Engine(scheduler, runner, clock)
+    engine = Engine(scheduler, runner, clock)
+    _log(recipe, config, _measure(recipe, config, sizing, engine, runner), fused, attention)
+    return engine
+
+
+def _measure(
+    recipe: Recipe, config: DecoderConfig, estimated: Sizing, engine: Engine, runner: ModelRunner
+) -> Sizing:
+    """Run the largest step, and size again where it takes more than was estimated.
+
+    What an earlier engine of this process left allocated is not counted: less is not believed.
+    """
+    budget = recipe.scheduler.max_batch_tokens
+    warm_up(runner, budget)
+    measured = largest_step_bytes(runner, budget)
+    if measured is None or measured <= estimated.activation_bytes:
+        return estimated
+    sizing = size(recipe, config, activation_bytes=measured)
+    if sizing.num_pages != estimated.num_pages:
+        engine.resize(sizing.num_pages)
+        warm_up(runner, budget)
+    return sizing
 
 
 def _operators(recipe: Recipe, config: DecoderConfig) -> tuple[Fused, Attention]:
@@ -91,11 +119,15 @@ def _scheduler(recipe: Recipe, config: DecoderConfig, sizing: Sizing) -> Schedul
         SlotPool(asked.num_slots, sizing.longest_tokens, recipe.cache.page_size),
         PagePool(sizing.num_pages),
         policy(asked),
+        victim=VICTIMS[asked.victim],
+        host_pool=PagePool(sizing.num_host_pages) if sizing.num_host_pages else None,
         max_batch_tokens=asked.max_batch_tokens,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         prefix_sharing=recipe.cache.prefix_sharing,
         max_shared_tokens=config.max_shared_positions,
+        compact_every_steps=recipe.cache.compact_every_steps,
+        compact_pages_per_step=recipe.cache.compact_pages_per_step,
         seed=asked.seed,
     )
 

@@ -61,7 +61,32 @@ class CacheSection:
     memory_gib: float | None = key(
         "in place of `cache.num_pages`: as many pages as fit into this", default=None, least=0.001, most=2**20
     )
+    memory_fraction: float | None = key(
+        "in place of `cache.num_pages`: as many pages as fit into this part of the device's memory beside"
+        " weights, activations and reserve",
+        default=None,
+        least=0.01,
+        most=1.0,
+    )
+    reserve_gib: float = key(
+        "device memory left for the process itself and for others", default=0.5, least=0, most=2**20
+    )
+    host_gib: float | None = key(
+        "host memory where preempted requests leave their pages; null or 0: they are computed again",
+        default=None,
+        least=0,
+        most=2**20,
+    )
     prefix_sharing: bool = key("let requests with a common beginning share its pages", default=True)
+    compact_every_steps: int = key(
+        "every so many steps held pages start to move to the low end; 0: never",
+        default=0,
+        least=0,
+        most=2**31 - 1,
+    )
+    compact_pages_per_step: int = key(
+        "the most pages that then move in one step; 0: all at once", default=0, least=0, most=2**31 - 1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +104,11 @@ class SchedulerSection:
         default=None,
         least=2,
         most=2**24,
+    )
+    victim: Literal["youngest", "fewest_lost", "lowest_priority"] = key(
+        "who makes room when pages run short: who came last, who loses the fewest computed tokens, or the"
+        " lowest `priority`; the oldest request never does",
+        default="youngest",
     )
     batch_size: int | None = key("static: requests that start together", default=None, least=1, most=2**16)
     max_wait_ms: float | None = key(
@@ -112,13 +142,20 @@ class Recipe:
     def _contradictions(self) -> Iterator[RecipeError]:
         """Keys that each are in range and cannot stand together."""
         yield from self._one_of("model.path", "model.config")
-        yield from self._one_of("cache.num_pages", "cache.memory_gib")
+        yield from self._one_of("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
         if self.model.config is not None and self.model.weights == "checkpoint":
             yield RecipeError(
                 "model.weights: a model.config has no checkpoint; set model.weights to random,"
                 " or name a model.path",
                 "model.weights",
                 "model.config",
+            )
+        if self.cache.compact_pages_per_step and not self.cache.compact_every_steps:
+            yield RecipeError(
+                "cache.compact_pages_per_step: read only where cache.compact_every_steps is set, and it is 0;"
+                " set it, or leave this out",
+                "cache.compact_pages_per_step",
+                "cache.compact_every_steps",
             )
         yield from self._scheduler_contradictions()
         cache, longest = self.cache, self.scheduler.max_request_tokens
@@ -165,10 +202,11 @@ class Recipe:
                 "scheduler.num_slots",
             )
 
-    def _one_of(self, first: str, second: str) -> Iterator[RecipeError]:
-        if self.value(first) is None and self.value(second) is None:
-            yield RecipeError(f"{first}: required, or {second} in its place", first, second)
-        elif self.value(first) is not None and self.value(second) is not None:
+    def _one_of(self, *names: str) -> Iterator[RecipeError]:
+        first, given = names[0], [name for name in names if self.value(name) is not None]
+        if not given:
+            yield RecipeError(f"{first}: required, or {' or '.join(names[1:])} in its place", *names)
+        elif len(given) > 1:
             yield RecipeError(
-                f"{first}: excludes {second}, and both are set; set one of them to null", first, second
+                f"{given[0]}: excludes {given[1]}, and both are set; set one of them to null", *given
             )

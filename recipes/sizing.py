@@ -1,10 +1,9 @@
-"""How much does a recipe need, and does it fit?"""
+"""How much does a recipe need, and how many pages does that leave?"""
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kv_cache.storage import KVCache
@@ -12,31 +11,14 @@ from models.config import DecoderConfig
 from models.huggingface import DTYPES
 from recipes import families
 from recipes.keys import RecipeError
+from recipes.ledger import GIB, Sizing
 from recipes.recipe import Recipe
+from recipes.refusals import check_fits, too_few_pages, too_small_a_part
 
-GIB = 2**30
-RESERVE_BYTES = GIB // 2  # for the process and a step's activations
+SCORED_ROWS = 256  # queries whose scores live at once
+LOGIT_BYTES = 16  # beside the logits themselves: float32 scores, weights, and what choosing from them takes
+STEP_BYTES = 16 * 2**20  # what operators keep however small a step is
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-@dataclass(frozen=True, slots=True)
-class Sizing:
-    """What a recipe takes of the machine, and what it gives to a request."""
-
-    num_parameters: int
-    weight_bytes: int
-    page_bytes: int  # keys and values of all layers
-    num_pages: int  # allocated, the null page among them
-    num_pages_fitting: int  # that would fit beside the weights
-    cache_tokens: int  # the longest request that the cache alone would allow
-    longest_tokens: int  # a request's prompt and answer
-    longest_because: str  # what sets this limit
-    slot_bytes: int
-    memory_bytes: int
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:
@@ -54,36 +36,67 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     return config if model.dtype == "auto" else replace(config, dtype=DTYPES[model.dtype])
 
 
-def size(recipe: Recipe, config: DecoderConfig, memory_bytes: int | None = None) -> Sizing:
+def size(
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory_bytes: int | None = None,
+    activation_bytes: int | None = None,
+) -> Sizing:
     """Raises RecipeError, with what is missing and the key to change, if it cannot fit.
 
-    `memory_bytes` None: of this machine.
+    `memory_bytes` None: of this machine. `activation_bytes` None: estimated.
     """
-    cache, scheduler = recipe.cache, recipe.scheduler
-    memory_bytes = machine_memory_bytes() if memory_bytes is None else memory_bytes
+    cache = recipe.cache
     page_bytes = KVCache.page_bytes(
         config.num_layers, cache.page_size, config.num_kv_heads, config.head_dim, config.dtype
     )
-    num_pages = _num_pages(recipe, page_bytes)
-    cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
-    longest_tokens, longest_because = _longest(recipe, config, cache_tokens)
-    weight_bytes = config.num_parameters * config.dtype.itemsize
-    slot_bytes = scheduler.num_slots * 4 * (longest_tokens + -(-longest_tokens // cache.page_size))
-    spare_bytes = memory_bytes - weight_bytes - slot_bytes - RESERVE_BYTES
+    most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = Sizing(
         num_parameters=config.num_parameters,
-        weight_bytes=weight_bytes,
+        weight_bytes=config.num_parameters * config.dtype.itemsize,
         page_bytes=page_bytes,
+        num_pages=0,
+        num_pages_fitting=0,
+        num_host_pages=_num_host_pages(recipe, page_bytes),
+        cache_tokens=0,
+        longest_tokens=0,
+        longest_because="",
+        slot_bytes=_slot_bytes(recipe, most_tokens),
+        activation_bytes=estimate(recipe, config) if activation_bytes is None else activation_bytes,
+        is_measured=activation_bytes is not None,
+        reserve_bytes=int(cache.reserve_gib * GIB),
+        memory_bytes=machine_memory_bytes() if memory_bytes is None else memory_bytes,
+    )
+    num_pages = _num_pages(recipe, sizing)
+    cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
+    longest_tokens, longest_because = _longest(recipe, config, cache_tokens)
+    sizing = replace(
+        sizing,
         num_pages=num_pages,
-        num_pages_fitting=max(0, spare_bytes // page_bytes),
         cache_tokens=cache_tokens,
         longest_tokens=longest_tokens,
         longest_because=longest_because,
-        slot_bytes=slot_bytes,
-        memory_bytes=memory_bytes,
+        slot_bytes=_slot_bytes(recipe, longest_tokens),
     )
-    _check_fits(recipe, sizing)
+    spare_bytes = sizing.memory_bytes - sizing.beside_bytes
+    sizing = replace(sizing, num_pages_fitting=max(0, spare_bytes // page_bytes))
+    check_fits(recipe, sizing)
     return sizing
+
+
+def estimate(recipe: Recipe, config: DecoderConfig) -> int:
+    """Bytes that the largest step takes beside weights and cache, for a ledger without a model.
+
+    Of one layer all that lives at once, the scores of the longest span that the budget allows, and the logits
+    of all slots as the sampler works on them.
+    """
+    num_tokens, num_slots = recipe.scheduler.max_batch_tokens, recipe.scheduler.num_slots
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * config.intermediate_size
+    span = min(num_tokens, max_positions(config))
+    scores = config.num_heads * min(span, SCORED_ROWS) * span * (8 + config.dtype.itemsize)
+    logits = num_slots * config.vocab_size * (config.dtype.itemsize + LOGIT_BYTES)
+    return STEP_BYTES + num_tokens * widths * config.dtype.itemsize + scores + logits
 
 
 def machine_memory_bytes() -> int:
@@ -103,47 +116,34 @@ def max_positions(config: DecoderConfig) -> int:
     return config.max_positions
 
 
-def report(recipe: Recipe, config: DecoderConfig, sizing: Sizing) -> list[tuple[str, str]]:
-    """The sizing table, in words."""
-    page_size, num_slots = recipe.cache.page_size, recipe.scheduler.num_slots
-    pages_each = -(-(sizing.longest_tokens - 1) // page_size)
-    wanted = num_slots * pages_each
-    dtype = str(config.dtype).removeprefix("torch.")
-    return [
-        ("model", f"{config.family}, {sizing.num_parameters / 1e6:,.1f} M parameters, {dtype}"),
-        ("weights", _size(sizing.weight_bytes)),
-        (
-            "a page",
-            f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {config.num_layers} layers",
-        ),
-        (
-            "pages",
-            f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {_size(sizing.memory_bytes)}",
-        ),
-        ("cache", f"{_size(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),
-        ("slot table", _size(sizing.slot_bytes)),
-        ("longest request", f"{sizing.longest_tokens:,} tokens ({sizing.longest_because})"),
-        (
-            "all slots at longest",
-            f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
-        ),
-    ]
+def _slot_bytes(recipe: Recipe, longest_tokens: int) -> int:
+    """Token ids and page table of all slots."""
+    return recipe.scheduler.num_slots * 4 * (longest_tokens + -(-longest_tokens // recipe.cache.page_size))
 
 
-def _num_pages(recipe: Recipe, page_bytes: int) -> int:
-    cache = recipe.cache
+def _num_pages(recipe: Recipe, sizing: Sizing) -> int:
+    cache, page_bytes = recipe.cache, sizing.page_bytes
     if cache.num_pages is not None:
         return cache.num_pages
-    assert cache.memory_gib is not None, "a recipe has cache.num_pages or cache.memory_gib"
+    if cache.memory_fraction is not None:
+        budget = int(cache.memory_fraction * sizing.memory_bytes) - sizing.beside_bytes
+        if budget < 2 * page_bytes:
+            raise too_small_a_part(recipe, sizing, 2 * page_bytes - budget)
+        return min(budget // page_bytes, 2**31 - 1)
+    assert cache.memory_gib is not None, "a recipe says how many pages there are"
     num_pages = int(cache.memory_gib * GIB) // page_bytes
     if num_pages < 2:
-        least = math.ceil(2000 * page_bytes / GIB) / 1000
-        raise RecipeError(
-            f"cache.memory_gib: {cache.memory_gib} GiB hold {num_pages} pages of {page_bytes} bytes, and 2 is"
-            f" the least; set at least {least}, or a smaller cache.page_size",
-            "cache.memory_gib",
-            "cache.page_size",
-        )
+        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes)
+    return min(num_pages, 2**31 - 1)
+
+
+def _num_host_pages(recipe: Recipe, page_bytes: int) -> int:
+    host_gib = recipe.cache.host_gib
+    if not host_gib:
+        return 0
+    num_pages = int(host_gib * GIB) // page_bytes
+    if num_pages < 2:
+        raise too_few_pages("cache.host_gib", host_gib, num_pages, page_bytes)
     return min(num_pages, 2**31 - 1)
 
 
@@ -161,24 +161,3 @@ def _longest(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[
                 "scheduler.max_request_tokens",
             )
     return asked, "scheduler.max_request_tokens"
-
-
-def _check_fits(recipe: Recipe, sizing: Sizing) -> None:
-    if sizing.num_pages <= sizing.num_pages_fitting:
-        return
-    name = "cache.num_pages" if recipe.cache.num_pages is not None else "cache.memory_gib"
-    missing = (sizing.num_pages - sizing.num_pages_fitting) * sizing.page_bytes
-    text = (
-        f"{name}: {_size(sizing.weight_bytes)} of weights, {_size(sizing.cache_bytes)} of cache and"
-        f" {_size(RESERVE_BYTES + sizing.slot_bytes)} beside are {_size(missing)} more than the"
-        f" {_size(sizing.memory_bytes)} of this machine; "
-    )
-    fitting = sizing.num_pages_fitting
-    if fitting < 2:
-        raise RecipeError(f"{text}choose a smaller model or model.dtype", "model.path", "model.config")
-    mend = fitting if name == "cache.num_pages" else int(1000 * fitting * sizing.page_bytes / GIB) / 1000
-    raise RecipeError(f"{text}set at most {mend}", name)
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"

@@ -49,6 +49,7 @@ def parse_request(fields: object, text: Text | None) -> Request:
             params=params,
             tenant=values.get("tenant", values.get("user", "")),
             cache_salt=values.get("cache_salt", ""),
+            priority=values.get("priority", 0),
             arrival_s=values.get("arrival_s", 0.0),
         )
         for index, params in enumerate(_samples(values))
@@ -155,6 +156,12 @@ def _seconds(name: str, value: Any) -> float:
     return seconds
 
 
+def _priority(name: str, value: Any) -> int:
+    if abs(priority := _integer(name, value)) > _LAST_ID:
+        raise _wrong(name, value, f"an integer from {-_LAST_ID} to {_LAST_ID}")
+    return priority
+
+
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
@@ -215,4 +222,5 @@ _READERS: dict[str, _Reader] = {
     "tenant": _string,
     "user": _string,
     "cache_salt": _string,
+    "priority": _priority,
 }

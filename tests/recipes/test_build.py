@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,12 @@ import torch
 from attention.reference import Attention
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.victims import lowest_priority
+from models.warm_up import largest_step_bytes
+from recipes import build as building
 from recipes.build import build, policy
 from recipes.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from recipes.sizing import size
 
 CONFIG = {
     "model_type": "llama",
@@ -115,3 +120,47 @@ def test_what_attention_cannot_do_is_refused_before_weights_are_made():
 def test_threads_are_set():
     build(made())
     assert torch.get_num_threads() == 1
+
+
+def test_the_engine_has_the_host_tier_compaction_and_victim_of_the_recipe():
+    page = 8 * 2 * 16 * 4 * 2 * 2
+    cache = CacheSection(
+        page_size=8, num_pages=9, host_gib=20 * page / 2**30, compact_every_steps=3, compact_pages_per_step=2
+    )
+    scheduler = SchedulerSection(num_slots=3, max_batch_tokens=16, victim="lowest_priority")
+    engine = build(replace(made(), cache=cache, scheduler=scheduler))
+    host = engine.scheduler.residency.swap.pool
+    assert host is not None
+    assert host.num_pages == len(engine.runner.cache._host_keys[0]) == 20
+    assert engine.scheduler._victim is lowest_priority
+    assert (engine.scheduler._compact_every_steps, engine.scheduler._compact_pages_per_step) == (3, 2)
+    assert build(made()).scheduler.residency.swap.pool is None
+
+
+def test_the_largest_step_is_of_the_whole_budget_and_leaves_no_trace(monkeypatch):
+    engine = build(made())
+    batches = []
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda batch: batches.append(batch) or run(batch))
+    taken = largest_step_bytes(engine.runner, 16)
+    assert taken is None or taken >= 0
+    assert [batch.num_tokens for batch in batches] == [16]
+    assert len(batches[0].owners) == 3
+    assert not any(tensor.any() for tensor in (*engine.runner.cache.keys, *engine.runner.cache.values))
+    assert not engine.slots.temperature.any()
+
+
+def test_pages_give_way_to_a_step_that_takes_more_than_was_estimated(monkeypatch):
+    cache = CacheSection(page_size=8, memory_fraction=0.5)
+    monkeypatch.setattr(building, "size", lambda *given, **more: size(*given, memory_bytes=3 * 2**29, **more))
+    recipe = replace(made(), cache=cache)
+    before = build(recipe).scheduler.pool.num_pages
+    monkeypatch.setattr(building, "largest_step_bytes", lambda *_: 100 * 2**20)
+    engine = build(recipe)
+    assert engine.scheduler.pool.num_pages == engine.runner.cache.num_pages < before
+    engine.add(Request("a", PROMPTS[2], SamplingParams(max_tokens=4, temperature=0)))
+    while engine.has_work:
+        engine.step()
+    monkeypatch.setattr(building, "largest_step_bytes", lambda *_: 2**31)
+    with pytest.raises(ValueError, match=r"cache.memory_fraction: .* are .* GiB less than"):
+        build(recipe)

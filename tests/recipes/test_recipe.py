@@ -38,9 +38,30 @@ def made(**changes: Any) -> Recipe:
         ({"cache__page_size": 0}, "cache.page_size: 0 is not allowed; it must be an integer from 1 to 1024"),
         ({"device__kind": "toaster"}, "device.kind: 'toaster' is not allowed; it must be cpu"),
         ({"model__path": None}, "model.path: required, or model.config in its place"),
-        ({"cache__num_pages": None}, "cache.num_pages: required, or cache.memory_gib in its place"),
+        (
+            {"cache__num_pages": None},
+            "cache.num_pages: required, or cache.memory_gib or cache.memory_fraction in its place",
+        ),
         ({"cache__memory_gib": 1.0}, "cache.num_pages: excludes cache.memory_gib, and both are set"),
         ({"model__path": None, "model__config": {}}, "model.weights: a model.config has no checkpoint"),
+        (
+            {"cache__memory_fraction": 0.5},
+            "cache.num_pages: excludes cache.memory_fraction, and both are set",
+        ),
+        (
+            {"cache__memory_fraction": 1.5},
+            "cache.memory_fraction: 1.5 is not allowed; it must be",
+        ),
+        ({"cache__host_gib": -1.0}, "cache.host_gib: -1.0 is not allowed"),
+        (
+            {"cache__compact_pages_per_step": 8},
+            "cache.compact_pages_per_step: read only where cache.compact_every_steps is set, and it is 0",
+        ),
+        (
+            {"scheduler__victim": "lowest_prio"},
+            "scheduler.victim: 'lowest_prio' is not allowed; it must be youngest, fewest_lost or"
+            " lowest_priority; did you mean lowest_priority?",
+        ),
         (
             {"scheduler__num_slots": 65},
             "scheduler.max_batch_tokens: 64 is less than scheduler.num_slots (65)",

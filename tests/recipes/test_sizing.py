@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from kv_cache.storage import KVCache
 from models.decoder import Decoder
 from models.fused import Fused
 from recipes.keys import RecipeError
+from recipes.ledger import GIB, report
 from recipes.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
-from recipes.sizing import GIB, machine_memory_bytes, max_positions, model_config, report, size
+from recipes.sizing import estimate, machine_memory_bytes, max_positions, model_config, size
 
 LLAMA = {
     "model_type": "llama",
@@ -37,11 +39,12 @@ def made(
     gib: float | None = None,
     page_size: int = 16,
     longest: int | None = None,
+    **cache: Any,
 ) -> Recipe:
     return Recipe(
         model=ModelSection(config={**LLAMA, **(changes or {})}, weights="random", dtype=dtype),
         device=DeviceSection(kind="cpu"),
-        cache=CacheSection(page_size=page_size, num_pages=pages, memory_gib=gib),
+        cache=CacheSection(page_size=page_size, num_pages=pages, memory_gib=gib, **cache),
         scheduler=SchedulerSection(num_slots=4, max_batch_tokens=64, max_request_tokens=longest),
     )
 
@@ -141,3 +144,63 @@ def test_the_report_says_what_was_counted():
 
 def test_this_machine_has_memory():
     assert 2**28 < machine_memory_bytes() < 2**50
+
+
+def test_a_part_of_the_memory_holds_what_all_else_leaves():
+    recipe = made(pages=None, memory_fraction=0.75)
+    sizing = sized(recipe)
+    assert sizing.total_bytes <= 0.75 * 4 * GIB < sizing.total_bytes + PAGE_BYTES
+    assert sizing.cache_bytes == sizing.total_bytes - sizing.beside_bytes
+    more = size(recipe, model_config(recipe), 4 * GIB, sizing.activation_bytes + GIB)
+    assert sizing.num_pages - more.num_pages == GIB // PAGE_BYTES
+    assert sized(made(pages=None, memory_fraction=0.75, reserve_gib=1.5)).num_pages == more.num_pages
+
+
+def test_a_part_that_is_too_small_is_refused_with_what_is_missing():
+    text = refusal(made(pages=None, memory_fraction=0.1))
+    assert text.startswith("cache.memory_fraction: 0.1 of the 4.00 GiB of this machine are 0.12 GiB less")
+    least = float(text.rpartition(" ")[2])
+    assert sized(made(pages=None, memory_fraction=least)).num_pages >= 2
+    assert refusal(made(pages=None, memory_fraction=least - 0.001))
+    text = refusal(made(pages=None, memory_fraction=1.0, reserve_gib=5))
+    assert text.endswith("; lower cache.reserve_gib, or choose a smaller model or model.dtype")
+
+
+def test_a_host_tier_is_whole_pages_and_must_fit_beside_the_cache():
+    sizing = sized(made(host_gib=1))
+    assert sizing.num_host_pages == GIB // PAGE_BYTES
+    assert sizing.total_bytes == sized(made()).total_bytes + sizing.host_bytes
+    assert sized(made(host_gib=0)).num_host_pages == 0
+    text = refusal(made(host_gib=64))
+    assert text.startswith("cache.host_gib: ")
+    assert "64.00 GiB of host tier" in text
+    assert "60.5" in text
+    most = float(text.rpartition(" ")[2])
+    assert 3.4 < most < 3.5
+    sized(made(host_gib=most))
+    assert refusal(made(host_gib=most + 0.001))
+    assert refusal(made(host_gib=1e-6)).startswith("cache.host_gib: 1e-06 GiB hold 0 pages of 8192 bytes")
+
+
+def test_what_a_step_takes_grows_with_its_budget():
+    def taken(**changes: int) -> int:
+        scheduler = SchedulerSection(**{"num_slots": 4, "max_batch_tokens": 64, **changes})
+        recipe = made()
+        return estimate(replace(recipe, scheduler=scheduler), model_config(recipe))
+
+    assert taken() < taken(max_batch_tokens=128) < taken(max_batch_tokens=128, num_slots=128)
+
+
+def test_a_step_that_takes_too_much_is_refused():
+    recipe = made()
+    with pytest.raises(RecipeError, match=r"lower scheduler.max_batch_tokens, or choose a smaller model"):
+        size(recipe, model_config(recipe), 4 * GIB, activation_bytes=5 * GIB)
+
+
+def test_the_sum_of_the_ledger_is_told():
+    recipe = made(host_gib=1)
+    lines = dict(report(recipe, model_config(recipe), sized(recipe)))
+    assert lines["host tier"] == "1.00 GiB, 131,071 pages"
+    assert lines["activations"].endswith(" in the largest step, estimated")
+    assert lines["reserve"] == "0.50 GiB"
+    assert lines["sum"] == "1.52 GiB of 4.00 GiB"

@@ -41,12 +41,14 @@ def test_every_field_arrives(texts: dict[str, Text]) -> None:
             "ignore_eos": True,
             "tenant": "us",
             "cache_salt": "salt",
+            "priority": -3,
         },
         text,
     )
     assert request.id == "a"
     assert request.prompt.tolist() == text.encode("Hello")
     assert (request.arrival_s, request.tenant, request.cache_salt) == (2.0, "us", "salt")
+    assert request.priority == -3
     assert request.params == SamplingParams(
         max_tokens=30,
         min_tokens=2,
@@ -154,6 +156,7 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
         ({"tenant": "a", "user": "b"}, "tenant and user are two names of one field"),
         ({"cache_salt": 5}, "cache_salt is 5; it must be a string"),
         ({"tenant": ["x" * 100]}, "it must be a string"),
+        ({"priority": 2**31}, "priority is 2147483648; it must be an integer from -2147483647 to 2147483647"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
