@@ -6,7 +6,7 @@ the model in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +14,30 @@ import numpy as np
 import pytest
 import torch
 
-from attention.reference import Attention, AttentionShape
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
-from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
-from kv_cache.storage import KVCache
-from models import weights
-from models.decoder import Decoder
-from models.fused import Fused
-from models.runner import ModelRunner
-from models.sampler import Sampler
-from recipes import families
+from recipes.build import build
+from recipes.reader import load
+from recipes.recipe import ROOT
 from tests.models.families import VARIANTS, VOCABULARY, fresh_rope, make
 
 NUM_REQUESTS, NUM_NEW, LONGEST = 32, 48, 300
-IMPLEMENTATIONS = [(Fused, Attention)]
 
 
-def make_engine(
-    path: Path, implementation: tuple[type[Fused], type[Attention]], page_size: int, num_pages: int
-) -> Engine:
-    config = replace(families.decoder_config(families.read(path)), dtype=torch.float32)
-    kv = (config.num_kv_heads, config.head_dim)
-    shape = AttentionShape(
-        config.num_heads, *kv, page_size, config.head_dim**-0.5, config.dtype, config.windows
-    )
-    fused, attention = implementation[0](), implementation[1](shape)
-    attention.check()
-    decoder = Decoder(config, fused, attention)
-    weights.load(decoder, path)
-    cache = KVCache(config.num_layers, num_pages, page_size, *kv, config.dtype)
-    slots = SlotPool(12, LONGEST + NUM_NEW, page_size)
-    scheduler = Scheduler(
-        slots,
-        PagePool(num_pages),
-        StallFree(),
-        max_batch_tokens=96,
-        vocab_size=config.vocab_size,
-        max_shared_tokens=config.max_shared_positions,
-    )
-    sampler = Sampler(config.eos_token_ids, config.vocab_size, fused)
-    return Engine(scheduler, ModelRunner(decoder, cache, attention, sampler, slots))
+def make_engine(path: Path, attention: str) -> Engine:
+    overrides = {
+        "model.path": path,
+        "model.dtype": "float32",
+        "device.attention": attention,
+        "device.threads": 1,
+        "cache.page_size": 16,
+        "cache.num_pages": 70,
+        "cache.memory_gib": "null",
+        "scheduler.num_slots": 12,
+        "scheduler.max_batch_tokens": 96,
+        "scheduler.max_request_tokens": LONGEST + NUM_NEW,
+    }
+    return build(load(ROOT / "recipes/any/cpu.yaml", [f"{key}={value}" for key, value in overrides.items()]))
 
 
 def make_prompts(seed: int) -> list[list[int]]:
@@ -124,12 +104,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(path, prompts, [generated(model, prompt) for prompt in prompts])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda pair: pair[1].__name__)
-@pytest.mark.parametrize(("page_size", "num_pages"), [(16, 70)])
-def test_greedy_tokens_are_those_of_transformers(
-    case: Case, implementation: tuple[type[Fused], type[Attention]], page_size: int, num_pages: int
-) -> None:
-    requests = serve(make_engine(case.path, implementation, page_size, num_pages), case.prompts)
+@pytest.mark.parametrize("attention", ["reference", "fused"])
+def test_greedy_tokens_are_those_of_transformers(case: Case, attention: str) -> None:
+    requests = serve(make_engine(case.path, attention), case.prompts)
     for request, (tokens, logprobs) in zip(requests, case.expected):
         assert request.answer.tolist() == tokens, f"request {request.id}"
         assert len(request.logprobs) == NUM_NEW
