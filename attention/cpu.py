@@ -134,7 +134,6 @@ class CpuAttention(Attention):
     ) -> Tensor:
         """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
         window = self.shape.windows[layer]
-        prompts = metadata.prompts[window]
         decoded = None
         if metadata.num_decodes:
             chosen = query[metadata.decodes].float()
@@ -200,7 +199,7 @@ class CpuAttention(Attention):
         return key[tokens].transpose(0, 1).contiguous(), value[tokens].transpose(0, 1).contiguous()
 
     def _weigh(self, scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """exp(score - peak) of scores [K, rows, G, keys] from key `first` to `last` of each row, and its sums.
+        """exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and its sums.
 
         The sums divide the result, which is smaller: two passes over the scores instead of four.
         """

@@ -66,7 +66,7 @@ class CpuFused(Fused):
         return self._swiglu(gate_up)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite, bool [R]."""
+        """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""
         return self._greedy(logits)
 
     def padded(self, num_tokens: int) -> int:

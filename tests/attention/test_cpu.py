@@ -1,0 +1,155 @@
+"""Does a CPU's own order of the cache, compiled or not, change nothing but the speed?"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor
+
+from attention.compiled import Compiled
+from attention.cpu import SHORT, CpuAttention
+from continuous_batching.batch import Batch
+from kv_cache.storage import KVCache
+from tests.attention.test_attention import NOTHING, ROWS, Bench, shape
+
+LENS = (1, 16, 17, 64, 65, 190)
+
+
+def compiled_bench(**changes: object) -> Bench:
+    return Bench(partial(CpuAttention, compile=True), shape(**changes))  # type: ignore[arg-type]
+
+
+def num_graphs(attention: CpuAttention) -> int:
+    return sum(each.num_graphs for each in vars(attention).values() if isinstance(each, Compiled))
+
+
+def exercise(bench: Bench) -> None:
+    """Lone decodes, short spans, prompts of one and several chunks, leavers, all at once."""
+    bench.step({2: 5})
+    bench.step({0: 33, 2: 1, 4: 1})
+    bench.step({2: 1})
+    bench.step({1: 280, 0: SHORT, 2: SHORT + 1, 4: 1})
+    bench.leave(0)
+    bench.step({5: 2, 1: 1, 0: 14, 4: 20})
+
+
+def test_compiled_attention_computes_the_same() -> None:
+    bench = compiled_bench(windows=(None, 13), page_size=32, head_dim=32)
+    exercise(bench)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 16, 4, 2), (64, 64, 6, 2), (128, 128, 4, 4), (16, 20, 8, 1)], ids=str)
+def test_compiled_attention_of_many_shapes(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    page_size, head_dim, num_heads, num_kv_heads = sizes
+    bench = compiled_bench(
+        page_size=page_size,
+        head_dim=head_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        scale=head_dim**-0.5,
+        dtype=dtype,
+    )
+    exercise(bench)
+
+
+def test_nothing_is_compiled_anew_for_other_batches() -> None:
+    bench = compiled_bench(windows=(None, 13), page_size=32, head_dim=32)
+    bench.step({2: 5, 3: 1})
+    bench.step({2: 1, 3: 1})
+    bench.step({2: 40, 3: 1})
+    attention = bench.attention
+    assert isinstance(attention, CpuAttention)
+    before = num_graphs(attention)
+    exercise(bench)
+    assert num_graphs(attention) == before <= 6
+
+
+class Layer:
+    """One layer with requests of `LENS` tokens in its rows, each in pages of its own."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.shape = shape(windows=(None,), page_size=64, head_dim=32, dtype=dtype)
+        self.attention = CpuAttention(self.shape)
+        self.cache = KVCache(1, 1 + 5 * ROWS, 64, 2, 32, dtype)
+        self.page_table = (1 + np.arange(5 * ROWS, dtype=np.int32)).reshape(ROWS, 5)
+        self.random = torch.Generator().manual_seed(0)
+
+    def step(self, spans: dict[int, tuple[int, int]], broken: int | None = None) -> dict[int, Tensor]:
+        """Compute spans (start, stop) of rows; the row `broken` has NaN everywhere."""
+        rows = np.array(list(spans))
+        starts, stops = np.array(list(spans.values()), np.int64).T.copy()
+        metadata = self.attention.plan(
+            Batch(rows, starts, stops, NOTHING, NOTHING, (NOTHING,) * 3), self.page_table
+        )
+        parts = [self._tokens(row, start, stop, row == broken) for row, (start, stop) in spans.items()]
+        query, key, value = (torch.cat(each) for each in zip(*parts))
+        keys, values = self.cache.keys[0], self.cache.values[0]
+        self.attention.write(key, value, keys, values, metadata)
+        output = self.attention.attend(query, keys, values, metadata, 0)
+        return dict(zip(spans, output.split((stops - starts).tolist())))
+
+    def _tokens(self, row: int, start: int, stop: int, broken: bool) -> tuple[Tensor, ...]:
+        random = torch.Generator().manual_seed(row)
+        whole = [torch.randn(320, heads, 32, generator=random) for heads in (4, 2, 2)]
+        return tuple((each[start:stop] * (torch.nan if broken else 1)).to(self.shape.dtype) for each in whole)
+
+
+def test_a_decode_is_the_same_to_the_bit_whatever_runs_beside_it() -> None:
+    alone = {}
+    for row, length in enumerate(LENS):
+        layer = Layer()
+        layer.step({row: (0, length)})
+        alone |= layer.step({row: (length, length + 1)})
+    layer = Layer()
+    layer.step({row: (0, length) for row, length in enumerate(LENS)})
+    together = layer.step({row: (length, length + 1) for row, length in reversed(list(enumerate(LENS)))})
+    for row in alone:
+        assert torch.equal(alone[row], together[row]), row
+
+
+@pytest.mark.parametrize("start", [0, 30])
+def test_a_broken_request_breaks_no_other(start: int) -> None:
+    healthy, beside = Layer(), Layer()
+    for layer in (healthy, beside):
+        layer.step(dict.fromkeys(range(3), (0, start)) if start else {3: (0, 9)})
+    spans = {0: (start, start + 20), 1: (start, start + 45), 2: (start, start + 1)}
+    expected, found = healthy.step(spans), beside.step(spans, broken=1)
+    for row in (0, 2):
+        assert torch.equal(found[row], expected[row])
+    assert found[1].isnan().all()
+
+
+def test_filling_rows_are_neither_written_nor_answered_wrongly() -> None:
+    layer = Layer()
+    attention, cache = layer.attention, layer.cache
+    batch = Batch(np.array([1]), np.array([0]), np.array([9]), NOTHING, NOTHING, (NOTHING,) * 3)
+    metadata = attention.plan(batch, layer.page_table)
+    query, key, value = layer._tokens(1, 0, 16, False)
+    attention.write(key, value, cache.keys[0], cache.values[0], metadata)
+    padded = attention.attend(query, cache.keys[0], cache.values[0], metadata, 0)
+    assert torch.equal(padded[:9], Layer().step({1: (0, 9)})[1])
+    assert not cache.keys[0][7:].any()
+    assert (
+        int((attention.read(cache.keys[0], cache.values[0], torch.arange(6 * 64, 7 * 64))[0] != 0).sum())
+        == 9 * 64
+    )
+
+
+def test_a_dimension_that_the_code_would_fix_is_refused() -> None:
+    with pytest.raises(AssertionError, match="makes constants of dimensions"):
+        Compiled(lambda x: x.view(4, 8) + 1, ((0,),))(torch.ones(4, 8))
+
+
+def test_a_missing_compiler_is_told_with_its_mend() -> None:
+    config = torch._inductor.config  # type: ignore[attr-defined]
+    with (
+        config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
+        pytest.raises(ValueError, match=r"set device\.compile=false"),
+    ):
+        Compiled(lambda x: x * 2 + 1, ((0,),))(torch.ones(4, 8))

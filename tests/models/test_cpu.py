@@ -1,0 +1,128 @@
+"""Do a CPU's operators say what the plain ones say?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.cpu import CpuFused
+from models.fused import Fused
+
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+DTYPES = list(NEAR)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["eager", "compiled"])
+def fused(request: pytest.FixtureRequest) -> CpuFused:
+    return CpuFused(compile=request.param)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def some(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    near = NEAR[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+
+
+def rows() -> Iterator[int]:
+    yield from (1, 2, 7, 40)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 9, 64, 65, 200])
+def test_linear(dtype: torch.dtype, num_rows: int, bias: bool) -> None:
+    fused, plain = CpuFused(), Fused()
+    weight, x = some(dtype, 48, 80), some(dtype, num_rows, 80)
+    offset = some(dtype, 48) if bias else None
+    found = fused.linear(x, fused.pack(weight.clone(), offset))
+    expected = plain.linear(x.float(), (weight.float(), None if offset is None else offset.float()))
+    assert found.shape == (num_rows, 48)
+    torch.testing.assert_close(found.float(), expected, rtol=NEAR[dtype], atol=10 * NEAR[dtype])
+
+
+def test_a_tied_weight_stays_readable_after_packing() -> None:
+    weight = some(torch.float32, 32, 16)
+    before = weight.clone()
+    CpuFused().pack(weight, None)
+    assert torch.equal(weight, before)
+
+
+def test_rows_of_a_linear_do_not_depend_on_their_number() -> None:
+    fused = CpuFused()
+    packed, x = fused.pack(some(torch.float32, 96, 64), None), some(torch.float32, 100, 64)
+    whole = fused.linear(x, packed)
+    for count in (1, 5, 33):
+        torch.testing.assert_close(fused.linear(x[:count], packed), whole[:count], rtol=1e-6, atol=1e-6)
+
+
+def test_padding_is_bounded_and_never_takes_rows_away() -> None:
+    fused = CpuFused()
+    sizes = [fused.padded(count) for count in range(1, 1000)]
+    assert all(count <= size < 2 * count + 64 for count, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 32
+
+
+def test_norms(fused: CpuFused, dtype: torch.dtype) -> None:
+    plain, weight = Fused(), some(dtype, 64)
+    for count in rows():
+        x, residual = some(dtype, count, 64), some(dtype, 64, count).T.contiguous()
+        assert_near(fused.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
+        for found, expected in zip(
+            fused.add_rms_norm(x, residual, weight, 1e-5), plain.add_rms_norm(x, residual, weight, 1e-5)
+        ):
+            assert_near(found, expected)
+    heads = some(dtype, 5, 96).unflatten(1, (6, 16))[:, :4]  # as queries lie in the product for all three
+    assert_near(fused.rms_norm(heads, weight[:16], 1e-6), plain.rms_norm(heads, weight[:16], 1e-6))
+
+
+def test_rotary(fused: CpuFused, dtype: torch.dtype) -> None:
+    plain = Fused()
+    for count in rows():
+        heads = some(dtype, count, 8 * 16).unflatten(1, (8, 16))
+        cos, sin = some(dtype, count, 16), some(dtype, 16, count).T.contiguous()
+        query, key = heads[:, :4], heads[:, 4:6]
+        for found, expected in zip(fused.rotary(query, key, cos, sin), plain.rotary(query, key, cos, sin)):
+            assert_near(found, expected)
+
+
+def test_swiglu(fused: CpuFused, dtype: torch.dtype) -> None:
+    for count in rows():
+        gate_up = 4 * some(dtype, count, 96)
+        assert_near(fused.swiglu(gate_up), Fused().swiglu(gate_up))
+
+
+def test_greedy(fused: CpuFused, dtype: torch.dtype) -> None:
+    for count in rows():
+        logits = some(dtype, count, 500)
+        logits[0, [7, 300]] = 30  # of equals, the first
+        tokens, finite = fused.greedy(logits)
+        assert torch.equal(tokens, logits.float().argmax(-1))
+        assert int(tokens[0]) == 7
+        assert finite.all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_greedy_tells_rows_that_are_not_finite(fused: CpuFused, bad: float) -> None:
+    logits = some(torch.float32, 4, 500)
+    logits[2, 60 if bad > 0 or bad != bad else slice(None)] = bad
+    tokens, finite = fused.greedy(logits)
+    assert finite.tolist() == [True, True, False, True]
+    assert ((tokens >= 0) & (tokens < 500)).all()
+
+
+def test_the_number_of_graphs_does_not_grow_with_the_batch(dtype: torch.dtype) -> None:
+    fused = CpuFused(compile=True)
+    for count in rows():
+        fused.swiglu(some(dtype, count, 96))
+    assert fused._swiglu.num_graphs == 1  # type: ignore[attr-defined]
