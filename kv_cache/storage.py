@@ -5,6 +5,7 @@ Legend: P pages, B tokens a page, K kv heads, D head dim.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -77,7 +78,9 @@ class KVCache:
                 _copy(pages, read, pages, written)
 
     def resize(self, num_pages: int) -> None:
-        """Change the number of pages; the low ones keep what they hold. Tensors are copied one by one."""
+        """Change the number of pages; the low ones keep what they hold. Tensors are copied one by one, and
+        what is no longer needed goes back to the device, or to the machine.
+        """
         kept = min(num_pages, self.num_pages)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
@@ -86,6 +89,8 @@ class KVCache:
                 new[kept:].zero_()
                 tensors[layer] = new
         self.num_pages = num_pages
+        del old, new
+        _give_back(self.keys[0].device)
 
     def _swap(self, copy: PageCopy) -> None:
         to_host = copy.way == "to_host"
@@ -102,6 +107,14 @@ class KVCache:
                     _leave(source, read, target, written)
                 else:
                     _return(source, read, target, written)
+
+
+def _give_back(device: torch.device) -> None:
+    """Let the allocator part with the memory that it keeps for later."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc
+        libc.malloc_trim(0)
 
 
 def _flat(tensor: Tensor) -> Tensor:

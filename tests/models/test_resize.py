@@ -1,0 +1,123 @@
+"""Do pages that move, leave and come back under a running model change a single token?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from models.runner import ModelRunner
+from recipes.build import build
+from recipes.reader import load
+from recipes.recipe import ROOT
+from tests.continuous_batching.recount import recount
+
+PAGE_SIZE, MOST_PAGES = 8, 48
+
+
+def built(*overrides: str) -> tuple[Engine, ModelRunner]:
+    recipe = load(ROOT / "recipes/tiny/cpu.yaml", ["device.compile=false", "device.threads=1", *overrides])
+    engine = build(recipe)
+    assert isinstance(engine.runner, ModelRunner)
+    return engine, engine.runner
+
+
+def requests() -> list[Request]:
+    """Prompts of all lengths, half of which begin alike; greedy and by chance."""
+    random = np.random.default_rng(5)
+    common = random.integers(3, 300, 40)
+    made = []
+    for number in range(14):
+        prompt = random.integers(3, 300, int(random.integers(1, 60)))
+        if number % 2:
+            prompt = np.concatenate([common[: int(random.integers(16, 41))], prompt])
+        params = SamplingParams(
+            max_tokens=int(random.integers(8, 40)),
+            temperature=0.8 * (number % 3 == 0),
+            seed=number,
+            ignore_eos=True,
+        )
+        made.append(Request(str(number), prompt, params, priority=number % 4))
+    return made
+
+
+def tensor_bytes(runner: ModelRunner) -> int:
+    return sum(each.untyped_storage().nbytes() for each in (*runner.cache.keys, *runner.cache.values))
+
+
+def process_bytes() -> int:
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[list[int]]:
+    engine, _ = built("cache.num_pages=1024")
+    served = requests()
+    for request in served:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.counters.preemptions == 0
+    return [request.answer.tolist() for request in served]
+
+
+@pytest.mark.parametrize("victim", ["youngest", "fewest_lost", "lowest_priority"])
+@pytest.mark.parametrize("host_gib", [0.001, 0.01, 0])
+def test_resizes_compactions_and_swaps_change_no_token(
+    undisturbed: list[list[int]], host_gib: float, victim: str
+) -> None:
+    engine, runner = built(
+        f"cache.page_size={PAGE_SIZE}",
+        f"cache.num_pages={MOST_PAGES}",
+        f"cache.host_gib={host_gib}",
+        "cache.compact_every_steps=1",
+        "scheduler.num_slots=6",
+        "scheduler.max_batch_tokens=48",
+        f"scheduler.victim={victim}",
+    )
+    random, served = np.random.default_rng(3), requests()
+    page_bytes = tensor_bytes(runner) // MOST_PAGES
+    sizes = set()
+    for number, request in enumerate(served):
+        engine.add(request)
+        engine.step()
+        while engine.has_work and (number == len(served) - 1 or random.random() < 0.8):
+            if random.random() < 0.3:
+                engine.resize(int(random.integers(20, MOST_PAGES + 1)), "running")
+                assert tensor_bytes(runner) == engine.scheduler.pool.num_pages * page_bytes
+                sizes.add(engine.scheduler.pool.num_pages)
+            engine.step()
+            recount(engine.scheduler)
+    assert [request.answer.tolist() for request in served] == undisturbed
+    counters = engine.scheduler.counters
+    assert len(sizes) > 10
+    assert min(counters.preemptions, counters.compacted_pages) > 10
+    assert (counters.swapped_in_pages > 0) == (host_gib > 0)
+    assert engine.scheduler.pool.num_held == engine.scheduler.residency.prefix.num_idle
+
+
+def test_what_a_smaller_cache_does_not_need_goes_back_to_the_machine() -> None:
+    engine, runner = built()
+    before, held = process_bytes(), tensor_bytes(runner)
+    assert held == 64 * 2**20
+    engine.resize(16)
+    assert tensor_bytes(runner) == 2**20
+    assert process_bytes() < before - 50 * 2**20
+
+
+def test_a_cache_smaller_than_what_is_held_needs_consent() -> None:
+    engine, runner = built(f"cache.page_size={PAGE_SIZE}", f"cache.num_pages={MOST_PAGES}")
+    request = Request("a", np.arange(3, 103), SamplingParams(max_tokens=4, temperature=0))
+    engine.add(request)
+    engine.step()
+    for give_up in ("nothing", "cached"):
+        with pytest.raises(ValueError, match="resize to at least 14"):
+            engine.resize(13, give_up)
+    assert runner.cache.num_pages == engine.scheduler.pool.num_pages == MOST_PAGES
+    engine.resize(14, "nothing")
+    while engine.has_work:
+        engine.step()
+    assert len(request.answer) == 4
