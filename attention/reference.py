@@ -136,8 +136,8 @@ class Attention:
         window = self.shape.windows[layer]
         output = torch.empty_like(query)
         for span in metadata.spans:
-            keys = layer_keys[span.pages].flatten(0, 1)[: span.stop]
-            values = layer_values[span.pages].flatten(0, 1)[: span.stop]
+            keys = layer_keys[span.pages].flatten(0, 1)
+            values = layer_values[span.pages].flatten(0, 1)
             for start in range(span.start, span.stop, QUERY_ROWS):
                 stop = min(start + QUERY_ROWS, span.stop)
                 seen = 0 if window is None else max(0, start - window + 1)
