@@ -1,0 +1,135 @@
+"""A pool that hardly holds one request finishes all of them, and aborts leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from continuous_batching.victims import Victim, fewest_lost, lowest_priority, youngest
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+
+NUM_CLIENTS, LARGEST = 64, 64  # tokens, prompt and answer
+COMMON = np.random.default_rng(7).integers(0, VOCAB_SIZE, LARGEST).tolist()
+
+
+def make(num_pages: int, num_slots: int = NUM_CLIENTS, num_host_pages: int = 0, **options) -> Engine:
+    slots = SlotPool(num_slots, LARGEST, 4)
+    host = PagePool(num_host_pages) if num_host_pages else None
+    scheduler = Scheduler(
+        slots,
+        PagePool(num_pages),
+        StallFree(),
+        max_batch_tokens=num_slots + 32,
+        vocab_size=VOCAB_SIZE,
+        host_pool=host,
+        **options,
+    )
+    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool, host), clock=lambda: 0.0)
+
+
+def draw(random: np.random.Generator, name: str, *, largest: bool = False) -> Request:
+    """A request of any length, with a beginning that others may share; or the largest there is."""
+    num_prompt = 24 if largest else int(random.integers(1, 41))
+    max_tokens = LARGEST - 24 if largest else int(random.integers(1, LARGEST - num_prompt + 1))
+    common = int(random.integers(0, num_prompt))
+    prompt = COMMON[:common] + random.integers(0, VOCAB_SIZE, num_prompt - common).tolist()
+    return Request(name, np.array(prompt), SamplingParams(max_tokens=max_tokens))
+
+
+def closed_loop(engine: Engine, requests: list[Request]) -> None:
+    """Serve all, as many at a time as there are clients; each finished one is followed by the next."""
+    waiting = list(requests)
+    in_service, steps = 0, 0
+    while waiting or engine.has_work:
+        while waiting and in_service < NUM_CLIENTS:
+            engine.add(waiting.pop(0))
+            in_service += 1
+        step = engine.step()
+        assert step is not None, "work is left, and nothing is computed"
+        in_service -= len(step.finished)
+        steps += 1
+        assert steps < 100 * len(requests), "no progress"
+    recount(engine.scheduler)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1, 1.2])
+@pytest.mark.parametrize("victim", [youngest, fewest_lost, lowest_priority], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("num_host_pages", [0, 40], ids=["recomputed", "swapped"])
+def test_a_pool_of_the_largest_request_finishes_a_closed_loop(
+    factor: float, victim: Victim, num_host_pages: int
+) -> None:
+    num_pages = 1 + round(factor * -(-(LARGEST - 1) // 4))
+    engine = make(num_pages, num_host_pages=num_host_pages, victim=victim)
+    random = np.random.default_rng(3)
+    requests = [draw(random, str(number), largest=number % 10 == 0) for number in range(150)]
+    closed_loop(engine, requests)
+    for request in requests:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), request.params.max_tokens)
+    counters = engine.scheduler.counters
+    print(f"{counters.preemptions / len(requests):.2f} preemptions a request")
+    assert counters.preemptions <= 3 * len(requests)
+
+
+def test_the_largest_requests_take_turns_in_a_pool_that_holds_one() -> None:
+    engine = make(1 + -(-(LARGEST - 1) // 4))
+    requests = [draw(np.random.default_rng(number), str(number), largest=True) for number in range(40)]
+    closed_loop(engine, requests)
+    assert [request.finish_reason for request in requests] == ["length"] * len(requests)
+    assert engine.scheduler.counters.preemptions <= 3 * len(requests)
+
+
+def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
+    """Abort at any time whatever waits, runs, is in flight, follows, is swapped, has ended or never was."""
+    random = np.random.default_rng(11)
+    engine = make(30, num_slots=8, num_host_pages=30, compact_every_steps=3)
+    scheduler, served, done = engine.scheduler, dict[str, Request](), 0
+    number = 0
+    while done < num_aborts:
+        while len(scheduler.waiting) < 12:
+            request = draw(random, f"r{number}")
+            followers = int(random.integers(0, 3)) if number % 4 == 0 else 0
+            request.followers = [
+                Request(f"r{number}.{index}", request.prompt, request.params) for index in range(followers)
+            ]
+            served |= {each.id: each for each in (request, *request.followers)}
+            engine.add(request)
+            number += 1
+        batch = scheduler.schedule(0.0)
+        sampled = engine.runner.run(batch)
+        names = list(served)[-40:]
+        for index in random.integers(0, 45, int(random.integers(0, 6))).tolist():
+            ended = engine.abort(names[index] if index < len(names) else f"stranger {index}")
+            done += ended is not None
+        for request in scheduler.commit(batch, sampled, 0.0):
+            want = alone(request.prompt.tolist(), request.params.max_tokens)
+            assert request.answer.tolist() == want[: len(request.answer)]
+        check(engine)
+    for name in list(served):
+        engine.abort(name)
+    check(engine)
+    assert not engine.has_work
+    assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
+    assert scheduler.residency.swap.pool is not None
+    assert scheduler.residency.swap.pool.num_held == 0
+    assert not len(scheduler._followers)
+    assert not scheduler._row_of
+    scheduler.residency.prefix.evict(scheduler.residency.prefix.num_idle)
+    assert scheduler.pool.num_held == 0
+
+
+def test_random_aborts_leak_nothing() -> None:
+    storm(600, lambda engine: recount(engine.scheduler))
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_aborts_leak_nothing() -> None:
+    storm(10_000, lambda engine: recount(engine.scheduler))

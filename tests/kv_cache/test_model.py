@@ -1,0 +1,226 @@
+"""In every state that three requests and six pages can be brought into, what must always hold does.
+
+The states are explored exhaustively, breadth first, by the real classes; two states are one if they differ
+only in the numbers of pages and rows. Beside them stands what plain tuples of tokens predict: what each place
+holds, and what each request would find.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kv_cache import keys
+from tests.kv_cache.world import Setting, World, written
+
+SHARED = Setting(prompts=((1, 2, 3), (1, 2, 3), (1, 2, 4)), max_tokens=2)
+FORKED = Setting(prompts=((1, 2, 3), (1, 2, 3), (1, 2, 3)), follows={1: 0}, max_tokens=2)
+COLLIDING = Setting(prompts=((1, 2, 3), (1, 2, 3), (4, 5, 6)), salts=("", "b", ""), max_tokens=2)
+
+
+class OneBit:
+    """Stands in for hashlib: every other page has the same key."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._data = data
+
+    def digest(self) -> bytes:
+        return bytes([hashlib.md5(self._data).digest()[0] & 1])
+
+    @classmethod
+    def sha256(cls, data: bytes) -> OneBit:
+        return cls(data)
+
+
+def check(world: World) -> None:
+    """What must hold in every state."""
+    world.recount()
+    pages, host = world.settled()
+    _check_rows(world, pages)
+    _check_cache(world, pages)
+    _check_host(world, host)
+
+
+def _check_rows(world: World, pages: np.ndarray) -> None:
+    slots, tables = world.slots, world.residency.tables
+    table = world.table.copy()
+    for rows, indexes, entries in tables._new_pages:
+        table[rows, indexes] = entries
+    for row in slots.busy.tolist():
+        story, count = world.story(slots.requests[row].number), int(slots.num_computed[row])
+        assert slots.token_ids[row, : slots.num_tokens[row]].tolist() == list(story[: slots.num_tokens[row]])
+        held = slots.pages(row)
+        assert np.array_equal(table[row, : len(held)], held), "the device does not follow the table"
+        wanted = [written(story[: position + 1]) for position in range(count)]
+        assert pages[held].ravel()[:count].tolist() == wanted, "a row's pages hold something else"
+    free = np.setdiff1d(np.arange(slots.num_slots), slots.busy)
+    assert not slots.num_pages[free].any()
+
+
+def _check_cache(world: World, pages: np.ndarray) -> None:
+    """Every cached page holds what it is found for, and every request finds all that is there for it."""
+    prefix, size = world.residency.prefix, world.setting.page_size
+    parents = prefix.parents()
+    page_of: dict[tuple[str, tuple[int, ...]], int] = {}
+    for page in prefix.pages.tolist():
+        chain = [page]
+        while chain[-1] in parents:
+            chain.append(parents[chain[-1]])
+        tokens = tuple(prefix._tokens[chain[::-1]].ravel().tolist())
+        assert (prefix._salt_of[chain[-1]], tokens) not in page_of, "one prefix is cached twice"
+        page_of[prefix._salt_of[chain[-1]], tokens] = page
+        wanted = [written(tokens[: len(tokens) - size + at + 1]) for at in range(size)]
+        assert pages[page].tolist() == wanted, "a page was published before it was computed"
+    for request, place in zip(world.requests, world.place):
+        if place != "waits":
+            continue
+        found, known = [], tuple(request.tokens.tolist())
+        for stop in range(size, len(known), size):  # the last token is always computed
+            if (request.cache_salt, known[:stop]) not in page_of:
+                break
+            found.append(page_of[request.cache_salt, known[:stop]])
+        left = world.residency.swap.left(request)
+        found = found if left is None else found[: left.first]
+        assert world.residency.find(request).tolist() == found
+
+
+def _check_host(world: World, host: np.ndarray) -> None:
+    size = world.setting.page_size
+    for number, left in world.residency.swap.all_left.items():
+        story = world.story(number)
+        wanted = [written(story[: at + 1]) for at in range(left.first * size, left.num_computed)]
+        assert host[left.pages].ravel()[: len(wanted)].tolist() == wanted
+
+
+def essence(world: World) -> tuple[object, ...]:
+    """The state but for the numbers of pages, rows and serials."""
+    slots, residency = world.slots, world.residency
+    prefix, tables = residency.prefix, residency.tables
+    names: dict[int, int] = {}
+
+    def name(page: int) -> int:
+        return names.setdefault(page, len(names))
+
+    rows = {slots.requests[row].number: row for row in slots.busy.tolist()}
+    lives: list[object] = []
+    for index, (request, place) in enumerate(zip(world.requests, world.place)):
+        row, left = rows.get(index), residency.swap.left(request)
+        lives.append((place, len(request.tokens), left and (left.first, left.num_computed)))
+        if row is not None:
+            waits = residency._blocked.get(row)
+            lives.append(
+                (
+                    *(int(column[row]) for column in (slots.num_tokens, slots.num_computed)),
+                    int(slots.num_published[row]),
+                    None if waits is None else waits == prefix.version,
+                    row in tables.forked,
+                    tuple(name(page) for page in slots.pages(row).tolist()),
+                )
+            )
+    idle = [name(page) for page in prefix.idle_pages.tolist()]
+    parents = prefix.parents()
+    cached = {
+        prefix._key_of[page]: (name(page), name(parents[page]) if page in parents else -1)
+        for page in sorted(prefix.pages.tolist(), key=lambda page: prefix._key_of[page])
+    }
+    layout = world.pool.holders.astype(bool).tobytes() if world.setting.sees_layout else b""
+    return (*lives, tuple(idle), tuple(sorted(cached.items())), world.pool.num_pages, layout)
+
+
+def explore(setting: Setting) -> tuple[int, int]:
+    """Check every state that can be reached; returns how many there are, and how many moves between them."""
+    start_s = time.monotonic()
+    first = World(setting)
+    check(first)
+    seen = {essence(first): 0}
+    frontier = deque([(0, first)])
+    before: list[list[int]] = [[]]  # states that lead to each, but for aborts
+    ends, num_moves = [], 0
+    while frontier:
+        number, world = frontier.popleft()
+        moved = False
+        for move in list(world.moves()):
+            after = world.copy()
+            try:
+                if not after.make(move):
+                    continue
+                num_moves += 1
+                check(after)
+            except (AssertionError, KeyError, IndexError, ValueError) as error:
+                raise AssertionError(f"{move} in {essence(world)}: {error!r}") from error
+            state = essence(after)
+            if state not in seen:
+                seen[state] = len(seen)
+                before.append([])
+                frontier.append((seen[state], after))
+            if move[0] not in ("drop", "abort") and "is aborted" not in move and "fails" not in move:
+                before[seen[state]].append(number)
+            moved = True
+        if set(world.place) == {"ended"}:
+            ends.append(number)
+        assert moved or number in ends, f"nothing can happen in {essence(world)}"
+    stuck = len(seen) - len(_reaching(ends, before))
+    assert not stuck, f"{stuck} states from which not all requests can finish"
+    print(f"{len(seen)} states, {num_moves} moves, {time.monotonic() - start_s:.1f} s")
+    return len(seen), num_moves
+
+
+def _reaching(ends: list[int], before: list[list[int]]) -> set[int]:
+    reached, todo = set(ends), list(ends)
+    while todo:
+        for number in before[todo.pop()]:
+            if number not in reached:
+                reached.add(number)
+                todo.append(number)
+    return reached
+
+
+@pytest.fixture
+def one_bit_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "hashlib", OneBit)
+
+
+def test_requests_that_share_a_beginning_in_every_order() -> None:
+    num_states, _ = explore(replace(SHARED, max_tokens=1))
+    assert num_states > 1_000
+
+
+def test_samples_of_one_prompt_in_every_order() -> None:
+    num_states, _ = explore(replace(FORKED, prompts=((1,), (1,), (7,))))
+    assert num_states > 300
+
+
+@pytest.mark.usefixtures("one_bit_keys")
+def test_tenants_and_colliding_keys_in_every_order() -> None:
+    num_states, _ = explore(replace(COLLIDING, prompts=((1, 2, 3), (1, 2, 3), (4, 5)), max_tokens=1))
+    assert num_states > 1_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_answers_of_two_tokens_that_share_a_beginning_in_every_order() -> None:
+    explore(SHARED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_samples_of_one_prompt_and_its_equal_in_every_order() -> None:
+    explore(FORKED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_samples_of_one_prompt_in_every_order_and_layout() -> None:
+    explore(replace(FORKED, max_tokens=1, sees_layout=True, least_pages=5))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("one_bit_keys")
+def test_tenants_and_colliding_keys_in_every_order_and_size() -> None:
+    explore(COLLIDING)
