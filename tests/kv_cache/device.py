@@ -1,0 +1,175 @@
+"""A small random model on the real device path, with a scheduler of any kind above it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PageCopy, PagePool
+from kv_cache.storage import KVCache
+from models.runner import ModelRunner
+from recipes.build import build
+from recipes.reader import load
+from recipes.recipe import ROOT
+from tests.continuous_batching.recount import recount
+
+PAGE_SIZE, LONGEST, VOCABULARY = 8, 96, 128
+OVERRIDES = {
+    "model.config": "{model_type: llama, vocab_size: 128, hidden_size: 32, intermediate_size: 48,"
+    " num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, eos_token_id: 0,"
+    " max_position_embeddings: 256, rms_norm_eps: 1.0e-5}",
+    "model.weights": "random",
+    "model.dtype": "float32",
+    "device.threads": "1",
+    "cache.page_size": str(PAGE_SIZE),
+    "cache.num_pages": "20",
+    "cache.memory_gib": "null",
+    "scheduler.num_slots": "2",
+    "scheduler.max_batch_tokens": "16",
+    "scheduler.max_request_tokens": str(LONGEST),
+}
+
+
+class PoisonedRunner:
+    """Fills what holds nothing of worth with NaN before each step: free pages, and pages just taken."""
+
+    def __init__(self, inner: ModelRunner, pool: PagePool, host_pool: PagePool | None) -> None:
+        self.inner, self.pool, self.host_pool = inner, pool, host_pool
+
+    def run(self, batch: Batch) -> Sampled:
+        self.inner.cache.apply(batch.copies)
+        self._poison()
+        return self.inner.run(dataclasses.replace(batch, copies=()))
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        self.inner.resize(num_pages, copies)
+
+    def _poison(self) -> None:
+        slots, cache = self.inner.slots, self.inner.cache
+        fresh = [
+            slots.pages(row)[-(-slots.num_computed[row] // slots.page_size) :] for row in slots.busy.tolist()
+        ]
+        pages = torch.from_numpy(np.concatenate([self.pool.free_pages, *fresh]))
+        for tensor in (*cache.keys, *cache.values):
+            tensor[pages] = torch.nan
+        if self.host_pool is not None:
+            pages = torch.from_numpy(self.host_pool.free_pages)
+            for tensor in (*cache._host_keys, *cache._host_values):
+                tensor[pages] = torch.nan
+
+
+@cache
+def model(attention: str) -> ModelRunner:
+    """The model, built once; each engine has a cache and a slot table of its own."""
+    overrides = [f"{key}={value}" for key, value in OVERRIDES.items()]
+    engine = build(load(ROOT / "recipes/any/cpu.yaml", [*overrides, f"device.attention={attention}"]))
+    assert isinstance(engine.runner, ModelRunner)
+    return engine.runner
+
+
+def make(
+    attention: str = "fused",
+    *,
+    num_slots: int = 8,
+    num_pages: int = 400,
+    num_host_pages: int = 0,
+    poisoned: bool = False,
+    **options,
+) -> Engine:
+    """An engine over the small model; `options` are the scheduler's."""
+    base = model(attention)
+    config = base.config
+    slots = SlotPool(num_slots, LONGEST, PAGE_SIZE)
+    pool, host = PagePool(num_pages), PagePool(num_host_pages) if num_host_pages else None
+    scheduler = Scheduler(
+        slots,
+        pool,
+        StallFree(),
+        max_batch_tokens=num_slots + 40,
+        vocab_size=VOCABULARY,
+        eos_token_ids=config.eos_token_ids,
+        host_pool=host,
+        **options,
+    )
+    cache = KVCache(
+        config.num_layers,
+        num_pages,
+        PAGE_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        config.dtype,
+        num_host_pages=num_host_pages,
+    )
+    runner = ModelRunner(base.decoder, cache, base.attention, base.sampler, slots)
+    return Engine(scheduler, PoisonedRunner(runner, pool, host) if poisoned else runner, clock=lambda: 0.0)
+
+
+def requests(count: int, num_samples: int = 1) -> list[Request]:
+    """Requests of all lengths; many begin alike, some are asked twice, some are samples of one prompt."""
+    random = np.random.default_rng(5)
+    openings = random.integers(1, VOCABULARY, (4, 64))
+    made: list[Request] = []
+    while len(made) < count:
+        shared, own = int(random.integers(0, 60)), int(random.integers(1, 20))
+        prompt = np.append(openings[len(made) % 4][:shared], random.integers(1, VOCABULARY, own))
+        family = []
+        for index in range(num_samples):
+            number = len(made) + index
+            params = SamplingParams(
+                max_tokens=2 + number % 15,
+                temperature=float(number % 2),
+                seed=number,
+                ignore_eos=number % 3 == 0,
+            )
+            family.append(Request(f"{len(made)}.{index}", prompt, params))
+        family[0].followers = family[1:]
+        made += family
+    return made
+
+
+@cache
+def alone(attention: str, count: int, num_samples: int) -> tuple[tuple[int, ...], ...]:
+    """What each of `requests` answers with the machine to itself."""
+    answers = []
+    for request in requests(count, num_samples):
+        engine = make(attention, num_slots=1, num_pages=14, prefix_sharing=False)
+        request.followers = []
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        answers.append(tuple(request.answer.tolist()))
+    return tuple(answers)
+
+
+def serve(
+    engine: Engine, made: Sequence[Request], at_once: int, meddle: Callable[[Engine, int], None] | None = None
+) -> None:
+    """Serve requests, some arriving at each step; `meddle` may do anything to the engine between steps."""
+    leaders = [each for each in made if each.id.endswith(".0")]
+    steps = 0
+    while leaders or engine.has_work:
+        for request in leaders[:at_once]:
+            engine.add(request)
+        leaders = leaders[at_once:]
+        if meddle is not None:
+            meddle(engine, steps)
+        engine.step()
+        recount(engine.scheduler)
+        steps += 1
+        assert steps < 200 * len(made), "no progress"
+
+
+def resize(engine: Engine, step: int) -> None:
+    """Shrink and grow the pool, taking pages from running requests."""
+    if step % 5 == 4:
+        engine.resize(14 + step * 7 % 40, give_up="running")
