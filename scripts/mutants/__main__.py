@@ -1,0 +1,151 @@
+"""Would a test notice if this were wrong?
+
+Plants one fault after the other in a copy of the tree and runs the fast tests there, cheapest first, until
+one fails. Prints which test killed which fault; the status is 1 if a fault survives, or if its place in the
+code is no longer found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import verb
+from scripts.mutants.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
+from scripts.mutants.fault import Fault
+from scripts.mutants.residency_faults import RESIDENCY_FAULTS
+from scripts.mutants.schedule_faults import SCHEDULE_FAULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = (*CACHE_FAULTS, *RESIDENCY_FAULTS, *SCHEDULE_FAULTS)
+ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "tests")
+
+BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"
+HOST_TESTS = (
+    *(CACHE + name for name in ("test_pages.py", "test_prefix.py", "test_history.py")),
+    *(BATCHING + name for name in ("test_scheduler.py", "test_residency.py", "test_flight.py")),
+    BATCHING + "test_small_pools.py",
+    CACHE + "test_model.py",
+    BATCHING + "test_machine.py",
+    BATCHING + "test_weak_keys.py",
+)
+DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the tests said about one fault."""
+
+    fault: Fault | None  # None: the tree as it is, which has to pass
+    killer: str  # the test that failed; empty if none did
+    problem: str  # why there is no verdict, or empty
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a fault was killed, or the sound tree passed."""
+        return not self.problem and bool(self.killer) == (self.fault is not None)
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
+    chosen = [fault for fault in FAULTS if not arguments.only or fault.name in arguments.only]
+    unknown = set(arguments.only or ()) - {fault.name for fault in FAULTS}
+    if unknown:
+        raise ValueError(f"there is no fault called {', '.join(sorted(unknown))}; --list names them")
+    if arguments.list:
+        for fault in chosen:
+            print(f"{fault.name:36} {fault.file:36} {fault.why}")
+        return 0
+    bad = 0
+    for outcome in outcomes(chosen, arguments.jobs, arguments.timeout_s):
+        name = outcome.fault.name if outcome.fault else "(no fault)"
+        verdict = outcome.problem or (f"killed by {outcome.killer}" if outcome.killer else "survived")
+        mark = " " if outcome.is_good else "!"
+        print(f"{mark} {name:36} {outcome.seconds:6.1f} s  {verdict}", flush=True)
+        bad += not outcome.is_good
+    print(
+        f"{len(chosen)} faults; {bad} without a test that kills them"
+        if bad
+        else f"{len(chosen)} faults killed"
+    )
+    return 1 if bad else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = argparse.ArgumentParser(prog="python -m scripts.mutants", description=__doc__)
+    options.add_argument("--only", action="append", metavar="NAME", help="this fault; may be given again")
+    options.add_argument("--list", action="store_true", help="say what the faults are, and run nothing")
+    options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults at once (the cores)")
+    options.add_argument("--timeout-s", type=float, default=300.0, help="seconds for the tests of one fault")
+    return options
+
+
+def outcomes(faults: Sequence[Fault], jobs: int, timeout_s: float) -> Iterator[Outcome]:
+    """What becomes of each fault, in their order, the sound tree before them."""
+    with ThreadPoolExecutor(jobs) as workers:
+        yield from workers.map(lambda fault: judge(fault, timeout_s), (None, *faults))
+
+
+def judge(fault: Fault | None, timeout_s: float) -> Outcome:
+    """Run the tests in a copy of the tree that has this fault."""
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant") as folder:
+        copy_tree(Path(folder))
+        try:
+            if fault is not None:
+                fault.plant(Path(folder))
+            killer, problem = run_tests(Path(folder), fault, timeout_s)
+        except ValueError as error:
+            killer, problem = "", str(error)
+    return Outcome(fault, killer, problem, time.monotonic() - start_s)
+
+
+def copy_tree(folder: Path) -> None:
+    """Copy what the tests need."""
+    for room in ROOMS:
+        ignored = shutil.ignore_patterns("__pycache__", "weights")
+        shutil.copytree(ROOT / room, folder / room, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def run_tests(folder: Path, fault: Fault | None, timeout_s: float) -> tuple[str, str]:
+    """The test that fails first, and what stood in the way of a verdict; empty for none."""
+    on_device = fault is not None and fault.file in (STORAGE, RUNNER)
+    tests = DEVICE_TESTS if on_device else HOST_TESTS if fault else (*HOST_TESTS, *DEVICE_TESTS)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
+    command += ["-m", "not slow", "--hypothesis-profile=no_shrink", "--tb=no", *tests]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no verdict within {timeout_s:g} s"
+    failed = re.findall(r"^FAILED tests/(\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 0:
+        return "", ""
+    if done.returncode == 1 and failed:
+        return failed[0], ""
+    return "", f"the tests did not run: {(done.stdout + done.stderr).strip()[-300:]}"
+
+
+if __name__ == "__main__":
+    verb.run(main)

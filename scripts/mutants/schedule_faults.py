@@ -1,0 +1,166 @@
+"""Which faults are seeded where it is decided who runs when?"""
+
+from __future__ import annotations
+
+from scripts.mutants.fault import Fault
+
+ROOM = "continuous_batching/"
+ADMISSION, DOOR, QUEUE = ROOM + "admission.py", ROOM + "door.py", ROOM + "queue.py"
+SCHEDULER, SLOTS = ROOM + "scheduler.py", ROOM + "slots.py"
+
+SCHEDULE_FAULTS = (
+    Fault(
+        "resumed_at_its_prompt",
+        SLOTS,
+        "        self.num_tokens[row] = count\n",
+        "        self.num_tokens[row] = request.num_prompt_tokens\n",
+        "a preempted request forgets what it has answered",
+    ),
+    Fault(
+        "published_count_stays",
+        SLOTS,
+        "for column in (self.num_computed, self.num_pages, self.num_matched, self.num_published):",
+        "for column in (self.num_computed, self.num_pages, self.num_matched):",
+        "a row's next request publishes nothing",
+    ),
+    Fault(
+        "newcomers_at_the_end",
+        SLOTS,
+        "at = int(np.searchsorted(self.number[self.busy], request.number))",
+        "at = len(self.busy)",
+        "a resumed request loses its place and is preempted first again",
+    ),
+    Fault(
+        "ended_under_the_batch",
+        SCHEDULER,
+        "if row in self._in_flight:",
+        "if False:",
+        "a row is freed while the device computes it, and booked after",
+    ),
+    Fault(
+        "forks_not_in_flight",
+        SCHEDULER,
+        "self._in_flight = np.union1d(rows, owners)",
+        "self._in_flight = rows",
+        "a fork that is aborted before its first commit ends twice",
+    ),
+    Fault(
+        "late_token_kept",
+        SCHEDULER,
+        "            slots.num_tokens[row] -= 1  # ended",
+        "            slots.num_tokens[row] -= 0  # ended",
+        "a client gets a token after it hung up",
+    ),
+    Fault(
+        "ended_while_it_failed",
+        SCHEDULER,
+        '                ends[int(rows[index])] = "error"\n',
+        '                ends.setdefault(int(rows[index]), "error")\n',
+        "an abort hides that the pages are wrong",
+    ),
+    Fault(
+        "aborted_while_swapped",
+        SCHEDULER,
+        "            self.residency.swap.forget(request)\n",
+        "",
+        "an abort during a swap leaks host pages",
+    ),
+    Fault(
+        "abort_of_the_unknown",
+        SCHEDULER,
+        "row = self._row_of.get(request_id)",
+        "row = self._row_of[request_id]",
+        "an abort that comes after the end stops the engine",
+    ),
+    Fault(
+        "victim_stays_in_the_batch",
+        SCHEDULER,
+        "kept = rows != victim",
+        "kept = rows >= 0",
+        "a request is computed in the row that it was just thrown out of",
+    ),
+    Fault(
+        "victim_not_requeued",
+        SCHEDULER,
+        "        request.num_preemptions += 1\n        self.waiting.push(request)\n",
+        "        request.num_preemptions += 1\n",
+        "a preempted request is never heard of again",
+    ),
+    Fault(
+        "oldest_preempted",
+        SCHEDULER,
+        "victim = self._victim(self.slots, busy[1:])",
+        "victim = self._victim(self.slots, busy)",
+        "two requests that do not fit together take turns for ever",
+    ),
+    Fault(
+        "resize_evicts_nothing",
+        SCHEDULER,
+        "        prefix.evict(max(0, pool.num_held - (num_pages - 1)))\n",
+        "",
+        "held pages are cut off with the pool",
+    ),
+    Fault(
+        "resize_without_compaction",
+        SCHEDULER,
+        "        tables.compact(pool.num_pages)\n",
+        "",
+        "held pages at the high end are cut off",
+    ),
+    Fault(
+        "resize_forgets_followers",
+        SCHEDULER,
+        ", *self._followers.requests]",
+        "]",
+        "the pool shrinks below what a sample will need",
+    ),
+    Fault(
+        "followers_orphaned",
+        SCHEDULER,
+        "        del self._row_of[request.id]\n        self._part(request)\n",
+        "        del self._row_of[request.id]\n",
+        "when the first sample is aborted the others never answer",
+    ),
+    Fault(
+        "nan_becomes_a_token",
+        SCHEDULER,
+        "failed = tokens < 0",
+        "failed = tokens < -1",
+        "logits that are not finite go on as an answer",
+    ),
+    Fault(
+        "idle_pages_counted_twice",
+        ADMISSION,
+        " - len(matched) + idle\n",
+        " - len(matched)\n",
+        "a newcomer is let in on pages that are its own prefix, and thrown out again",
+    ),
+    Fault(
+        "stale_lookup",
+        ADMISSION,
+        "if number != request.number or version != self._residency.prefix.version:",
+        "if number != request.number:",
+        "a newcomer shares pages that were evicted since it was refused",
+    ),
+    Fault(
+        "last_token_needs_a_page",
+        ADMISSION,
+        "longest_tokens(request) - 1)",
+        "longest_tokens(request) + 1)",
+        "a request that just fits is never admitted",
+    ),
+    Fault(
+        "door_counts_the_null_page",
+        DOOR,
+        "capacity = (pool.num_pages - 1) * slots.page_size + 1",
+        "capacity = pool.num_pages * slots.page_size + 1",
+        "a request is taken that can never fit, and blocks all",
+    ),
+    Fault(
+        "queue_keeps_the_dead",
+        QUEUE,
+        "while self.find(self._heap[0][2].id) is not self._heap[0][2]:",
+        "while False:",
+        "an aborted request is admitted",
+    ),
+)
