@@ -62,7 +62,15 @@ def closed_loop(engine: Engine, requests: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.1, 1.2])
-@pytest.mark.parametrize("victim", [youngest, fewest_lost, lowest_priority], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "victim",
+    [
+        youngest,
+        pytest.param(fewest_lost, marks=pytest.mark.slow),
+        pytest.param(lowest_priority, marks=pytest.mark.slow),
+    ],
+    ids=lambda each: each.__name__,
+)
 @pytest.mark.parametrize("num_host_pages", [0, 40], ids=["recomputed", "swapped"])
 def test_a_pool_of_the_largest_request_finishes_a_closed_loop(
     factor: float, victim: Victim, num_host_pages: int

@@ -60,6 +60,7 @@ def _check_rows(world: World, pages: np.ndarray) -> None:
         assert pages[held].ravel()[:count].tolist() == wanted, "a row's pages hold something else"
     free = np.setdiff1d(np.arange(slots.num_slots), slots.busy)
     assert not slots.num_pages[free].any()
+    assert not any(row in tables.forked or world.residency.is_blocked(row) for row in free.tolist())
 
 
 def _check_cache(world: World, pages: np.ndarray) -> None:

@@ -167,6 +167,16 @@ def test_a_chain_ends_where_a_page_takes_the_key_of_one_before_it(pool: PagePool
     assert pool.num_free == pool.num_pages - 1
 
 
+def test_equal_pages_under_one_key_and_two_salts_stay_apart(pool: PagePool, cache: PrefixCache) -> None:
+    one, two = Owner(pool, cache, range(4), salt="a"), Owner(pool, cache, range(4), salt="b")
+    two.keys, own = one.keys, two.pages.tolist()
+    one.publish()
+    two.publish()
+    assert two.pages.tolist() == own, "the later takes the key"
+    assert cache.find(two.keys, two.tokens, "b").tolist() == own
+    assert not len(cache.find(one.keys, one.tokens, "a"))
+
+
 class WeakHash:
     """A hash of four bits: most keys collide with another."""
 
