@@ -1,11 +1,12 @@
 """How do requests in a file become answers in a file?
 
-    python -m scripts.generate RECIPE [key=value ...] --input FILE.jsonl --output FILE.jsonl [--prompt TEXT]
+    python -m scripts.generate RECIPE [key=value ...] --input FILE.jsonl --output FILE.jsonl
+    python -m scripts.generate RECIPE [key=value ...] --prompt TEXT | --chat TEXT
 
 Each input line is a request: id, prompt | prompt_token_ids | messages, arrival_s, and the sampling fields of
 the OpenAI API. Each output line is its answer, or {"id", "error"} for one that was refused; the others still
-run. `-` means standard input or output. With --prompt there is one request; without --output its text is
-printed.
+run. `-` means standard input or output. --prompt is one request, a text to be continued; --chat is one that
+the model's chat template wraps. Without --output the answer is printed.
 """
 
 from __future__ import annotations
@@ -38,18 +39,22 @@ def parser() -> argparse.ArgumentParser:
     source = top.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", metavar="FILE.jsonl", help="requests, one a line; - for standard input")
     source.add_argument("--prompt", metavar="TEXT", help="the one request's prompt")
+    source.add_argument(
+        "--chat", metavar="TEXT", help="what the user says to the model, as a chat of one turn"
+    )
     top.add_argument("--output", metavar="FILE.jsonl", help="answers, one a line; - for standard output")
-    top.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of --prompt's answer")
+    top.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of that one answer")
     top.add_argument("--log", action="store_true", help="say on stderr what is built")
     return top
 
 
 def lines_of(options: argparse.Namespace) -> Iterator[str]:
-    """The request lines, from --prompt or --input."""
+    """The request lines, from --prompt, --chat or --input."""
+    one = {"id": "one", "max_tokens": options.max_tokens, "temperature": 0}
     if options.prompt is not None:
-        yield json.dumps(
-            {"id": "prompt", "prompt": options.prompt, "max_tokens": options.max_tokens, "temperature": 0}
-        )
+        yield json.dumps(one | {"prompt": options.prompt})
+    elif options.chat is not None:
+        yield json.dumps(one | {"messages": [{"role": "user", "content": options.chat}]})
     elif options.input == "-":
         yield from sys.stdin
     else:
@@ -74,7 +79,7 @@ def main(argv: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(opened(options.output)) if options.output else None
         engine = build(recipe)
-        on_terminal = sys.stderr.isatty() and options.prompt is None
+        on_terminal = sys.stderr.isatty() and options.input is not None
         progress = stack.enter_context(tqdm(total=len(jobs), unit="request", disable=not on_terminal))
         for record in run_jobs(engine, text, jobs):
             progress.update()
@@ -91,10 +96,10 @@ def write(output: IO[str], record: Record) -> None:
 
 
 def answer_of(jobs: list[Job | Record], record: Record) -> str:
-    """What --prompt prints: the answer's text, or its token ids where there is no tokenizer."""
+    """What is printed of one answer: its text, or its token ids where there is no tokenizer."""
     if "error" in record:
         raise ValueError(record["error"])
-    return str(record.get("text") or record["token_ids"])
+    return str(record["token_ids"] if record["text"] is None else record["text"])
 
 
 if __name__ == "__main__":

@@ -52,7 +52,10 @@ def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: i
     results = []
     for number in range(1 + num_runs):
         jobs = load_trace(trace_path, text)
-        timeline, _ = serve(engine, text, jobs)
+        timeline, records = serve(engine, text, jobs)
+        refused = [record["error"] for record in records if "error" in record]
+        if refused:
+            raise ValueError(f"{trace_path}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
         forget_prefixes(engine)
         if number:
             results.append(summarise(engine, [job.request for job in jobs if isinstance(job, Job)], timeline))

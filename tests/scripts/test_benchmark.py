@@ -85,3 +85,10 @@ def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
 def test_percentiles_are_in_milliseconds() -> None:
     assert percentiles([0.001, 0.002, 0.003]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
     assert percentiles([]) == {}
+
+
+def test_a_trace_that_the_recipe_cannot_serve_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"id": "a", "prompt_token_ids": [5]}\n{"id": "b", "prompt_token_ids": [5000000]}\n')
+    with pytest.raises(ValueError, match=r"1 of 2 requests failed: request b holds the token id 5000000"):
+        main(["offline", RECIPE, "device.compile=false", "--trace", str(trace)])

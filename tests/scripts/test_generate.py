@@ -97,3 +97,18 @@ def test_an_engine_is_ready_when_it_is_built() -> None:
     engine = build(load(RECIPE, QUICK))
     assert not engine.has_work
     assert engine.scheduler.pool.num_held == 0
+
+
+def test_a_chat_is_wrapped_by_the_template(capsys: pytest.CaptureFixture[str]) -> None:
+    main([RECIPE, *QUICK, "--chat", "What is 123 plus 456?", "--max-tokens", "24"])
+    chat = capsys.readouterr().out
+    main([RECIPE, *QUICK, "--prompt", "What is 123 plus 456?", "--max-tokens", "24"])
+    assert chat.strip()
+    assert chat != capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} -m scripts.generate {RECIPE} --prompt 1+1= | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.split() in (["0"], ["141"])
