@@ -95,6 +95,22 @@ def test_the_largest_requests_take_turns_in_a_pool_that_holds_one() -> None:
     assert engine.scheduler.counters.preemptions <= 3 * len(requests)
 
 
+def test_the_oldest_is_never_preempted_whoever_is_chosen() -> None:
+    engine = make(1 + 20, victim=lambda slots, rows: int(rows[0]))
+    requests = [draw(np.random.default_rng(number), str(number), largest=True) for number in range(6)]
+    closed_loop(engine, requests)
+    assert engine.scheduler.counters.preemptions
+    assert requests[0].num_preemptions == 0
+
+
+def test_a_prompt_that_fills_the_pool_is_admitted() -> None:
+    engine = make(1 + 4)
+    prompt = np.arange(16)  # the token it is asked for is never cached
+    request = Request("a", prompt, SamplingParams(max_tokens=1))
+    closed_loop(engine, [request])
+    assert request.answer.tolist() == alone(prompt.tolist(), 1)
+
+
 def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
     """Abort at any time whatever waits, runs, is in flight, follows, is swapped, has ended or never was."""
     random = np.random.default_rng(11)
