@@ -163,9 +163,8 @@ class Scheduler:
         in_flight, self._in_flight = self._in_flight, EMPTY
         slots.num_computed[batch.slots] = batch.stops
         rows, tokens = batch.owners, sampled.tokens
-        self.residency.publish_prompts(batch.slots)
-        if len(in_flight) > len(batch.slots):
-            self.residency.publish_prompts(np.setdiff1d(in_flight, batch.slots))
+        failed = rows[tokens < 0]  # nobody may come to hold what they computed, not even within this commit
+        self.residency.publish_prompts(in_flight[~np.isin(in_flight, failed)] if len(failed) else in_flight)
         at = slots.num_tokens[rows]
         slots.token_ids[rows, at] = tokens
         slots.num_tokens[rows] = at + 1

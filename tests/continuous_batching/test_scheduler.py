@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from continuous_batching.batch import Sampled
+from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
@@ -222,6 +222,32 @@ def test_a_failed_request_ends_alone_and_its_pages_are_never_found() -> None:
     run_out(engine)
     assert again.num_cached_tokens == 0
     assert again.answer.tolist() == alone(bad.prompt.tolist(), 4)
+
+
+def test_what_a_failing_request_computes_is_not_shared_within_the_step_that_shows_it() -> None:
+    engine = make(num_slots=3, page_size=1, eos_token_ids=())
+    engine.add(ask("first", 8, 1))
+    run_out(engine)
+    bad, good = (
+        Request(name, engine.slots.requests[0].prompt, SamplingParams(max_tokens=6))
+        for name in ("bad", "good")
+    )
+    engine.runner.fail = {"bad"}
+    engine.scheduler.residency.prefix.evict(1)  # both compute the page of the last token, side by side
+    engine.add(bad)
+    engine.add(good)
+    run_page = engine.runner.run
+
+    def spoil(batch: Batch) -> Sampled:
+        sampled = run_page(batch)
+        for row in batch.owners[sampled.tokens < 0].tolist():
+            engine.runner.cache[engine.slots.pages(row)[-1]] ^= np.uint64(0xBAD)
+        return sampled
+
+    engine.runner.run = spoil
+    run_out(engine)
+    assert bad.finish_reason == "error"
+    assert good.answer.tolist() == alone(good.prompt.tolist(), 6)
 
 
 def test_stop_tokens_end_a_request_and_ignore_eos_does_not_hide_its_own_stops() -> None:
