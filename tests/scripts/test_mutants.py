@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,15 +39,3 @@ def test_an_unknown_fault_is_named() -> None:
 def test_a_fault_is_killed_and_the_test_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "freed_while_shared", "--timeout-s", "900"]) == 0
     assert "killed by kv_cache/test_pages.py::" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_every_fault_is_killed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.mutants", "--timeout-s", "900"],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stdout
