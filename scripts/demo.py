@@ -1,6 +1,6 @@
 """What does continuous batching change? The tiny model serves one trace in both ways.
 
-    python -m scripts.demo [--requests 64] [--rate 60] [--output demo.png]
+    python -m scripts.demo [--requests 64] [--rate 200] [--output demo.png]
 
 Requests arrive by a Poisson process and share a system prompt. Static batching waits for a full batch and
 runs it to its longest answer; continuous batching lets requests join and leave at every step. Engine, recipe,
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
         prog="python -m scripts.demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=64, metavar="N")
-    parser.add_argument("--rate", type=float, default=60.0, metavar="PER_S", help="mean arrivals a second")
+    parser.add_argument("--rate", type=float, default=200.0, metavar="PER_S", help="mean arrivals a second")
     parser.add_argument("--output", type=Path, default=Path("demo.png"), metavar="FILE.png")
     options = parser.parse_args(argv)
     results = {name: run(overrides, options.requests, options.rate) for name, overrides in RUNS.items()}
