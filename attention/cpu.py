@@ -56,14 +56,15 @@ class CpuAttention(Attention):
         heads, dim = shape.num_kv_heads, shape.head_dim
         self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
         self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
-        self._place = torch.arange(self.tile, dtype=torch.float32)
         self.compile = compile
         if compile:
             self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)))
-            self._decode = Compiled(self._decode_fused, ((0,), (), (), (), (0,), (0,), (0,), (0,), (0, 1)))
+            self._decode = Compiled(
+                self._decode_fused, ((0,), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1))
+            )
             self._rows = Compiled(self._rows, ((0,), (0,)))
             self._columns = Compiled(self._columns, ((0,), (0,), (0,)))
-            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,), (0,)))
+            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,)))
             self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)))
 
     def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> CpuMetadata:
@@ -143,12 +144,12 @@ class CpuAttention(Attention):
                 chosen,
                 layer_keys,
                 layer_values,
-                self._place,
                 tiles.address,
                 tiles.row,
                 tiles.low,
                 tiles.high,
                 tiles.of_row,
+                tiles.is_tile,
             )[: metadata.num_decodes]
             if len(decoded) == len(query):
                 return decoded
@@ -184,7 +185,7 @@ class CpuAttention(Attention):
         """Two products a kv head, with all query heads that share it as rows of one matrix."""
         rows = self._rows(query, chunk.rows)
         scores = torch.bmm(rows.flatten(1, 2), keys[:, :, chunk.keys])
-        weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.key, chunk.middle, chunk.reach)
+        weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last)
         sums = torch.bmm(weights.flatten(1, 2), values[:, chunk.keys])
         self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
 
@@ -197,14 +198,14 @@ class CpuAttention(Attention):
         """Some of the keys and values [T, K, D], each as [K, tokens, D]."""
         return key[tokens].transpose(0, 1).contiguous(), value[tokens].transpose(0, 1).contiguous()
 
-    def _weigh(self, scores: Tensor, key: Tensor, middle: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
-        """exp(score - peak) of scores [K, rows, G, keys] where |key - middle| <= reach, and its sums.
+    def _weigh(self, scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and its sums.
 
-        The sums divide the result, which is smaller: two passes over the scores instead of four. Positions
-        in float32 are compared as fast as scores, integers at half the speed.
+        The sums divide the result, which is smaller: two passes over the scores instead of four.
         """
-        seen = (key - middle[:, None, None]).abs() <= reach[:, None, None]
-        scores = torch.where(seen, scores.float() * self.shape.scale, -torch.inf)
+        key = torch.arange(scores.shape[-1], dtype=torch.int32)
+        seen = (key >= first[:, None]) & (key <= last[:, None])
+        scores = torch.where(seen[:, None], scores.float() * self.shape.scale, -torch.inf)
         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
         return weights.to(self.shape.dtype), weights.sum(-1)
 
@@ -224,66 +225,74 @@ class CpuAttention(Attention):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        place: Tensor,
         address: Tensor,
         row: Tensor,
         low: Tensor,
         high: Tensor,
         of_row: Tensor,
+        is_tile: Tensor,
     ) -> Tensor:
-        """Float32 queries [R, H, D] over their tiles: [R, H, D]. Slab by slab, in plain torch."""
+        """Queries [R, H, D] over their tiles, slab by slab: [R, H, D]."""
         keys, values = keys.view(self.key_view), values.view(self.value_view)
         query = query.unflatten(1, (self.shape.num_kv_heads, -1)) * self.shape.scale
-        exists = place < high[:, None]
-        seen = (exists & (place >= low[:, None]))[:, None, None]
-        scores = torch.cat(
-            [
-                query[whose] @ keys[at].float().transpose(2, 3).flatten(3)  # [J, K, G, D] @ [J, K, D, W]
-                for at, whose in zip(address.split(SLAB), row.split(SLAB))
-            ]
-        )
-        peak = torch.where(seen, scores, -torch.inf).amax(-1)[of_row].amax(0)
-        weights = torch.where(seen, torch.exp(scores - peak[row][..., None]), 0.0)
+        place = torch.arange(self.tile, dtype=torch.int32)
         parts = []
-        for at, places, weight in zip(address.split(SLAB), exists.split(SLAB), weights.split(SLAB)):
+        for slab in zip(address.split(SLAB), row.split(SLAB), low.split(SLAB), high.split(SLAB)):
+            at, whose, begin, end = slab
+            exists = place < end[:, None]
+            seen = exists & (place >= begin[:, None])
+            key = keys[at].float().transpose(2, 3).flatten(3)  # [J, K, D, W]
+            scores = torch.where(seen[:, None, None], query[whose] @ key, -torch.inf)
+            peak = scores.amax(-1)
+            weights = torch.exp(scores - peak[..., None])
             value = values[at].float().transpose(2, 3).flatten(3)  # [J, K, W, D]
-            parts.append(weight @ torch.where(places[:, None, :, None], value, 0.0))
-        total = weights.sum(-1)[of_row].sum(0)
-        output = torch.cat(parts)[of_row].sum(0) / total[..., None]
-        return output.flatten(1, 2).to(self.shape.dtype)
+            value = torch.where(exists[:, None, :, None], value, 0.0)
+            parts.append((peak, weights.sum(-1), weights @ value))
+        peak, weight, output = (torch.cat(each).flatten(1, 2) for each in zip(*parts))
+        return _combine(peak, weight, output, of_row, is_tile).to(self.shape.dtype)
 
     def _decode_fused(
         self,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        place: Tensor,
         address: Tensor,
         row: Tensor,
         low: Tensor,
         high: Tensor,
         of_row: Tensor,
+        is_tile: Tensor,
     ) -> Tensor:
-        """The same for the compiler, which reads each vector of the tiles once, where it lies.
+        """The same, for the compiler: it reads the tiles where they are, and each vector of them once.
 
-        The sums of a group's query heads, written side by side, become one loop that shares its loads.
-        Masks and indices are written so that loops over the same tiles are joined: 9 loops, not 13.
+        One sum for each query head of a group, side by side, become one loop that shares its loads.
         """
         heads, group = self.shape.num_kv_heads, self.shape.num_heads // self.shape.num_kv_heads
         key = keys.view(self.key_view)[address].float()  # [J, K, W/S, D, S]
         value = values.view(self.value_view)[address].float()  # [J, K, D/E, W, E]
         asked = query.unflatten(1, (heads, group))[row]  # [J, K, G, D]
+        place = torch.arange(self.tile, dtype=torch.int32)
         exists = place < high[:, None]
         seen = (exists & (place >= low[:, None]))[:, None]
-        value = torch.where(exists[:, None, None, :, None], value, 0.0)  # for 0 x NaN is NaN
-        products = [(asked[:, :, g, None, :, None] * key).sum(3).flatten(2) for g in range(group)]
-        scores = [each * self.shape.scale for each in products]
-        peaks = [torch.where(seen, each, -torch.inf).amax(-1)[of_row].amax(0) for each in scores]
-        weights = [
-            torch.where(seen, torch.exp(each - peak[row][..., None]), 0.0)
-            for each, peak in zip(scores, peaks)
-        ]
-        totals = [torch.where(seen, each, 0.0).sum(-1)[of_row].sum(0) for each in weights]
-        parts = [(each[:, :, None, :, None] * value).sum(3).flatten(2)[of_row].sum(0) for each in weights]
-        outputs = [(part / total[..., None]).to(self.shape.dtype) for part, total in zip(parts, totals)]
-        return torch.stack(outputs, 2).flatten(1, 2)
+        value = torch.where(exists[:, None, None, :, None], value, 0.0)
+        outputs = []
+        scores = [(asked[:, :, g, None, :, None] * key).sum(3).flatten(2) for g in range(group)]
+        scores = [torch.where(seen, each * self.shape.scale, -torch.inf) for each in scores]
+        peaks = [each.amax(-1) for each in scores]
+        weights = [torch.exp(each - peak[..., None]) for each, peak in zip(scores, peaks)]
+        parts = [(each[:, :, None, :, None] * value).sum(3).flatten(2) for each in weights]
+        for peak, each, part in zip(peaks, weights, parts):
+            outputs.append(_combine(peak, each.sum(-1), part, of_row, is_tile))
+        return torch.stack(outputs, 2).flatten(1, 2).to(self.shape.dtype)
+
+
+def _combine(peak: Tensor, weight: Tensor, output: Tensor, of_row: Tensor, is_tile: Tensor) -> Tensor:
+    """Join the softmaxes of each row's tiles (Milakov and Gimelshein, "Online normalizer calculation", 2018).
+
+    `peak` [J, heads] is the largest score of a tile, `weight` [J, heads] the sum of exp(score - peak), and
+    `output` [J, heads, D] the sum of values so weighed. Gives [R, heads, D].
+    """
+    peaks = torch.where(is_tile[:, :, None], peak[of_row], -torch.inf)
+    scale = torch.exp(peaks - peaks.amax(1, keepdim=True))
+    total = (scale * weight[of_row]).sum(1)
+    return (scale[..., None] * output[of_row]).sum(1) / total[..., None]

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention.reference import QUERY_ROWS
 from continuous_batching.batch import Index, ragged_ranges
 
-CHUNK = 128  # query positions at once: fewer calls, or fewer hidden scores computed
 STEP = 32  # prompts are padded to it: oneDNN builds its code anew (0.6 ms) for each new shape
 
 
@@ -26,14 +26,14 @@ class Tiles:
     """What decodes read: the tiles of all rows, in the order of their addresses.
 
     Neighbours in memory are then read one after the other, which takes half the time of a random order.
-    The first tile is filling: nothing of it is seen.
     """
 
     address: Tensor  # int64 [J]
     row: Tensor  # int64 [J]: whose tile it is
-    low: Tensor  # float32 [J]: the first of its places that is seen
-    high: Tensor  # float32 [J]: one past the last
-    of_row: Tensor  # int64 [M, R]: each row's tiles, from its first on, then the filling
+    low: Tensor  # int32 [J]: the first of its places that is seen
+    high: Tensor  # int32 [J]: one past the last
+    of_row: Tensor  # int64 [R, M]: each row's tiles, filled up with its first
+    is_tile: Tensor  # bool [R, M]: which of them are no filling
 
     @staticmethod
     def of(
@@ -46,26 +46,24 @@ class Tiles:
     ) -> Tiles:
         """For rows of the page table that each see the last `window` of their first `lens` places. [R]"""
         lows = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
-        begins = lows // tile
-        counts = -(-lens // tile) - begins
+        counts = -(-lens // tile) - lows // tile
         row = np.repeat(np.arange(len(slots)), counts)
-        place = ragged_ranges(begins, begins + counts) * tile
+        place = ragged_ranges(lows // tile, lows // tile + counts) * tile
         address = tile_address(page_table, slots[row], place, page_size, tile)
-        columns = (address, row, np.maximum(lows[row] - place, 0), np.minimum(lens[row] - place, tile))
-        address, row, low, high = (np.concatenate(([0], column)) for column in columns)
-
-        order = np.argsort(address, kind="stable")  # the null page's tile stays the first
+        order = np.argsort(address, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
-        is_tile = np.arange(max(2, counts.max())) < counts[:, None]  # at least two, see Compiled
-        of_row = np.zeros(is_tile.shape, np.int64)
-        of_row[is_tile] = rank[1:]
+
+        column = np.arange(max(2, counts.max()))  # at least two, see Compiled
+        is_tile = column < counts[:, None]
+        begin = (np.cumsum(counts) - counts)[:, None]
         arrays = (
             address[order],
             row[order],
-            low[order].astype(np.float32),
-            high[order].astype(np.float32),
-            np.ascontiguousarray(of_row.T),
+            np.maximum(lows[row] - place, 0)[order].astype(np.int32),
+            np.minimum(lens[row] - place, tile)[order].astype(np.int32),
+            rank[begin + np.where(is_tile, column, 0)],
+            is_tile,
         )
         return Tiles(*map(torch.from_numpy, arrays))
 
@@ -77,9 +75,8 @@ class Chunk:
     tokens: Tensor  # int64 [rows]: where its queries are in the step
     rows: Tensor  # int64 [padded rows]: the same, filled up with the last
     keys: slice  # of the span's keys
-    key: Tensor  # float32 [padded keys]: the position of each, from 0
-    middle: Tensor  # float32 [padded rows]: of the positions that each query sees
-    reach: Tensor  # float32 [padded rows]: from the middle to the first and to the last of them
+    first: Tensor  # int32 [padded rows]: the first of these keys that each query sees
+    last: Tensor  # int32 [padded rows]: the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +99,9 @@ class Prompt:
         window: int | None,
     ) -> Prompt:
         """For a request's positions [start, stop), which lie from `first_row` on in the packed query."""
-        window = window or stop
+        reach = window or stop
         if start:
-            base = max(start - window + 1, 0) // tile * tile
+            base = max(start - reach + 1, 0) // tile * tile
             place = np.arange(base, stop, tile)
             address = tile_address(pages[None], np.zeros_like(place), place, page_size, tile)
             fresh, tiles = None, torch.from_numpy(address)
@@ -114,16 +111,15 @@ class Prompt:
             fresh = _filled_up(first_row, stop)
             num_keys = len(fresh)
         chunks = []
-        for begin in range(start, stop, CHUNK):
-            end = min(begin + CHUNK, stop)
+        for begin in range(start, stop, QUERY_ROWS):
+            end = min(begin + QUERY_ROWS, stop)
             rows = _filled_up(first_row + begin - start, end - begin)
-            low = max(begin - window + 1 - base, 0) // STEP * STEP
+            low = max(begin - reach + 1 - base, 0) // STEP * STEP
             high = min(_round_up(end - base, STEP), num_keys)
             last = np.minimum(np.arange(begin, begin + len(rows)), end - 1) - base - low
-            first = np.maximum(last - (window - 1), 0)
-            middle, reach = (torch.from_numpy(np.float32(each) / 2) for each in (last + first, last - first))
-            key = torch.arange(high - low, dtype=torch.float32)
-            chunks.append(Chunk(rows[: end - begin], rows, slice(low, high), key, middle, reach))
+            first = np.maximum(last - (reach - 1), 0)
+            seen = (torch.from_numpy(each.astype(np.int32)) for each in (first, last))
+            chunks.append(Chunk(rows[: end - begin], rows, slice(low, high), *seen))
         return Prompt(fresh, tiles, stop - base, tuple(chunks))
 
 
