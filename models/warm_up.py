@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from continuous_batching.batch import Batch, Index
 from models.runner import ModelRunner
@@ -34,20 +35,36 @@ def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None
     """The most memory that a step of the whole budget takes beyond what was held before; None if unknown.
 
     Spans as long as can be, over the null page, and every slot samples by its share of chance. On a CPU it is
-    the growth of the process, so only memory that no step has used yet counts.
+    the growth of the process, so only memory that no step has used yet counts; elsewhere what is allocated.
     """
+    device = runner.attention.device
     slots = runner.slots
     rows = np.arange(min(slots.num_slots, max_batch_tokens), dtype=np.int64)
     lens = np.ones_like(rows)
     for row in rows.tolist():
         lens[row] += min(max_batch_tokens - int(lens.sum()), max(0, slots.max_tokens - 2))
-    before = _process_bytes("VmRSS", reset_peak=True)
+    before = _held_bytes(device)
     slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # a row sets both anew when it is taken
     runner.run(_batch(rows, np.zeros_like(rows), lens))
     slots.temperature[rows], slots.top_p[rows] = 0.0, 1.0
     _clear(runner)
-    peak = _process_bytes("VmHWM")
+    peak = _peak_bytes(device)
     return None if before is None or peak is None else max(0, peak - before)
+
+
+def _held_bytes(device: torch.device) -> int | None:
+    """What is in use now; from here on the peak counts anew."""
+    if device.type == "cpu":
+        return _process_bytes("VmRSS", reset_peak=True)
+    memory = torch.get_device_module(device)
+    memory.reset_peak_memory_stats(device)
+    return int(memory.memory_allocated(device))
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    if device.type == "cpu":
+        return _process_bytes("VmHWM")
+    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def _process_bytes(name: str, *, reset_peak: bool = False) -> int | None:

@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch
-
 from attention.reference import Attention, AttentionShape
 from continuous_batching.engine import Engine
 from continuous_batching.policies.policy import Policy
@@ -25,6 +23,7 @@ from models.fused import Fused
 from models.runner import ModelRunner
 from models.sampler import Sampler
 from models.warm_up import largest_step_bytes, warm_up
+from recipes.devices import start
 from recipes.ledger import Sizing, report
 from recipes.recipe import Recipe, SchedulerSection
 from recipes.sizing import model_config, size
@@ -42,11 +41,12 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     """An engine that is ready to serve; raises ValueError for a recipe that cannot be.
 
     The model's configuration is `engine.runner.config`. What was chosen is logged, one line each for the
-    model, the cache and the operators.
+    device, the model, the cache and the operators.
     """
     config = model_config(recipe)
     sizing = size(recipe, config)
-    fused, attention = _operators(recipe, config)
+    machine = start(recipe.device)
+    fused, attention = machine.operators(_shape(recipe, config))
     attention.check()
     decoder = Decoder(config, fused, attention)
     if recipe.model.weights == "random":
@@ -68,6 +68,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     sampler = Sampler(config.eos_token_ids, config.vocab_size, fused)
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
     engine = Engine(scheduler, runner, clock)
+    log.info("device: %s", machine.name)
     _log(recipe, config, _measure(recipe, config, sizing, engine, runner), fused, attention)
     return engine
 
@@ -91,9 +92,8 @@ def _measure(
     return sizing
 
 
-def _operators(recipe: Recipe, config: DecoderConfig) -> tuple[Fused, Attention]:
-    """The device's own operators, or those that define what is right."""
-    shape = AttentionShape(
+def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
+    return AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -102,15 +102,6 @@ def _operators(recipe: Recipe, config: DecoderConfig) -> tuple[Fused, Attention]
         dtype=config.dtype,
         windows=config.windows,
     )
-    from attention.cpu import CpuAttention  # here, because another device brings other libraries
-    from models.cpu import CpuFused, tune_process
-
-    # torch's own number heeds OMP_NUM_THREADS
-    tune_process(recipe.device.threads or torch.get_num_threads())
-    reference = recipe.device.attention == "reference"
-    compiles = recipe.device.compile
-    fused = CpuFused(compile=compiles)
-    return fused, Attention(shape) if reference else CpuAttention(shape, compile=compiles)
 
 
 def _scheduler(recipe: Recipe, config: DecoderConfig, sizing: Sizing) -> Scheduler:

@@ -12,10 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What a recipe takes of the machine, and what it gives to a request.
-
-    On a CPU the host tier lies in the device's memory.
-    """
+    """What a recipe takes of the machine, and what it gives to a request."""
 
     num_parameters: int
     weight_bytes: int
@@ -23,6 +20,7 @@ class Sizing:
     num_pages: int  # allocated, the null page among them
     num_pages_fitting: int  # that would fit beside all else
     num_host_pages: int  # the null page among them; 0: no host tier
+    host_is_device: bool  # the host tier lies in the device's memory, as on a CPU
     cache_tokens: int  # the longest request that the cache alone would allow
     longest_tokens: int  # a request's prompt and answer
     longest_because: str  # what sets this limit
@@ -41,10 +39,15 @@ class Sizing:
         return self.num_host_pages * self.page_bytes
 
     @property
+    def host_beside_bytes(self) -> int:
+        """What the host tier takes of the device's memory."""
+        return self.host_bytes if self.host_is_device else 0
+
+    @property
     def beside_bytes(self) -> int:
-        """All but the pages on the device."""
+        """All that is on the device but its pages."""
         parts = (self.weight_bytes, self.slot_bytes, self.activation_bytes, self.reserve_bytes)
-        return sum(parts) + self.host_bytes
+        return sum(parts) + self.host_beside_bytes
 
     @property
     def total_bytes(self) -> int:

@@ -10,6 +10,14 @@ from typing import Any, Literal
 from recipes.keys import RecipeError, key, keys_of
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository: what a recipe's paths are relative to
+KINDS_OF = {  # the keys of `device` that only some kinds of machine read
+    "threads": ("cpu",),
+    "compile": ("cpu",),
+    "graphs": ("cuda", "npu"),
+    "product": ("npu",),
+    "virtual": ("npu",),
+    "virtual_fp32": ("npu",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +43,35 @@ class ModelSection:
 class DeviceSection:
     """The machine."""
 
-    kind: Literal["cpu"] = key("the machine that computes")
+    kind: Literal["cpu", "cuda", "npu"] = key("the machine that computes")
     attention: Literal["fused", "reference"] = key(
         "as fast as the device can, or the plain torch that defines what is right", default="fused"
     )
     threads: int | None = key(
-        "threads that compute; null: `OMP_NUM_THREADS`, or one for each core",
+        "cpu: threads that compute; null: `OMP_NUM_THREADS`, or one for each core",
         default=None,
         least=1,
         most=1024,
     )
     compile: bool = key(
-        "compile what gains by it, which needs a C++ compiler and up to a minute at start-up", default=False
+        "cpu: compile what gains by it, which needs a C++ compiler and up to a minute at start-up",
+        default=False,
+    )
+    graphs: int = key(
+        "cuda, npu: steps of up to so many decodes, and nothing else, run as captured graphs; 0: none",
+        default=0,
+        least=0,
+        most=1024,
+    )
+    product: Literal["310P", "910", "910B", "910C", "950"] | None = key(
+        "npu: whose operators and limits hold; null: what the device says it is", default=None
+    )
+    virtual: bool = key(
+        "npu: a stand-in within this machine's memory, to try and to test; it is slow", default=False
+    )
+    virtual_fp32: bool = key(
+        "npu: for tests, let the stand-in's fused operators take float32, which no product does",
+        default=False,
     )
 
 
@@ -157,6 +182,7 @@ class Recipe:
                 "cache.compact_pages_per_step",
                 "cache.compact_every_steps",
             )
+        yield from self._device_contradictions()
         yield from self._scheduler_contradictions()
         cache, longest = self.cache, self.scheduler.max_request_tokens
         if cache.num_pages is not None and longest is not None:
@@ -171,6 +197,32 @@ class Recipe:
                     "cache.num_pages",
                     "cache.page_size",
                 )
+
+    def _device_contradictions(self) -> Iterator[RecipeError]:
+        device = self.device
+        for leaf, kinds in KINDS_OF.items():
+            said = getattr(device, leaf)
+            if said not in (None, False, 0) and device.kind not in kinds:
+                yield RecipeError(
+                    f"device.{leaf}: read only where device.kind is {' or '.join(kinds)}, and it is"
+                    f" {device.kind}; leave it out",
+                    f"device.{leaf}",
+                    "device.kind",
+                )
+        if device.virtual_fp32 and not device.virtual:
+            yield RecipeError(
+                "device.virtual_fp32: no product takes float32 in its fused operators, only the stand-in can"
+                " be told to; set device.virtual to true, or leave this out",
+                "device.virtual_fp32",
+                "device.virtual",
+            )
+        if device.graphs and device.attention == "reference":
+            yield RecipeError(
+                "device.graphs: device.attention is reference, which asks the host at each span and cannot"
+                " be captured; set device.graphs to 0, or device.attention to fused",
+                "device.graphs",
+                "device.attention",
+            )
 
     def _scheduler_contradictions(self) -> Iterator[RecipeError]:
         scheduler = self.scheduler

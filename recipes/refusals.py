@@ -18,8 +18,9 @@ def check_fits(recipe: Recipe, sizing: Sizing) -> None:
         f"{_parts(sizing)} and {in_gib(sizing.cache_bytes)} of cache are {in_gib(missing)} more than the"
         f" {in_gib(sizing.memory_bytes)} of this machine; "
     )
-    if sizing.host_bytes - missing >= 2 * sizing.page_bytes or sizing.host_bytes >= sizing.memory_bytes:
-        most = max(0.0, _floor(sizing.host_bytes - missing))
+    host_bytes = sizing.host_beside_bytes
+    if host_bytes - missing >= 2 * sizing.page_bytes or host_bytes >= sizing.memory_bytes:
+        most = max(0.0, _floor(host_bytes - missing))
         raise RecipeError(f"cache.host_gib: {text}set at most {most}", "cache.host_gib")
     name = next(
         name
@@ -58,13 +59,22 @@ def too_few_pages(name: str, gib: float, num_pages: int, page_bytes: int) -> Rec
     )
 
 
+def too_much_of_the_host(gib: float, memory_bytes: int) -> RecipeError:
+    """The error for a host tier larger than the host's memory, where the device has its own."""
+    return RecipeError(
+        f"cache.host_gib: {gib} is more than the {in_gib(memory_bytes)} of this host; set at most"
+        f" {_floor(memory_bytes)}",
+        "cache.host_gib",
+    )
+
+
 def _parts(sizing: Sizing) -> str:
     parts = {
         "weights": sizing.weight_bytes,
         "activations": sizing.activation_bytes,
         "reserve": sizing.reserve_bytes,
         "slot table": sizing.slot_bytes,
-        "host tier": sizing.host_bytes,
+        "host tier": sizing.host_beside_bytes,
     }
     return ", ".join(f"{in_gib(count)} of {name}" for name, count in parts.items() if count)
 
@@ -72,7 +82,7 @@ def _parts(sizing: Sizing) -> str:
 def _other_mend(sizing: Sizing, lacking: int) -> str:
     """What to change where no number of pages helps."""
     for name, count in (
-        ("cache.host_gib", sizing.host_bytes),
+        ("cache.host_gib", sizing.host_beside_bytes),
         ("scheduler.max_batch_tokens", sizing.activation_bytes),
         ("cache.reserve_gib", sizing.reserve_bytes),
         ("scheduler.max_request_tokens", sizing.slot_bytes),

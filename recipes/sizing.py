@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig
 from models.huggingface import DTYPES
 from recipes import families
+from recipes.devices import host_memory_bytes, start
 from recipes.keys import RecipeError
 from recipes.ledger import GIB, Sizing
 from recipes.recipe import Recipe
-from recipes.refusals import check_fits, too_few_pages, too_small_a_part
+from recipes.refusals import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 
 SCORED_ROWS = 256  # queries whose scores live at once
 LOGIT_BYTES = 16  # beside the logits themselves: float32 scores, weights, and what choosing from them takes
 STEP_BYTES = 16 * 2**20  # what operators keep however small a step is
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:
@@ -44,7 +42,7 @@ def size(
 ) -> Sizing:
     """Raises RecipeError, with what is missing and the key to change, if it cannot fit.
 
-    `memory_bytes` None: of this machine. `activation_bytes` None: estimated.
+    `memory_bytes` None: what the recipe's device has. `activation_bytes` None: estimated.
     """
     cache = recipe.cache
     page_bytes = KVCache.page_bytes(
@@ -58,6 +56,7 @@ def size(
         num_pages=0,
         num_pages_fitting=0,
         num_host_pages=_num_host_pages(recipe, page_bytes),
+        host_is_device=recipe.device.kind == "cpu",
         cache_tokens=0,
         longest_tokens=0,
         longest_because="",
@@ -65,7 +64,7 @@ def size(
         activation_bytes=estimate(recipe, config) if activation_bytes is None else activation_bytes,
         is_measured=activation_bytes is not None,
         reserve_bytes=int(cache.reserve_gib * GIB),
-        memory_bytes=machine_memory_bytes() if memory_bytes is None else memory_bytes,
+        memory_bytes=start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes,
     )
     num_pages = _num_pages(recipe, sizing)
     cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
@@ -97,13 +96,6 @@ def estimate(recipe: Recipe, config: DecoderConfig) -> int:
     scores = config.num_heads * min(span, SCORED_ROWS) * span * (8 + config.dtype.itemsize)
     logits = num_slots * config.vocab_size * (config.dtype.itemsize + LOGIT_BYTES)
     return STEP_BYTES + num_tokens * widths * config.dtype.itemsize + scores + logits
-
-
-def machine_memory_bytes() -> int:
-    """What this process may use: the machine's memory, or less where its control group says so."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [path.read_text().strip() for path in map(Path, CGROUP_LIMITS) if path.is_file()]
-    return min([whole, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def max_positions(config: DecoderConfig) -> int:
@@ -144,6 +136,8 @@ def _num_host_pages(recipe: Recipe, page_bytes: int) -> int:
     num_pages = int(host_gib * GIB) // page_bytes
     if num_pages < 2:
         raise too_few_pages("cache.host_gib", host_gib, num_pages, page_bytes)
+    if host_gib * GIB > host_memory_bytes() and recipe.device.kind != "cpu":
+        raise too_much_of_the_host(host_gib, host_memory_bytes())
     return min(num_pages, 2**31 - 1)
 
 

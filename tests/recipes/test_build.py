@@ -102,14 +102,15 @@ def test_what_was_chosen_is_logged(caplog):
     with caplog.at_level(logging.INFO, "recipes.build"):
         build(made(attention="reference"))
     assert [line.partition(":")[0] for line in caplog.messages] == [
+        "device",
         "model",
         "cache",
         "operators of CpuFused",
         "attention of Attention",
     ]
-    assert caplog.messages[0].startswith("model: llama, 0.1 M parameters, float32")
-    assert "linear" in caplog.messages[2]
-    assert caplog.messages[3].endswith("all plain torch")
+    assert caplog.messages[1].startswith("model: llama, 0.1 M parameters, float32")
+    assert "linear" in caplog.messages[3]
+    assert caplog.messages[4].endswith("all plain torch")
 
 
 def test_what_attention_cannot_do_is_refused_before_weights_are_made():

@@ -36,7 +36,26 @@ def made(**changes: Any) -> Recipe:
     ("changes", "message"),
     [
         ({"cache__page_size": 0}, "cache.page_size: 0 is not allowed; it must be an integer from 1 to 1024"),
-        ({"device__kind": "toaster"}, "device.kind: 'toaster' is not allowed; it must be cpu"),
+        ({"device__kind": "toaster"}, "device.kind: 'toaster' is not allowed; it must be cpu, cuda or npu"),
+        (
+            {"device__kind": "npu", "device__threads": 2},
+            "device.threads: read only where device.kind is cpu, and it is npu; leave it out",
+        ),
+        ({"device__kind": "cuda", "device__compile": True}, "device.compile: read only where"),
+        (
+            {"device__graphs": 8},
+            "device.graphs: read only where device.kind is cuda or npu, and it is cpu; leave it out",
+        ),
+        ({"device__kind": "cuda", "device__product": "910B"}, "device.product: read only where"),
+        ({"device__virtual": True}, "device.virtual: read only where device.kind is npu, and it is cpu"),
+        (
+            {"device__kind": "npu", "device__virtual_fp32": True},
+            "device.virtual_fp32: no product takes float32 in its fused operators",
+        ),
+        (
+            {"device__kind": "npu", "device__graphs": 8, "device__attention": "reference"},
+            "device.graphs: device.attention is reference, which asks the host at each span",
+        ),
         ({"model__path": None}, "model.path: required, or model.config in its place"),
         (
             {"cache__num_pages": None},
@@ -95,6 +114,7 @@ def test_what_cannot_be_meant_is_refused(changes, message):
 def test_the_limits_themselves_are_allowed():
     made(scheduler__max_request_tokens=1009)
     made(scheduler__max_batch_tokens=4)
+    made(device__kind="npu", device__virtual=True, device__virtual_fp32=True, device__graphs=4)
     made(scheduler__policy="static", scheduler__batch_size=4, scheduler__max_wait_ms=0)
 
 

@@ -12,10 +12,11 @@ from attention.reference import Attention, AttentionShape
 from kv_cache.storage import KVCache
 from models.decoder import Decoder
 from models.fused import Fused
+from recipes.devices import host_memory_bytes
 from recipes.keys import RecipeError
 from recipes.ledger import GIB, report
 from recipes.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
-from recipes.sizing import estimate, machine_memory_bytes, max_positions, model_config, size
+from recipes.sizing import estimate, max_positions, model_config, size
 
 LLAMA = {
     "model_type": "llama",
@@ -143,7 +144,7 @@ def test_the_report_says_what_was_counted():
 
 
 def test_this_machine_has_memory():
-    assert 2**28 < machine_memory_bytes() < 2**50
+    assert 2**28 < host_memory_bytes() < 2**50
 
 
 def test_a_part_of_the_memory_holds_what_all_else_leaves():

@@ -1,0 +1,121 @@
+"""What does each kind of machine bring: its operators, its memory, its name?
+
+A kind's libraries are imported only where a recipe asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from attention.reference import Attention, AttentionShape
+from models.fused import Fused
+from recipes.keys import RecipeError
+from recipes.recipe import DeviceSection
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Machine:
+    """A machine that is ready to compute on `device`."""
+
+    device: torch.device
+
+    def __init__(self, asked: DeviceSection) -> None:
+        self.asked = asked
+
+    @property
+    def name(self) -> str:
+        """What it is, for the log and for result files."""
+        raise NotImplementedError
+
+    def operators(self, shape: AttentionShape) -> tuple[Fused, Attention]:
+        """The device's own operators, or attention as it is defined where the recipe asks for that."""
+        raise NotImplementedError
+
+    def memory_bytes(self) -> int:
+        """What this process may use of the device's memory."""
+        raise NotImplementedError
+
+
+class Cpu(Machine):
+    """The host's processor; its threads and its allocator are set when operators are asked for."""
+
+    device = torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        return platform.machine()
+
+    def operators(self, shape: AttentionShape) -> tuple[Fused, Attention]:
+        from attention.cpu import CpuAttention
+        from models.cpu import CpuFused, tune_process
+
+        # torch's own number heeds OMP_NUM_THREADS
+        tune_process(self.asked.threads or torch.get_num_threads())
+        compiles = self.asked.compile
+        plain = self.asked.attention == "reference"
+        attention = Attention(shape) if plain else CpuAttention(shape, compile=compiles)
+        return CpuFused(compile=compiles), attention
+
+    def memory_bytes(self) -> int:
+        return host_memory_bytes()
+
+
+class Accelerator(Machine):
+    """A machine with memory of its own."""
+
+    def memory_bytes(self) -> int:
+        """What is free, and what this process's allocator holds already."""
+        memory = torch.get_device_module(self.device)
+        return memory.mem_get_info(self.device)[0] + memory.memory_reserved(self.device)
+
+
+class Cuda(Accelerator):
+    """The first CUDA device that this process sees."""
+
+    def __init__(self, asked: DeviceSection) -> None:
+        super().__init__(asked)
+        if not torch.cuda.is_available():
+            raise RecipeError(
+                f"device.kind: torch {torch.__version__} finds no CUDA device; see nvidia-smi, install a"
+                " torch with CUDA, or set device.kind to cpu",
+                "device.kind",
+            )
+        self.device = torch.device("cuda", 0)
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def operators(self, shape: AttentionShape) -> tuple[Fused, Attention]:
+        if self.asked.attention == "reference":
+            return Fused(), Attention(shape, self.device)
+        raise RecipeError(
+            "device.attention: there are no fused operators of cuda yet; set device.attention to reference",
+            "device.attention",
+        )
+
+
+class Npu(Accelerator):
+    """The first Ascend NPU that this process sees."""
+
+    def __init__(self, asked: DeviceSection) -> None:
+        super().__init__(asked)
+        raise RecipeError("device.kind: npu cannot be used yet; set device.kind to cpu", "device.kind")
+
+
+def start(asked: DeviceSection) -> Machine:
+    """Make the machine of a recipe ready; raises RecipeError where it is not here."""
+    kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
+    return kinds[asked.kind](asked)
+
+
+def host_memory_bytes() -> int:
+    """What this process may use: the host's memory, or less where its control group says so."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [path.read_text().strip() for path in map(Path, CGROUP_LIMITS) if path.is_file()]
+    return min([whole, *(int(limit) for limit in limits if limit.isdigit())])

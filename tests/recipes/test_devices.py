@@ -1,0 +1,43 @@
+"""A machine that is not here is refused in one line, and one with memory of its own has its own ledger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recipes.devices import Cpu, host_memory_bytes, start
+from recipes.keys import RecipeError
+from recipes.recipe import DeviceSection
+from tests.recipes.test_sizing import made, refusal, sized
+
+
+def on(kind: str, **cache: object):
+    return replace(made(**cache), device=DeviceSection(kind=kind))  # type: ignore[arg-type]
+
+
+def test_the_processor_is_always_here():
+    machine = start(DeviceSection(kind="cpu"))
+    assert isinstance(machine, Cpu)
+    assert machine.device.type == "cpu"
+    assert machine.memory_bytes() == host_memory_bytes()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_cuda_device_that_is_not_here_is_refused():
+    with pytest.raises(RecipeError, match=r"device\.kind: torch .* finds no CUDA device; .* to cpu$"):
+        start(DeviceSection(kind="cuda"))
+
+
+def test_the_host_tier_is_no_part_of_a_device_with_its_own_memory():
+    alone, tiered = sized(on("npu")), sized(on("npu", host_gib=1))
+    assert tiered.num_host_pages > 1000
+    assert tiered.total_bytes == alone.total_bytes
+    assert sized(made(host_gib=1)).total_bytes == alone.total_bytes + tiered.host_bytes
+
+
+def test_a_host_tier_beyond_the_host_is_refused_with_the_most_that_fits():
+    text = refusal(on("npu", host_gib=2.0**20))
+    assert text.startswith("cache.host_gib: 1048576.0 is more than the ")
+    assert float(text.rpartition(" ")[2]) * 2**30 <= host_memory_bytes()
