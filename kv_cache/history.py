@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_cache.chains import Miss
 from kv_cache.pages import Index
 
-Miss = Literal["too_short", "other_salt", "evicted", "unaligned", "unseen"]
 BOUNDS_S = (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)  # upper bounds of an age's buckets; one more is open
 
 

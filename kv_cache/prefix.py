@@ -1,4 +1,4 @@
-"""Which pages already hold these tokens?"""
+"""Which pages are kept to be found again, and which go?"""
 
 from __future__ import annotations
 
@@ -9,35 +9,23 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_cache.history import Miss, PageHistory
+from kv_cache.chains import EMPTY, Chains, Miss
+from kv_cache.history import PageHistory
 from kv_cache.keys import TokenIds
 from kv_cache.pages import Index, PagePool
 
-ROOT = 0  # serial of the chain before a request's first page
-EMPTY: Index = np.empty(0, dtype=np.int64)
-
 
 class PrefixCache:
-    """Full pages by the tokens that they hold and all tokens before them.
+    """Full pages that are found again by the tokens they hold and all tokens before them (see `Chains`).
 
     The cache is a holder of its pages like any slot. A page whose only holder is the cache is idle:
     it is found and shared again, or evicted, least recently used first, when pages run short.
-
-    Equal keys are not believed: a hit also compares the page's tokens, its salt and its parent. Each
-    cached page carries a serial number that is never used twice, and the serial of the page before
-    it, so that a chain is right from its root or it ends.
     """
 
     def __init__(self, pool: PagePool, page_size: int) -> None:
         self._pool = pool
         self._page_size = page_size
-        self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
-        self._salt_of: dict[int, str] = {}  # of the first pages of chains only
-        self._tokens = np.zeros((pool.num_pages, page_size), dtype=np.int32)
-        self._serial = np.zeros(pool.num_pages, dtype=np.int64)  # 0: the page is not cached
-        self._parent = np.zeros(pool.num_pages, dtype=np.int64)
-        self._next_serial = ROOT + 1
+        self.chains = Chains(pool.num_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.history = PageHistory(pool.num_pages)
         self.version = 0  # changes with what can be found
@@ -45,7 +33,7 @@ class PrefixCache:
     @property
     def num_pages(self) -> int:
         """Pages that the cache holds, idle or in use."""
-        return len(self._key_of)
+        return len(self.chains)
 
     @property
     def num_idle(self) -> int:
@@ -53,8 +41,8 @@ class PrefixCache:
 
     @property
     def pages(self) -> Index:
-        """The pages that the cache holds, in the order they were published."""
-        return np.fromiter(self._key_of, dtype=np.int64, count=len(self._key_of))
+        """The pages that the cache holds."""
+        return self.chains.pages
 
     @property
     def idle_pages(self) -> Index:
@@ -63,63 +51,26 @@ class PrefixCache:
 
     def is_cached(self, pages: Index) -> NDArray[np.bool_]:
         """Which of these pages the cache holds."""
-        cached: NDArray[np.bool_] = self._serial[pages] > 0
-        return cached
-
-    def parents(self) -> dict[int, int]:
-        """For each cached page but the first of a chain, the cached page that it continues."""
-        page_of = dict(zip(self._serial[self.pages].tolist(), self.pages.tolist()))
-        return {
-            page: page_of[at]
-            for page, at in zip(self.pages.tolist(), self._parent[self.pages].tolist())
-            if at
-        }
+        return self.chains.has(pages)
 
     def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
         """The cached pages that continue the pages `held`, as far as `tokens` go without a gap.
 
         `keys` and `tokens` are a request's from its start. Neither holds the pages nor renews them.
         """
-        first, size, parent = len(held), self._page_size, self._tail(held)
-        if parent is None:
-            return EMPTY
-        found = []
-        for key in keys[first:]:
-            page = self._page_of.get(key)
-            if page is None:
-                break
-            found.append(page)
-        if not found:
-            return EMPTY
-        pages = np.array(found, dtype=np.int64)
-        wanted = tokens[first * size : (first + len(pages)) * size].reshape(len(pages), size)
-        parents = np.empty_like(pages)
-        parents[0] = parent
-        parents[1:] = self._serial[pages[:-1]]
-        right = (self._tokens[pages] == wanted).all(axis=1) & (self._parent[pages] == parents)
-        if parent == ROOT:
-            right[0] &= self._salt_of.get(found[0]) == salt
-        return pages if right.all() else pages[: int(right.argmin())]
+        return self.chains.find(keys, tokens, salt, held)
 
     def why_missed(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> Miss | None:
         """Why a lookup ended where it did; None if it found a page for every key.
 
         `keys` are those of the pages that the request could use, `matched` what was found of them.
         """
-        at, size, parent = len(matched), self._page_size, self._tail(matched)
+        at = len(matched)
         if at == len(keys):
             return None if len(keys) else "too_short"
         if self.history.was_evicted(keys[at]):
             return "evicted"
-        wanted = tokens[at * size : (at + 1) * size]
-        nexts = np.flatnonzero((self._parent == (ROOT if parent is None else parent)) & (self._serial > 0))
-        alike = (self._tokens[nexts] == wanted).cumprod(axis=1).sum(axis=1)  # tokens in common
-        if at == 0:
-            here = np.array([self._salt_of[page] == salt for page in nexts.tolist()], dtype=np.bool_)
-            if (alike[~here] == size).any():
-                return "other_salt"
-            alike = alike[here]
-        return "unaligned" if alike.any() else "unseen"
+        return self.chains.why_missed(tokens, salt, matched)
 
     def share(self, pages: Index) -> None:
         """Give each of these held pages, cached or not, one more holder."""
@@ -150,19 +101,19 @@ class PrefixCache:
         returned in its place; the caller should hold it instead of its own. Nothing is published after
         a page that was forgotten.
         """
-        size, count = self._page_size, len(pages)
-        parent = self._tail(pages[:first])
+        chains, size, count = self.chains, self._page_size, len(pages)
+        parent = chains.tail(pages[:first])
         new_keys, new_pages = keys[first:count], pages[first:]
         if parent is None or not len(new_pages):
             return new_pages
         content = tokens[first * size : count * size].reshape(len(new_pages), size)
-        if len(set(new_keys)) == len(new_pages) and self._page_of.keys().isdisjoint(new_keys):
+        if not chains.uses(new_keys):
             self._insert(new_keys, content, new_pages, parent, salt, keys[first - 1] if first else None)
             return new_pages
         standing, previous = new_pages.copy(), pages[:first][-1:]
         for index, key in enumerate(new_keys):
             equal = self._equal(key, content[index], parent, salt)
-            if self._tail(previous) != parent:
+            if chains.tail(previous) != parent:
                 break  # the page that gave up this key was one before it in the same chain
             if equal is None:
                 before = keys[first + index - 1] if first + index else None
@@ -170,7 +121,8 @@ class PrefixCache:
             else:
                 standing[index] = equal
             previous = standing[[index]]
-            parent = int(self._serial[previous[0]])
+            parent = chains.tail(previous)
+            assert parent is not None, "a page that stands is cached"
         return standing
 
     def forget(self, pages: Index) -> None:
@@ -178,42 +130,23 @@ class PrefixCache:
 
         Those that are not cached are passed over.
         """
-        wrong = set(self._serial[pages[self._serial[pages] > 0]].tolist())
-        if not wrong:
-            return
-        cached = self.pages
-        order = cached[np.argsort(self._serial[cached])]  # a page is published after the one it continues
-        lost = []
-        for page, serial, parent in zip(
-            order.tolist(), self._serial[order].tolist(), self._parent[order].tolist()
-        ):
-            if serial in wrong or parent in wrong:
-                wrong.add(serial)
-                lost.append(page)
-        self._remove(lost)
+        lost = self.chains.with_what_follows(pages)
+        if lost:
+            self._remove(lost)
 
     def evict(self, count: int) -> None:
         """Free the `count` idle pages that were used longest ago."""
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
         pages = list(islice(self._idle, count))
-        self.history.evicted([self._key_of[page] for page in pages], np.array(pages, dtype=np.int64))
+        self.history.evicted(map(self.chains.key, pages), np.array(pages, dtype=np.int64))
         self._remove(pages)
 
     def move(self, sources: Index, targets: Index) -> None:
         """Follow pages that moved: what was found in a source page is found in its target."""
-        cached = self._serial[sources] > 0
+        cached = self.is_cached(sources)
         sources, targets = sources[cached], targets[cached]
-        for column in (self._tokens, self._serial, self._parent):
-            column[targets] = column[sources]
-        self._serial[sources] = 0
-        self.history.moved([self._key_of[page] for page in sources.tolist()], sources, targets)
+        self.history.moved(self.chains.rename(sources, targets), sources, targets)
         target_of = dict(zip(sources.tolist(), targets.tolist()))
-        for source, target in target_of.items():
-            key = self._key_of.pop(source)
-            self._key_of[target] = key
-            self._page_of[key] = target
-            if source in self._salt_of:
-                self._salt_of[target] = self._salt_of.pop(source)
         if not self._idle.keys().isdisjoint(target_of):  # a page keeps its place in the order of eviction
             self._idle = OrderedDict((target_of.get(page, page), None) for page in self._idle)
         self.version += 1
@@ -221,31 +154,12 @@ class PrefixCache:
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; pages that go are not cached."""
         self.history.resize(num_pages)
-        kept = min(num_pages, len(self._serial))
-        assert not self._serial[kept:].any(), "a page that goes is cached"
-        tokens, serial, parent = self._tokens, self._serial, self._parent
-        self._tokens = np.zeros((num_pages, self._page_size), dtype=np.int32)
-        self._serial = np.zeros(num_pages, dtype=np.int64)
-        self._parent = np.zeros(num_pages, dtype=np.int64)
-        self._tokens[:kept], self._serial[:kept], self._parent[:kept] = (
-            tokens[:kept],
-            serial[:kept],
-            parent[:kept],
-        )
-
-    def _tail(self, pages: Index) -> int | None:
-        """The serial that the page after these continues; None if the last was forgotten."""
-        if not len(pages):
-            return ROOT
-        return int(self._serial[pages[-1]]) or None
+        self.chains.resize(num_pages)
 
     def _equal(self, key: bytes, tokens: TokenIds, parent: int, salt: str) -> int | None:
         """The cached page of this key and content; one of another content gives up the key."""
-        page = self._page_of.get(key)
-        if page is None:
-            return None
-        same = self._parent[page] == parent and np.array_equal(self._tokens[page], tokens)
-        if same and (parent != ROOT or self._salt_of[page] == salt):
+        page = self.chains.page_of(key)
+        if page is None or self.chains.is_same(page, tokens, parent, salt):
             return page
         self.forget(np.array([page]))  # two prefixes of one key: the later takes the place
         return None
@@ -260,29 +174,16 @@ class PrefixCache:
         parent_key: bytes | None,
     ) -> None:
         """Hold pages [n] of `tokens` [n, B] that continue each other, under keys that are not in use."""
-        page_list = pages.tolist()
-        self._page_of.update(zip(keys, page_list))
-        self._key_of.update(zip(page_list, keys))
-        if parent == ROOT:
-            self._salt_of[page_list[0]] = salt
-        serials = np.arange(self._next_serial, self._next_serial + len(pages))
-        self._next_serial += len(pages)
-        self._tokens[pages] = tokens
-        self._serial[pages] = serials
-        self._parent[pages] = serials - 1
-        self._parent[pages[0]] = parent
+        self.chains.insert(keys, tokens, pages, parent, salt)
         self._pool.share(pages)
         self.history.stored(keys, pages, parent_key)
         self.version += 1
 
     def _remove(self, pages: list[int]) -> None:
         """Let go of cached pages."""
-        gone, keys = np.array(pages, dtype=np.int64), [self._key_of.pop(page) for page in pages]
-        for page, key in zip(pages, keys):
-            del self._page_of[key]
-            self._salt_of.pop(page, None)
+        gone = np.array(pages, dtype=np.int64)
+        self.history.removed(self.chains.remove(pages), gone)
+        for page in pages:
             self._idle.pop(page, None)
-        self.history.removed(keys, gone)
-        self._serial[gone] = 0
         self._pool.release(gone)
         self.version += 1

@@ -24,7 +24,7 @@ MAY_IMPORT["scripts"] = set(MAY_IMPORT) - {"virtual_npu"}
 
 HOST_WING = [
     "continuous_batching",
-    *(f"kv_cache/{name}.py" for name in ("history", "keys", "pages", "prefix")),
+    *(f"kv_cache/{name}.py" for name in ("chains", "history", "keys", "pages", "prefix")),
     "simulation",
 ]
 UNWANTED = {"utils", "util", "core", "common", "helpers", "misc"}

@@ -23,11 +23,12 @@ from pathlib import Path
 from scripts import verb
 from scripts.mutants.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from scripts.mutants.fault import Fault
+from scripts.mutants.prefix_faults import PREFIX_FAULTS
 from scripts.mutants.residency_faults import RESIDENCY_FAULTS
 from scripts.mutants.schedule_faults import SCHEDULE_FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = (*CACHE_FAULTS, *RESIDENCY_FAULTS, *SCHEDULE_FAULTS)
+FAULTS = (*CACHE_FAULTS, *PREFIX_FAULTS, *RESIDENCY_FAULTS, *SCHEDULE_FAULTS)
 ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "tests")
 
 BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"

@@ -1,11 +1,11 @@
-"""Which faults are seeded where keys and values live?"""
+"""Which faults are seeded in pages, their keys and their content?"""
 
 from __future__ import annotations
 
 from scripts.mutants.fault import Fault
 
-PAGES, PREFIX = "kv_cache/pages.py", "kv_cache/prefix.py"
-KEYS, STORAGE, RUNNER = "kv_cache/keys.py", "kv_cache/storage.py", "models/runner.py"
+PAGES, KEYS = "kv_cache/pages.py", "kv_cache/keys.py"
+STORAGE, RUNNER = "kv_cache/storage.py", "models/runner.py"
 
 CACHE_FAULTS = (
     Fault(
@@ -105,155 +105,6 @@ CACHE_FAULTS = (
         "previous = sha256(previous + data[at : at + width]).digest()",
         "previous = str(hash(previous + bytes(data[at : at + width]))).encode()",
         "keys differ between processes, and can be forged",
-    ),
-    Fault(
-        "tokens_not_compared",
-        PREFIX,
-        "(self._tokens[pages] == wanted).all(axis=1) & (self._parent[pages] == parents)",
-        "self._parent[pages] == parents",
-        "a colliding key serves another prompt's keys and values",
-    ),
-    Fault(
-        "parents_not_compared",
-        PREFIX,
-        " & (self._parent[pages] == parents)",
-        "",
-        "a colliding key joins two chains",
-    ),
-    Fault(
-        "salt_not_compared",
-        PREFIX,
-        "right[0] &= self._salt_of.get(found[0]) == salt",
-        "right[0] &= True",
-        "a colliding key crosses tenants",
-    ),
-    Fault(
-        "published_over_a_collision",
-        PREFIX,
-        " and np.array_equal(self._tokens[page], tokens)",
-        "",
-        "a row is given the page of another's tokens because the keys agree",
-    ),
-    Fault(
-        "published_across_salts",
-        PREFIX,
-        "if same and (parent != ROOT or self._salt_of[page] == salt):",
-        "if same:",
-        "a colliding key lets a row continue from another tenant's page",
-    ),
-    Fault(
-        "published_after_the_forgotten",
-        PREFIX,
-        "return int(self._serial[pages[-1]]) or None",
-        "return int(self._serial[pages[-1]])",
-        "a page whose beginning failed becomes the first of a chain",
-    ),
-    Fault(
-        "evictable_while_shared",
-        PREFIX,
-        "            del self._idle[page]\n",
-        "            pass\n",
-        "a page in use is still in the order of eviction",
-    ),
-    Fault(
-        "idle_while_held",
-        PREFIX,
-        "idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]\n        for page in idle"
-        ".tolist():\n            self._idle[page] = None",
-        "idle = pages[self.is_cached(pages)]\n        for page in idle.tolist():\n"
-        "            self._idle[page] = None",
-        "a page that others still hold is evicted",
-    ),
-    Fault(
-        "newest_evicted",
-        PREFIX,
-        "list(islice(self._idle, count))",
-        "list(islice(reversed(self._idle), count))",
-        "what was used last is evicted first, and parents before leaves",
-    ),
-    Fault(
-        "parents_evicted_first",
-        PREFIX,
-        "        pages = pages[::-1]\n        self._pool.release(pages)",
-        "        self._pool.release(pages)",
-        "a chain loses its first page, and its rest can never be found",
-    ),
-    Fault(
-        "tokens_stay_behind",
-        PREFIX,
-        "for column in (self._tokens, self._serial, self._parent):",
-        "for column in (self._serial, self._parent):",
-        "a page that moved is compared with another page's tokens",
-    ),
-    Fault(
-        "index_stays_behind",
-        PREFIX,
-        "self._page_of[key] = target",
-        "self._page_of[key] = source",
-        "compaction leaves the prefix index at the old page",
-    ),
-    Fault(
-        "salt_stays_behind",
-        PREFIX,
-        "if source in self._salt_of:",
-        "if False:",
-        "a first page that moved is found under no salt, or under another's",
-    ),
-    Fault(
-        "order_of_eviction_stays_behind",
-        PREFIX,
-        "if not self._idle.keys().isdisjoint(target_of):",
-        "if False:",
-        "pages are evicted that moved away",
-    ),
-    Fault(
-        "serial_stays_behind",
-        PREFIX,
-        "        self._serial[sources] = 0\n        self.history.moved",
-        "        self.history.moved",
-        "a page that was moved away from still counts as cached",
-    ),
-    Fault(
-        "forgotten_without_what_follows",
-        PREFIX,
-        "if serial in wrong or parent in wrong:",
-        "if serial in wrong:",
-        "pages after a wrong one stay cached, unfindable and unparented",
-    ),
-    Fault(
-        "removed_but_held",
-        PREFIX,
-        "        self._serial[gone] = 0\n        self._pool.release(gone)\n",
-        "        self._serial[gone] = 0\n",
-        "evicted pages are never free again",
-    ),
-    Fault(
-        "removed_but_cached",
-        PREFIX,
-        "        self._serial[gone] = 0\n        self._pool.release(gone)\n",
-        "        self._pool.release(gone)\n",
-        "a freed page counts as cached when its next owner lets go",
-    ),
-    Fault(
-        "cached_unheld",
-        PREFIX,
-        "        self._pool.share(pages)\n        self.history.stored",
-        "        self.history.stored",
-        "cached pages are handed out while they are still in the index",
-    ),
-    Fault(
-        "version_stands_still",
-        PREFIX,
-        "        self._pool.release(gone)\n        self.version += 1\n",
-        "        self._pool.release(gone)\n",
-        "a lookup made before an eviction is believed after it",
-    ),
-    Fault(
-        "resize_forgets_what_is_cached",
-        PREFIX,
-        "            serial[:kept],\n            parent[:kept],\n",
-        "            0 * serial[:kept],\n            parent[:kept],\n",
-        "cached pages are held for ever, and found by nobody",
     ),
     Fault(
         "values_not_copied",

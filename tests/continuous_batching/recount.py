@@ -54,7 +54,7 @@ def recount(scheduler: Scheduler) -> None:
         cached = prefix.is_cached(pages)
         assert (np.diff(cached.astype(int)) <= 0).all(), f"row {row} holds a cached page after a private one"
     order = {page: at for at, page in enumerate(prefix.idle_pages.tolist())}
-    for page, parent in prefix.parents().items():
+    for page, parent in prefix.chains.parents().items():
         assert page not in order or order.get(parent, len(order)) > order[page], (
             "a parent goes before its leaf"
         )

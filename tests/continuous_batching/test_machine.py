@@ -167,8 +167,8 @@ class Engines(RuleBasedStateMachine):
     @invariant()
     def cached_pages_hold_what_their_key_stands_for(self) -> None:
         prefix, (pages, _) = self.scheduler.residency.prefix, self._settled()
-        for page, name in prefix._key_of.items():
-            assert np.array_equal(pages[page], self.content[name]), f"page {page}"
+        for page in prefix.pages.tolist():
+            assert np.array_equal(pages[page], self.content[prefix.chains.key(page)]), f"page {page}"
 
     @invariant()
     def the_host_holds_what_the_swapped_computed(self) -> None:

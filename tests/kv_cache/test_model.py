@@ -66,15 +66,12 @@ def _check_rows(world: World, pages: np.ndarray) -> None:
 def _check_cache(world: World, pages: np.ndarray) -> None:
     """Every cached page holds what it is found for, and every request finds all that is there for it."""
     prefix, size = world.residency.prefix, world.setting.page_size
-    parents = prefix.parents()
     page_of: dict[tuple[str, tuple[int, ...]], int] = {}
     for page in prefix.pages.tolist():
-        chain = [page]
-        while chain[-1] in parents:
-            chain.append(parents[chain[-1]])
-        tokens = tuple(prefix._tokens[chain[::-1]].ravel().tolist())
-        assert (prefix._salt_of[chain[-1]], tokens) not in page_of, "one prefix is cached twice"
-        page_of[prefix._salt_of[chain[-1]], tokens] = page
+        salt, known = prefix.chains.prefix(page)
+        tokens = tuple(known)
+        assert (salt, tokens) not in page_of, "one prefix is cached twice"
+        page_of[salt, tokens] = page
         wanted = [written(tokens[: len(tokens) - size + at + 1]) for at in range(size)]
         assert pages[page].tolist() == wanted, "a page was published before it was computed"
     for request, place in zip(world.requests, world.place):
@@ -124,10 +121,10 @@ def essence(world: World) -> tuple[object, ...]:
                 )
             )
     idle = [name(page) for page in prefix.idle_pages.tolist()]
-    parents = prefix.parents()
+    parents = prefix.chains.parents()
     cached = {
-        prefix._key_of[page]: (name(page), name(parents[page]) if page in parents else -1)
-        for page in sorted(prefix.pages.tolist(), key=lambda page: prefix._key_of[page])
+        prefix.chains.key(page): (name(page), name(parents[page]) if page in parents else -1)
+        for page in sorted(prefix.pages.tolist(), key=prefix.chains.key)
     }
     layout = world.pool.holders.astype(bool).tobytes() if world.setting.sees_layout else b""
     return (*lives, tuple(idle), tuple(sorted(cached.items())), world.pool.num_pages, layout)
