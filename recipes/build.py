@@ -8,13 +8,6 @@ from collections.abc import Callable
 
 from attention.reference import Attention, AttentionShape
 from continuous_batching.engine import Engine
-from continuous_batching.policies.policy import Policy
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
-from continuous_batching.scheduler import Scheduler
-from continuous_batching.slots import SlotPool
-from continuous_batching.victims import Victim, fewest_lost, lowest_priority, youngest
-from kv_cache.pages import PagePool
 from kv_cache.storage import KVCache
 from models import weights
 from models.config import DecoderConfig
@@ -25,16 +18,11 @@ from models.sampler import Sampler
 from models.warm_up import largest_step_bytes, warm_up
 from recipes.devices import start
 from recipes.ledger import Sizing, report
-from recipes.recipe import Recipe, SchedulerSection
+from recipes.recipe import Recipe
+from recipes.scheduling import Limits, scheduler_of
 from recipes.sizing import model_config, size
 
 log = logging.getLogger(__name__)
-
-VICTIMS: dict[str, Victim] = {
-    "youngest": youngest,
-    "fewest_lost": fewest_lost,
-    "lowest_priority": lowest_priority,
-}
 
 
 def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine:
@@ -64,7 +52,15 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
         attention.device,
         num_host_pages=sizing.num_host_pages,
     )
-    scheduler = _scheduler(recipe, config, sizing)
+    limits = Limits(
+        num_pages=sizing.num_pages,
+        num_host_pages=sizing.num_host_pages,
+        longest_tokens=sizing.longest_tokens,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        max_shared_tokens=config.max_shared_positions,
+    )
+    scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits)
     sampler = Sampler(config.eos_token_ids, config.vocab_size, fused)
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
     engine = Engine(scheduler, runner, clock)
@@ -102,34 +98,6 @@ def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
         dtype=config.dtype,
         windows=config.windows,
     )
-
-
-def _scheduler(recipe: Recipe, config: DecoderConfig, sizing: Sizing) -> Scheduler:
-    asked = recipe.scheduler
-    return Scheduler(
-        SlotPool(asked.num_slots, sizing.longest_tokens, recipe.cache.page_size),
-        PagePool(sizing.num_pages),
-        policy(asked),
-        victim=VICTIMS[asked.victim],
-        host_pool=PagePool(sizing.num_host_pages) if sizing.num_host_pages else None,
-        max_batch_tokens=asked.max_batch_tokens,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        prefix_sharing=recipe.cache.prefix_sharing,
-        max_shared_tokens=config.max_shared_positions,
-        compact_every_steps=recipe.cache.compact_every_steps,
-        compact_pages_per_step=recipe.cache.compact_pages_per_step,
-        seed=asked.seed,
-    )
-
-
-def policy(scheduler: SchedulerSection) -> Policy:
-    """The way of batching that a recipe names."""
-    if scheduler.policy == "static":
-        assert scheduler.batch_size is not None, "a recipe with the static policy has a batch size"
-        assert scheduler.max_wait_ms is not None, "a recipe with the static policy bounds the wait"
-        return Static(scheduler.batch_size, scheduler.max_wait_ms / 1000)
-    return StallFree()
 
 
 def _log(recipe: Recipe, config: DecoderConfig, sizing: Sizing, fused: Fused, attention: Attention) -> None:
