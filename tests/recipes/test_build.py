@@ -16,8 +16,9 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.victims import lowest_priority
 from models.warm_up import largest_step_bytes
 from recipes import build as building
-from recipes.build import build, policy
+from recipes.build import build
 from recipes.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from recipes.scheduling import policy
 from recipes.sizing import size
 
 CONFIG = {
