@@ -6,8 +6,10 @@ import numpy as np
 
 from continuous_batching.admission import Admission
 from continuous_batching.batch import Batch, Sampled
+from continuous_batching.compaction import Compaction
 from continuous_batching.counters import Counters
 from continuous_batching.door import GiveUp, check_request, check_resize, check_samples
+from continuous_batching.endings import Endings
 from continuous_batching.followers import Followers
 from continuous_batching.policies.policy import Policy
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
@@ -72,11 +74,8 @@ class Scheduler:
         self._victim = victim
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
-        self._stop_mask = np.zeros(vocab_size, dtype=np.bool_)
-        self._stop_mask[list(eos_token_ids)] = True
-        self._compact_every_steps = compact_every_steps
-        self._compact_pages_per_step = compact_pages_per_step or pool.num_pages
-        self._compacting = False
+        self._endings = Endings(slots, vocab_size, eos_token_ids)
+        self._compaction = Compaction(self.residency.tables, compact_every_steps, compact_pages_per_step)
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
@@ -135,7 +134,7 @@ class Scheduler:
         """Admit, share the budget, make room, and only then make the batch; it may be empty."""
         assert not len(self._in_flight), "schedule was called twice without a commit"
         self.residency.prefix.history.now_s = now_s
-        self._compact()
+        self._compaction.step(self.counters.steps)
         if len(self.waiting):
             self._row_of |= self._admission.admit(self.max_batch_tokens, now_s)
         slots = self.slots
@@ -176,7 +175,7 @@ class Scheduler:
         counters.steps += 1
         counters.computed_tokens += batch.num_tokens
         counters.sampled_tokens += len(rows)
-        return self._end_rows(rows, tokens, at + 1, now_s)
+        return self._end_rows(rows, tokens, now_s)
 
     def compact(self) -> int:
         """Bring all held pages to the low end before the next batch; returns how many move."""
@@ -201,29 +200,16 @@ class Scheduler:
         tables.compact(pool.num_pages)
         tables.resize(num_pages)
 
-    def _compact(self) -> None:
-        every = self._compact_every_steps
-        if every and self.counters.steps % every == 0:
-            self._compacting = True
-        if self._compacting:
-            limit = self._compact_pages_per_step
-            self._compacting = self.residency.tables.compact(limit) == limit
-
-    def _end_rows(self, rows: Index, tokens: Index, num_tokens: Index, now_s: float) -> list[Request]:
-        slots = self.slots
-        failed = tokens < 0
-        stopped = self._stop_mask[tokens] & ~slots.ignore_eos[rows]
-        for index in np.flatnonzero(slots.own_stops[rows]).tolist():
-            stopped[index] |= int(tokens[index]) in slots.requests[rows[index]].params.stop_token_ids
-        over = failed | stopped | (num_tokens >= slots.limit[rows])
+    def _end_rows(self, rows: Index, tokens: Index, now_s: float) -> list[Request]:
+        over = self._endings.of(rows, tokens)
         ends, self._ending = self._ending, {}
-        for row in rows[np.isin(rows, list(ends)) & ~failed].tolist() if ends else []:
-            slots.num_tokens[row] -= 1  # ended while in flight: the token comes too late
-        for index in np.flatnonzero(over).tolist():
-            if failed[index]:  # whatever else ended it, its pages are wrong
-                ends[int(rows[index])] = "error"
+        for row in rows[np.isin(rows, list(ends)) & (tokens >= 0)].tolist() if ends else []:
+            self.slots.num_tokens[row] -= 1  # ended while in flight: the token comes too late
+        for row, reason in over.items():
+            if reason == "error":  # whatever else ended it, its pages are wrong
+                ends[row] = "error"
             else:
-                ends.setdefault(int(rows[index]), "stop" if stopped[index] else "length")
+                ends.setdefault(row, reason)
         finished = [self._finish(row, reason) for row, reason in ends.items()]
         for request in finished:
             request.finish_s = now_s

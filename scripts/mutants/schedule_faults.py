@@ -6,7 +6,7 @@ from scripts.mutants.fault import Fault
 
 ROOM = "continuous_batching/"
 ADMISSION, DOOR, QUEUE = ROOM + "admission.py", ROOM + "door.py", ROOM + "queue.py"
-SCHEDULER, SLOTS = ROOM + "scheduler.py", ROOM + "slots.py"
+ENDINGS, SCHEDULER, SLOTS = ROOM + "endings.py", ROOM + "scheduler.py", ROOM + "slots.py"
 
 SCHEDULE_FAULTS = (
     Fault(
@@ -47,15 +47,15 @@ SCHEDULE_FAULTS = (
     Fault(
         "late_token_kept",
         SCHEDULER,
-        "            slots.num_tokens[row] -= 1  # ended",
-        "            slots.num_tokens[row] -= 0  # ended",
+        "            self.slots.num_tokens[row] -= 1  # ended",
+        "            self.slots.num_tokens[row] -= 0  # ended",
         "a client gets a token after it hung up",
     ),
     Fault(
         "ended_while_it_failed",
         SCHEDULER,
-        '                ends[int(rows[index])] = "error"\n',
-        '                ends.setdefault(int(rows[index]), "error")\n',
+        '                ends[row] = "error"\n',
+        '                ends.setdefault(row, "error")\n',
         "an abort hides that the pages are wrong",
     ),
     Fault(
@@ -123,7 +123,7 @@ SCHEDULE_FAULTS = (
     ),
     Fault(
         "nan_becomes_a_token",
-        SCHEDULER,
+        ENDINGS,
         "failed = tokens < 0",
         "failed = tokens < -1",
         "logits that are not finite go on as an answer",
