@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from models.quantization import Quantization
+
+Form = Literal["plain", "int8", "quantize"]  # how a linear is stored; quantize: plain, then in int8
+
+FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -59,6 +66,40 @@ class DecoderConfig:
     dtype: torch.dtype
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None
+
+    def form(self, name: str) -> Form:
+        """How the linear of this name in a checkpoint is stored; a tied head is as the embedding is."""
+        quantization = self.quantization
+        is_tied = name == "lm_head" and self.tie_embeddings
+        if quantization is None or is_tied or not quantization.covers(name):
+            return "plain"
+        return "int8" if quantization.is_stored else "quantize"
+
+    def linears(self) -> Iterator[tuple[str, int, int]]:
+        """Name in a checkpoint, inputs and outputs of every linear."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            yield f"{prefix}self_attn.q_proj", hidden, heads
+            yield f"{prefix}self_attn.k_proj", hidden, kv_heads
+            yield f"{prefix}self_attn.v_proj", hidden, kv_heads
+            yield f"{prefix}self_attn.o_proj", heads, hidden
+            yield f"{prefix}mlp.gate_proj", hidden, inner
+            yield f"{prefix}mlp.up_proj", hidden, inner
+            yield f"{prefix}mlp.down_proj", inner, hidden
+        if not self.tie_embeddings:
+            yield "lm_head", hidden, self.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights as the device holds them, scales among them."""
+        total = self.num_parameters * self.dtype.itemsize
+        for name, inputs, outputs in self.linears():
+            if self.form(name) != "plain":
+                total += outputs * (torch.float32.itemsize - inputs * (self.dtype.itemsize - 1))
+        return total
 
     @property
     def max_shared_positions(self) -> int | None:
@@ -79,3 +120,16 @@ class DecoderConfig:
         layer += self.qk_norm * 2 * self.head_dim
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return embeddings + self.num_layers * layer + self.hidden_size
+
+
+def check_fused(config: DecoderConfig) -> None:
+    """Raise ValueError where linears that are multiplied as one are not all quantised, or all not."""
+    if config.quantization is None:
+        return
+    for layer in range(config.num_layers):
+        for names in FUSED:
+            if len({config.form(f"model.layers.{layer}.{name}") for name in names}) > 1:
+                raise ValueError(
+                    f"quantization_config.ignore names some of {', '.join(names)} of layer {layer}, which are"
+                    " multiplied as one: name all of them or none"
+                )

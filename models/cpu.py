@@ -82,6 +82,19 @@ class CpuFused(Fused):
             return weight, bias
         return torch.ops.mkldnn._reorder_linear_weight(weight), bias
 
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+        """Turn the weight to [in, out], which is read 1.3 times as fast at 17 rows."""
+        if _has_vnni():
+            weight = weight.t().clone(memory_format=torch.contiguous_format)
+        return weight, scale, bias
+
+    def int8_product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """int8 [T, in] by the packed weight -> exact int32 [T, out].
+
+        Without VNNI instructions oneDNN adds pairs of products in 16 bits, which overflow.
+        """
+        return torch._int_mm(rows, weight) if _has_vnni() else super().int8_product(rows, weight)
+
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """[T, in] -> [T, out]."""
         weight, bias = packed
@@ -110,6 +123,10 @@ def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     token = torch.arange(size, dtype=torch.int32)
     tokens = torch.where(logits == best, token, size).amin(-1).clamp(max=size - 1)  # a NaN equals nothing
     return tokens.long(), best[:, 0].isfinite()
+
+
+def _has_vnni() -> bool:
+    return bool(torch.cpu._is_vnni_supported())
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:

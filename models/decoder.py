@@ -29,7 +29,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, layer, fused, attention) for layer in range(config.num_layers)
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)
-        self.head = Linear(fused, hidden, vocab, False, dtype, device)
+        self.head = Linear(fused, hidden, vocab, False, dtype, device, config.form("lm_head"))
         if config.tie_embeddings:
             self.head.weight = self.embedding
         self.rope = Rope(config.rope, device)

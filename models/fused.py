@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.quantization import quantize_rows
+
+EXACT_SUM = 1024  # products of two int8 that float32 adds up exactly: 128 * 128 * 1024 = 2**24
+
 Packed = Any  # a linear's weight and bias in whatever form the device multiplies fastest
 
 
@@ -35,6 +39,26 @@ class Fused:
         """[T, in] -> [T, out]."""
         weight, bias = packed
         return F.linear(x, weight, bias)
+
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+        """As `pack`, of an int8 weight [out, in] with a float32 scale [out] for each output channel."""
+        return weight, scale, bias
+
+    def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
+        """[T, in] -> [T, out] in x's type: x is quantised token by token and multiplied in int8."""
+        weight, scale, bias = packed
+        rows, row_scale = self.quantize(x)
+        y = self.int8_product(rows, weight).float() * scale * row_scale
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, n] -> int8 [T, n], float32 scale [T, 1]."""
+        return quantize_rows(x)
+
+    def int8_product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """int8 [T, in] by the weight that `pack_int8` made of [out, in] -> exact int32 [T, out]."""
+        pairs = zip(rows.split(EXACT_SUM, dim=1), weight.split(EXACT_SUM, dim=1))
+        return sum(F.linear(some.float(), part.float()).int() for some, part in pairs)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from models.config import ROPE_KINDS, DecoderConfig, RopeConfig
+from models.config import ROPE_KINDS, DecoderConfig, RopeConfig, check_fused
+from models.quantization import quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,9 +30,6 @@ def decoder_config(
     qk_norm: bool = False,
 ) -> DecoderConfig:
     """The decoder of `hf`, a parsed config.json; the keywords are where families differ."""
-    for key in ("quantization_config", "compression_config"):
-        if hf.get(key):
-            raise _refused(key, hf[key], "only unquantised weights are read: use the original checkpoint")
     if hf.get("hidden_act", "silu") != "silu":
         raise _refused("hidden_act", hf["hidden_act"], "it must be silu")
     hidden_size = integer(hf, "hidden_size")
@@ -49,7 +47,7 @@ def decoder_config(
     if head_dim % 2:
         raise _refused("head_dim", head_dim, "the rotary embedding turns pairs: it must be even")
     max_positions = integer(hf, "max_position_embeddings")
-    return DecoderConfig(
+    config = DecoderConfig(
         family=family,
         vocab_size=integer(hf, "vocab_size"),
         hidden_size=hidden_size,
@@ -69,7 +67,10 @@ def decoder_config(
         dtype=_dtype(hf),
         max_positions=max_positions,
         eos_token_ids=_token_ids(hf, "eos_token_id"),
+        quantization=quantization(hf),
     )
+    check_fused(config)
+    return config
 
 
 def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from attention.reference import Attention, AttentionMetadata
 from kv_cache.storage import KVCache
-from models.config import DecoderConfig
+from models.config import DecoderConfig, Form
 from models.fused import Fused
+from models.quantization import quantize_rows
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -20,7 +21,10 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Param
 
 
 class Linear(nn.Module):
-    """A linear whose weight is filled as [out, in], then packed for the device."""
+    """A linear whose weight is filled as [out, in], then packed for the device.
+
+    By its form the weight is stored in the model's type, in int8 beside a scale, or quantised to that.
+    """
 
     def __init__(
         self,
@@ -30,10 +34,15 @@ class Linear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
+        form: Form = "plain",
     ) -> None:
         super().__init__()
-        self.fused = fused
-        self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=dtype, device=device)
+        self.fused, self.form = fused, form
+        stored = torch.int8 if form == "int8" else dtype
+        self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=stored, device=device)
+        self.weight_scale: nn.Parameter | None = None
+        if form == "int8":
+            self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
         self.packed = None
 
@@ -41,13 +50,20 @@ class Linear(nn.Module):
         """To be called once, when the weight is filled; lets go of the unpacked weight."""
         assert self.weight is not None, "a linear is packed once"
         bias = None if self.bias is None else self.bias.data
-        self.packed = self.fused.pack(self.weight.data, bias)
-        self.weight = None
+        if self.form == "plain":
+            self.packed = self.fused.pack(self.weight.data, bias)
+        elif self.weight_scale is not None:
+            self.packed = self.fused.pack_int8(self.weight.data, self.weight_scale.data[:, 0], bias)
+        else:
+            weight, scale = quantize_rows(self.weight.data)
+            self.packed = self.fused.pack_int8(weight, scale[:, 0], bias)
+        self.weight = self.weight_scale = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         assert self.packed is not None, "pack the decoder before its first step"
-        return self.fused.linear(x, self.packed)
+        linear = self.fused.linear if self.form == "plain" else self.fused.linear_int8
+        return linear(x, self.packed)
 
 
 class SelfAttention(nn.Module):
@@ -62,10 +78,10 @@ class SelfAttention(nn.Module):
         self.fused, self.attention = fused, attention
         dtype, device = config.dtype, attention.device
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = Linear(fused, config.hidden_size, width, config.attention_bias, dtype, device)
-        self.output = Linear(
-            fused, config.num_heads * config.head_dim, config.hidden_size, config.output_bias, dtype, device
-        )
+        hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+        form = [config.form(f"model.layers.{layer}.self_attn.{name}") for name in ("q_proj", "o_proj")]
+        self.qkv = Linear(fused, hidden, width, config.attention_bias, dtype, device, form[0])
+        self.output = Linear(fused, heads, hidden, config.output_bias, dtype, device, form[1])
         self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
         self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
 
@@ -88,12 +104,13 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU with one product for gate and up."""
 
-    def __init__(self, config: DecoderConfig, fused: Fused, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, fused: Fused, device: torch.device) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
+        form = [config.form(f"model.layers.{layer}.mlp.{name}") for name in ("gate_proj", "down_proj")]
         self.fused = fused
-        self.gate_up = Linear(fused, hidden, 2 * inner, config.mlp_bias, config.dtype, device)
-        self.down = Linear(fused, inner, hidden, config.mlp_bias, config.dtype, device)
+        self.gate_up = Linear(fused, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
+        self.down = Linear(fused, inner, hidden, config.mlp_bias, dtype, device, form[1])
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
@@ -109,7 +126,7 @@ class DecoderLayer(nn.Module):
         self.input_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)
         self.attention = SelfAttention(config, layer, fused, attention)
         self.mlp_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)
-        self.mlp = MLP(config, fused, attention.device)
+        self.mlp = MLP(config, layer, fused, attention.device)
 
     def forward(
         self,

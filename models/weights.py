@@ -23,6 +23,7 @@ from models.layers import Linear
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
+INT8 = ("I8",)
 MAPPED_BYTES = 2**27  # then a file is mapped anew: what was read of a map counts as the process's memory
 # Buffers that older checkpoints saved although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -35,7 +36,7 @@ def load(decoder: Decoder, path: str | Path) -> None:
     """
     path = Path(path)
     places = places_by_name(decoder)
-    found, faults = _account(_files(path), places, decoder.config.tie_embeddings)
+    found, faults = _account(checkpoint_files(path), places, decoder.config.tie_embeddings)
     if faults:
         raise ValueError(
             f"the weights in {path} are not those of its config.json:\n  "
@@ -74,7 +75,7 @@ def places_by_name(decoder: Decoder) -> dict[str, Tensor]:
     config = decoder.config
     places: dict[str, Tensor | None] = {EMBEDDING: decoder.embedding, "model.norm.weight": decoder.norm}
     if not config.tie_embeddings:
-        places[HEAD] = decoder.head.weight
+        places |= _split("", ("lm_head",), decoder.head, [config.vocab_size])
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     for index, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{index}."
@@ -98,15 +99,16 @@ def _split(
 ) -> dict[str, Tensor | None]:
     """The rows of a fused linear that belong to each of the checkpoint's linears."""
     places: dict[str, Tensor | None] = {}
-    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+    kinds = {"weight": linear.weight, "weight_scale": linear.weight_scale, "bias": linear.bias}
+    for kind, fused in kinds.items():
         if fused is not None:
             views = fused.data.split(widths)
             places |= {f"{prefix}{name}.{kind}": view for name, view in zip(names, views)}
     return places
 
 
-def _files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory."""
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory; ValueError where some are absent."""
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if not (path / INDEX).is_file():
@@ -150,9 +152,7 @@ def _account(
     found: dict[Path, list[str]] = {}
     faults: list[str] = []
     absent = {name: list(place.shape) for name, place in places.items()}
-    shapes = dict(absent)
-    if tied:
-        shapes.setdefault(HEAD, shapes[EMBEDDING])
+    known = {HEAD: places[EMBEDDING], **places} if tied else places
     seen = set()
     for file in files:
         opened = _open(file)
@@ -160,10 +160,10 @@ def _account(
         for name in names:
             if name in seen:
                 faults.append(f"surplus: {name} is in two files")
-            elif name not in shapes:
+            elif name not in known:
                 faults.append(f"surplus: {name} has no place in this model")
             else:
-                faults += _misfits(name, opened.get_slice(name), shapes[name])
+                faults += _misfits(name, opened.get_slice(name), known[name])
             absent.pop(name, None)
         seen.update(names)
         found[file] = names
@@ -171,10 +171,11 @@ def _account(
     return found, faults
 
 
-def _misfits(name: str, header: Any, shape: list[int]) -> list[str]:
+def _misfits(name: str, header: Any, place: Tensor) -> list[str]:
     faults = []
+    shape, dtypes = list(place.shape), FLOATS if place.is_floating_point() else INT8
     if header.get_shape() != shape:
         faults.append(f"misshapen: {name} is {header.get_shape()}, the model needs {shape}")
-    if header.get_dtype() not in FLOATS:
-        faults.append(f"wrongly typed: {name} is {header.get_dtype()}, not one of {', '.join(FLOATS)}")
+    if header.get_dtype() not in dtypes:
+        faults.append(f"wrongly typed: {name} is {header.get_dtype()}, not one of {', '.join(dtypes)}")
     return faults

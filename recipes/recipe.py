@@ -37,6 +37,9 @@ class ModelSection:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "type of weights, activations and cache; auto: as `config.json` says", default="auto"
     )
+    quantization: Literal["auto", "w8a8"] = key(
+        "w8a8: linears in int8, quantised when they are loaded; auto: as `config.json` says", default="auto"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig
 from models.huggingface import DTYPES
+from models.quantization import Quantization
 from recipes import families
 from recipes.devices import host_memory_bytes, start
 from recipes.keys import RecipeError
@@ -31,6 +32,10 @@ def model_config(recipe: Recipe) -> DecoderConfig:
                 f"the model's configuration has eos_token_id: {token}; its vocabulary goes from 0 to"
                 f" {config.vocab_size - 1}"
             )
+    if model.quantization == "w8a8" and config.quantization is None:
+        config = replace(config, quantization=Quantization(is_stored=False))
+    if model.weights == "random" and config.quantization is not None:
+        config = replace(config, quantization=replace(config.quantization, is_stored=False))
     return config if model.dtype == "auto" else replace(config, dtype=DTYPES[model.dtype])
 
 
@@ -51,7 +56,7 @@ def size(
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = Sizing(
         num_parameters=config.num_parameters,
-        weight_bytes=config.num_parameters * config.dtype.itemsize,
+        weight_bytes=config.weight_bytes,
         page_bytes=page_bytes,
         num_pages=0,
         num_pages_fitting=0,

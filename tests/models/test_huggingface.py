@@ -87,7 +87,7 @@ def test_windows_by_layer() -> None:
         ({"model_type": "gpt2"}, "family is 'gpt2'; supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": None}, "family is None; supported are llama"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'; it must be silu"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: .* unquantised"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None; .* int8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3; it must divide num_attention_heads"),
         ({"num_attention_heads": 5}, "hidden_size: 64; give head_dim"),
         ({"head_dim": 7}, "head_dim: 7; .* must be even"),

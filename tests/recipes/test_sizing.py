@@ -205,3 +205,13 @@ def test_the_sum_of_the_ledger_is_told():
     assert lines["activations"].endswith(" in the largest step, estimated")
     assert lines["reserve"] == "0.50 GiB"
     assert lines["sum"] == "1.52 GiB of 4.00 GiB"
+
+
+def test_int8_weights_are_counted_with_their_scales() -> None:
+    recipe = made()
+    plain = size(recipe, model_config(recipe))
+    recipe = replace(recipe, model=replace(recipe.model, quantization="w8a8"))
+    in_int8 = size(recipe, model_config(recipe))
+    weights = 2 * (64 * (64 + 32 + 32 + 64) + 64 * 96 * 3)  # two layers
+    scales = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
+    assert plain.weight_bytes - in_int8.weight_bytes == 3 * weights - 4 * scales

@@ -1,0 +1,114 @@
+"""Which linears are multiplied in 8 bits, and how does a weight get there?
+
+W8A8: int8 weights with a scale for each output channel, activations quantised token by token as they come,
+both symmetric. In a checkpoint it is laid out as compressed-tensors does, format int-quantized:
+`X.weight` int8 [out, in] and `X.weight_scale` [out, 1] in place of `X.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 127  # -128 stays unused, so that the range is symmetric
+KEY = "quantization_config"
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+MEND = (
+    "use the original checkpoint with model.quantization: w8a8, or quantise it by python -m scripts.quantize"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """W8A8 of all linears but those that `ignore` names: whole names, or `re:` and how a name begins."""
+
+    ignore: tuple[str, ...] = ("lm_head",)
+    is_stored: bool = True  # by the checkpoint; else what it holds is quantised when it is loaded
+
+    def covers(self, name: str) -> bool:
+        """`name` is that of a checkpoint's linear, such as `model.layers.0.mlp.down_proj`."""
+        return not any(
+            re.match(each[3:], name) if each.startswith("re:") else each == name for each in self.ignore
+        )
+
+    def in_json(self) -> dict[str, Any]:
+        """What config.json says of a checkpoint quantised so."""
+        group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {**group, "output_activations": None}},
+            "ignore": list(self.ignore),
+            "kv_cache_scheme": None,
+        }
+
+
+def quantization(hf: Mapping[str, Any]) -> Quantization | None:
+    """How a parsed config.json says that its weights are quantised; ValueError for any way but W8A8."""
+    if hf.get("compression_config"):
+        raise _refused("compression_config", "an older layout")
+    if not hf.get(KEY):
+        return None
+    said = hf[KEY]
+    if not isinstance(said, Mapping):
+        raise _refused(KEY, repr(said))
+    for name, only in (("quant_method", "compressed-tensors"), ("format", "int-quantized")):
+        if said.get(name) != only:
+            raise _refused(f"{KEY}.{name}", repr(said.get(name)))
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        value = said.get(name)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise _refused(f"{KEY}.{name}", repr(value))
+    groups = said.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise _refused(f"{KEY}.config_groups", "not one group")
+    ((label, group),) = groups.items()
+    label = f"{KEY}.config_groups.{label}"
+    if (
+        not isinstance(group, Mapping)
+        or group.get("targets") != ["Linear"]
+        or group.get("output_activations")
+    ):
+        raise _refused(label, "more or less than weights and input_activations of targets ['Linear']")
+    if group.get("format") not in (None, "int-quantized"):
+        raise _refused(f"{label}.format", repr(group["format"]))
+    for part, scheme in (("weights", WEIGHTS), ("input_activations", ACTIVATIONS)):
+        _check(f"{label}.{part}", group.get(part), scheme)
+    ignore = said.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
+        raise _refused(f"{KEY}.ignore", repr(ignore))
+    return Quantization(tuple(ignore))
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, n] -> int8 [rows, n], float32 scale [rows, 1]; their product is nearest to x, row by row.
+
+    A row that is not finite gets a scale that is not: what is computed of it stays so.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True) / LARGEST
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros is divided too
+    return (wide / scale).round().to(torch.int8), scale
+
+
+def _check(label: str, found: Any, scheme: Mapping[str, Any]) -> None:
+    if not isinstance(found, Mapping):
+        raise _refused(label, repr(found))
+    for name, only in scheme.items():
+        value = found.get(name, {"type": "int", "symmetric": True, "dynamic": False}.get(name))
+        if value != only:
+            raise _refused(f"{label}.{name}", f"{value!r} in place of {only!r}")
+
+
+def _refused(key: str, value: str) -> ValueError:
+    return ValueError(
+        f"the model's configuration has {key}: {value}; read are int8 weights by channel with int8"
+        f" activations by token in compressed-tensors' int-quantized format: {MEND}"
+    )

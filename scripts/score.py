@@ -1,0 +1,102 @@
+"""How likely does a model find a text?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.reference import Attention, AttentionShape
+from continuous_batching.batch import Batch
+from continuous_batching.request import Request
+from continuous_batching.slots import SlotPool
+from kv_cache.storage import KVCache
+from models import weights
+from models.cpu import CpuFused
+from models.decoder import Decoder
+from recipes.families import decoder_config, read
+from serving.text import Text
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of each token but a line's first: its log-probability, and the token that was likeliest there."""
+
+    logprobs: Tensor
+    likeliest: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        return float(self.logprobs.mean())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.mean_logprob)
+
+    def distance(self, other: Score) -> float:
+        """The mean change of a token's log-probability, whatever its sign."""
+        return float((self.logprobs - other.logprobs).abs().mean())
+
+    def agreement(self, other: Score) -> float:
+        """The share of tokens at which both find the same token likeliest."""
+        return float((self.likeliest == other.likeliest).double().mean())
+
+
+@torch.inference_mode()
+def score(path: Path, lines: Sequence[str]) -> Score:
+    """Each line by itself, in the checkpoint's own type on the CPU.
+
+    Raises ValueError where nothing is to score, and for a line that is too long.
+    """
+    text, config = Text.load(path), decoder_config(read(path))
+    if text is None:
+        raise ValueError(f"{path} has no tokenizer, so that no text can be scored")
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, config.dtype, config.windows)
+    decoder = Decoder(config, CpuFused(), Attention(shape))
+    weights.load(decoder, path)
+    parts = [_score(decoder, tokens) for line in lines if len(tokens := text.encode(line)) > 1]
+    if not parts:
+        raise ValueError("the text has no line of two tokens; name another")
+    logprobs, likeliest = zip(*parts)
+    return Score(torch.cat(logprobs), torch.cat(likeliest))
+
+
+def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """One span over pages of its own."""
+    config, num_tokens = decoder.config, len(tokens)
+    if num_tokens > config.max_positions:
+        raise ValueError(
+            f"a line has {num_tokens} tokens; the model reaches {config.max_positions}: break it"
+        )
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    cache = KVCache(
+        config.num_layers, 1 + num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim, config.dtype
+    )
+    slots = SlotPool(1, num_tokens, PAGE_SIZE)
+    row = np.array([slots.take(Request("line", np.array(tokens)))])
+    slots.page_table[row, :num_pages] = np.arange(1, 1 + num_pages)
+    none = np.empty(0, np.int64)
+    batch = Batch(row, np.zeros_like(row), np.array([num_tokens]), np.array([0]), row, (none,) * 3)
+    inputs = slots.inputs(batch)
+    hidden = decoder(
+        torch.from_numpy(inputs.token_ids),
+        torch.from_numpy(inputs.positions),
+        decoder.attention.plan(batch, slots.page_table),
+        cache,
+        torch.full((num_tokens,), num_tokens),
+    )
+    logprobs = decoder.logits(hidden[:-1]).float().log_softmax(-1)
+    following = torch.tensor(tokens[1:])
+    return logprobs.gather(1, following[:, None])[:, 0], logprobs.argmax(-1)

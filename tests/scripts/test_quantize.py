@@ -1,0 +1,145 @@
+"""A quantised checkpoint is whole, is what the loader makes itself, and says nearly the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from models.weights import INDEX, SINGLE
+from recipes.recipe import ROOT
+from recipes.tiny.corpus import held_out_sums
+from scripts.generate import main as generate
+from scripts.quantize import main, quantize
+from scripts.score import score
+from tests.models.families import VARIANTS, make
+
+TINY, TEXT = ROOT / "recipes/tiny/weights", ROOT / "recipes/tiny/held_out.txt"
+RECIPE = "recipes/tiny/cpu.yaml"
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("made") / "tiny"
+    quantize(TINY, target)
+    return target
+
+
+def test_the_text_is_of_sums_that_training_never_shows() -> None:
+    assert TEXT.read_text().splitlines() == [f"{a}+{b}={a + b}" for a, b in held_out_sums(200)]
+
+
+def test_a_score_is_that_of_transformers() -> None:
+    lines = TEXT.read_text().splitlines()[:20]
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
+    expected = []
+    for line in lines:
+        ids = torch.tensor([tokenizer.encode(line)])
+        with torch.no_grad():
+            logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+        expected.append(logprobs.gather(1, ids[0, 1:, None])[:, 0])
+    found = score(TINY, lines)
+    theirs = replace(found, logprobs=torch.cat(expected))
+    assert found.distance(theirs) < 0.03
+    assert found.mean_logprob == pytest.approx(theirs.mean_logprob, abs=0.01)
+    assert found.agreement(found) == 1
+
+
+def test_held_out_sums_stay_nearly_as_likely(quantised: Path) -> None:
+    lines = TEXT.read_text().splitlines()
+    before, after = score(TINY, lines), score(quantised, lines)
+    assert 0 < before.distance(after) < 0.06
+    assert abs(after.mean_logprob - before.mean_logprob) < 0.03
+    assert before.agreement(after) > 0.97
+
+
+@pytest.mark.parametrize("prompt", ["12+7=", "348+275="])
+def test_answers_are_those_of_a_model_quantised_at_load(
+    prompt: str, quantised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--prompt", prompt, "--max-tokens", "8", "device.threads=1"]
+    generate([RECIPE, "model.quantization=w8a8", *asked])
+    at_load = capsys.readouterr().out
+    generate([RECIPE, f"model.path={quantised}", *asked])
+    assert capsys.readouterr().out == at_load
+    a, b = (int(each) for each in prompt[:-1].split("+"))
+    assert at_load.startswith(str(a + b))
+
+
+def test_all_else_is_copied(quantised: Path) -> None:
+    before, after = load_file(TINY / SINGLE), load_file(quantised / SINGLE)
+    linears = {name for name in before if "_proj" in name}
+    assert set(after) == set(before) | {f"{name}_scale" for name in linears}
+    for name, tensor in before.items():
+        if name not in linears:
+            assert torch.equal(after[name], tensor)
+            assert after[name].dtype == tensor.dtype
+        else:
+            scale = after[f"{name}_scale"]
+            assert (after[name].dtype, scale.dtype) == (torch.int8, torch.float32)
+            assert ((after[name] * scale - tensor.float()).abs() <= scale * 0.5001).all()
+    assert {file.name for file in quantised.iterdir()} == {file.name for file in TINY.iterdir()}
+    assert (quantised / "tokenizer.model").read_bytes() == (TINY / "tokenizer.model").read_bytes()
+    said = json.loads((quantised / "config.json").read_text())
+    assert said.pop("quantization_config")["format"] == "int-quantized"
+    assert said == json.loads((TINY / "config.json").read_text())
+
+
+def test_shards_stay_shards(tmp_path: Path) -> None:
+    variant = next(each for each in VARIANTS if each.name == "llama_biased")
+    _, path = make(variant, tmp_path)
+    quantize(path, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    shards = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
+    assert len(shards) > 1
+    assert index["weight_map"] == {name: shard for shard, tensors in shards.items() for name in tensors}
+    held = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
+    assert index["metadata"]["total_size"] == held
+
+
+def test_a_target_is_whole_or_not_there(quantised: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is there and not empty; name a new directory"):
+        quantize(TINY, quantised)
+    with pytest.raises(ValueError, match="is quantised already; name the original"):
+        quantize(quantised, tmp_path / "twice")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    save_file({"model.norm.weight": torch.ones(192)}, source / SINGLE)
+    with pytest.raises(ValueError, match=r"lacks lm_head|lacks model.layers.0"):
+        quantize(source, tmp_path / "half")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    (tmp_path / "empty").mkdir()
+    quantize(TINY, tmp_path / "empty")
+    assert (tmp_path / "empty" / SINGLE).is_file()
+
+
+def test_the_command_tells_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(TINY), str(tmp_path / "out"), "--evaluate", str(TEXT)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "2.1 MiB of weights, from 3.8" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "before",
+        "log-probability",
+        "perplexity",
+        "1948",
+        "the",
+    ]
+
+
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.quantize", str(tmp_path / "none"), str(tmp_path / "out")],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "config.json does not exist" in done.stderr
