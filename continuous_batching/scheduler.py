@@ -12,6 +12,7 @@ from continuous_batching.door import GiveUp, check_request, check_resize, check_
 from continuous_batching.endings import Endings
 from continuous_batching.followers import Followers
 from continuous_batching.policies.policy import Policy
+from continuous_batching.preemption import Preemption
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
 from continuous_batching.request import Request
 from continuous_batching.residency import Residency
@@ -71,7 +72,6 @@ class Scheduler:
         self.waiting = WaitingQueue(order)
         self._policy = policy
         self._admission = Admission(self.waiting, policy, self.residency, self.counters)
-        self._victim = victim
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
         self._endings = Endings(slots, vocab_size, eos_token_ids)
@@ -79,6 +79,7 @@ class Scheduler:
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
+        self.preemption = Preemption(self.residency, self.waiting, self.counters, victim, self._row_of)
         self._followers = Followers()
         self._in_flight = EMPTY  # rows of the batch between schedule and commit
         self._ending: dict[int, str] = {}  # rows in flight that were ended meanwhile, and why
@@ -145,7 +146,7 @@ class Scheduler:
             todo = self._policy.share(todo, self.max_batch_tokens)
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
-        rows, starts, stops = self._make_room(rows, starts, starts + todo)
+        rows, starts, stops = self.preemption.make_room(rows, starts, starts + todo)
         sampled = np.flatnonzero(stops == slots.num_tokens[rows])
         owners = rows[sampled]
         self._in_flight = rows
@@ -193,9 +194,7 @@ class Scheduler:
         pool, prefix, tables, slots = self.pool, self.residency.prefix, self.residency.tables, self.slots
         accepted = [*self.waiting.requests, *slots.requests[slots.busy], *self._followers.requests]
         check_resize(num_pages, give_up, pool, prefix.num_idle, slots.page_size, accepted)
-        while pool.num_held - prefix.num_idle > num_pages - 1:
-            candidates = slots.busy[1:] if len(slots.busy) > 1 else slots.busy
-            self._preempt(self._victim(slots, candidates))
+        self.preemption.free_pages(num_pages - 1)
         prefix.evict(max(0, pool.num_held - (num_pages - 1)))
         tables.compact(pool.num_pages)
         tables.resize(num_pages)
@@ -253,32 +252,3 @@ class Scheduler:
                 f"request {request.id} is being served already; give each request an id of its own"
             )
         check_request(request, self._vocab_size, self.slots, self.pool)
-
-    def _make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
-        """Give every span its pages, preempting the youngest until there are enough."""
-        tables = self.residency.tables
-        missing = tables.missing(rows, stops)
-        while missing.sum() + tables.num_copies(rows) > tables.num_available:
-            busy = self.slots.busy
-            assert len(busy) > 1, f"row {busy[0]} is alone and finds no page"
-            victim = self._victim(self.slots, busy[1:])
-            self._preempt(victim)
-            kept = rows != victim
-            rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
-        tables.grow(rows, missing)
-        return rows, starts, stops
-
-    def _preempt(self, row: int) -> None:
-        """Send a row back to the queue, where its arrival number keeps its place.
-
-        Without a host pool, or where that is full, what it computed is lost but for what stays cached.
-        """
-        self.counters.preemptions += 1
-        num_computed = int(self.slots.num_computed[row])
-        request = self.residency.swap_out(row)
-        if request is None:
-            request = self.residency.leave(row)
-            self.counters.lost_tokens += num_computed
-        del self._row_of[request.id]
-        request.num_preemptions += 1
-        self.waiting.push(request)

@@ -6,7 +6,8 @@ from scripts.mutants.fault import Fault
 
 ROOM = "continuous_batching/"
 ADMISSION, DOOR, QUEUE = ROOM + "admission.py", ROOM + "door.py", ROOM + "queue.py"
-ENDINGS, SCHEDULER, SLOTS = ROOM + "endings.py", ROOM + "scheduler.py", ROOM + "slots.py"
+ENDINGS, PREEMPTION = ROOM + "endings.py", ROOM + "preemption.py"
+SCHEDULER, SLOTS = ROOM + "scheduler.py", ROOM + "slots.py"
 
 SCHEDULE_FAULTS = (
     Fault(
@@ -74,23 +75,23 @@ SCHEDULE_FAULTS = (
     ),
     Fault(
         "victim_stays_in_the_batch",
-        SCHEDULER,
+        PREEMPTION,
         "kept = rows != victim",
         "kept = rows >= 0",
         "a request is computed in the row that it was just thrown out of",
     ),
     Fault(
         "victim_not_requeued",
-        SCHEDULER,
-        "        request.num_preemptions += 1\n        self.waiting.push(request)\n",
+        PREEMPTION,
+        "        request.num_preemptions += 1\n        self._waiting.push(request)\n",
         "        request.num_preemptions += 1\n",
         "a preempted request is never heard of again",
     ),
     Fault(
         "oldest_preempted",
-        SCHEDULER,
-        "victim = self._victim(self.slots, busy[1:])",
-        "victim = self._victim(self.slots, busy)",
+        PREEMPTION,
+        "victim = self.victim(slots, busy[1:])",
+        "victim = self.victim(slots, busy)",
         "two requests that do not fit together take turns for ever",
     ),
     Fault(

@@ -56,7 +56,7 @@ def test_what_a_failed_request_computed_before_it_was_preempted_is_never_found()
     bad = ask("bad", num_prompt=13, max_tokens=4)
     engine.add(bad)
     engine.step()
-    engine.scheduler._preempt(0)
+    engine.scheduler.preemption.preempt(0)
     engine.runner.fail = {"bad"}
     run_out(engine)
     assert bad.num_preemptions == 1

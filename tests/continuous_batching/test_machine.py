@@ -122,7 +122,7 @@ class Engines(RuleBasedStateMachine):
     def preempt(self, index: int) -> None:
         busy = self.engine.slots.busy
         if len(busy):
-            self.scheduler._preempt(int(busy[index % len(busy)]))
+            self.scheduler.preemption.preempt(int(busy[index % len(busy)]))
 
     @rule()
     def compact(self) -> None:

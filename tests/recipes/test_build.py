@@ -134,7 +134,7 @@ def test_the_engine_has_the_host_tier_compaction_and_victim_of_the_recipe():
     host = engine.scheduler.residency.swap.pool
     assert host is not None
     assert host.num_pages == len(engine.runner.cache._host_keys[0]) == 20
-    assert engine.scheduler._victim is lowest_priority
+    assert engine.scheduler.preemption.victim is lowest_priority
     compaction = engine.scheduler._compaction
     assert (compaction._every_steps, compaction._pages_per_step) == (3, 2)
     assert build(made()).scheduler.residency.swap.pool is None
