@@ -1,0 +1,61 @@
+"""On which devices do the tests run? The CPU, an NPU (real, or else virtual) and CUDA, each if it is here.
+
+Operators come from where recipes get them. The virtual NPU takes float32 for these tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from attention.reference import Attention, AttentionShape
+from models.fused import Fused
+from recipes.devices import Machine, start
+from recipes.recipe import DeviceSection
+
+Kind = Literal["cpu", "npu", "cuda"]
+Way = Literal["reference", "fused"]
+
+
+@cache
+def has_npu() -> bool:
+    """Whether torch_npu is here, so that there is an NPU at least in this machine's memory."""
+    return importlib.util.find_spec("torch_npu") is not None
+
+
+def section(kind: Kind, attention: Way = "fused", **more: Any) -> DeviceSection:
+    """The device of a recipe for tests."""
+    if kind == "npu":
+        more = {"virtual": True, "virtual_fp32": True} | more
+    elif kind == "cpu":
+        more = {"threads": 1} | more
+    return DeviceSection(kind=kind, attention=attention, **more)
+
+
+def machine(kind: Kind, attention: Way = "fused") -> Machine:
+    """The machine, started."""
+    return start(section(kind, attention))
+
+
+def operators(kind: Kind, attention: Way, shape: AttentionShape) -> tuple[Fused, Attention]:
+    """What a recipe would compute with."""
+    return machine(kind, attention).operators(shape)
+
+
+def on_each(*ways: Way) -> list[Any]:
+    """Parameters (kind, way) of a test: each way on each device."""
+    marks = {
+        "cpu": [],
+        "npu": [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")],
+        "cuda": [
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+        ],
+    }
+    return [
+        pytest.param((kind, way), id=f"{kind}-{way}", marks=marks[kind]) for kind in marks for way in ways
+    ]
