@@ -10,6 +10,7 @@ page, N slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,18 @@ class AttentionMetadata:
 
     write_index: Tensor  # int64 [T]: cache place, page * B + offset, of every token of the step
     spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticDecodes:
+    """What a captured step reads, one decode a row, at addresses that stay.
+
+    A row of filling is the first token of the null page, and writes to a place of it.
+    """
+
+    write_index: Tensor  # int32 [R]
+    page_table: Tensor  # int32 [R, max_pages]
+    kv_lens: Tensor  # int32 [R], the token itself among them
 
 
 class Attention:
@@ -144,6 +157,21 @@ class Attention:
                 rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
                 output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
         return output
+
+    def check_graphs(self, num_graphs: int) -> None:
+        """Raise ValueError if so many steps of decodes cannot be captured as graphs here."""
+        raise ValueError(
+            f"device.graphs: {type(self).__name__} asks the host at each span and cannot be captured: set it"
+            " to 0"
+        )
+
+    def plan_static(self, decodes: StaticDecodes) -> AttentionMetadata:
+        """As `plan`, for a step that is captured: what it computes with is what `decodes` then holds."""
+        raise NotImplementedError
+
+    def replay(self, graph: Any, metadata: AttentionMetadata, kv_lens: list[int]) -> None:
+        """Run a captured step; `kv_lens` [R] are those on the device, for who wants them here."""
+        graph.replay()
 
     def _dense(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
         """Queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D]."""

@@ -18,6 +18,7 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
 from models.decoder import Decoder
+from models.graphs import DecodeGraphs
 
 
 class RowSampler(Protocol):
@@ -35,35 +36,54 @@ class ModelRunner:
         self, decoder: Decoder, cache: KVCache, attention: Attention, sampler: RowSampler, slots: SlotPool
     ) -> None:
         self.config = decoder.config
+        self.graphs: DecodeGraphs | None = None
         self.decoder, self.cache, self.attention = decoder, cache, attention
         self.sampler, self.slots = sampler, slots
+
+    def capture(self, most: int) -> None:
+        """From now on run steps of up to `most` decodes, and nothing else, as captured graphs."""
+        self.graphs = DecodeGraphs(self.decoder, self.cache, self.attention, self.slots, most)
+        self.graphs.capture()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Sampled:
         """Make the batch's page copies, then compute its spans; one token for each of `batch.owners`."""
         self.cache.apply(batch.copies)
-        slots, lens = self.slots, batch.stops - batch.starts
+        if self.graphs is not None and self.graphs.takes(batch):
+            logits, last = self.graphs.run(batch), batch.sampled
+            every_row = np.array_equal(last, np.arange(batch.num_spans))
+            logits = logits if every_row else logits[self._to_device(last)]
+        else:
+            hidden, last = self._forward(batch), np.cumsum(batch.stops - batch.starts)[batch.sampled] - 1
+            logits = self.decoder.logits(hidden[self._to_device(last)]) if len(last) else hidden[:0]
+        if not len(last):
+            return Sampled(np.empty(0, np.int64))
+        return self.sampler.run(logits, batch.owners, self.slots)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Hidden states [T, hidden] of all tokens."""
+        slots = self.slots
         inputs = slots.inputs(batch)
         rope_lens = None
         if self.config.rope.kind == "dynamic":
-            num_prompt = np.repeat(slots.num_prompt[batch.slots], lens)
+            num_prompt = np.repeat(slots.num_prompt[batch.slots], batch.stops - batch.starts)
             rope_lens = self._to_device(np.maximum(num_prompt, inputs.positions + 1))
-        hidden = self.decoder(
+        return self.decoder(
             self._to_device(inputs.token_ids),
             self._to_device(inputs.positions),
             self.attention.plan(batch, slots.page_table),
             self.cache,
             rope_lens,
         )
-        if not len(batch.sampled):
-            return Sampled(np.empty(0, np.int64))
-        last = self._to_device(np.cumsum(lens)[batch.sampled] - 1)
-        return self.sampler.run(self.decoder.logits(hidden[last]), batch.owners, slots)
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         """Make the copies, then give the cache another number of pages; the low ones keep what they hold."""
         self.cache.apply(copies)
+        if self.graphs is not None:
+            self.graphs.drop()  # they read the tensors that are about to go
         self.cache.resize(num_pages)
+        if self.graphs is not None:
+            self.graphs.capture()
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(array).to(self.attention.device, non_blocking=True)

@@ -31,6 +31,17 @@ def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
     _clear(runner)
 
 
+def capture(runner: ModelRunner, most: int) -> int:
+    """Capture steps of up to `most` decodes; the bytes of the device that they hold."""
+    device = runner.attention.device
+    memory = torch.get_device_module(device)
+    memory.empty_cache()
+    before = memory.memory_reserved(device)
+    runner.capture(most)
+    _clear(runner)
+    return max(0, int(memory.memory_reserved(device)) - before)
+
+
 def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None:
     """The most memory that a step of the whole budget takes beyond what was held before; None if unknown.
 

@@ -15,7 +15,7 @@ from models.decoder import Decoder
 from models.fused import Fused
 from models.runner import ModelRunner
 from models.sampler import Sampler
-from models.warm_up import largest_step_bytes, warm_up
+from models.warm_up import capture, largest_step_bytes, warm_up
 from recipes.devices import start
 from recipes.ledger import Sizing, report
 from recipes.recipe import Recipe
@@ -72,16 +72,17 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
 def _measure(
     recipe: Recipe, config: DecoderConfig, estimated: Sizing, engine: Engine, runner: ModelRunner
 ) -> Sizing:
-    """Run the largest step, and size again where it takes more than was estimated.
+    """Capture graphs, run the largest step, and size again where both take more than was estimated.
 
     What an earlier engine of this process left allocated is not counted: less is not believed.
     """
     budget = recipe.scheduler.max_batch_tokens
     warm_up(runner, budget)
+    captured = capture(runner, recipe.device.graphs) if recipe.device.graphs else 0
     measured = largest_step_bytes(runner, budget)
-    if measured is None or measured <= estimated.activation_bytes:
+    if measured is None or measured + captured <= estimated.activation_bytes:
         return estimated
-    sizing = size(recipe, config, activation_bytes=measured)
+    sizing = size(recipe, config, activation_bytes=measured + captured)
     if sizing.num_pages != estimated.num_pages:
         engine.resize(sizing.num_pages)
         warm_up(runner, budget)

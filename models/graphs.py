@@ -1,0 +1,126 @@
+"""How does a step of decodes run without the host asking for each operator?
+
+Steps are captured for a ladder of slot counts. A captured step reads its inputs at addresses that stay, to
+which they are sent in one copy; rows beyond the batch are filling on the null page.
+
+Legend: R rows of a captured step, S spans of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.reference import Attention, AttentionMetadata, StaticDecodes
+from continuous_batching.batch import Batch
+from continuous_batching.slots import SlotPool
+from kv_cache.storage import KVCache
+from models.decoder import Decoder
+
+log = logging.getLogger(__name__)
+
+GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}  # by the name each device gives them
+COLUMNS = 5  # before the pages: token id, position, place to write, kv length, length that sets dynamic rope
+
+
+def ladder(most: int, page_size: int) -> list[int]:
+    """Numbers of rows to capture: doubling up to a page, then a page more each, up to `most`.
+
+    So filling is never more than a page, and each row of it writes to a place of its own of the null page.
+    """
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(most, sizes[-1] + min(sizes[-1], page_size)))
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One captured step."""
+
+    graph: Any
+    pinned: Tensor  # int32 [COLUMNS + max_pages, R], written by the host
+    sent: Tensor  # the same on the device
+    metadata: AttentionMetadata
+    logits: Tensor  # [R, V]
+
+
+class DecodeGraphs:
+    """Steps of nothing but decodes, of up to `most` rows, captured."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, attention: Attention, slots: SlotPool, most: int
+    ) -> None:
+        self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
+        self.sizes = ladder(min(most, slots.num_slots), slots.page_size)
+        attention.check_graphs(len(self.sizes))
+        self.device = torch.get_device_module(attention.device)
+        self.steps: dict[int, Captured] = {}
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch is decodes alone, and not too many."""
+        return batch.num_tokens == batch.num_spans <= self.sizes[-1]
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all sizes, the largest first, whose memory the others then share."""
+        pool = self.device.graph_pool_handle()
+        for size in reversed(self.sizes):
+            self.steps[size] = self._captured(size, pool)
+        log.info("graphs: decodes of up to %s rows, captured in %s sizes", self.sizes[-1], len(self.sizes))
+
+    def drop(self) -> None:
+        """Let go of all captured steps, as must be done before what they read moves."""
+        self.device.synchronize()
+        self.steps.clear()
+
+    def run(self, batch: Batch) -> Tensor:
+        """Logits [S, V] of a batch that `takes` allows; they hold until the next run."""
+        count = batch.num_spans
+        step = self.steps[next(size for size in self.sizes if size >= count)]
+        host = step.pinned.numpy()
+        self._fill(host[:, :count], batch)
+        _fill_up(host[:, count:])
+        step.sent.copy_(step.pinned, non_blocking=True)
+        self.attention.replay(step.graph, step.metadata, host[3].tolist())
+        return step.logits[:count]
+
+    def _fill(self, host: NDArray[np.int32], batch: Batch) -> None:
+        slots = self.slots
+        inputs = slots.inputs(batch)
+        width = -(-int(batch.stops.max()) // slots.page_size)
+        host[0], host[1], host[2], host[3] = inputs.token_ids, batch.starts, inputs.write_index, batch.stops
+        host[4] = np.maximum(slots.num_prompt[batch.slots], batch.stops)
+        host[COLUMNS : COLUMNS + width] = slots.page_table[batch.slots, :width].T
+
+    def _captured(self, size: int, pool: Any) -> Captured:
+        shape = (COLUMNS + self.slots.max_pages, size)
+        pinned = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+        _fill_up(pinned.numpy())
+        sent = pinned.to(self.attention.device)
+        self._step(sent)  # operators compile, and allocate what they keep, which a capture must not
+        graph = getattr(self.device, GRAPHS[self.attention.device.type])()
+        with self.device.graph(graph, pool=pool):
+            logits, metadata = self._step(sent)
+        return Captured(graph, pinned, sent, metadata, logits)
+
+    def _step(self, sent: Tensor) -> tuple[Tensor, AttentionMetadata]:
+        token_ids, positions, write_index, kv_lens, rope_lens = sent[:COLUMNS]
+        page_table = sent[COLUMNS:].t().contiguous()
+        metadata = self.attention.plan_static(StaticDecodes(write_index, page_table, kv_lens))
+        is_dynamic = self.decoder.config.rope.kind == "dynamic"
+        hidden = self.decoder(token_ids, positions, metadata, self.cache, rope_lens if is_dynamic else None)
+        return self.decoder.logits(hidden), metadata
+
+
+def _fill_up(host: NDArray[np.int32]) -> None:
+    """Rows of filling: one token each, at a place of its own of the null page."""
+    host[:] = 0
+    host[2] = np.arange(host.shape[1])
+    host[3:5] = 1
