@@ -1,0 +1,258 @@
+"""What is there of an Ascend environment? Read, never changed, and nothing of it is needed to ask."""
+
+from __future__ import annotations
+
+import grp
+import locale
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+CONTROL_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+CANN_PLACES = (
+    "/usr/local/Ascend/ascend-toolkit/latest",
+    "/usr/local/Ascend/cann",
+    "/usr/local/Ascend/latest",
+    "~/Ascend/ascend-toolkit/latest",
+    "~/Ascend/cann",
+)
+# What CANN compiles operators with in Python, torch_npu, and what it sits on
+PACKAGES = (
+    "torch", "torch_npu", "numpy", "attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy",
+    "sympy",
+)  # fmt: skip
+ASK_TORCH = "import torch; print(torch.__version__)"
+ASK_NPU = "import torch, torch_npu; print(torch.npu.device_count())"
+PROBE_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A device file."""
+
+    path: str
+    group: str
+    is_usable: bool  # this user may read and write it
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """A chip as npu-smi shows it; memory in MiB."""
+
+    name: str
+    health: str
+    used_mib: int
+    total_mib: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """An environment. Versions are as they are written; None: not found, or not asked for."""
+
+    system: str
+    architecture: str
+    python: tuple[int, int]
+    glibc: tuple[int, int] | None
+    encoding: str
+    year: int
+    in_container: bool
+    is_root: bool
+    groups: tuple[str, ...]
+    max_open_files: int
+    shm_bytes: int | None
+    environment: Mapping[str, str]
+    driver_version: str | None
+    has_npu_smi: bool
+    npu_smi_error: str | None
+    chips: tuple[Chip, ...]
+    nodes: tuple[Node, ...]
+    absent_control_nodes: tuple[str, ...]
+    cann_home: str | None
+    cann_version: str | None
+    has_kernels: bool
+    nnal_home: str | None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    torch_cuda: str | None = None  # of CUDA, where torch is built for it
+    wheel_glibc: tuple[int, int] | None = None  # that torch_npu's wheel asks for
+    torch_error: str | None = None  # of `import torch`
+    npu_error: str | None = None  # of `import torch_npu`
+    num_devices: int | None = None  # that torch_npu sees
+
+
+def gather() -> Facts:
+    """Look at this machine; takes some seconds, since torch is imported in processes of their own."""
+    environment = dict(os.environ)
+    home = _cann_home(environment)
+    nodes = sorted(Path("/dev").glob("davinci[0-9]*"))
+    smi_error, chips = _npu_smi()
+    packages = {name: version for name in PACKAGES if (version := _version(name)) is not None}
+    torch_error = _error_of(ASK_TORCH)[0] if "torch" in packages else None
+    npu_error, printed = _error_of(ASK_NPU) if "torch_npu" in packages and not torch_error else (None, "")
+    return Facts(
+        system=platform.system(),
+        architecture=platform.machine(),
+        python=(sys.version_info[0], sys.version_info[1]),
+        glibc=numbers(platform.libc_ver()[1]),
+        encoding=locale.getpreferredencoding(False),
+        year=time.gmtime().tm_year,
+        in_container=Path("/.dockerenv").exists() or "container" in environment,
+        is_root=os.geteuid() == 0,
+        groups=tuple(_group(number) for number in sorted({os.getegid(), *os.getgroups()})),
+        max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+        environment=environment,
+        driver_version=_driver_version(),
+        has_npu_smi=shutil.which("npu-smi") is not None,
+        npu_smi_error=smi_error,
+        chips=chips,
+        nodes=tuple(
+            Node(str(each), _group(each.stat().st_gid), os.access(each, os.R_OK | os.W_OK)) for each in nodes
+        ),
+        absent_control_nodes=tuple(each for each in CONTROL_NODES if not Path(each).exists()),
+        cann_home=home,
+        cann_version=_cann_version(Path(home)) if home else None,
+        has_kernels=bool(home) and _has_kernels(Path(home or "")),
+        nnal_home=next((place for place in ("/usr/local/Ascend/nnal",) if Path(place).is_dir()), None),
+        packages=packages,
+        torch_cuda=_torch_cuda(),
+        wheel_glibc=_wheel_glibc("torch_npu"),
+        torch_error=torch_error,
+        npu_error=npu_error,
+        num_devices=int(printed) if printed.isdigit() else None,
+    )
+
+
+def chips_of(printed: str) -> tuple[Chip, ...]:
+    """The chips in what `npu-smi info` prints: two lines each, of name and health, then of memory."""
+    found, name = [], None
+    for line in printed.splitlines():
+        cells = [cell.split() for cell in line.strip().strip("|").split("|")]
+        if len(cells) != 3 or not cells[0] or not cells[0][0].isdigit():
+            continue
+        memory = re.search(r"(\d+)\s*/\s*(\d+)\s*\|?\s*$", line.strip())
+        if len(cells[0]) == 2 and not (cells[1] and ":" in cells[1][0]):
+            name, health = cells[0][1], cells[1][0] if cells[1] else "?"
+        elif name is not None and memory:
+            found.append(Chip(name, health, int(memory[1]), int(memory[2])))
+    return tuple(found)
+
+
+def numbers(version: str | None) -> tuple[int, int] | None:
+    """The first two numbers of a version: 8.3.RC1 is (8, 3)."""
+    parts = re.match(r"\D*(\d+)\.(\d+)", version or "")
+    return (int(parts[1]), int(parts[2])) if parts else None
+
+
+def _npu_smi() -> tuple[str | None, tuple[Chip, ...]]:
+    """What is wrong with npu-smi, and the chips that it shows."""
+    if shutil.which("npu-smi") is None:
+        return None, ()
+    try:
+        done = subprocess.run(
+            ["npu-smi", "info"], capture_output=True, text=True, timeout=PROBE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {PROBE_S} s", ()
+    printed = done.stdout + done.stderr
+    return (None if done.returncode == 0 else _last_line(printed)), chips_of(printed)
+
+
+def _error_of(code: str) -> tuple[str | None, str]:
+    """The last line of a program's error, None where it runs; and what it prints."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {PROBE_S} s", ""
+    if done.returncode == 0:
+        return None, _last_line(done.stdout)
+    return _reason(done.stderr) or f"ended by {done.returncode}", ""
+
+
+def _reason(text: str) -> str:
+    """Of a traceback the line that says why: some libraries write more after it."""
+    raised = [line for line in text.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
+    return (raised[-1] if raised else _last_line(text))[:500]
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _driver_version() -> str | None:
+    places = [Path("/usr/local/Ascend/driver/version.info")]
+    said = _field(Path("/etc/ascend_install.info"), "Driver_Install_Path_Param")
+    if said:
+        places.append(Path(said) / "driver/version.info")
+    return next((version for place in places if (version := _field(place, "Version"))), None)
+
+
+def _field(path: Path, name: str) -> str | None:
+    """The value in a file of NAME=VALUE lines, by its name in whatever case."""
+    if not path.is_file() or not os.access(path, os.R_OK):
+        return None
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        key, _, value = line.partition("=")
+        if key.strip().lower() == name.lower():
+            return value.strip().strip("[]\"'") or None
+    return None
+
+
+def _cann_home(environment: Mapping[str, str]) -> str | None:
+    said = [environment.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
+    places = [place for place in said if place] + [str(Path(place).expanduser()) for place in CANN_PLACES]
+    return next((place for place in places if Path(place).is_dir()), None)
+
+
+def _cann_version(home: Path) -> str | None:
+    places = [*sorted(home.glob("*-linux/ascend_*_install.info")), home / "version.info"]
+    return next((version for place in places if (version := _field(place, "version"))), None)
+
+
+def _has_kernels(home: Path) -> bool:
+    return any(home.glob("opp/built-in/op_impl/ai_core/tbe/kernel/*"))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return distribution(name).version
+    except PackageNotFoundError:
+        return None
+
+
+def _torch_cuda() -> str | None:
+    """From torch's own file, since importing it may be what fails."""
+    if _version("torch") is None:
+        return None
+    file = Path(str(distribution("torch").locate_file("torch/version.py")))
+    found = (
+        re.search(r"^cuda(?::[^=]*)?\s*=\s*'([^']+)'", file.read_text(), re.MULTILINE)
+        if file.is_file()
+        else None
+    )
+    return found[1] if found else None
+
+
+def _wheel_glibc(name: str) -> tuple[int, int] | None:
+    if _version(name) is None:
+        return None
+    found = re.search(r"manylinux_(\d+)_(\d+)", distribution(name).read_text("WHEEL") or "")
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
