@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from continuous_batching.counters import Counters
 from continuous_batching.door import longest_tokens
-from continuous_batching.policies.policy import Policy, Waiting
+from continuous_batching.policies.policy import Busy, Policy, Waiting
 from continuous_batching.queue import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.residency import Residency
@@ -29,9 +29,11 @@ class Admission:
         residency, waiting, slots = self._residency, self._waiting, self._residency.slots
         entered: dict[str, int] = {}
         running = residency.runnable()
-        todo = slots.num_tokens[running] - slots.num_computed[running]
+        computed = slots.num_computed[running]
+        todo = slots.num_tokens[running] - computed
         queue = Waiting(len(waiting), now_s - waiting.longest_since_s)
-        tokens_left, requests_left = self._policy.room(todo, max_batch_tokens, queue)
+        room = self._policy.room(Busy(todo, computed), max_batch_tokens, queue)
+        tokens_left, requests_left = room.tokens, room.requests
         if tokens_left <= 0 or not slots.num_free:
             return entered
         # pages that are neither held nor promised to a row for what it knows already
@@ -45,6 +47,8 @@ class Admission:
             wanted = -(-reserved // slots.page_size) - len(matched) + idle
             if wanted > spare:
                 break
+            if room.whole and len(request.tokens) - len(matched) * slots.page_size > tokens_left:
+                break
             spare -= wanted
             if not request.num_preemptions:
                 residency.count_lookup(request, matched)
@@ -54,7 +58,7 @@ class Admission:
                 self._counters.prompt_tokens += request.num_prompt_tokens
             requests_left -= 1
             if not residency.is_blocked(row):
-                tokens_left -= int(slots.num_tokens[row] - slots.num_computed[row])
+                tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
         return entered
 
     def _match(self, request: Request) -> Index:

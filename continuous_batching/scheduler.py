@@ -11,7 +11,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.door import GiveUp, check_request, check_resize, check_samples
 from continuous_batching.endings import Endings
 from continuous_batching.followers import Followers
-from continuous_batching.policies.policy import Policy
+from continuous_batching.policies.policy import Busy, Policy
 from continuous_batching.preemption import Preemption
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
 from continuous_batching.request import Request
@@ -57,6 +57,11 @@ class Scheduler:
             raise ValueError(
                 f"max_batch_tokens is {max_batch_tokens}; it must be at least num_slots ({slots.num_slots}),"
                 " so that every slot can decode in every step"
+            )
+        if policy.whole and max_batch_tokens < slots.max_tokens:
+            raise ValueError(
+                f"max_batch_tokens is {max_batch_tokens}; this policy computes prompts whole, and a request"
+                f" may have {slots.max_tokens} tokens: raise it, or lower scheduler.max_request_tokens"
             )
         self.slots = slots
         self.pool = pool
@@ -142,8 +147,8 @@ class Scheduler:
         rows = self.residency.runnable()
         starts = slots.num_computed[rows]
         todo = slots.num_tokens[rows] - starts
-        if todo.sum() > self.max_batch_tokens:
-            todo = self._policy.share(todo, self.max_batch_tokens)
+        if todo.sum() > len(todo):
+            todo = self._policy.share(Busy(todo, starts), self.max_batch_tokens)
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
         rows, starts, stops = self.preemption.make_room(rows, starts, starts + todo)

@@ -1,35 +1,57 @@
 """Decodes first, then running chunks, then new prompts, against one token budget.
 
 After "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024). It deviates
-in two ways: pages are promised for what a request knows (its prompt), not taken up front, so a chunk's
-pages are taken when it is computed; and partly computed prompts may be preempted like any slot.
+in three ways: pages are promised for what a request knows (its prompt), not taken up front, so a chunk's
+pages are taken when it is computed; partly computed prompts may be preempted like any slot; and short
+prompts may overtake long ones (`lanes`), where Sarathi's go strictly by arrival.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.policies.policy import NO_ROOM, Room, Waiting
+from continuous_batching.batch import Batch
+from continuous_batching.chunks import Chunks, Fixed, Limit
+from continuous_batching.lanes import Lanes
+from continuous_batching.policies.policy import ALL, NO_ROOM, Busy, Policy, Room, Waiting, in_order
 from continuous_batching.request import Request
 from kv_cache.pages import Index
 
 
-class StallFree:
-    """No running request waits for a new one's prompt."""
+class StallFree(Policy):
+    """No running request waits for a new one's prompt; `chunks` says how much of prompts a step computes."""
 
-    def room(self, todo: Index, budget: int, waiting: Waiting) -> Room:
-        """What the busy slots leave of the budget."""
-        left = budget - int(todo.sum())
-        return Room(left, waiting.num_requests) if left > 0 else NO_ROOM
+    def __init__(self, chunks: Chunks | None = None, lanes: Lanes | None = None) -> None:
+        self._chunks = Fixed() if chunks is None else chunks
+        self._lanes = lanes
+
+    def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
+        """What the busy slots leave of the step."""
+        limit = self._limit(busy, budget)
+        wanted = np.where(busy.todo == 1, 0, np.minimum(busy.todo, limit.each))
+        if self._lanes is None:
+            left, longs = limit.total - int(wanted.sum()), ALL
+        else:
+            left, longs = self._lanes.left(busy, wanted, limit.total)
+        if left <= 0:
+            return NO_ROOM
+        return Room(left, waiting.num_requests, chunk=limit.newcomer, long_requests=longs)
 
     def reserve(self, request: Request) -> int:
         """Its known tokens and the first it will produce."""
         return len(request.tokens) + 1
 
-    def share(self, todo: Index, budget: int) -> Index:
+    def share(self, busy: Busy, budget: int) -> Index:
         """One token to each decode, the rest to the chunks, oldest first."""
-        decodes = todo == 1
-        chunks = np.where(decodes, 0, todo)
-        before = np.cumsum(chunks) - chunks
-        granted: Index = decodes + np.clip(budget - int(decodes.sum()) - before, 0, chunks)
+        limit, decodes = self._limit(busy, budget), busy.todo == 1
+        wanted = np.where(decodes, 0, np.minimum(busy.todo, limit.each))
+        share = in_order if self._lanes is None else self._lanes.sharing(busy)
+        granted: Index = decodes + share(wanted, limit.total)
         return granted
+
+    def observe(self, batch: Batch, took_s: float) -> None:
+        """Let the chunks' control learn."""
+        self._chunks.observe(batch, took_s)
+
+    def _limit(self, busy: Busy, budget: int) -> Limit:
+        return self._chunks.limit(busy, budget - int(np.count_nonzero(busy.todo == 1)))

@@ -10,33 +10,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from continuous_batching.policies.policy import NO_ROOM, Room, Waiting
+from continuous_batching.policies.policy import ALL, NO_ROOM, Busy, Policy, Room, Waiting, in_order
 from continuous_batching.request import Request
 from kv_cache.pages import Index
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class Static(Policy):
     """Starts when `batch_size` requests wait, or when the first has waited `max_wait_s`."""
 
     batch_size: int
     max_wait_s: float
 
-    def room(self, todo: Index, budget: int, waiting: Waiting) -> Room:
+    def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
         """A whole batch into an empty table, else nothing."""
         ready = waiting.num_requests >= self.batch_size or waiting.longest_s >= self.max_wait_s
-        if len(todo) or not ready:
+        if len(busy.todo) or not ready:
             return NO_ROOM
-        return Room(2**62, self.batch_size)  # prompts beyond the budget are chunked before the first decode
+        return Room(ALL, self.batch_size)  # prompts beyond the budget are chunked before the first decode
 
     def reserve(self, request: Request) -> int:
         """All that it may become: a static batch is never preempted."""
         return request.num_prompt_tokens + request.params.max_tokens - 1
 
-    def share(self, todo: Index, budget: int) -> Index:
+    def share(self, busy: Busy, budget: int) -> Index:
         """Prompts first, oldest first; decodes start when all prompts are computed."""
-        order = np.argsort(todo == 1, kind="stable")
-        wanted = todo[order]
-        granted = np.empty_like(todo)
-        granted[order] = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
+        order = np.argsort(busy.todo == 1, kind="stable")
+        granted = np.empty_like(busy.todo)
+        granted[order] = in_order(busy.todo[order], budget)
         return granted

@@ -1,57 +1,138 @@
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuous_batching.policies.policy import NO_ROOM, Room, Waiting
+from continuous_batching.chunks import Fixed, Staged
+from continuous_batching.lanes import Lanes
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.policy import NO_ROOM, Busy, Policy, Room, Waiting
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
 
 
-def todo(*counts: int) -> np.ndarray:
-    return np.array(counts, dtype=np.int64)
+def busy(*todo: int, computed: tuple[int, ...] | None = None) -> Busy:
+    """Slots that lack so many tokens."""
+    have = np.zeros(len(todo), dtype=np.int64) if computed is None else np.array(computed)
+    return Busy(np.array(todo, dtype=np.int64), have)
 
 
 def test_stall_free_gives_decodes_their_token_and_chunks_the_rest() -> None:
-    assert StallFree().share(todo(100, 1, 50, 1), 64).tolist() == [62, 1, 0, 1]
-    assert StallFree().share(todo(30, 1, 50, 1), 64).tolist() == [30, 1, 32, 1]
+    assert StallFree().share(busy(100, 1, 50, 1), 64).tolist() == [62, 1, 0, 1]
+    assert StallFree().share(busy(30, 1, 50, 1), 64).tolist() == [30, 1, 32, 1]
 
 
 def test_stall_free_lets_newcomers_bring_what_is_left() -> None:
     waiting = Waiting(3, 0.0)
-    assert StallFree().room(todo(1, 1, 20), 64, waiting) == Room(42, 3)
-    assert StallFree().room(todo(1, 63), 64, waiting) == NO_ROOM
-    assert StallFree().room(todo(1, 90), 64, waiting) == NO_ROOM
+    assert StallFree().room(busy(1, 1, 20), 64, waiting) == Room(42, 3)
+    assert StallFree().room(busy(1, 63), 64, waiting) == NO_ROOM
+    assert StallFree().room(busy(1, 90), 64, waiting) == NO_ROOM
+
+
+def test_a_fixed_chunk_is_the_most_of_one_prompt() -> None:
+    policy = StallFree(Fixed(16))
+    assert policy.share(busy(100, 1, 50, 9), 64).tolist() == [16, 1, 16, 9]
+    assert policy.room(busy(100, 1), 64, Waiting(3, 0.0)) == Room(47, 3, chunk=16)
+
+
+def test_stages_are_those_that_sarathi_computes_and_not_those_that_its_comment_tells() -> None:
+    staged = Staged(64, 256, num_stages=5, staged_tokens=5000, tile_tokens=32)
+    assert staged.sizes.tolist() == [256, 192, 160, 128, 64]
+    each = staged.limit(busy(*[9000] * 5, computed=(0, 999, 1000, 4999, 70_000)), 512).each
+    assert list(np.atleast_1d(each)) == [256, 256, 192, 64, 64], "beyond the last stage is the last stage"
+
+
+def test_short_prompts_overtake_long_ones_which_keep_half() -> None:
+    policy = StallFree(lanes=Lanes(max_long=2, long_tokens=100))
+    assert policy.share(busy(500, 1, 30, 500), 61).tolist() == [30, 1, 30, 0]
+    assert policy.share(busy(500, 1, 20, 20), 61).tolist() == [30, 1, 20, 10]
+    assert policy.share(busy(500, 1, 5), 61).tolist() == [55, 1, 5], "what the short ones leave is not wasted"
+    assert policy.share(busy(8, 30, computed=(200, 0)), 40).tolist() == [8, 30], "long by its whole prompt"
+    room = policy.room(busy(500, 1, 20), 61, Waiting(3, 0.0))
+    assert (room.tokens, room.long_requests) == (10, 1)
+    assert policy.room(busy(500, 500, 1), 61, Waiting(3, 0.0)).long_requests == 0
+
+
+def test_split_leaves_to_nobody_what_decodes_do_not_need() -> None:
+    assert Split(32).share(busy(100, 1, 50, 1), 64).tolist() == [32, 1, 0, 1]
+    assert Split(32).room(busy(1, 20), 64, Waiting(3, 0.0)) == Room(12, 3)
+
+
+def test_orca_computes_whole_prompts_beside_all_decodes() -> None:
+    assert Orca().share(busy(1, 40, 1, 30), 64).tolist() == [1, 40, 1, 0]
+    assert Orca().share(busy(1, 40, 1, 22), 64).tolist() == [1, 40, 1, 22]
+    assert Orca().share(busy(1, 63, 1, 5), 64).tolist() == [1, 0, 1, 0], "nobody overtakes"
+    assert Orca().room(busy(1, 40), 64, Waiting(3, 0.0)) == Room(23, 3, whole=True)
+
+
+def test_prefill_first_stops_the_decodes() -> None:
+    assert PrefillFirst().share(busy(1, 40, 1, 30), 64).tolist() == [0, 40, 0, 0]
+    assert PrefillFirst().share(busy(1, 40, 1, 24), 64).tolist() == [0, 40, 0, 24]
+    assert PrefillFirst().room(busy(1, 40, 1), 64, Waiting(3, 0.0)) == Room(24, 3, whole=True)
+
+
+def test_a_policy_of_whole_prompts_needs_a_budget_for_the_longest() -> None:
+    def build(budget: int) -> Scheduler:
+        return Scheduler(SlotPool(2, 64, 4), PagePool(40), Orca(), max_batch_tokens=budget, vocab_size=9)
+
+    assert build(64).max_batch_tokens == 64
+    with pytest.raises(ValueError, match=r"computes prompts whole, and a request may have 64 tokens"):
+        build(63)
 
 
 def test_static_waits_for_a_full_batch_or_long_enough_and_lets_nobody_join() -> None:
     static = Static(batch_size=4, max_wait_s=2.0)
-    assert static.room(todo(), 64, Waiting(3, 1.0)) == NO_ROOM
-    assert static.room(todo(), 64, Waiting(4, 0.0)).requests == 4
-    assert static.room(todo(), 64, Waiting(1, 2.0)).requests == 4
-    assert static.room(todo(1), 64, Waiting(9, 9.0)) == NO_ROOM
+    assert static.room(busy(), 64, Waiting(3, 1.0)) == NO_ROOM
+    assert static.room(busy(), 64, Waiting(4, 0.0)).requests == 4
+    assert static.room(busy(), 64, Waiting(1, 2.0)).requests == 4
+    assert static.room(busy(1), 64, Waiting(9, 9.0)) == NO_ROOM
 
 
 def test_static_computes_all_prompts_before_the_first_decode() -> None:
-    assert Static(4, 0.0).share(todo(1, 40, 1, 40), 64).tolist() == [0, 40, 0, 24]
-    assert Static(4, 0.0).share(todo(1, 70, 1), 64).tolist() == [0, 64, 0]
+    assert Static(4, 0.0).share(busy(1, 40, 1, 40), 64).tolist() == [0, 40, 0, 24]
+    assert Static(4, 0.0).share(busy(1, 70, 1), 64).tolist() == [0, 64, 0]
 
 
-@pytest.mark.parametrize("policy", [StallFree(), Static(4, 1.0)])
+@pytest.mark.parametrize(
+    "policy",
+    [StallFree(), StallFree(lanes=Lanes(2, 50)), Static(4, 1.0)],
+    ids=["stall_free", "lanes", "static"],
+)
 @given(counts=st.lists(st.integers(1, 300), min_size=1, max_size=40), spare=st.integers(0, 200))
 def test_a_share_is_within_the_budget_and_wastes_none_of_it(
-    policy: StallFree | Static, counts: list[int], spare: int
+    policy: Policy, counts: list[int], spare: int
 ) -> None:
-    wanted = todo(*counts)
+    wanted = busy(*counts)
     budget = len(counts) + spare
     granted = policy.share(wanted, budget)
     assert (granted >= 0).all()
-    assert (granted <= wanted).all()
-    assert granted.sum() == min(budget, wanted.sum())
+    assert (granted <= wanted.todo).all()
+    assert granted.sum() == min(budget, wanted.todo.sum())
+
+
+@pytest.mark.parametrize(
+    "policy", [Orca(), PrefillFirst(), Split(90)], ids=["orca", "prefill_first", "split"]
+)
+@given(counts=st.lists(st.integers(1, 300), min_size=1, max_size=40), spare=st.integers(300, 400))
+def test_a_share_gets_on_within_the_budget(policy: Policy, counts: list[int], spare: int) -> None:
+    wanted = busy(*counts, 2)  # not all decode
+    budget = len(counts) + spare
+    granted = policy.share(wanted, budget)
+    assert ((granted >= 0) & (granted <= wanted.todo)).all()
+    assert 0 < granted.sum() <= budget
+    if policy.whole:
+        assert ((granted == 0) | (granted == wanted.todo)).all()
 
 
 def test_reservations() -> None:
     request = Request("a", np.arange(10), SamplingParams(max_tokens=7))
-    assert StallFree().reserve(request) == 11
-    assert Static(4, 1.0).reserve(request) == 16
+    assert [policy.reserve(request) for policy in (StallFree(), Split(9), PrefillFirst())] == [11] * 3
+    assert [policy.reserve(request) for policy in (Static(4, 1.0), Orca())] == [16] * 2

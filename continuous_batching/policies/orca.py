@@ -1,0 +1,39 @@
+"""Iteration by iteration, first come first served, prompts whole, nothing admitted that may not end.
+
+After Algorithm 1 of "Orca: A Distributed Serving System for Transformer-Based Generative Models" (OSDI
+2022). Its `n_slots` are the cache's tokens, and its `max_bs` the slot table. It deviates in three ways. One
+batch is in flight, as with `n_workers` = 1, because this engine has no pipeline to fill; so every request
+that was admitted is in every batch. A request reserves its own prompt and answer, where the paper's
+`max_tokens` is the same for all. And a step has a budget of tokens: a prompt that does not fit beside the
+decodes and the prompts before it comes with a later step, whole all the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.policies.policy import NO_ROOM, Busy, Policy, Room, Waiting, whole_prompts
+from continuous_batching.request import Request
+from kv_cache.pages import Index
+
+
+class Orca(Policy):
+    """Prompts join the running decodes; these wait for them."""
+
+    whole: bool = True
+
+    def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
+        """What the busy slots leave of the step."""
+        left = budget - int(busy.todo.sum())
+        return Room(left, waiting.num_requests, whole=True) if left > 0 else NO_ROOM
+
+    def reserve(self, request: Request) -> int:
+        """All that it may become: who was admitted is never preempted for pages."""
+        return request.num_prompt_tokens + request.params.max_tokens - 1
+
+    def share(self, busy: Busy, budget: int) -> Index:
+        """The decodes, and whole prompts up to the first that does not fit."""
+        decodes = busy.todo == 1
+        prompts = np.where(decodes, 0, busy.todo)
+        granted: Index = decodes + whole_prompts(prompts, budget - int(np.count_nonzero(decodes)))
+        return granted

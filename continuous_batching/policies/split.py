@@ -1,0 +1,30 @@
+"""One budget for prompts and one for decodes, and what the one leaves the other does not take.
+
+After the mixed scheduler of the sources' chapter on dynamic batching (`MaxPrefillTokens`, `MaxDecodeTokens`,
+`PrefillDecodeRatio`). It deviates in four ways: the ratio, which the chapter declares and never reads, is
+what parts the budget, so that both together bound a step; a chunk that is larger than what is left of its
+budget shrinks, where the chapter's is left out, and a long prompt with it for ever; requests go by arrival,
+where its are in the order of a map; and the decodes' budget covers every slot (a recipe that does not is
+refused), because the chapter's leaves the same ones behind at every step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.chunks import Chunks, Limit
+from continuous_batching.lanes import Lanes
+from continuous_batching.policies.policy import Busy
+from continuous_batching.policies.stall_free import StallFree
+
+
+class Split(StallFree):
+    """Prompts get at most `prompt_tokens` of a step, however few decodes there are."""
+
+    def __init__(self, prompt_tokens: int, chunks: Chunks | None = None, lanes: Lanes | None = None) -> None:
+        super().__init__(chunks, lanes)
+        self._prompt_tokens = prompt_tokens
+
+    def _limit(self, busy: Busy, budget: int) -> Limit:
+        left = budget - int(np.count_nonzero(busy.todo == 1))
+        return self._chunks.limit(busy, min(left, self._prompt_tokens))

@@ -1,0 +1,186 @@
+"""The timelines that the sources draw, drawn again by this scheduler."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from continuous_batching.chunks import Fixed
+from continuous_batching.engine import Engine
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.policy import Policy
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+
+# The note on Orca, with static batches and with iteration-level scheduling: a cell is a token in its step
+STATIC = """
+    | S1 | S1 | A1 | A1 | A1  | A1 | EOS |     |
+    | S2 | S2 | S2 | A2 | EOS |    |     |     |
+    | S3 | S3 | S3 | S3 | A3  | A3 | A3  | EOS |
+    | S4 | S4 | S4 | S4 | S4  | A4 | EOS |     |
+"""
+CONTINUOUS = """
+    | S1 | S1 | A1 | A1 | A1  | A1 | EOS | S6  |
+    | S2 | S2 | S2 | A2 | EOS | S5 | S5  | S5  |
+    | S3 | S3 | S3 | S3 | A3  | A3 | A3  | EOS |
+    | S4 | S4 | S4 | S4 | S4  | A4 | EOS | S7  |
+"""
+
+
+def cells(drawing: str) -> list[list[str]]:
+    """The columns of a drawing: what is computed in each step."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in drawing.split("\n") if "|" in line]
+    return [sorted(filter(None, column)) for column in zip(*rows)]
+
+
+def make(policy: Policy, num_slots: int, budget: int) -> Engine:
+    slots = SlotPool(num_slots, 40, 4)
+    scheduler = Scheduler(slots, PagePool(80), policy, max_batch_tokens=budget, vocab_size=VOCAB_SIZE)
+    ticks = itertools.count()
+    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: next(ticks) / 2)
+
+
+def ask(name: str, num_prompt: int, num_answer: int) -> Request:
+    prompt = np.random.default_rng(ord(name[-1])).integers(0, VOCAB_SIZE, num_prompt)
+    return Request(name, prompt, SamplingParams(max_tokens=num_answer, temperature=0.0))
+
+
+def names(engine: Engine) -> list[str]:
+    """Who is computed in one step."""
+    step = engine.step()
+    assert step is not None
+    return [engine.slots.requests[row].id for row in step.batch.slots.tolist()]
+
+
+def spans(engine: Engine) -> dict[str, int]:
+    """How many tokens of whom are computed in one step."""
+    step = engine.step()
+    assert step is not None
+    lens = (step.batch.stops - step.batch.starts).tolist()
+    return {engine.slots.requests[row].id: num for row, num in zip(step.batch.slots.tolist(), lens)}
+
+
+def draw(engine: Engine, lines: dict[str, list[str]], num_steps: int) -> list[list[str]]:
+    """Columns of a drawing, where each request's steps are drawn by its own cells."""
+    left = {name: iter(line) for name, line in lines.items()}
+    return [sorted(next(left[name]) for name in names(engine)) for _ in range(num_steps)]
+
+
+# The cells of each request. Its last prompt token yields its first answer token in the same step; the note
+# draws that one cell later. Hence one token more than the answer has cells, so that it stays as many steps.
+LINES = {
+    "S1": ["S1", "S1", "A1", "A1", "A1", "A1", "EOS"],
+    "S2": ["S2", "S2", "S2", "A2", "EOS"],
+    "S3": ["S3", "S3", "S3", "S3", "A3", "A3", "A3", "EOS"],
+    "S4": ["S4", "S4", "S4", "S4", "S4", "A4", "EOS"],
+    "S5": ["S5"] * 9,
+    "S6": ["S6"] * 9,
+    "S7": ["S7"] * 9,
+}
+
+
+def test_the_note_on_orca_with_prompts_drawn_token_by_token() -> None:
+    engine = make(StallFree(Fixed(1)), num_slots=4, budget=4)
+    for name, line in LINES.items():
+        num_prompt = line.count(name)
+        engine.add(ask(name, num_prompt, len(line) - num_prompt + 1))
+    assert draw(engine, LINES, 8) == cells(CONTINUOUS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "drawing"), [(Orca(), CONTINUOUS), (Static(4, 0.0), STATIC)], ids=["orca", "static"]
+)
+def test_the_note_on_orca_with_a_step_for_each_cell(policy: Policy, drawing: str) -> None:
+    engine = make(policy, num_slots=4, budget=40)
+    for name, line in LINES.items():
+        engine.add(ask(name, 1, len(line)))
+    assert draw(engine, LINES, 8) == cells(drawing)
+    assert "S7" in names(engine), "who waited for the static batch comes when it is empty"
+
+
+# The article on Sarathi: A and B decode, A for one more step and B for three; then C and D arrive
+FOUR_WAYS = {
+    "vllm": (PrefillFirst(), [{"C": 6, "D": 4}, {"A": 1, "B": 1, "C": 1, "D": 1}, {"B": 1, "C": 1, "D": 1}]),
+    "orca": (Orca(), [{"A": 1, "B": 1, "C": 6, "D": 4}, {"B": 1, "C": 1, "D": 1}]),
+    "faster_transformer": (Static(2, 0.0), [{"A": 1, "B": 1}, {"B": 1}, {"B": 1}, {"C": 6, "D": 4}]),
+    "sarathi": (
+        StallFree(),
+        [
+            {"A": 1, "B": 1, "C": 3},
+            {"B": 1, "C": 3, "D": 1},
+            {"B": 1, "C": 1, "D": 3},
+            {"C": 1, "D": 1},
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("policy", "expected"), FOUR_WAYS.values(), ids=FOUR_WAYS)
+def test_the_four_ways_of_the_article_on_sarathi(policy: Policy, expected: list[dict[str, int]]) -> None:
+    engine = make(policy, num_slots=4, budget=40)
+    engine.add(ask("A", 2, 3))
+    engine.add(ask("B", 2, 5))
+    assert [spans(engine), spans(engine)] == [{"A": 2, "B": 2}, {"A": 1, "B": 1}]
+    engine.scheduler.max_batch_tokens = 5 if type(policy) is StallFree else 40
+    engine.add(ask("C", 6, 9))
+    engine.add(ask("D", 4, 9))
+    assert [spans(engine) for _ in expected] == expected
+
+
+def test_the_engine_designs_first_three_requests_stream_at_once() -> None:
+    engine = make(StallFree(), num_slots=4, budget=40)
+    for name in "ABC":
+        engine.add(ask(name, 3, 6))
+    assert [names(engine) for _ in range(6)] == [["A", "B", "C"]] * 6
+    assert not engine.has_work
+
+
+def test_the_engine_designs_second_three_take_no_more_steps_than_one() -> None:
+    steps = []
+    for crowd in ("A", "ABC"):
+        engine = make(StallFree(), num_slots=4, budget=40)
+        for name in crowd:
+            engine.add(ask(name, 3, 6))
+        while engine.has_work:
+            names(engine)
+        steps.append(engine.scheduler.counters.steps)
+    assert steps[0] == steps[1], "the throughput of three is three times that of one"
+
+
+def test_the_engine_designs_third_who_comes_two_seconds_later_starts_at_once() -> None:
+    engine = make(StallFree(), num_slots=4, budget=40)
+    engine.add(ask("A", 3, 20))
+    while engine.clock() < 2.0:
+        names(engine)
+    late = ask("B", 5, 20)
+    late.arrival_s = engine.clock()
+    engine.add(late)
+    assert spans(engine) == {"A": 1, "B": 5}
+    assert late.first_token_s is not None
+    assert late.first_token_s - late.arrival_s == 1.0, (
+        "two ticks of half a second: a step's start and its end"
+    )
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [StallFree(), StallFree(Fixed(2)), Orca(), PrefillFirst(), Static(3, 0.0)],
+    ids=["stall_free", "chunks", "orca", "prefill_first", "static"],
+)
+def test_the_engine_designs_fourth_together_they_get_what_each_gets_alone(policy: Policy) -> None:
+    engine = make(policy, num_slots=4, budget=40)
+    requests = [ask(name, 3 + index, 6) for index, name in enumerate("ABCDEF")]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        names(engine)
+    for request in requests:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 6)
