@@ -1,0 +1,130 @@
+"""The references of the smaller operators against torch's own, transformers, and plain indexing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from virtual_npu.contract import Conditions
+from virtual_npu.operators import kernels
+from virtual_npu.products import P310
+
+KERNELS = kernels(Conditions())
+ON_310P = kernels(Conditions(product=P310))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rms_norm(dtype: torch.dtype) -> None:
+    x, gamma = torch.randn(3, 5, 64).to(dtype), torch.randn(64).to(dtype)
+    y, rstd = KERNELS["npu::npu_rms_norm"](x, gamma, 1e-5)
+    want = functional.rms_norm(x.float(), (64,), gamma.float(), 1e-5)
+    torch.testing.assert_close(y, want.to(dtype))
+    assert (rstd.shape, rstd.dtype) == ((3, 5, 1), torch.float32)
+    torch.testing.assert_close(rstd[..., 0], (x.float().square().mean(-1) + 1e-5) ** -0.5)
+
+
+def test_rms_norm_takes_gamma_in_float32_and_several_axes() -> None:
+    x, gamma = torch.randn(3, 4, 8).to(torch.bfloat16), torch.randn(4, 8)
+    y, rstd = KERNELS["npu::npu_rms_norm"](x, gamma)
+    torch.testing.assert_close(
+        y, functional.rms_norm(x.float(), (4, 8), gamma, 1e-6).to(torch.bfloat16), atol=1e-2, rtol=1e-2
+    )
+    assert rstd.shape == (3, 1, 1)
+
+
+def test_add_rms_norm() -> None:
+    x, residual, gamma = (torch.randn(*shape).to(torch.bfloat16) for shape in ((5, 64), (5, 64), (64,)))
+    y, rstd, total = KERNELS["npu::npu_add_rms_norm"](x, residual, gamma)
+    assert torch.equal(total, x + residual)
+    for one, other in zip((y, rstd), KERNELS["npu::npu_rms_norm"](total, gamma)):
+        assert torch.equal(one, other)
+
+
+def angles(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, D] as transformers makes them: both halves alike."""
+    half = torch.rand(tokens, dim // 2) * 6
+    both = torch.cat([half, half], -1)
+    return both.cos(), both.sin()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rotary_in_place(dim: int) -> None:
+    query, key, (cos, sin) = torch.randn(7, 4, dim), torch.randn(7, 2, dim), angles(7, dim)
+    wants = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None])
+    shaped = cos[:, None], sin[:, None]
+    multiplied = [KERNELS["npu::npu_rotary_mul"](each, *shaped) for each in (query, key)]
+    results = KERNELS["npu::npu_apply_rotary_pos_emb"](query, key, *shaped, layout="TND")
+    assert results[0] is query
+    assert results[1] is key
+    for want, one, other in zip(wants, results, multiplied):
+        torch.testing.assert_close(one, want[0].transpose(0, 1))
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("layout", ["BSND", "SBND", "BNSD"])
+def test_rotary_layouts(layout: str) -> None:
+    sizes = {"B": 2, "S": 5, "N": 3, "D": 64}
+    query = torch.randn([sizes[axis] for axis in layout])
+    cos, sin = angles(10, 64)
+    one_head = [sizes[axis] if axis != "N" else 1 for axis in layout]
+    cos, sin = cos.view(one_head), sin.view(one_head)
+    first, second = query.chunk(2, -1)
+    want = query * cos + torch.cat([-second, first], -1) * sin
+    result, _ = KERNELS["npu::npu_apply_rotary_pos_emb"](
+        query.clone(), query.clone(), cos, sin, layout=layout
+    )
+    torch.testing.assert_close(result, want)
+
+
+def test_rotary_of_neighbours() -> None:
+    x, (cos, sin) = torch.randn(3, 2, 64), angles(3, 64)
+    cos, sin = (each[:, None, :32].repeat_interleave(2, -1) for each in (cos, sin))
+    turned = torch.view_as_complex(x.view(3, 2, 32, 2)) * torch.complex(cos[..., ::2], sin[..., ::2])
+    result = KERNELS["npu::npu_rotary_mul"](x, cos, sin, "interleave")
+    torch.testing.assert_close(result, torch.view_as_real(turned).flatten(-2))
+
+
+def test_swiglu() -> None:
+    x = torch.randn(4, 6, 32).to(torch.bfloat16)
+    for dim in (-1, 1):
+        gate, up = x.float().chunk(2, dim)
+        want = (functional.silu(gate) * up).to(torch.bfloat16)
+        assert torch.equal(KERNELS["npu::npu_swiglu"](x, dim), want)
+
+
+@pytest.mark.parametrize("name", ["npu::npu_scatter_pa_kv_cache", "atb::_npu_reshape_and_cache"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_cache_writes_land_at_their_places_and_nowhere_else(name: str, dtype: torch.dtype) -> None:
+    slots = torch.tensor([5 * 16 + 3, 2 * 16, 5 * 16 + 4], dtype=torch.int32)
+    rows = [torch.randint(1, 100, (3, 2, 32)).to(dtype) for _ in range(2)]
+    caches = [torch.zeros(7, 16, 2, 32, dtype=dtype) for _ in range(2)]
+    mode = {"cache_mode": "Norm"} if "scatter" in name else {}
+    assert KERNELS[name](*rows, *caches, slots, **mode) is None
+    for cache, row in zip(caches, rows):
+        flat = cache.flatten(0, 1)
+        assert torch.equal(flat[slots.long()], row)
+        assert int(flat.any(-1).any(-1).sum()) == 3
+
+
+@pytest.mark.parametrize("name", ["_npu_reshape_and_cache", "_npu_reshape_and_cache_siso"])
+def test_a_split_cache_holds_heads_in_columns_of_sixteen(name: str) -> None:
+    key = torch.arange(2 * 2 * 32, dtype=torch.float16).view(2, 2, 32)
+    slots = torch.tensor([3 * 128 + 1, 4 * 128 + 127], dtype=torch.int32)
+    cache = torch.zeros(5, 4, 128, 16, dtype=torch.float16)
+    both = (key, cache) if name.endswith("siso") else (key, key.clone(), cache, torch.zeros_like(cache))
+    ON_310P[f"atb::{name}"](*both, slots)
+    assert torch.equal(cache[3, :, 1], key[0].view(4, 16))
+    assert torch.equal(cache[4, :, 127], key[1].view(4, 16))
+    nz = torch.zeros(5, 4, 128, 16, dtype=torch.float16)
+    KERNELS["npu::npu_scatter_pa_kv_cache"](key, key, nz, nz.clone(), slots)  # PA_NZ is the default
+    assert torch.equal(nz, cache)
+
+
+def test_scatter_nd_update() -> None:
+    cache, rows, index = torch.zeros(6, 2, 4), torch.randn(2, 2, 4), torch.tensor([[4], [1]])
+    assert KERNELS["npu::npu_scatter_nd_update_"](cache, index, rows) is cache
+    assert torch.equal(cache[[4, 1]], rows)
+    assert int(cache.any(-1).any(-1).sum()) == 2

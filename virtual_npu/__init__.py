@@ -1,0 +1,1 @@
+"""How does the NPU path run where there is no NPU?"""

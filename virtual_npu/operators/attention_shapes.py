@@ -1,0 +1,231 @@
+"""Which shapes and types does fused attention take, before anything is read as a batch?
+
+Asked first, in order; the rules on options and on the batch rely on them. Rules use the names of the
+operator's second version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from virtual_npu.contract import Breach, Call, Rule, is_dtype, shape
+from virtual_npu.operators.spans import LAYOUTS
+
+DOC = "op-plugin npu_fused_infer_attention_score_v2"
+FIELD = "vllm-ascend attention/attention_v1.py"
+
+# Arguments of either version that these rules and the reference know
+KNOWN = {
+    *("query", "key", "value", "atten_mask", "actual_seq_qlen", "actual_seq_kvlen", "block_table"),
+    *("num_query_heads", "num_key_value_heads", "softmax_scale", "pre_tokens", "next_tokens", "input_layout"),
+    *(
+        "sparse_mode",
+        "inner_precise",
+        "block_size",
+        "return_softmax_lse",
+        "learnable_sink",
+        "workspace",
+        "out",
+    ),
+}
+# Axes of the query by its order
+AXES = {"BSH": 3, "BSND": 4, "BNSD": 4, "TND": 3, "NTD": 3}
+
+
+def order(call: Call) -> str:
+    """The order of the query's axes."""
+    return LAYOUTS[call["input_layout"]][0]
+
+
+def packed(call: Call) -> bool:
+    """Whether all sequences lie one after the other."""
+    return order(call) in ("TND", "NTD")
+
+
+def num_kv_heads(call: Call) -> int:
+    """The kv heads; 0 in the call stands for as many as there are query heads."""
+    return int(call["num_key_value_heads"] or call["num_query_heads"])
+
+
+def head_dim(call: Call, name: str = "query") -> int:
+    """The size of a head of the query, or of the key or value."""
+    tensor: Tensor = call[name]
+    heads = int(call["num_query_heads"]) if name == "query" else num_kv_heads(call)
+    paged = name != "query" and call["block_table"] is not None
+    if (paged and tensor.dim() == 3) or (not paged and order(call) == "BSH"):
+        return tensor.shape[-1] // heads
+    return tensor.shape[-1]
+
+
+def _layout(call: Call) -> Iterator[Breach]:
+    if call["input_layout"] not in LAYOUTS:
+        yield "input_layout", call["input_layout"]
+
+
+def _known(call: Call) -> Iterator[Breach]:
+    known = KNOWN | {call.names.get(name, name) for name in KNOWN}
+    for name, value in call.arguments.items():
+        if name not in known and not (value is None or (isinstance(value, int) and not value)):
+            yield name, shape(value) if isinstance(value, Tensor) else value
+
+
+def _dtype(call: Call) -> Iterator[Breach]:
+    query = call["query"].dtype
+    for name in ("query", "key", "value"):
+        tensor: Tensor = call[name]
+        if not is_dtype(tensor, call.conditions.product.dtypes, call.conditions) or tensor.dtype != query:
+            yield name, shape(tensor)
+
+
+def _axes(call: Call) -> Iterator[Breach]:
+    axes = AXES[order(call)]
+    if call["query"].dim() != axes:
+        yield "query", shape(call["query"])
+    for name in ("key", "value"):
+        if call["block_table"] is None and call[name].dim() != axes:
+            yield name, shape(call[name])
+
+
+def _heads(call: Call) -> Iterator[Breach]:
+    heads, kv_heads = int(call["num_query_heads"]), num_kv_heads(call)
+    if heads < 1 or heads > 256 or heads % max(kv_heads, 1) or heads // max(kv_heads, 1) > 64 or kv_heads < 1:
+        yield "num_query_heads", f"{heads} over num_key_value_heads {kv_heads}"
+
+
+def _heads_fit(call: Call) -> Iterator[Breach]:
+    at = {"BSH": None, "BSND": 2, "BNSD": 1, "TND": 1, "NTD": 0}[order(call)]
+    names = ["query"] if call["block_table"] is not None else ["query", "key", "value"]
+    for name in names:
+        heads = int(call["num_query_heads"]) if name == "query" else num_kv_heads(call)
+        tensor: Tensor = call[name]
+        if tensor.shape[-1] % heads if at is None else tensor.shape[at] != heads:
+            yield name, f"{shape(tensor)} for {heads} heads"
+
+
+def _batch(call: Call) -> Iterator[Breach]:
+    if not packed(call) and not 0 < call["query"].shape[0] <= 65536:
+        yield "query", shape(call["query"])
+
+
+def _cache_axes(call: Call) -> Iterator[Breach]:
+    if call["block_table"] is None:
+        return
+    heads = num_kv_heads(call)
+    for name in ("key", "value"):
+        cache: Tensor = call[name]
+        if cache.dim() not in ((3, 4) if order(call) in ("BNSD", "TND") else (3,)):
+            yield name, shape(cache)
+        elif cache.shape[2] % heads if cache.dim() == 3 else cache.shape[1] != heads:
+            yield name, f"{shape(cache)} for {heads} kv heads"
+
+
+def _cache_by_heads(call: Call) -> Iterator[Breach]:
+    own = call["num_query_heads"] == num_kv_heads(call)
+    if own and call["block_table"] is not None and packed(call) and call["key"].dim() == 4:
+        yield "key", f"{shape(call['key'])} with as many kv heads as query heads"
+
+
+def _row_width(call: Call) -> Iterator[Breach]:
+    if call["block_table"] is not None and call["key"].dim() == 3 and call["key"].shape[2] > 65535:
+        yield "key", shape(call["key"])
+
+
+def _elements(call: Call) -> Iterator[Breach]:
+    for name in ("key", "value"):
+        if call["block_table"] is not None and math.prod(call[name].shape) > 2**31 - 1:
+            yield name, shape(call[name])
+
+
+def _kv_alike(call: Call) -> Iterator[Breach]:
+    key, value = call["key"], call["value"]
+    alike = key.shape == value.shape
+    if packed(call) and call["block_table"] is None:
+        alike = key.shape[:-1] == value.shape[:-1]
+    if not alike:
+        yield "value", f"{shape(value)} beside key {shape(key)}"
+
+
+def _head_dim(call: Call) -> Iterator[Breach]:
+    query, key, value = (head_dim(call, name) for name in ("query", "key", "value"))
+    said = f"query {query}, key {key}, value {value}"
+    if query != key:
+        yield "key", f"of head sizes {said}"
+    elif packed(call):
+        grouped = call["num_query_heads"] != num_kv_heads(call) or call["block_table"] is not None
+        values = {64: (64,), 128: (128,), 192: (128,) if grouped or order(call) == "NTD" else (128, 192)}
+        if value not in values.get(query, ()):
+            yield "query", f"of head sizes {said}"
+    elif query > 512 or query % 16 or value % 16:
+        yield "query", f"of head sizes {said}"
+
+
+def _contiguous(call: Call) -> Iterator[Breach]:
+    for name in ("query", "key", "value", "atten_mask", "block_table"):
+        if call[name] is not None and not call[name].is_contiguous():
+            yield name, f"strided {tuple(call[name].stride())} over {shape(call[name])}"
+
+
+SHAPES = (
+    Rule("layout", f"the layouts are {', '.join(LAYOUTS)}", DOC, "choose TND for a packed batch", _layout),
+    Rule(
+        "modelled",
+        "rope, quantisation, shifts, padding and shared prefixes are outside what is checked here",
+        "virtual_npu/operators/attention_shapes.py",
+        "leave the argument out",
+        _known,
+    ),
+    Rule(
+        "dtype",
+        "query, key and value are all float16, or all bfloat16 where the product has it",
+        DOC + "; CANN PagedAttentionOperation for the 310P",
+        "cast them to one of these",
+        _dtype,
+    ),
+    Rule("axes", "each tensor has the axes that input_layout names", DOC, "reshape it", _axes),
+    Rule(
+        "heads",
+        "query heads are a multiple of kv heads, at most 64 times as many, and at most 256",
+        DOC,
+        "split the heads over devices, or repeat the kv heads",
+        _heads,
+    ),
+    Rule(
+        "heads-fit", "the heads are those of the shape", DOC, "pass the model's numbers of heads", _heads_fit
+    ),
+    Rule("batch", "a batch holds 1 to 65536 sequences", DOC, "split the batch", _batch),
+    Rule(
+        "cache-axes",
+        "the cache is [pages, page, kv heads * dim], or with BNSD and TND also [pages, kv heads, page, dim]",
+        DOC,
+        "view the cache as (pages, page, -1)",
+        _cache_axes,
+    ),
+    Rule(
+        "cache-by-heads",
+        "in TND the cache is [pages, page, kv heads * dim] where each query head has its own kv head",
+        DOC,
+        "view the cache as (pages, page, -1)",
+        _cache_by_heads,
+    ),
+    Rule(
+        "row-width",
+        "kv heads * dim is at most 65535 in a cache of [pages, page, kv heads * dim]",
+        DOC,
+        "lay the cache out as [pages, kv heads, page, dim]",
+        _row_width,
+    ),
+    Rule("elements", "a cache has at most 2**31 - 1 elements", DOC, "make the pool smaller", _elements),
+    Rule("kv-alike", "key and value have one shape", DOC, "allocate both alike", _kv_alike),
+    Rule(
+        "head-dim",
+        "in TND heads are of 64, 128, or 192 with values of 128 (or 192 without paging and grouping); "
+        "elsewhere a multiple of 16 up to 512",
+        DOC + "; vllm-ascend #9632",
+        "use plain attention for this model",
+        _head_dim,
+    ),
+    Rule("contiguous", "tensors are contiguous", DOC, "call contiguous() when it is made", _contiguous),
+)

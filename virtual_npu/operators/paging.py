@@ -1,0 +1,88 @@
+"""Are the pages that a call reads or writes there, held, and written?
+
+Asked of every operator that takes a page table or cache places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from virtual_npu.contract import Breach, Call, Conditions, Rule
+
+NULL_PAGE = 0
+
+
+def outside(pages: Iterable[Tensor], num_pages: int, name: str) -> Iterator[Breach]:
+    """Page ids that no page has. `pages` are int64, a tensor a sequence."""
+    for number, ids in enumerate(pages):
+        wrong = ids[(ids < 0) | (ids >= num_pages)]
+        if len(wrong):
+            yield name, f"page {int(wrong[0])} in row {number}, of {num_pages} pages"
+
+
+def not_held(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Iterator[Breach]:
+    """Pages that no request holds, where the conditions can tell; the null page is asked after elsewhere."""
+    if conditions.held is None:
+        return
+    held = torch.tensor([NULL_PAGE, *conditions.held()])
+    for number, ids in enumerate(pages):
+        wrong = ids[~torch.isin(ids, held)]
+        if len(wrong):
+            yield name, f"page {int(wrong[0])} in row {number}, which no request holds"
+
+
+def null_page(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Iterator[Breach]:
+    """The null page where a request's own should be, where the conditions can tell."""
+    if conditions.held is None or NULL_PAGE in set(conditions.held()):
+        return
+    for number, ids in enumerate(pages):
+        if bool((ids == NULL_PAGE).any()):
+            yield name, f"page {NULL_PAGE} in row {number}"
+
+
+def unwritten(read: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Breach]:
+    """Sequences whose keys or values have a NaN where they are read: a place that was never written."""
+    for number, pair in enumerate(read):
+        for name, tensor in zip(("key", "value"), pair):
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                at = int(tensor.isnan().flatten(1).any(1).nonzero()[0])
+                yield name, f"NaN at place {at} of what sequence {number} reads"
+
+
+def page_rules(
+    name: str, pages: Callable[[Any], list[Tensor]], num_pages: Callable[[Any], int]
+) -> tuple[Rule, ...]:
+    """The rules on page ids of an operator whose pages stand in argument `name`."""
+    return (
+        Rule(
+            "page-ids",
+            "each page that is read or written is one of the cache's",
+            "op-plugin npu_fused_infer_attention_score_v2: ids are not checked, the caller answers for them",
+            "fill the page table before the call",
+            lambda asked: outside(pages(asked), num_pages(asked), name),
+        ),
+        Rule(
+            "null-page",
+            "page 0 is nobody's, unless the caller says that padding lies there",
+            "DESIGN.md: page 0 is the null page",
+            "give the row pages of its own, or list page 0 among those held",
+            lambda asked: null_page(pages(asked), conditions_of(asked), name),
+        ),
+        Rule(
+            "pages-held",
+            "each page is held by a request while it is read or written",
+            "DESIGN.md: a page with no holder is free",
+            "hold the page until the step is done",
+            lambda asked: not_held(pages(asked), conditions_of(asked), name),
+        ),
+    )
+
+
+def conditions_of(asked: Any) -> Conditions:
+    """The conditions of a call, or of what was read from one."""
+    found: Conditions = asked.conditions if isinstance(asked, Call) else asked.call.conditions
+    return found

@@ -1,0 +1,229 @@
+"""What are the fused rotations, and when are they called right?
+
+Legend: T tokens, Q sequences, S tokens a sequence, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from virtual_npu.contract import Breach, Call, Operator, Rule, shape
+from virtual_npu.products import A2, A3, A5, P310
+
+APPLY = "CANN aclnnApplyRotaryPosEmbV2"
+FIELD = "vllm-ascend _310p/ops/rotary_embedding.py"
+MULTIPLY = "op-plugin npu_rotary_mul"
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEADS_AXIS = {"BSND": 2, "SBND": 2, "BNSD": 1, "TND": 1}
+# What r1 and r2 may be for each layout of four axes: 1 is an axis of one, else the input's
+SHAPES = {
+    "BNSD": ("11SD", "B1SD", "BNSD"),
+    "BSND": ("1S1D", "BS1D", "BSND"),
+    "SBND": ("S11D", "SB1D", "SBND"),
+    "TND": ("T1D", "TND"),
+}
+
+
+def rotate(x: Tensor, mode: str) -> Tensor:
+    """Each pair turned by a right angle: halves of the head, its quarters, or neighbours."""
+    if mode == "interleave":
+        even, odd = x[..., ::2], x[..., 1::2]
+        return torch.stack((-odd, even), -1).flatten(-2)
+    parts = x.chunk(4 if mode == "quarter" else 2, -1)
+    return torch.cat([each for a, b in zip(parts[::2], parts[1::2]) for each in (-b, a)], -1)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+    """x turned by the angles, computed in float32, in its own type."""
+    wide = x.float()
+    return (wide * cos.float() + rotate(wide, mode) * sin.float()).to(x.dtype)
+
+
+def _apply(call: Call) -> tuple[Tensor, Tensor]:
+    """Query and key turned in place, as the operator does, and returned."""
+    for name in ("query", "key"):
+        call[name].copy_(turn(call[name], call["cos"], call["sin"], call["rotary_mode"]))
+    return call["query"], call["key"]
+
+
+def _multiply(call: Call) -> Tensor:
+    return turn(call["input"], call["r1"], call["r2"], call["rotary_mode"])
+
+
+def _layout(call: Call) -> Iterator[Breach]:
+    if call["layout"] not in HEADS_AXIS:
+        yield "layout", call["layout"]
+
+
+def _mode(call: Call) -> Iterator[Breach]:
+    if call["rotary_mode"] not in ("half", "interleave", "quarter"):
+        yield "rotary_mode", call["rotary_mode"]
+
+
+def _dtype(call: Call) -> Iterator[Breach]:
+    query = call["query"].dtype
+    for name in ("query", "key", "cos", "sin"):
+        bfloat16 = call.conditions.product is not P310
+        taken = TYPES if bfloat16 else (torch.float32, torch.float16)
+        if call[name].dtype not in taken or call[name].dtype != query:
+            yield name, shape(call[name])
+
+
+def _axes(call: Call) -> Iterator[Breach]:
+    axes, heads = len(call["layout"]), HEADS_AXIS[call["layout"]]
+    want = _without(call["query"], heads)
+    for name in ("query", "key", "cos", "sin"):
+        tensor: Tensor = call[name]
+        if tensor.dim() != axes or not tensor.numel() or _without(tensor, heads) != want:
+            yield name, f"{shape(tensor)} beside query {shape(call['query'])}"
+        elif name in ("cos", "sin") and tensor.shape[heads] != 1:
+            yield name, shape(tensor)
+
+
+def _without(tensor: Tensor, axis: int) -> list[int]:
+    sizes = list(tensor.shape)
+    return sizes[:axis] + sizes[axis + 1 :]
+
+
+def _head_dim(call: Call) -> Iterator[Breach]:
+    if call["query"].shape[-1] not in (64, 128):
+        yield "query", shape(call["query"])
+
+
+def _buffer(call: Call) -> Iterator[Breach]:
+    axis, query = HEADS_AXIS[call["layout"]], call["query"]
+    heads, dim, size = query.shape[axis] + call["key"].shape[axis], query.shape[-1], query.element_size()
+    cast = query.dtype == torch.bfloat16
+    needed = heads * dim * (4 if cast else size) * 5 + dim * size * 4 + cast * dim * 8
+    if needed > call.conditions.product.unified_buffer_bytes:
+        yield "query", f"of {heads} heads with the key's, {needed} bytes"
+
+
+def _apply_contiguous(call: Call) -> Iterator[Breach]:
+    for name in ("query", "key"):
+        if not call[name].is_contiguous():
+            yield name, f"strided {tuple(call[name].stride())} over {shape(call[name])}"
+
+
+def _modes(call: Call) -> Iterator[Breach]:
+    if call["rotary_mode"] not in (("half",) if call.conditions.product is P310 else ("half", "interleave")):
+        yield "rotary_mode", call["rotary_mode"]
+    if call["rotate"] is not None:
+        yield "rotate", shape(call["rotate"])
+
+
+def _multiply_dtype(call: Call) -> Iterator[Breach]:
+    for name in ("input", "r1", "r2"):
+        if call[name].dtype not in TYPES or call[name].dtype != call["input"].dtype:
+            yield name, shape(call[name])
+
+
+def _sizes(call: Call) -> Iterator[Breach]:
+    x: Tensor = call["input"]
+    fits = (
+        x.shape[-1] == 128 if call.conditions.product is P310 else x.shape[-1] % 2 == 0 and x.shape[-1] < 896
+    )
+    axes = (4,) if call.conditions.product is P310 else (3, 4)
+    if x.dim() not in axes or not fits:
+        yield "input", shape(x)
+
+
+def _angles(call: Call) -> Iterator[Breach]:
+    x, cos, sin = call["input"], call["r1"], call["r2"]
+    if cos.shape != sin.shape:
+        yield "r2", f"{shape(sin)} beside r1 {shape(cos)}"
+    elif not any(_is_layout(x, cos, layout, call["rotary_mode"]) for layout in SHAPES):
+        yield "r1", f"{shape(cos)} for input {shape(x)}"
+
+
+def _is_layout(x: Tensor, cos: Tensor, layout: str, mode: str) -> bool:
+    """Whether input and angles may be read in a layout, within its limits on sequences and heads."""
+    if x.dim() != len(layout):
+        return False
+    sizes = dict(zip(layout, x.shape))
+    batch, heads = sizes.get("B", 1), sizes["N"]
+    within = batch * heads < 1000 if mode == "interleave" else batch < 1000 and heads < 1000
+    shapes = SHAPES[layout][:1] if mode == "interleave" else SHAPES[layout]
+    return within and any([sizes.get(axis, 1) for axis in each] == list(cos.shape) for each in shapes)
+
+
+OPERATORS = (
+    Operator(
+        schema="npu::npu_apply_rotary_pos_emb(Tensor query, Tensor key, Tensor cos, Tensor sin, "
+        'str layout="BSND", str rotary_mode="half") -> (Tensor, Tensor)',
+        products=(P310, A2, A3, A5),
+        source=APPLY + "; " + FIELD,
+        rules=(
+            Rule(
+                "layout",
+                f"the layouts are {', '.join(HEADS_AXIS)}",
+                "torch_npu 2.8 has BSH for a default, 2.13 BSND",
+                "always pass layout, TND for a packed batch",
+                _layout,
+            ),
+            Rule("mode", "the modes are half, interleave and quarter", APPLY, "pass half", _mode),
+            Rule(
+                "dtype",
+                "query, key, cos and sin are of one type, which the product takes",
+                APPLY,
+                "cast the table of cos and sin when it is made",
+                _dtype,
+            ),
+            Rule(
+                "axes",
+                "query, key, cos and sin differ in their heads alone, of which cos and sin have one",
+                APPLY,
+                "gather cos and sin as [T, 1, dim]",
+                _axes,
+            ),
+            Rule("head-dim", "a head is of 64 or 128", FIELD, "use npu_rotary_mul", _head_dim),
+            Rule(
+                "buffer", "the heads of a token fit the unified buffer", APPLY, "use npu_rotary_mul", _buffer
+            ),
+            Rule(
+                "contiguous",
+                "query and key are contiguous, since they are turned in place",
+                APPLY + "; " + FIELD,
+                "call contiguous() first",
+                _apply_contiguous,
+            ),
+        ),
+        reference=_apply,
+    ),
+    Operator(
+        schema='npu::npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", '
+        "Tensor? rotate=None) -> Tensor",
+        products=(P310, A2, A3, A5),
+        source=MULTIPLY,
+        rules=(
+            Rule(
+                "mode",
+                "the modes are half, and interleave off the 310P; a rotation matrix is not checked here",
+                MULTIPLY,
+                "pass half and no matrix",
+                _modes,
+            ),
+            Rule(
+                "dtype", "all are float32, float16 or bfloat16", MULTIPLY, "cast them alike", _multiply_dtype
+            ),
+            Rule(
+                "sizes",
+                "it has 3 or 4 axes and an even head below 896; on the 310P 4 axes and a head of 128",
+                MULTIPLY,
+                "rotate in plain torch",
+                _sizes,
+            ),
+            Rule(
+                "angles",
+                "r1 and r2 are the input's, with one head or sequence; sequences and heads are below 1000",
+                MULTIPLY,
+                "pass [T, 1, dim] for [T, heads, dim]",
+                _angles,
+            ),
+        ),
+        reference=_multiply,
+    ),
+)

@@ -1,0 +1,239 @@
+"""How do the arguments of fused attention say which queries read which keys?
+
+A layout tells the order of the axes; lengths and the page table cut the tensors into sequences. `Attend` is
+one call in plain terms, whatever the layout, the version of the operator, and where the keys lie.
+
+Legend: T packed tokens, Q sequences, S tokens a sequence, H query heads, K kv heads, D head dim, P pages,
+B tokens a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from virtual_npu.contract import Call
+
+UNBOUNDED = 2**31 - 1
+
+# What `input_layout` says of the query and of the output; keys and values lie as the query does
+LAYOUTS = {
+    "BSH": ("BSH", "BSH"),
+    "BSND": ("BSND", "BSND"),
+    "BNSD": ("BNSD", "BNSD"),
+    "BNSD_BSND": ("BNSD", "BSND"),
+    "BSH_NBSD": ("BSH", "NBSD"),
+    "BSND_NBSD": ("BSND", "NBSD"),
+    "BNSD_NBSD": ("BNSD", "NBSD"),
+    "TND": ("TND", "TND"),
+    "TND_NTD": ("TND", "NTD"),
+    "NTD_TND": ("NTD", "TND"),
+}
+
+
+def heads_last(tensor: Tensor, order: str, heads: int) -> Tensor:
+    """A tensor of an input order as [T, heads, D] where it is packed, else as [Q, S, heads, D]."""
+    if order == "BSH":
+        return tensor.view(*tensor.shape[:-1], heads, -1)
+    return tensor.transpose(-3, -2) if order in ("BNSD", "NTD") else tensor
+
+
+def in_order(tensor: Tensor, order: str) -> Tensor:
+    """[T, H, D] or [Q, S, H, D] in an output order, contiguous."""
+    match order:
+        case "BSH":
+            tensor = tensor.flatten(-2)
+        case "BNSD" | "NTD":
+            tensor = tensor.transpose(-3, -2)
+        case "NBSD":
+            tensor = tensor.permute(2, 0, 1, 3)
+    return tensor.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One sequence: where its queries and keys lie, and what of the keys the mask lets them reach.
+
+    `row` is its first row of the packed query, or its number in the batch; `reach` the first key that any
+    of its queries reads.
+    """
+
+    number: int
+    row: int
+    num_queries: int
+    key_row: int
+    num_keys: int
+    reach: int
+
+
+@dataclass(frozen=True)
+class Attend:
+    """One call of fused attention, read."""
+
+    call: Call
+
+    @property
+    def layout(self) -> str:
+        return str(self.call["input_layout"])
+
+    @property
+    def packed(self) -> bool:
+        return LAYOUTS[self.layout][0] in ("TND", "NTD")
+
+    @property
+    def mode(self) -> int:
+        return int(self.call["sparse_mode"])
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.call["num_query_heads"])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.call["num_key_value_heads"]) or self.num_heads
+
+    @property
+    def table(self) -> Tensor | None:
+        found: Tensor | None = self.call["block_table"]
+        return found
+
+    @cached_property
+    def query(self) -> Tensor:
+        """[T, H, D], or [Q, S, H, D]."""
+        return heads_last(self.call["query"], LAYOUTS[self.layout][0], self.num_heads)
+
+    @cached_property
+    def key(self) -> Tensor:
+        """The cache [P, B, K, D] with a table; else as the query, with the kv heads."""
+        return self._kv("key")
+
+    @cached_property
+    def value(self) -> Tensor:
+        """As the key."""
+        return self._kv("value")
+
+    def _kv(self, name: str) -> Tensor:
+        tensor: Tensor = self.call[name]
+        if self.table is None:
+            return heads_last(tensor, LAYOUTS[self.layout][0], self.num_kv_heads)
+        return (
+            tensor.transpose(1, 2)
+            if tensor.dim() == 4
+            else tensor.view(*tensor.shape[:2], self.num_kv_heads, -1)
+        )
+
+    @cached_property
+    def batch(self) -> int:
+        """How many sequences."""
+        return len(self.call["actual_seq_qlen"]) if self.packed else self.query.shape[0]
+
+    @cached_property
+    def query_lens(self) -> list[int]:
+        """The queries of each sequence."""
+        given = self.call["actual_seq_qlen"]
+        if self.packed:
+            return _steps(given)
+        return _each(given, self.batch, self.query.shape[1])
+
+    @cached_property
+    def key_lens(self) -> list[int]:
+        """The keys of each sequence."""
+        given = self.call["actual_seq_kvlen"]
+        if self.packed and self.table is None:
+            return _steps(given)
+        return _each(given, self.batch, self.key.shape[1] if self.table is None else 0)
+
+    @cached_property
+    def sequences(self) -> list[Sequence]:
+        """All sequences, in order."""
+        found, row, key_row = [], 0, 0
+        for number, (queries, keys) in enumerate(zip(self.query_lens, self.key_lens)):
+            reach = 0
+            if self.mode == 4 and not self.single:
+                reach = max(0, keys - queries - int(self.call["pre_tokens"]))
+            found.append(
+                Sequence(number, row if self.packed else number, queries, key_row, keys, min(reach, keys))
+            )
+            row, key_row = row + queries, key_row + keys
+        return found
+
+    @property
+    def single(self) -> bool:
+        """Whether the operator's path for one query a sequence is taken, which ignores `sparse_mode`."""
+        return not self.packed and self.query.shape[1] == 1
+
+    def pages(self, sequence: Sequence) -> Tensor:
+        """The pages that a sequence reads, in order. int64"""
+        assert self.table is not None, "pages are asked of a call without a page table"
+        size = self.key.shape[1]
+        row = self.table[sequence.number].reshape(-1)
+        return row[sequence.reach // size : -(-sequence.num_keys // size)].long()
+
+    @cached_property
+    def read(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each sequence from its reach on, [keys, K, D]."""
+        return [(self._gather(self.key, each), self._gather(self.value, each)) for each in self.sequences]
+
+    def _gather(self, tensor: Tensor, sequence: Sequence) -> Tensor:
+        first, last = sequence.reach, sequence.num_keys
+        if self.table is not None:
+            skipped = first // tensor.shape[1] * tensor.shape[1]
+            return tensor[self.pages(sequence)].flatten(0, 1)[first - skipped : last - skipped]
+        if self.packed:
+            return tensor[sequence.key_row + first : sequence.key_row + last]
+        return tensor[sequence.number, first:last]
+
+    def queries(self, tensor: Tensor, sequence: Sequence) -> Tensor:
+        """A sequence's rows of the query, or of an output laid out as it."""
+        if self.packed:
+            return tensor[sequence.row : sequence.row + sequence.num_queries]
+        return tensor[sequence.number, : sequence.num_queries]
+
+    def chunks(self, sequence: Sequence, rows: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Query rows, the keys (counted from the reach) that they may see, and which of them: None is all."""
+        for start in range(0, sequence.num_queries, rows):
+            stop = min(start + rows, sequence.num_queries)
+            yield from self._chunk(sequence, start, stop)
+
+    def _chunk(
+        self, sequence: Sequence, start: int, stop: int
+    ) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        offset = sequence.num_keys - sequence.num_queries
+        reach, keys = sequence.reach, sequence.num_keys
+        mode = 0 if self.single and self.mode in (2, 3, 4) else self.mode
+        if mode in (0, 1):
+            yield slice(start, stop), slice(0, keys - reach), self._own_mask(sequence, start, stop)
+            return
+        at = torch.arange(start, stop)[:, None] + (0 if mode == 2 else offset)
+        after = int(self.call["next_tokens"]) if mode == 4 else 0
+        last = max(0, min(keys, stop + (0 if mode == 2 else offset) + after))
+        places = torch.arange(reach, max(last, reach))[None]
+        seen = places <= at + after
+        if mode == 4:
+            seen &= places >= at - int(self.call["pre_tokens"])
+        yield slice(start, stop), slice(0, places.shape[1]), None if bool(seen.all()) else seen
+
+    def _own_mask(self, sequence: Sequence, start: int, stop: int) -> Tensor | None:
+        """Which keys a mask of the caller's lets rows see; 1 in the mask hides."""
+        mask: Tensor | None = self.call["atten_mask"]
+        if mask is None or (self.single and self.mode in (2, 3, 4)):
+            return None
+        if self.single and mask.dim() == 2:
+            mask = mask[:, None]
+        hidden = mask[min(sequence.number, mask.shape[0] - 1)] if mask.dim() > 2 else mask
+        return hidden.reshape(hidden.shape[-2:])[start:stop, : sequence.num_keys] == 0
+
+
+def _steps(given: list[int]) -> list[int]:
+    return [after - before for before, after in pairwise([0, *given])]
+
+
+def _each(given: list[int] | None, batch: int, length: int) -> list[int]:
+    if given is None:
+        return [length] * batch
+    return list(given) * batch if len(given) == 1 else list(given[:batch])
