@@ -43,8 +43,9 @@ class Admission:
             matched = self._match(request)
             # the last token is never cached
             reserved = min(self._policy.reserve(request), longest_tokens(request) - 1)
-            idle = int((residency.tables.pool.holders[matched] == 1).sum())  # these counted as available
-            wanted = -(-reserved // slots.page_size) - len(matched) + idle
+            shared = matched[matched > 0]  # resting ones take pages like what is computed
+            idle = int((residency.tables.pool.holders[shared] == 1).sum())  # these counted as available
+            wanted = -(-reserved // slots.page_size) - len(shared) + idle
             if wanted > spare:
                 break
             if room.whole and len(request.tokens) - len(matched) * slots.page_size > tokens_left:

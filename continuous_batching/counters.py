@@ -14,13 +14,16 @@ class Counters:
     sampled_tokens: int = 0
     prompt_tokens: int = 0  # of requests admitted for the first time
     hit_tokens: int = 0  # of these, found in the prefix cache
+    host_hit_tokens: int = 0  # of these, in pages that rested in the host pool
     preemptions: int = 0
     lost_tokens: int = 0  # computed, then lost to preemption
     refound_tokens: int = 0  # of these, found in the prefix cache when the request came back
     evicted_pages: int = 0
+    rested_pages: int = 0  # of these, copied to the host pool
+    promoted_pages: int = 0  # copied back from there, for requests that found them
     copied_pages: int = 0  # on write, by a row that forked
     compacted_pages: int = 0
     swapped_out_pages: int = 0
     swapped_in_pages: int = 0
     refused_swaps: int = 0  # the host pool had no room: the request is recomputed
-    broken_swaps: int = 0  # the shared pages before the swapped ones were evicted: it is recomputed
+    broken_swaps: int = 0  # the shared pages before the swapped ones are gone: it is recomputed

@@ -31,9 +31,9 @@ class Residency:
         host: PagePool | None,
     ) -> None:
         self.slots = slots
-        self.prefix = PrefixCache(pool, slots.page_size)
+        self.prefix = PrefixCache(pool, slots.page_size, host)
         self.tables = PageTables(slots, pool, self.prefix, counters)
-        self.swap = SwapTier(host, counters)
+        self.swap = SwapTier(host, self.prefix, counters)
         self._counters = counters
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
@@ -57,7 +57,7 @@ class Residency:
         return page_keys(tokens, self.slots.page_size, request.cache_salt, request.page_keys)
 
     def find(self, request: Request) -> Index:
-        """Cached pages that it can start from."""
+        """Cached pages that it can start from (see `PrefixCache.find`)."""
         pages = self.prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
         swapped = self.swap.left(request)
         return pages if swapped is None else pages[: swapped.first]
@@ -91,10 +91,7 @@ class Residency:
         row, prompt = slots.take(request), slots.num_prompt[source]
         self.tables.fork(source, row)
         slots.num_computed[row] = slots.reserved[row] = prompt
-        slots.num_matched[row], slots.num_published[row] = (
-            slots.num_matched[source],
-            slots.num_published[source],
-        )
+        slots.num_published[row] = slots.num_published[source]
         request.num_cached_tokens = slots.requests[source].num_cached_tokens
         return row
 
@@ -140,7 +137,8 @@ class Residency:
     def swap_out(self, row: int) -> Request | None:
         """Free a row, but keep what it alone has computed in the host pool; None if that does not fit.
 
-        Its shared pages are in the prefix cache, and are looked up again when it comes back.
+        Its shared pages are in the prefix cache, on the device or at rest in the same pool, and are looked
+        up again when it comes back.
         """
         slots = self.slots
         request: Request = slots.requests[row]
@@ -184,10 +182,12 @@ class Residency:
     def _start_from(self, row: int, pages: Index) -> None:
         """Let a row that has computed nothing itself continue from these cached pages."""
         slots = self.slots
-        self.tables.extend(row, pages)
-        count = slots.num_pages[row]
-        slots.num_matched[row] = slots.num_published[row] = count
-        slots.num_computed[row] = count * slots.page_size
+        resting = pages[pages < 0]
+        self.tables.extend(row, pages[: len(pages) - len(resting)])
+        if len(resting):
+            self.tables.bring_back(row, resting)
+        slots.num_published[row] = slots.num_pages[row]
+        slots.num_computed[row] = slots.num_pages[row] * slots.page_size
         request: Request = slots.requests[row]
         found = len(pages) * slots.page_size
         if request.num_preemptions:
@@ -195,6 +195,7 @@ class Residency:
         else:
             request.num_cached_tokens += found
             self._counters.hit_tokens += found
+            self._counters.host_hit_tokens += len(resting) * slots.page_size
 
     def _in_progress(self, request: Request, index: int) -> bool:
         """Whether a row is about to compute and publish the page that `request` needs at `index`."""
@@ -217,6 +218,7 @@ class Residency:
         if self._blocked[row] != self.prefix.version:
             keys, held = self._usable_keys(request), slots.pages(row)
             pages = self.prefix.find(keys, request.tokens, request.cache_salt, held)
+            pages = pages[pages > 0]  # the row was not promised others to bring resting ones back to
             if len(pages):
                 self._start_from(row, pages)
         del self._blocked[row]

@@ -30,9 +30,9 @@ class Scheduler:
 
     `vocab_size` and `eos_token_ids` are the model's. `max_shared_tokens` bounds the prefix that may be
     shared and the prompts that may share (None: unbounded), for models whose keys depend on the
-    length of their prompt. With a `host_pool`, what a preempted request alone has computed waits there
-    instead of being computed again. Every `compact_every_steps` steps (0: never) held pages start to move
-    to the low end, at most `compact_pages_per_step` of them in a step (0: all at once).
+    length of their prompt. With a `host_pool`, what a preempted request alone has computed waits there, and
+    what is evicted rests there, instead of being computed again. Every `compact_every_steps` steps (0: never)
+    held pages start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all).
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Scheduler:
         accepted = [*self.waiting.requests, *slots.requests[slots.busy], *self._followers.requests]
         check_resize(num_pages, give_up, pool, prefix.num_idle, slots.page_size, accepted)
         self.preemption.free_pages(num_pages - 1)
-        prefix.evict(max(0, pool.num_held - (num_pages - 1)))
+        tables.evict(max(0, pool.num_held - (num_pages - 1)))
         tables.compact(pool.num_pages)
         tables.resize(num_pages)
 

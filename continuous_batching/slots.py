@@ -36,7 +36,6 @@ class SlotPool:
         self.num_tokens = self._integers()  # known: prompt and answer so far
         self.num_computed = self._integers()  # of these, how many are in the cache
         self.num_pages = self._integers()  # entries of page_table in use
-        self.num_matched = self._integers()  # of these, found in the prefix cache at admission
         self.num_published = self._integers()  # of these, known to the prefix cache
         self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
         self.limit = self._integers()  # num_tokens at which the request ends
@@ -77,7 +76,7 @@ class SlotPool:
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_tokens[row] = count
         self.limit[row] = request.num_prompt_tokens + params.max_tokens
-        for column in (self.num_computed, self.num_pages, self.num_matched, self.num_published):
+        for column in (self.num_computed, self.num_pages, self.num_published):
             column[row] = 0
         self.num_shareable[row] = min(len(request.page_keys), request.num_prompt_tokens // self.page_size)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request
 from kv_cache.pages import Index, PagePool
+from kv_cache.prefix import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,14 @@ class Swapped:
 
 
 class SwapTier:
-    """Pages of waiting requests in a pool of the host's; without a pool nothing is kept."""
+    """Pages of waiting requests in a pool of the host's; without a pool nothing is kept.
 
-    def __init__(self, pool: PagePool | None, counters: Counters) -> None:
+    The pages of `prefix` that rest in the same pool give way to them.
+    """
+
+    def __init__(self, pool: PagePool | None, prefix: PrefixCache, counters: Counters) -> None:
         self.pool = pool
+        self._prefix = prefix
         self._counters = counters
         self._left: dict[int, Swapped] = {}  # by arrival number
 
@@ -30,7 +35,7 @@ class SwapTier:
         """Host pages for `num_pages` of a request, or None if they do not fit."""
         if self.pool is None or not num_pages:
             return None
-        if num_pages > self.pool.num_free:
+        if not self._prefix.yield_host(num_pages):
             self._counters.refused_swaps += 1
             return None
         pages = self.pool.take(num_pages)

@@ -63,8 +63,7 @@ class PageTables:
         slots = self.slots
         short = int(counts.sum()) + self.num_copies(rows) - self.pool.num_free
         if short > 0:
-            self.prefix.evict(short)
-            self._counters.evicted_pages += short
+            self.evict(short)
         if self.forked:
             self._copy_on_write([row for row in rows.tolist() if row in self.forked])
         growing = counts > 0
@@ -86,6 +85,23 @@ class PageTables:
         slots.page_table[row, held:count] = pages
         slots.num_pages[row] = count
         self._new_pages.append((np.full(len(pages), row), np.arange(held, count), pages))
+
+    def bring_back(self, row: int, names: Index) -> None:
+        """Let a row continue with these resting pages (see `PrefixCache.find`), each copied to a page that
+        the row takes for it."""
+        held, count = self.slots.num_pages[row], len(names)
+        self.prefix.keep(names)
+        self.grow(np.array([row]), np.array([count]))
+        self.copy(self.prefix.bring_back(names, self.slots.pages(row)[held:]))
+        self._counters.promoted_pages += count
+
+    def evict(self, count: int) -> None:
+        """Free the idle cached pages that were used longest ago; the host pool takes in what it can."""
+        copy = self.prefix.evict(count)
+        self._counters.evicted_pages += count
+        if copy is not None:
+            self._counters.rested_pages += len(copy.sources)
+            self.copy(copy)
 
     def fork(self, source: int, row: int) -> None:
         """Share all pages of a row with an empty one; the first of them to write to the last copies it."""

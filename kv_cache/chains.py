@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,29 +16,44 @@ ROOT = 0  # serial of the chain before a request's first page
 EMPTY: Index = np.empty(0, dtype=np.int64)
 
 
+def resized(column: NDArray[Any], num_pages: int, num_host_pages: int) -> NDArray[Any]:
+    """A column over pages by name (see `Chains`), for another number of pages on the device."""
+    new = np.zeros((num_pages + num_host_pages, *column.shape[1:]), dtype=column.dtype)
+    old_pages = len(column) - num_host_pages
+    kept = min(num_pages, old_pages)
+    new[:kept], new[num_pages:] = column[:kept], column[old_pages:]
+    return new
+
+
 class Chains:
     """Full pages by the tokens that they hold and all tokens before them; knows nothing of holders.
+
+    A page is known by a name: a page of the device by its number, page h of the host's pool by -h. Both
+    index the same columns, where numpy counts negative numbers from the end, so that a lookup need not
+    tell them apart, and a page that changes places keeps all that is known of it.
 
     Equal keys are not believed: a hit also compares the page's tokens, its salt and its parent. Each
     page here carries a serial number that is never used twice, and the serial of the page before it, so
     that a chain is right from its root or it ends.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, num_host_pages: int, page_size: int) -> None:
+        self._num_host_pages = num_host_pages
         self._page_size = page_size
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._salt_of: dict[int, str] = {}  # of the first pages of chains only
-        self._tokens = np.zeros((num_pages, page_size), dtype=np.int32)
-        self._serial = np.zeros(num_pages, dtype=np.int64)  # 0: the page is not here
-        self._parent = np.zeros(num_pages, dtype=np.int64)
+        num_names = num_pages + num_host_pages
+        self._tokens = np.zeros((num_names, page_size), dtype=np.int32)
+        self._serial = np.zeros(num_names, dtype=np.int64)  # 0: the page is not here
+        self._parent = np.zeros(num_names, dtype=np.int64)
         self._next_serial = ROOT + 1
 
     def __len__(self) -> int:
         return len(self._key_of)
 
     @property
-    def pages(self) -> Index:
+    def names(self) -> Index:
         """All pages that are here."""
         return np.fromiter(self._key_of, dtype=np.int64, count=len(self._key_of))
 
@@ -60,7 +75,7 @@ class Chains:
 
     def parents(self) -> dict[int, int]:
         """For each page but the first of a chain, the page that it continues."""
-        pages = self.pages
+        pages = self.names
         page_of = dict(zip(self._serial[pages].tolist(), pages.tolist()))
         return {page: page_of[at] for page, at in zip(pages.tolist(), self._parent[pages].tolist()) if at}
 
@@ -101,6 +116,7 @@ class Chains:
         at, size, parent = len(matched), self._page_size, self.tail(matched)
         wanted = tokens[at * size : (at + 1) * size]
         nexts = np.flatnonzero((self._parent == (ROOT if parent is None else parent)) & (self._serial > 0))
+        nexts[nexts >= len(self._serial) - self._num_host_pages] -= len(self._serial)
         alike = (self._tokens[nexts] == wanted).cumprod(axis=1).sum(axis=1)  # tokens in common
         if at == 0:
             here = np.array([self._salt_of[page] == salt for page in nexts.tolist()], dtype=np.bool_)
@@ -141,7 +157,7 @@ class Chains:
         wrong = set(self._serial[pages[self._serial[pages] > 0]].tolist())
         if not wrong:
             return []
-        here = self.pages
+        here = self.names
         order = here[np.argsort(self._serial[here])]  # a page gets its serial after the one it continues
         lost = []
         for page, serial, parent in zip(
@@ -176,14 +192,9 @@ class Chains:
 
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; pages that go are not here."""
-        kept = min(num_pages, len(self._serial))
-        assert not self._serial[kept:].any(), "a page that goes is cached"
-        tokens, serial, parent = self._tokens, self._serial, self._parent
-        self._tokens = np.zeros((num_pages, self._page_size), dtype=np.int32)
-        self._serial = np.zeros(num_pages, dtype=np.int64)
-        self._parent = np.zeros(num_pages, dtype=np.int64)
-        self._tokens[:kept], self._serial[:kept], self._parent[:kept] = (
-            tokens[:kept],
-            serial[:kept],
-            parent[:kept],
-        )
+        num_host = self._num_host_pages
+        gone = self._serial[num_pages : len(self._serial) - num_host]
+        assert not gone.any(), "a page that goes is cached"
+        self._tokens = resized(self._tokens, num_pages, num_host)
+        self._serial = resized(self._serial, num_pages, num_host)
+        self._parent = resized(self._parent, num_pages, num_host)

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_cache.chains import Miss
+from kv_cache.chains import Miss, resized
 from kv_cache.pages import Index
 
 BOUNDS_S = (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)  # upper bounds of an age's buckets; one more is open
@@ -36,25 +36,31 @@ class PageEvent:
     kind: Literal["stored", "removed", "moved"]
     key: bytes
     page: int  # where it is now, or was
+    medium: Literal["device", "host"] = "device"  # whose page that is
     parent: bytes | None = None  # of what was stored: the key before it in its chain
 
 
 class PageHistory:
-    """Follows the prefix cache, which tells it of every change; `now_s` is set once a step."""
+    """Follows the prefix cache, which tells it of every change; `now_s` is set once a step.
 
-    def __init__(self, num_pages: int) -> None:
+    Pages go by their names (see `Chains`). One that comes to rest in the host's pool has moved; it is
+    evicted when it can no longer be found.
+    """
+
+    def __init__(self, num_pages: int, num_host_pages: int = 0) -> None:
         self.now_s = 0.0
         self.lifetime = Ages()  # from publication to eviction
         self.idle_before_eviction = Ages()
         self.reuse_gap = Ages()  # idle, then shared again
         self.misses: Counter[Miss] = Counter()  # lookups that did not find all they could use, by reason
         self.events: list[PageEvent] | None = None  # a list: what happened since it was last emptied
-        self._stored_s = np.zeros(num_pages)
-        self._idle_since_s = np.zeros(num_pages)
+        self._num_host_pages = num_host_pages
+        self._stored_s = np.zeros(num_pages + num_host_pages)
+        self._idle_since_s = np.zeros(num_pages + num_host_pages)
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys of late, the oldest first
 
     def was_evicted(self, key: bytes) -> bool:
-        """Whether a page of this key was evicted, as far back as one pool's worth of evictions."""
+        """Whether a page of this key was evicted, as far back as the pools' worth of evictions."""
         return key in self._evicted
 
     def stored(self, keys: Sequence[bytes], pages: Index, parent: bytes | None) -> None:
@@ -65,7 +71,7 @@ class PageHistory:
                 self._evicted.pop(key, None)
         if self.events is not None:
             for key, page in zip(keys, pages.tolist()):
-                self.events.append(PageEvent("stored", key, page, parent))
+                self.events.append(PageEvent("stored", key, page, parent=parent))
                 parent = key
 
     def idled(self, pages: Index) -> None:
@@ -87,20 +93,20 @@ class PageHistory:
 
     def removed(self, keys: Iterable[bytes], pages: Index) -> None:
         """Pages can no longer be found, for whatever reason."""
-        if self.events is not None:
-            self.events += [PageEvent("removed", key, page) for key, page in zip(keys, pages.tolist())]
+        self._tell("removed", keys, pages)
 
     def moved(self, keys: Iterable[bytes], sources: Index, targets: Index) -> None:
-        """Cached pages moved."""
+        """Cached pages moved, within the device or between it and the host."""
         for column in (self._stored_s, self._idle_since_s):
             column[targets] = column[sources]
-        if self.events is not None:
-            self.events += [PageEvent("moved", key, page) for key, page in zip(keys, targets.tolist())]
+        self._tell("moved", keys, targets)
 
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages."""
-        kept = min(num_pages, len(self._stored_s))
-        for name in ("_stored_s", "_idle_since_s"):
-            column = np.zeros(num_pages)
-            column[:kept] = getattr(self, name)[:kept]
-            setattr(self, name, column)
+        self._stored_s = resized(self._stored_s, num_pages, self._num_host_pages)
+        self._idle_since_s = resized(self._idle_since_s, num_pages, self._num_host_pages)
+
+    def _tell(self, kind: Literal["removed", "moved"], keys: Iterable[bytes], pages: Index) -> None:
+        if self.events is not None:
+            for key, name in zip(keys, pages.tolist()):
+                self.events.append(PageEvent(kind, key, abs(name), "device" if name > 0 else "host"))

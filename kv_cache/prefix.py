@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kv_cache.chains import EMPTY, Chains, Miss
 from kv_cache.history import PageHistory
 from kv_cache.keys import TokenIds
-from kv_cache.pages import Index, PagePool
+from kv_cache.pages import Index, PageCopy, PagePool
 
 
 class PrefixCache:
@@ -20,34 +20,48 @@ class PrefixCache:
 
     The cache is a holder of its pages like any slot. A page whose only holder is the cache is idle:
     it is found and shared again, or evicted, least recently used first, when pages run short.
+
+    With a pool of the `host`, evicted pages come to rest there: they are found as before, and copied back
+    for who needs them, which pays as far as copying a page is cheaper than computing it. Whatever else
+    takes pages of that pool has right of way. A page is in one place at a time: one that came back is
+    copied out again if it is evicted again, and nobody has to keep two copies alike.
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, host: PagePool | None = None) -> None:
         self._pool = pool
+        self._host = host
         self._page_size = page_size
-        self.chains = Chains(pool.num_pages, page_size)
+        num_host_pages = 0 if host is None else host.num_pages
+        self.chains = Chains(pool.num_pages, num_host_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.history = PageHistory(pool.num_pages)
+        self._resting: OrderedDict[int, None] = OrderedDict()  # names in `chains`, the same way
+        self.history = PageHistory(pool.num_pages, num_host_pages)
         self.version = 0  # changes with what can be found
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that the cache holds, idle or in use."""
-        return len(self.chains)
 
     @property
     def num_idle(self) -> int:
         return len(self._idle)
 
     @property
+    def num_resting(self) -> int:
+        """Pages of the host's pool that the cache holds."""
+        return len(self._resting)
+
+    @property
     def pages(self) -> Index:
-        """The pages that the cache holds."""
-        return self.chains.pages
+        """The pages that the cache holds on the device, idle or in use."""
+        names = self.chains.names
+        return names[names > 0]
 
     @property
     def idle_pages(self) -> Index:
         """Idle pages, the next to be evicted first."""
         return np.fromiter(self._idle, dtype=np.int64, count=len(self._idle))
+
+    @property
+    def resting_pages(self) -> Index:
+        """Pages of the host's pool that the cache holds, the next to go first."""
+        return -np.fromiter(self._resting, dtype=np.int64, count=len(self._resting))
 
     def is_cached(self, pages: Index) -> NDArray[np.bool_]:
         """Which of these pages the cache holds."""
@@ -56,7 +70,8 @@ class PrefixCache:
     def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
         """The cached pages that continue the pages `held`, as far as `tokens` go without a gap.
 
-        `keys` and `tokens` are a request's from its start. Neither holds the pages nor renews them.
+        `keys` and `tokens` are a request's from its start. Pages of the device come first; -h after them is
+        page h of the host, to be shared once it is brought back. Neither holds the pages nor renews them.
         """
         return self.chains.find(keys, tokens, salt, held)
 
@@ -112,12 +127,15 @@ class PrefixCache:
             return new_pages
         standing, previous = new_pages.copy(), pages[:first][-1:]
         for index, key in enumerate(new_keys):
+            own = new_pages[[index]]
             equal = self._equal(key, content[index], parent, salt)
             if chains.tail(previous) != parent:
                 break  # the page that gave up this key was one before it in the same chain
             if equal is None:
                 before = keys[first + index - 1] if first + index else None
-                self._insert([key], content[[index]], new_pages[[index]], parent, salt, before)
+                self._insert([key], content[[index]], own, parent, salt, before)
+            elif equal < 0:  # computed again while it rested
+                self._wake(np.array([equal]), own)
             else:
                 standing[index] = equal
             previous = standing[[index]]
@@ -134,12 +152,42 @@ class PrefixCache:
         if lost:
             self._remove(lost)
 
-    def evict(self, count: int) -> None:
-        """Free the `count` idle pages that were used longest ago."""
+    def evict(self, count: int) -> PageCopy | None:
+        """Free the `count` idle pages that were used longest ago.
+
+        As many of them as find room in the host's pool, those used last, come to rest there: the copy that
+        takes them out is returned, to be made before anything else is written to them.
+        """
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
+        room = 0 if self._host is None else min(count, self._host.num_free + len(self._resting))
         pages = list(islice(self._idle, count))
-        self.history.evicted(map(self.chains.key, pages), np.array(pages, dtype=np.int64))
-        self._remove(pages)
+        if room < count:
+            self._drop(pages[: count - room])
+        return self._rest(pages[count - room :]) if room else None
+
+    def keep(self, names: Index) -> None:
+        """Do not let these resting pages go: they are about to be brought back."""
+        for name in names.tolist():
+            del self._resting[name]
+
+    def bring_back(self, names: Index, pages: Index) -> PageCopy:
+        """Let these pages of the device, which the caller holds, stand for resting ones that were kept.
+
+        Returns the copy that brings their content back, to be made before anybody reads it.
+        """
+        self.history.reused(names)
+        self._wake(names, pages)
+        return PageCopy(-names, pages, "from_host")
+
+    def yield_host(self, count: int) -> bool:
+        """Let resting pages go until `count` of the host's pages are free; False, and none gone, if never."""
+        assert self._host is not None, "there is no host pool"
+        short = count - self._host.num_free
+        if short > len(self._resting):
+            return False
+        if short > 0:
+            self._drop(list(islice(self._resting, short)))
+        return True
 
     def move(self, sources: Index, targets: Index) -> None:
         """Follow pages that moved: what was found in a source page is found in its target."""
@@ -179,11 +227,43 @@ class PrefixCache:
         self.history.stored(keys, pages, parent_key)
         self.version += 1
 
-    def _remove(self, pages: list[int]) -> None:
-        """Let go of cached pages."""
-        gone = np.array(pages, dtype=np.int64)
-        self.history.removed(self.chains.remove(pages), gone)
+    def _rest(self, pages: list[int]) -> PageCopy:
+        """Move idle pages to the host, in their order of eviction; resting pages give way to them."""
+        assert self._host is not None, "there is no host pool"
+        has_room = self.yield_host(len(pages))
+        assert has_room, f"{len(pages)} pages find no room in the host's pool"
+        sources, targets = np.array(pages, dtype=np.int64), self._host.take(len(pages))
+        self.history.moved(self.chains.rename(sources, -targets), sources, -targets)
         for page in pages:
-            self._idle.pop(page, None)
-        self._pool.release(gone)
+            del self._idle[page]
+        self._resting.update(dict.fromkeys((-targets).tolist()))
+        self._pool.release(sources)
+        self.version += 1
+        return PageCopy(sources, targets, "to_host")
+
+    def _wake(self, names: Index, pages: Index) -> None:
+        """Let held pages of the device stand for resting ones, whose host pages are then free."""
+        assert self._host is not None, "there is no host pool"
+        for name in names.tolist():
+            self._resting.pop(name, None)
+        self.history.moved(self.chains.rename(names, pages), names, pages)
+        self._pool.share(pages)
+        self._host.release(-names)
+        self.version += 1
+
+    def _drop(self, names: list[int]) -> None:
+        """Let cached pages go because room is needed."""
+        self.history.evicted(map(self.chains.key, names), np.array(names, dtype=np.int64))
+        self._remove(names)
+
+    def _remove(self, names: list[int]) -> None:
+        """Let go of cached pages."""
+        gone = np.array(names, dtype=np.int64)
+        self.history.removed(self.chains.remove(names), gone)
+        for name in names:
+            self._idle.pop(name, None)
+            self._resting.pop(name, None)
+        self._pool.release(gone[gone > 0])
+        if self._host is not None:
+            self._host.release(-gone[gone < 0])
         self.version += 1

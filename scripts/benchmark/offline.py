@@ -37,7 +37,7 @@ def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tu
 def forget_prefixes(engine: Engine) -> None:
     """Empty the prefix cache of an idle engine, so that runs do not feed on each other."""
     prefix = engine.scheduler.residency.prefix
-    prefix.evict(prefix.num_idle)
+    prefix.forget(prefix.chains.names)
 
 
 def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: int) -> dict[str, object]:

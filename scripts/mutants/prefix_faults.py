@@ -52,8 +52,8 @@ PREFIX_FAULTS = (
     Fault(
         "evictable_while_shared",
         PREFIX,
-        "            del self._idle[page]\n",
-        "            pass\n",
+        "            del self._idle[page]\n        self.history.reused(idle)",
+        "            pass\n        self.history.reused(idle)",
         "a page in use is still in the order of eviction",
     ),
     Fault(
@@ -124,8 +124,8 @@ PREFIX_FAULTS = (
     Fault(
         "removed_but_held",
         PREFIX,
-        "            self._idle.pop(page, None)\n        self._pool.release(gone)\n",
-        "            self._idle.pop(page, None)\n",
+        "        self._pool.release(gone[gone > 0])\n",
+        "",
         "evicted pages are never free again",
     ),
     Fault(
@@ -145,15 +145,15 @@ PREFIX_FAULTS = (
     Fault(
         "version_stands_still",
         PREFIX,
-        "        self._pool.release(gone)\n        self.version += 1\n",
-        "        self._pool.release(gone)\n",
+        "            self._host.release(-gone[gone < 0])\n        self.version += 1\n",
+        "            self._host.release(-gone[gone < 0])\n",
         "a lookup made before an eviction is believed after it",
     ),
     Fault(
         "resize_forgets_what_is_cached",
         CHAINS,
-        "            serial[:kept],\n            parent[:kept],\n",
-        "            0 * serial[:kept],\n            parent[:kept],\n",
+        "        self._serial = resized(self._serial, num_pages, num_host)\n",
+        "        self._serial = resized(0 * self._serial, num_pages, num_host)\n",
         "cached pages are held for ever, and found by nobody",
     ),
 )

@@ -40,8 +40,8 @@ RESIDENCY_FAULTS = (
         "only_its_own_failed_pages_forgotten",
         RESIDENCY,
         "self.prefix.forget(slots.pages(row)[: slots.num_published[row]])",
-        "self.prefix.forget(slots.pages(row)[slots.num_matched[row] : slots.num_published[row]])",
-        "what it computed before it was preempted is found, and fails the next",
+        "self.prefix.forget(slots.pages(row)[request.num_cached_tokens // slots.page_size :])",
+        "what it found, and may have failed by, is found again and fails the next",
     ),
     Fault(
         "failed_token_kept",
@@ -242,7 +242,7 @@ RESIDENCY_FAULTS = (
     Fault(
         "host_pool_overdrawn",
         SWAP,
-        "if num_pages > self.pool.num_free:",
+        "if not self._prefix.yield_host(num_pages):",
         "if False:",
         "samples of one prompt exhaust the host pool, and the engine stops",
     ),

@@ -20,8 +20,8 @@ SCHEDULE_FAULTS = (
     Fault(
         "published_count_stays",
         SLOTS,
-        "for column in (self.num_computed, self.num_pages, self.num_matched, self.num_published):",
-        "for column in (self.num_computed, self.num_pages, self.num_matched):",
+        "for column in (self.num_computed, self.num_pages, self.num_published):",
+        "for column in (self.num_computed, self.num_pages):",
         "a row's next request publishes nothing",
     ),
     Fault(
@@ -97,7 +97,7 @@ SCHEDULE_FAULTS = (
     Fault(
         "resize_evicts_nothing",
         SCHEDULER,
-        "        prefix.evict(max(0, pool.num_held - (num_pages - 1)))\n",
+        "        tables.evict(max(0, pool.num_held - (num_pages - 1)))\n",
         "",
         "held pages are cut off with the pool",
     ),
@@ -132,8 +132,8 @@ SCHEDULE_FAULTS = (
     Fault(
         "idle_pages_counted_twice",
         ADMISSION,
-        " - len(matched) + idle\n",
-        " - len(matched)\n",
+        " - len(shared) + idle\n",
+        " - len(shared)\n",
         "a newcomer is let in on pages that are its own prefix, and thrown out again",
     ),
     Fault(

@@ -30,12 +30,13 @@ def recount(scheduler: Scheduler) -> None:
     idle = {page for page in prefix.pages.tolist() if holders[page] == 1}
     assert set(prefix.idle_pages.tolist()) == idle
 
-    # the host pool holds what waiting requests left there, and nothing else
+    # the host pool holds what waiting requests left there, evicted pages that rest, and nothing else
     swapped = scheduler.residency.swap.all_left
     assert set(swapped) <= {request.number for request in scheduler.waiting.requests}
     host = scheduler.residency.swap.pool
     if host is not None:
         left = Counter(page for each in swapped.values() for page in each.pages.tolist())
+        left.update(prefix.resting_pages.tolist())
         assert np.array_equal(host.holders[1:], [left[page] for page in range(1, host.num_pages)])
 
     # rows
@@ -53,11 +54,16 @@ def recount(scheduler: Scheduler) -> None:
         pages = slots.pages(row)
         cached = prefix.is_cached(pages)
         assert (np.diff(cached.astype(int)) <= 0).all(), f"row {row} holds a cached page after a private one"
-    order = {page: at for at, page in enumerate(prefix.idle_pages.tolist())}
+    names = prefix.chains.names
+    assert sorted(names[names < 0].tolist()) == sorted((-prefix.resting_pages).tolist())
+    order = {
+        name: at for at, name in enumerate([*(-prefix.resting_pages).tolist(), *prefix.idle_pages.tolist()])
+    }
     for page, parent in prefix.chains.parents().items():
         assert page not in order or order.get(parent, len(order)) > order[page], (
             "a parent goes before its leaf"
         )
+        assert parent > 0 or page < 0, "a page on the device continues one that rests"
 
     # a page that may be written (beyond what is computed) is nobody else's
     for row in busy.tolist():

@@ -135,8 +135,8 @@ class Engines(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 40))
     def evict(self, count: int) -> None:
-        prefix = self.scheduler.residency.prefix
-        prefix.evict(min(count, prefix.num_idle))
+        residency = self.scheduler.residency
+        residency.tables.evict(min(count, residency.prefix.num_idle))
 
     @invariant()
     def the_ledger_is_right(self) -> None:
@@ -166,9 +166,10 @@ class Engines(RuleBasedStateMachine):
 
     @invariant()
     def cached_pages_hold_what_their_key_stands_for(self) -> None:
-        prefix, (pages, _) = self.scheduler.residency.prefix, self._settled()
-        for page in prefix.pages.tolist():
-            assert np.array_equal(pages[page], self.content[prefix.chains.key(page)]), f"page {page}"
+        chains, (pages, host) = self.scheduler.residency.prefix.chains, self._settled()
+        for name in chains.names.tolist():
+            found = pages[name] if name > 0 else host[-name]
+            assert np.array_equal(found, self.content[chains.key(name)]), f"page {name}"
 
     @invariant()
     def the_host_holds_what_the_swapped_computed(self) -> None:
@@ -236,7 +237,7 @@ class Engines(RuleBasedStateMachine):
         pool, prefix = self.scheduler.pool, self.scheduler.residency.prefix
         assert pool.num_free + prefix.num_idle == pool.num_pages - 1, "pages leaked"
         host = self.scheduler.residency.swap.pool
-        assert host is None or not host.num_held, "host pages leaked"
+        assert host is None or host.num_held == prefix.num_resting, "host pages leaked"
         for name, request in self.ended.items():
             want, got = self.answers[name], request.answer.tolist()
             if request.finish_reason in ("abort", "error"):

@@ -129,8 +129,23 @@ def test_without_room_in_the_host_pool_a_victim_is_computed_again() -> None:
     check(old, young)
 
 
-def test_a_swapped_request_whose_shared_pages_are_gone_is_computed_again() -> None:
+def test_a_swapped_request_finds_its_shared_pages_at_rest_beside_its_own() -> None:
     engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=9)
+    old, young = ask("old", 12, 12), ask("young", 12, 12)
+    engine.add(old)
+    engine.add(young)
+    run_out(engine)
+    counters = engine.scheduler.counters
+    assert counters.preemptions == 1
+    assert counters.promoted_pages > 0
+    assert counters.swapped_out_pages == counters.swapped_in_pages > 0
+    assert counters.broken_swaps == 0
+    assert counters.computed_tokens == 2 * (12 + 12 - 1), "nothing is computed twice"
+    check(old, young)
+
+
+def test_a_swapped_request_whose_shared_pages_are_gone_is_computed_again() -> None:
+    engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=1 + 1)
     old, young = ask("old", 12, 12), ask("young", 12, 12)
     engine.add(old)
     engine.add(young)

@@ -84,7 +84,7 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
     num_pages = 1 + longest_pages + draw(st.integers(0, longest_pages))  # 1.0 to 2.0 of the largest request
     static = draw(st.booleans()) and draw(st.booleans())
     slots = SlotPool(num_slots, MAX_TOKENS, page_size)
-    num_host_pages = draw(st.sampled_from([None, None, 3, 60]))
+    num_host_pages = draw(st.sampled_from([60, None, 3, 12]))
     host_pool = None if num_host_pages is None else PagePool(num_host_pages)
     scheduler = Scheduler(
         slots,

@@ -142,12 +142,13 @@ def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
     check(engine)
     assert not engine.has_work
     assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
-    assert scheduler.residency.swap.pool is not None
-    assert scheduler.residency.swap.pool.num_held == 0
+    prefix, host = scheduler.residency.prefix, scheduler.residency.swap.pool
+    assert host is not None
+    assert host.num_held == prefix.num_resting > 0
     assert not len(scheduler._followers)
     assert not scheduler._row_of
-    scheduler.residency.prefix.evict(scheduler.residency.prefix.num_idle)
-    assert scheduler.pool.num_held == 0
+    prefix.forget(prefix.chains.names)
+    assert scheduler.pool.num_held == host.num_held == 0
 
 
 def test_random_aborts_leak_nothing() -> None:

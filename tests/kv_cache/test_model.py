@@ -42,7 +42,7 @@ def check(world: World) -> None:
     world.recount()
     pages, host = world.settled()
     _check_rows(world, pages)
-    _check_cache(world, pages)
+    _check_cache(world, pages, host)
     _check_host(world, host)
 
 
@@ -63,17 +63,18 @@ def _check_rows(world: World, pages: np.ndarray) -> None:
     assert not any(row in tables.forked or world.residency.is_blocked(row) for row in free.tolist())
 
 
-def _check_cache(world: World, pages: np.ndarray) -> None:
+def _check_cache(world: World, pages: np.ndarray, host: np.ndarray) -> None:
     """Every cached page holds what it is found for, and every request finds all that is there for it."""
     prefix, size = world.residency.prefix, world.setting.page_size
     page_of: dict[tuple[str, tuple[int, ...]], int] = {}
-    for page in prefix.pages.tolist():
+    for page in prefix.chains.names.tolist():
         salt, known = prefix.chains.prefix(page)
         tokens = tuple(known)
         assert (salt, tokens) not in page_of, "one prefix is cached twice"
         page_of[salt, tokens] = page
         wanted = [written(tokens[: len(tokens) - size + at + 1]) for at in range(size)]
-        assert pages[page].tolist() == wanted, "a page was published before it was computed"
+        held = pages[page] if page > 0 else host[-page]
+        assert held.tolist() == wanted, "a page was published before it was computed"
     for request, place in zip(world.requests, world.place):
         if place != "waits":
             continue
@@ -121,13 +122,14 @@ def essence(world: World) -> tuple[object, ...]:
                 )
             )
     idle = [name(page) for page in prefix.idle_pages.tolist()]
+    resting = [name(page) for page in (-prefix.resting_pages).tolist()]
     parents = prefix.chains.parents()
     cached = {
         prefix.chains.key(page): (name(page), name(parents[page]) if page in parents else -1)
-        for page in sorted(prefix.pages.tolist(), key=prefix.chains.key)
+        for page in sorted(prefix.chains.names.tolist(), key=prefix.chains.key)
     }
     layout = world.pool.holders.astype(bool).tobytes() if world.setting.sees_layout else b""
-    return (*lives, tuple(idle), tuple(sorted(cached.items())), world.pool.num_pages, layout)
+    return (*lives, tuple(idle), tuple(resting), tuple(sorted(cached.items())), world.pool.num_pages, layout)
 
 
 def explore(setting: Setting) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def test_leaves_are_evicted_before_their_parents_and_old_chains_first(
     assert cache.find(old.keys, old.tokens, "").tolist() == old.pages[:2].tolist()
     cache.evict(cache.num_idle)
     assert pool.num_free == pool.num_pages - 1
-    assert cache.num_pages == 0
+    assert not len(cache.pages)
 
 
 def test_pages_in_use_are_not_idle(pool: PagePool, cache: PrefixCache) -> None:
@@ -153,7 +153,7 @@ def test_nothing_is_published_after_a_page_that_was_forgotten(pool: PagePool, ca
     cache.publish(owner.keys, owner.tokens, owner.pages[:1], 0, "")
     cache.forget(owner.pages[:1])
     cache.publish(owner.keys, owner.tokens, owner.pages, 1, "")
-    assert cache.num_pages == 0
+    assert not len(cache.pages)
     assert not len(cache.find(owner.keys, owner.tokens, "", held=owner.pages[:1]))
 
 
@@ -162,7 +162,7 @@ def test_a_chain_ends_where_a_page_takes_the_key_of_one_before_it(pool: PagePool
     owner.keys = [b"first", b"first", b"third"]
     standing = cache.publish(owner.keys, owner.tokens, owner.pages, 0, "")
     assert standing.tolist() == owner.pages.tolist()
-    assert cache.num_pages == 0
+    assert not len(cache.pages)
     owner.leave()
     assert pool.num_free == pool.num_pages - 1
 

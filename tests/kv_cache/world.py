@@ -165,8 +165,10 @@ class World:
     def _may_enter(self, index: int) -> bool:
         request, tables = self.requests[index], self.residency.tables
         matched, left = self.residency.find(request), self.residency.swap.left(request)
-        idle = int((self.pool.holders[matched] == 1).sum())
-        return left is None or len(left.pages) <= tables.num_available - idle
+        shared = matched[matched > 0]
+        idle = int((self.pool.holders[shared] == 1).sum())
+        wanted = len(matched) - len(shared) + (0 if left is None else len(left.pages))
+        return wanted <= tables.num_available - idle
 
     def _enter(self, index: int) -> None:
         request = self.requests[index]
@@ -192,7 +194,7 @@ class World:
         return swapped
 
     def _evict(self) -> None:
-        self.residency.prefix.evict(1)
+        self.residency.tables.evict(1)
 
     def _compact(self, max_pages: int) -> None:
         self.residency.tables.compact(max_pages)

@@ -1,0 +1,151 @@
+"""What was evicted is not computed again, one case after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from tests.continuous_batching.test_residency import ask, check, make, run_out
+
+PAGE_SIZE = 4
+
+
+def serve(engine: Engine, *requests: Request) -> None:
+    for request in requests:
+        engine.add(request)
+    run_out(engine)
+
+
+def again(request: Request, name: str, **params) -> Request:
+    return Request(name, request.prompt, SamplingParams(**{"max_tokens": 3, **params}))
+
+
+def crowded_out(engine: Engine, *requests: Request) -> None:
+    """Serve requests, and then others until nothing of these is left on the device."""
+    serve(engine, *requests)
+    serve(engine, ask("crowd", 4 * (engine.scheduler.pool.num_pages - 1) - 2, 3))
+    assert engine.scheduler.counters.evicted_pages
+
+
+def test_an_evicted_prompt_comes_back_from_the_host() -> None:
+    engine = make(num_pages=1 + 12, num_host_pages=30)
+    first = ask("first", 30, 4)
+    crowded_out(engine, first)
+    counters, computed = engine.scheduler.counters, engine.scheduler.counters.computed_tokens
+    second = again(first, "second")
+    serve(engine, second)
+    assert second.num_cached_tokens == 28
+    assert counters.computed_tokens - computed == 30 - 28 + 2
+    assert counters.host_hit_tokens == counters.hit_tokens == 28
+    assert counters.promoted_pages == 7
+    assert counters.rested_pages == counters.evicted_pages
+    check(first, second)
+
+
+def test_what_is_still_on_the_device_is_shared_and_only_the_rest_comes_back() -> None:
+    engine = make(num_pages=1 + 12, num_host_pages=30)
+    first = ask("first", 30, 4)
+    serve(engine, first)
+    engine.scheduler.residency.tables.evict(3)
+    second = again(first, "second")
+    serve(engine, second)
+    counters = engine.scheduler.counters
+    assert second.num_cached_tokens == counters.hit_tokens == 28
+    assert counters.host_hit_tokens == counters.promoted_pages * PAGE_SIZE == 2 * PAGE_SIZE
+    check(second)
+
+
+def test_pages_come_back_while_as_many_others_take_their_place() -> None:
+    engine = make(num_slots=1, num_pages=1 + 9, num_host_pages=1 + 9)
+    turns = [ask(name, 30, 4) for name in ("one", "two")]
+    serve(engine, *turns)
+    for number in range(6):
+        request = again(turns[number % 2], f"again {number}")
+        serve(engine, request)
+        check(request)
+    counters = engine.scheduler.counters
+    assert counters.hit_tokens > 4 * 28, "what is brought back does not yet make room for what goes"
+    assert counters.host_hit_tokens > 3 * 28
+
+
+@pytest.mark.parametrize(("num_pages", "num_running"), [(12, 1), (13, 2)])
+def test_a_newcomer_waits_for_the_pages_that_its_resting_ones_need(num_pages: int, num_running: int) -> None:
+    engine = make(num_slots=2, num_pages=1 + num_pages, num_host_pages=30)
+    first = ask("first", 27, 1)
+    crowded_out(engine, first)
+    engine.add(ask("long", 22, 2))
+    engine.step()
+    second = again(first, "second", max_tokens=1)
+    engine.add(second)
+    batch = engine.scheduler.schedule(0.0)
+    assert batch.num_spans == num_running, "6 pages are taken, and 7 wanted"
+    engine.scheduler.commit(batch, engine.runner.run(batch), 0.0)
+    run_out(engine)
+    assert engine.scheduler.counters.preemptions == 0
+    check(second)
+
+
+def test_pages_of_a_waiting_request_have_right_of_way_in_the_host() -> None:
+    engine = make(num_slots=2, num_pages=1 + 10, num_host_pages=1 + 6)
+    crowded_out(engine, ask("first", 30, 4))
+    prefix = engine.scheduler.residency.prefix
+    assert prefix.num_resting == 6
+    old, young = ask("old", 6, 24), ask("young", 6, 24)
+    engine.add(old)
+    engine.add(young)
+    while not engine.scheduler.counters.preemptions:
+        engine.step()
+    counters = engine.scheduler.counters
+    assert counters.refused_swaps == 0
+    assert prefix.num_resting + counters.swapped_out_pages <= 6
+    run_out(engine)
+    check(old, young)
+
+
+@pytest.mark.parametrize("when", ["at rest", "brought back"])
+def test_nothing_of_a_request_that_failed_is_found_at_rest(when: str) -> None:
+    engine = make(num_slots=2, num_pages=1 + 20, num_host_pages=30)
+    first = ask("first", 30, 4)
+    serve(engine, first)
+    tables, prefix = engine.scheduler.residency.tables, engine.scheduler.residency.prefix
+    tables.evict(3 if when == "at rest" else prefix.num_idle)
+    bad = (
+        again(first, "bad") if when == "brought back" else Request("bad", first.prompt[:20], SamplingParams())
+    )
+    engine.runner.fail = {"bad"}  # type: ignore[attr-defined]
+    serve(engine, bad)
+    assert bad.finish_reason == "error"
+    assert bad.num_cached_tokens > 0
+    assert not len(prefix.chains.names)
+    second = again(first, "second")
+    serve(engine, second)
+    assert second.num_cached_tokens == 0
+    check(second)
+
+
+def test_a_smaller_pool_leaves_what_it_gives_up_in_the_host() -> None:
+    engine = make(num_pages=60, num_host_pages=60)
+    first = ask("first", 100, 4)
+    serve(engine, first)
+    engine.resize(30, "cached")
+    second = again(first, "second")
+    serve(engine, second)
+    assert second.num_cached_tokens == 96
+    assert engine.scheduler.counters.host_hit_tokens == 0, "the pages on the device sufficed"
+    engine.resize(29, "cached")
+    serve(engine, ask("other", 40, 4))
+    third = again(first, "third")
+    serve(engine, third)
+    assert third.num_cached_tokens == 96
+    assert engine.scheduler.counters.host_hit_tokens > 0
+    check(second, third)
+
+
+def test_a_step_that_evicts_nothing_copies_nothing() -> None:
+    engine = make(num_pages=60, num_host_pages=60)
+    engine.add(ask("first", 100, 8))
+    while engine.has_work:
+        step = engine.step()
+        assert step is not None
+        assert step.batch.copies == ()
