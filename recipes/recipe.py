@@ -100,7 +100,8 @@ class CacheSection:
         "device memory left for the process itself and for others", default=0.5, least=0, most=2**20
     )
     host_gib: float | None = key(
-        "host memory where preempted requests leave their pages; null or 0: they are computed again",
+        "host memory where preempted requests leave their pages, and evicted shared pages rest; null or 0:"
+        " they are computed again",
         default=None,
         least=0,
         most=2**20,
