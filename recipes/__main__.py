@@ -47,9 +47,10 @@ def show(path: str, overrides: Sequence[str]) -> None:
 
     from recipes import ledger, sizing  # here, because they bring torch, which takes a second
 
-    config = sizing.model_config(reading.recipe)
+    config, planned_gib = sizing.model_config(reading.recipe), reading.recipe.device.memory_gib
+    memory_bytes = None if planned_gib is None else int(planned_gib * ledger.GIB)
     try:
-        sized = sizing.size(reading.recipe, config)
+        sized = sizing.size(reading.recipe, config, memory_bytes)
     except RecipeError as error:
         raise placed(error, reading.entries, path) from None
     print()

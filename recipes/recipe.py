@@ -15,6 +15,7 @@ KINDS_OF = {  # the keys of `device` that only some kinds of machine read
     "compile": ("cpu",),
     "graphs": ("cuda", "npu"),
     "product": ("npu",),
+    "memory_gib": ("cuda", "npu"),
     "virtual": ("npu",),
     "virtual_fp32": ("npu",),
 }
@@ -68,6 +69,12 @@ class DeviceSection:
     )
     product: Literal["310P", "910", "910B", "910C", "950"] | None = key(
         "npu: whose operators and limits hold; null: what the device says it is", default=None
+    )
+    memory_gib: float | None = key(
+        "cuda, npu: free memory of the device that `recipes show` plans with; null: asks the device",
+        default=None,
+        least=0.001,
+        most=2**20,
     )
     virtual: bool = key(
         "npu: a stand-in within this machine's memory, to try and to test; it is slow", default=False

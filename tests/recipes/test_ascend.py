@@ -1,0 +1,87 @@
+"""Does each recipe for Ascend load, fit its device, and say in its README what it takes?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention.reference import AttentionShape
+from recipes.__main__ import main
+from recipes.ledger import GIB, report
+from recipes.reader import load
+from recipes.recipe import ROOT
+from recipes.sizing import model_config, size
+from tests.recipes import published
+
+RECIPES = sorted(ROOT.glob("recipes/*/*_910*.yaml"))
+HEAD = ["| recipe | weights | a page | pages | tokens in the cache | in all |", "|---|---|---|---|---|---|"]
+CHIP_GIB = {"910": 32, "910B": 64, "910C": 64}  # of a chip, or a die
+
+
+@pytest.fixture(autouse=True)
+def _weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path_factory.mktemp("weights")
+    published.write(root)
+    monkeypatch.setenv("MODELS", os.fspath(root))
+    monkeypatch.chdir(ROOT)
+
+
+def row(path: Path) -> str:
+    """A recipe's row in its folder's README."""
+    recipe = load(str(path))
+    config = model_config(recipe)
+    assert recipe.device.memory_gib is not None, "it is sized without its device"
+    sizing = size(recipe, config, int(recipe.device.memory_gib * GIB))
+    said = dict(report(recipe, config, sizing))
+    page = said["a page"].split(", ", 1)[1].partition(" over")[0]
+    cells = [said["weights"], page, f"{sizing.num_pages:,}", f"{sizing.cache_tokens - 1:,}", said["sum"]]
+    return f"| [{path.name}]({path.name}) | " + " | ".join(cells) + " |"
+
+
+def test_there_are_recipes_for_each_machine() -> None:
+    assert {load(str(path)).device.product for path in RECIPES} == set(CHIP_GIB)
+    assert {load(str(path)).model.quantization for path in RECIPES} == {"auto", "w8a8"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
+    recipe = load(str(path))
+    assert recipe.device.product is not None
+    assert recipe.device.memory_gib is not None
+    assert recipe.device.memory_gib < 0.95 * CHIP_GIB[recipe.device.product]
+    assert recipe.cache.page_size == 128
+    readme = (path.parent / "README.md").read_text()
+    assert row(path) in readme
+    assert "not measured on hardware yet" in readme.lower()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
+    products = pytest.importorskip("attention.products")
+    recipe = load(str(path))
+    config = model_config(recipe)
+    shape = AttentionShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, recipe.cache.page_size, 1.0, config.dtype,
+        config.windows,
+    )  # fmt: skip
+    product = products.product(recipe.device.product, "")
+    if recipe.device.attention == "fused":
+        product.check(shape)
+        assert recipe.device.graphs <= recipe.scheduler.num_slots
+    else:
+        with pytest.raises(ValueError, match="no fused attention"):
+            product.check(shape)
+        assert config.dtype == torch.float16, "the first 910 has no bfloat16"
+
+
+def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "recipes/qwen3/qwen3_8b_910c_w8a8.yaml"
+    assert main(["show", path]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "model qwen3, 8,190.7 M parameters, bfloat16, W8A8" in lines
+    assert "weights 8.79 GiB" in lines
+    assert main(["show", path, "device.memory_gib=12"]) == 2
+    assert "cache.memory_fraction: 0.9 of the 12.00 GiB" in capsys.readouterr().err
