@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Sets the environment that a recipe's device wants, says what was set, then runs a verb on the recipe.
+#
+#   bash scripts/launch.sh [--dry-run] VERB [ARGUMENT ...] RECIPE.yaml [ARGUMENT ...]
+#   bash scripts/launch.sh generate recipes/tiny/cpu.yaml --prompt "12+7="
+#
+# A variable that is set already stays. --dry-run prints, and runs nothing. PYTHON=... names another Python,
+# ASCEND=... the directory where CANN is installed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() {
+    echo "launch: $*" >&2
+    exit 2
+}
+
+set_unless() { # NAME VALUE: for a variable that the user did not set
+    if [[ -z ${!1:-} ]]; then
+        export "$1=$2"
+        echo "launch: $1=$2" >&2
+    fi
+}
+
+preload() { # each library that is there
+    local library
+    for library in "$@"; do
+        if [[ -e $library && ":${LD_PRELOAD:-}:" != *":$library:"* ]]; then
+            export LD_PRELOAD="$library${LD_PRELOAD:+:$LD_PRELOAD}"
+            echo "launch: LD_PRELOAD has $library" >&2
+        fi
+    done
+}
+
+source_first() { # the first of these files that is there; fails where none is
+    local file
+    for file in "$@"; do
+        if [[ -f $file ]]; then
+            set +eu # these files expect it
+            # shellcheck disable=SC1090
+            source "$file"
+            set -eu
+            echo "launch: sourced $file" >&2
+            return
+        fi
+    done
+    return 1
+}
+
+tcmalloc() { ldconfig -p 2>/dev/null | sed -n 's/.*libtcmalloc\(_minimal\)\?\.so\.4 .* => //p' | head -1; }
+
+dry_run=
+[[ ${1:-} == --dry-run ]] && dry_run=yes && shift
+(($# >= 2)) || die "say what to run, as in: bash scripts/launch.sh generate RECIPE.yaml --prompt TEXT"
+verb=$1
+shift
+[[ -f scripts/$verb.py || -f scripts/$verb/__main__.py ]] || die "there is no scripts/$verb.py"
+
+python=${PYTHON:-.venv/bin/python}
+# Where no recipe is among the arguments, the verb itself says what it takes
+device=$("$python" - "$@" <<'END'
+import re, sys
+from recipes.reader import load
+recipes = [each for each in sys.argv[1:] if each.endswith((".yaml", ".yml"))]
+changes = [each for each in sys.argv[1:] if re.match(r"(model|device|cache|scheduler)\.[a-z_.]+=", each)]
+try:
+    device = load(recipes[0], changes).device if recipes else None
+except (ValueError, OSError) as error:
+    sys.exit(str(error))
+print(device and ("virtual" if device.virtual else device.kind) or "cpu")
+END
+) || exit 2
+
+preload "$(tcmalloc)"
+site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+case $device in
+    cpu) preload "$("$python" -c 'import sys; print(sys.prefix)')/lib/libiomp5.so" ;;
+    npu)
+        ascend=${ASCEND:-/usr/local/Ascend}
+        if [[ -z ${ASCEND_TOOLKIT_HOME:-}${ASCEND_HOME_PATH:-} ]]; then
+            source_first "$ascend"/{ascend-toolkit,cann}/set_env.sh ~/Ascend/{ascend-toolkit,cann}/set_env.sh ||
+                die "no set_env.sh of CANN in $ascend; install CANN, or name its place by ASCEND=..."
+        fi
+        [[ -n ${ATB_HOME_PATH:-} ]] || source_first "$ascend/nnal/atb/set_env.sh" ||
+            echo "launch: no NNAL in $ascend: operators of ATB are not there" >&2
+        # On aarch64 it must be the first to ask for thread-local storage
+        [[ $(uname -m) == aarch64 ]] && preload "$site"/torch.libs/libgomp*.so*
+        set_unless PYTORCH_NPU_ALLOC_CONF expandable_segments:True
+        set_unless TASK_QUEUE_ENABLE 1
+        set_unless HCCL_CONNECT_TIMEOUT 1200
+        ;;
+esac
+
+command=("$python" -m "scripts.$verb" "$@")
+echo "launch: ${command[*]@Q}" >&2
+[[ -n $dry_run ]] || exec "${command[@]}"

@@ -1,0 +1,95 @@
+"""What does a launch set for each device, and what does it leave to the user?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.recipe import ROOT
+
+NPU = "recipes/qwen3/qwen3_8b_910b.yaml"
+SETTINGS = (
+    "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",
+    "TASK_QUEUE_ENABLE=1",
+    "HCCL_CONNECT_TIMEOUT=1200",
+)
+
+
+def launch(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS") if name in os.environ}
+    home = {"HOME": "/nonexistent", "MODELS": "/models", "PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", "scripts/launch.sh", *arguments],
+        cwd=ROOT, env=kept | home | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def ascend(tmp_path: Path) -> str:
+    """An installation of CANN and NNAL, as far as a launch looks at it."""
+    for name, script in {
+        "cann": "export ASCEND_HOME_PATH=there; echo $IS_UNSET; false",  # theirs are as careless
+        "nnal/atb": "export ATB_HOME_PATH=$ASCEND_HOME_PATH/atb",
+    }.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "set_env.sh").write_text(script + "\n")
+    return str(tmp_path)
+
+
+def test_a_cpu_gets_its_answer_and_nothing_of_ascend() -> None:
+    done = launch(
+        "generate", "recipes/tiny/cpu.yaml", "device.threads=1", "--prompt", "12+7=", "--max-tokens", "4"
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "19")
+    assert "Ascend" not in done.stderr
+    assert "HCCL" not in done.stderr
+    has_openmp = (Path(sys.prefix) / "lib/libiomp5.so").exists()
+    assert ("libiomp5.so" in done.stderr) == has_openmp
+
+
+def test_an_npu_gets_its_environment_and_a_dry_run_runs_nothing(ascend: str) -> None:
+    done = launch("--dry-run", "generate", NPU, "--prompt", "a b=c", ASCEND=ascend)
+    assert done.returncode == 0
+    assert "libiomp5" not in done.stderr
+    for name in ("cann", "nnal/atb"):
+        assert f"launch: sourced {ascend}/{name}/set_env.sh" in done.stderr
+    for setting in SETTINGS:
+        assert f"launch: {setting}" in done.stderr
+    assert f"'-m' 'scripts.generate' '{NPU}' '--prompt' 'a b=c'" in done.stderr
+
+
+def test_what_the_user_set_stays(ascend: str) -> None:
+    done = launch(
+        "--dry-run", "generate", NPU, ASCEND=ascend, ASCEND_TOOLKIT_HOME="/mine", TASK_QUEUE_ENABLE="2"
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "cann/set_env.sh" not in done.stderr
+    assert "TASK_QUEUE_ENABLE" not in done.stderr
+
+
+def test_a_stand_in_needs_no_cann() -> None:
+    done = launch("--dry-run", "generate", NPU, "device.virtual=true", ASCEND="/nonexistent")
+    assert done.returncode == 0
+    assert "set_env.sh" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", NPU], "no set_env.sh of CANN in /nonexistent; install CANN"),
+        (["nothing", NPU], "there is no scripts/nothing.py"),
+        (["generate"], "say what to run"),
+        (["generate", "recipes/none.yaml"], "recipes/none.yaml"),
+        (["generate", "recipes/tiny/cpu.yaml", "cache.page_sise=3"], "did you mean cache.page_size"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line(arguments: list[str], words: str) -> None:
+    done = launch("--dry-run", *arguments, ASCEND="/nonexistent")
+    assert done.returncode == 2
+    assert words in done.stderr
+    lines = [line for line in done.stderr.splitlines() if "LD_PRELOAD" not in line]
+    assert len(lines) == 1
