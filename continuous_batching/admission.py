@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from continuous_batching.counters import Counters
 from continuous_batching.door import longest_tokens
 from continuous_batching.policies.policy import Busy, Policy, Waiting
@@ -11,9 +13,15 @@ from continuous_batching.residency import Residency
 from continuous_batching.tables import EMPTY
 from kv_cache.pages import Index
 
+# What the head of the queue waits for: a slot, a share of the step's tokens, its policy's leave, or pages
+HeldBack = Literal["slots", "tokens", "policy", "pages"]
+
 
 class Admission:
-    """Brings waiting requests into free rows while the policy, the slots and the pages allow it."""
+    """Brings waiting requests into free rows while the policy, the slots and the pages allow it.
+
+    `held_back` says why the last `admit` left some waiting; None where it left none.
+    """
 
     def __init__(
         self, waiting: WaitingQueue, policy: Policy, residency: Residency, counters: Counters
@@ -22,6 +30,7 @@ class Admission:
         self._policy = policy
         self._residency = residency
         self._counters = counters
+        self.held_back: HeldBack | None = None
         self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
 
     def admit(self, max_batch_tokens: int, now_s: float) -> dict[str, int]:
@@ -34,7 +43,11 @@ class Admission:
         queue = Waiting(len(waiting), now_s - waiting.longest_since_s)
         room = self._policy.room(Busy(todo, computed), max_batch_tokens, queue)
         tokens_left, requests_left = room.tokens, room.requests
-        if tokens_left <= 0 or not slots.num_free:
+        if tokens_left <= 0 or requests_left <= 0:
+            self.held_back = "tokens" if int(todo.sum()) >= max_batch_tokens else "policy"
+            return entered
+        if not slots.num_free:
+            self.held_back = "slots"
             return entered
         # pages that are neither held nor promised to a row for what it knows already
         spare = residency.tables.num_available - residency.num_promised()
@@ -60,6 +73,12 @@ class Admission:
             requests_left -= 1
             if not residency.is_blocked(row):
                 tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
+        if not len(waiting):
+            self.held_back = None
+        elif not slots.num_free:
+            self.held_back = "slots"
+        else:
+            self.held_back = "tokens" if tokens_left <= 0 else "pages" if requests_left > 0 else "policy"
         return entered
 
     def _match(self, request: Request) -> Index:
