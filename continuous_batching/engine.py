@@ -9,6 +9,7 @@ from typing import Protocol
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.door import GiveUp
+from continuous_batching.recorder import Recorder
 from continuous_batching.request import Request
 from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
@@ -43,7 +44,10 @@ class Step:
 
 
 class Engine:
-    """The loop: schedule, run, commit. `clock` gives seconds and never runs back."""
+    """The loop: schedule, run, commit. `clock` gives seconds and never runs back.
+
+    A `recorder`, which must be there before the first request, writes down what it is told and decides.
+    """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic
@@ -51,6 +55,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
+        self.recorder: Recorder | None = None
 
     @property
     def slots(self) -> SlotPool:
@@ -64,12 +69,16 @@ class Engine:
     def add(self, request: Request) -> None:
         """Take a request; raises ValueError if it could never be served."""
         self.scheduler.add(request)
+        if self.recorder is not None:
+            self.recorder.added(request)
 
     def finish(self, request_id: str, reason: str = "stop") -> Request | None:
         """End a request whose text is complete; None if it has ended already."""
         request = self.scheduler.end(request_id, reason)
         if request is not None:
             request.finish_s = self.clock()
+            if self.recorder is not None:
+                self.recorder.ended(request_id, reason, request.finish_s)
         return request
 
     def abort(self, request_id: str) -> Request | None:
@@ -80,6 +89,8 @@ class Engine:
         """Change the size of the cache while serving (see `Scheduler.resize`)."""
         self.scheduler.resize(num_pages, give_up)
         self.runner.resize(num_pages, self.scheduler.residency.tables.take_copies())
+        if self.recorder is not None:
+            self.recorder.resized(num_pages, give_up)
 
     def step(self) -> Step | None:
         """Compute one batch; None when there is nothing to compute now."""
@@ -87,6 +98,11 @@ class Engine:
         batch = self.scheduler.schedule(start_s)
         if not batch.num_spans:
             return None
+        if self.recorder is not None:
+            self.recorder.scheduled(batch, start_s, self.scheduler.held_back)
         sampled = self.runner.run(batch)
         end_s = self.clock()
-        return Step(batch, sampled, self.scheduler.commit(batch, sampled, end_s), start_s, end_s)
+        finished = self.scheduler.commit(batch, sampled, end_s)
+        if self.recorder is not None:
+            self.recorder.committed(sampled, end_s)
+        return Step(batch, sampled, finished, start_s, end_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.admission import Admission
+from continuous_batching.admission import Admission, HeldBack
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.compaction import Compaction
 from continuous_batching.counters import Counters
@@ -94,6 +94,11 @@ class Scheduler:
         """Whether any request is waiting or running."""
         return bool(len(self.waiting) or len(self.slots.busy))
 
+    @property
+    def held_back(self) -> HeldBack | None:
+        """Why the head of the queue was not admitted to this step; None if nobody was left waiting."""
+        return self._admission.held_back if len(self.waiting) else None
+
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError, with nothing changed, if it could never be served."""
         check_samples(request)
@@ -140,11 +145,13 @@ class Scheduler:
         """Admit, share the budget, make room, and only then make the batch; it may be empty."""
         assert not len(self._in_flight), "schedule was called twice without a commit"
         self.residency.prefix.history.now_s = now_s
-        self._compaction.step(self.counters.steps)
         if len(self.waiting):
             self._row_of |= self._admission.admit(self.max_batch_tokens, now_s)
         slots = self.slots
         rows = self.residency.runnable()
+        if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
+            return Batch(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY_ENTRIES)
+        self._compaction.step(self.counters.steps)
         starts = slots.num_computed[rows]
         todo = slots.num_tokens[rows] - starts
         if todo.sum() > len(todo):
@@ -158,9 +165,7 @@ class Scheduler:
         if len(self._followers):
             sampled, owners = self._fork(rows, sampled)
             self._in_flight = np.union1d(rows, owners)
-        # changes of pages wait for a batch that runs
-        changes = self.residency.tables.take_changes() if len(rows) else (EMPTY_ENTRIES, ())
-        return Batch(rows, starts, stops, sampled, owners, *changes)
+        return Batch(rows, starts, stops, sampled, owners, *self.residency.tables.take_changes())
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
         """Book what the device computed; returns the requests that ended with it."""

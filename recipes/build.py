@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from attention.reference import Attention, AttentionShape
 from continuous_batching.engine import Engine
+from continuous_batching.recorder import Recorder
 from kv_cache.storage import KVCache
 from models import weights
 from models.config import DecoderConfig
@@ -19,7 +21,7 @@ from models.warm_up import capture, largest_step_bytes, warm_up
 from recipes.devices import start
 from recipes.ledger import Sizing, report
 from recipes.recipe import Recipe
-from recipes.scheduling import Limits, scheduler_of
+from recipes.scheduling import Limits, facts_of, scheduler_of
 from recipes.sizing import model_config, size
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,12 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
     engine = Engine(scheduler, runner, clock)
     log.info("device: %s", machine.name)
-    _log(recipe, config, _measure(recipe, config, sizing, engine, runner), fused, attention)
+    sizing = _measure(recipe, config, sizing, engine, runner)
+    _log(recipe, config, sizing, fused, attention)
+    if recipe.scheduler.record is not None:
+        limits = replace(limits, num_pages=sizing.num_pages)
+        facts = facts_of(recipe.scheduler, recipe.cache, limits)
+        engine.recorder = Recorder(recipe.scheduler.record, facts)
     return engine
 
 

@@ -150,6 +150,11 @@ class SchedulerSection:
     max_wait_ms: float | None = key(
         "static: how long the first of a batch waits for the others", default=None, least=0, most=86_400_000
     )
+    record: Path | None = key(
+        "a new file for what the scheduler is told and decides, to be read by `scripts.replay`; it holds"
+        " prompts as token ids",
+        default=None,
+    )
     seed: int = key(
         "seed of the seeds that are drawn for requests without one", default=0, least=0, most=2**63 - 1
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from continuous_batching.policies.policy import Policy
 from continuous_batching.policies.stall_free import StallFree
@@ -11,6 +12,7 @@ from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.victims import Victim, fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
+from recipes.keys import keys_of
 from recipes.recipe import CacheSection, SchedulerSection
 
 VICTIMS: dict[str, Victim] = {
@@ -49,6 +51,27 @@ def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -
         compact_pages_per_step=cache.compact_pages_per_step,
         seed=asked.seed,
     )
+
+
+def facts_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -> dict[str, Any]:
+    """All that a scheduler is made of, as plain values: for a recording's header."""
+    scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
+    return {"scheduler": scheduler, "cache": asdict(cache), "limits": asdict(limits)}
+
+
+def scheduler_from(facts: dict[str, Any]) -> Scheduler:
+    """The scheduler of these facts; raises ValueError for those of another version of this project."""
+    try:
+        asked, cache = SchedulerSection(**facts["scheduler"]), CacheSection(**facts["cache"])
+        limits = Limits(**{**facts["limits"], "eos_token_ids": tuple(facts["limits"]["eos_token_ids"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"the recording is of another version: {error}; replay it with that version"
+        ) from error
+    for section, values in (("scheduler", asked), ("cache", cache)):
+        for key in keys_of(type(values), f"{section}."):
+            key.check(getattr(values, key.name.partition(".")[2]))
+    return scheduler_of(asked, cache, limits)
 
 
 def policy(asked: SchedulerSection) -> Policy:

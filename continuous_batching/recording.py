@@ -1,0 +1,157 @@
+"""What does a recording of an engine hold?
+
+A file of framed MessagePack entries, each behind its length (4 bytes, little-endian). It holds all that the
+scheduler was told, so that it can be told again, and what it decided, so that a change of mind shows. Arrays
+are little-endian int32. A prompt is there as token ids, so a recording is as private as its prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from continuous_batching.batch import Batch
+from continuous_batching.request import SamplingParams
+from kv_cache.pages import Index
+
+FORMAT = 1
+FRAME_BYTES = 4
+LONGEST_ENTRY = 2**30  # a longer one is no entry but damage
+
+
+class Header(msgspec.Struct, tag="H", array_like=True, frozen=True):
+    """The first entry: what the engine was made of, for `facts` see whoever made the recording."""
+
+    format: int
+    facts: dict[str, Any]
+
+
+class Sample(msgspec.Struct, array_like=True, frozen=True):
+    """One of the samples of a request."""
+
+    id: str
+    params: SamplingParams
+
+
+class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
+    """A request was accepted; the first of its samples leads."""
+
+    samples: list[Sample]
+    prompt: bytes
+    tenant: str
+    cache_salt: str
+    priority: int
+    arrival_s: float
+
+
+class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):
+    """A request was ended from outside: its text was complete, or nobody waited for it."""
+
+    id: str
+    reason: str
+    now_s: float
+
+
+class Resized(msgspec.Struct, tag="R", array_like=True, frozen=True):
+    """The pool got another number of pages."""
+
+    num_pages: int
+    give_up: str
+
+
+class Copied(msgspec.Struct, array_like=True, frozen=True):
+    """Page copies of one batch."""
+
+    sources: bytes
+    targets: bytes
+    way: str
+
+
+class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
+    """A batch was made. Its spans are left out where every row of the batch before goes on by one token,
+    its samples where every span yields a token for its own row.
+    """
+
+    now_s: float
+    digest: bytes  # of this and all batches before
+    spans: tuple[bytes, bytes, bytes] | None  # slots, starts, stops
+    samples: tuple[bytes, bytes] | None  # sampled, owners
+    new_pages: tuple[bytes, bytes, bytes] | None  # row, index, page
+    copies: list[Copied]
+    held_back: str | None  # why the head of the queue was not admitted
+
+
+class Committed(msgspec.Struct, tag="C", array_like=True, frozen=True):
+    """What the device answered, and when."""
+
+    now_s: float
+    tokens: bytes
+
+
+Entry = Header | Added | Ended | Resized | Scheduled | Committed
+
+
+class DamagedRecording(ValueError):
+    """A recording that cannot be read from some byte on; all entries before it were given out."""
+
+
+def read_entries(file: IO[bytes]) -> Iterator[Entry]:
+    """The entries of a recording, the header first.
+
+    Raises DamagedRecording at the first byte that cannot be read. A last entry that was cut short, as by
+    a crash while it was written, is such damage too.
+    """
+    decoder = msgspec.msgpack.Decoder(Entry)
+    at = 0
+    while frame := file.read(FRAME_BYTES):
+        size = int.from_bytes(frame, "little")
+        body = file.read(size) if size <= LONGEST_ENTRY else b""
+        if len(frame) < FRAME_BYTES or len(body) < size:
+            raise DamagedRecording(f"the entry at byte {at} is cut short")
+        try:
+            entry = decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise DamagedRecording(f"the entry at byte {at} is damaged: {error}") from error
+        if (at == 0) != isinstance(entry, Header):
+            raise DamagedRecording(
+                f"the entry at byte {at} is out of place: a recording starts with its header"
+            )
+        if isinstance(entry, Header) and entry.format != FORMAT:
+            raise DamagedRecording(f"this is format {entry.format}; format {FORMAT} can be read")
+        yield entry
+        at += FRAME_BYTES + size
+
+
+def packed(array: NDArray[np.integer]) -> bytes:
+    """An array of integers as the bytes that stand for it."""
+    return array.astype("<i4").tobytes()
+
+
+def unpacked(data: bytes) -> Index:
+    """The integers that `packed` made bytes of."""
+    return np.frombuffer(data, dtype="<i4").astype(np.int64)
+
+
+class Chain:
+    """A digest of all decisions so far: equal digests, equal decisions."""
+
+    def __init__(self) -> None:
+        self._last = b""
+
+    def add(self, batch: Batch) -> bytes:
+        """The digest after one more batch: its spans, its samples, its page-table entries, its copies."""
+        hashed = hashlib.blake2b(self._last, digest_size=8)
+        for array in (batch.slots, batch.starts, batch.stops, batch.sampled, batch.owners, *batch.new_pages):
+            hashed.update(len(array).to_bytes(4, "little"))
+            hashed.update(array.tobytes())
+        for copy in batch.copies:
+            hashed.update(copy.way.encode())
+            hashed.update(copy.sources.tobytes())
+            hashed.update(copy.targets.tobytes())
+        self._last = hashed.digest()
+        return self._last

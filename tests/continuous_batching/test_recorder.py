@@ -1,0 +1,218 @@
+"""A recording holds all that a replay needs; a decision that changes is found; damage is named."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.recorder import Recorder
+from continuous_batching.recording import (
+    Committed,
+    DamagedRecording,
+    Entry,
+    Header,
+    Scheduled,
+    read_entries,
+)
+from continuous_batching.replay import Divergence, Replayed, replay
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner
+
+FACTS = {"made by": "a test"}
+
+
+def scheduler(num_slots: int = 3, num_pages: int = 9, budget: int = 6, static: bool = False) -> Scheduler:
+    """A small one, which must preempt, swap and compact."""
+    return Scheduler(
+        SlotPool(num_slots, 32, 4),
+        PagePool(num_pages),
+        Static(2, 3.0) if static else StallFree(),
+        max_batch_tokens=budget,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(5,),
+        host_pool=PagePool(5),
+        compact_every_steps=3,
+        compact_pages_per_step=1,
+        seed=3,
+    )
+
+
+def record(path: Path, made: Scheduler, seed: int, num_requests: int) -> list[Request]:
+    """Serve random requests with aborts and resizes in between, recording all of it."""
+    random = np.random.default_rng(seed)
+    now = 0.0
+    engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now)
+    engine.recorder = Recorder(path, FACTS)
+    finished: list[Request] = []
+    to_come = num_requests
+    while to_come or engine.has_work:
+        if to_come and random.random() < 0.4:
+            to_come -= 1
+            family = []
+            for sample in range(int(random.choice([1, 1, 3]))):
+                params = SamplingParams(max_tokens=int(random.integers(1, 12)), temperature=0.0)
+                family.append(
+                    Request(f"{to_come}.{sample}", np.arange(int(now) % 2, 9), params, arrival_s=now)
+                )
+            family[0].followers = family[1:]
+            engine.add(family[0])
+        if random.random() < 0.05 and len(made.slots.busy):
+            engine.abort(made.slots.requests[int(random.choice(made.slots.busy))].id)
+        if random.random() < 0.05:
+            engine.resize(9 + int(random.integers(0, 4)), "running")
+        step = engine.step()
+        finished += step.finished if step else []
+        now += float(random.random())
+    engine.recorder.close()
+    return finished
+
+
+def entries(path: Path) -> list[Entry]:
+    with open(path, "rb") as file:
+        return list(read_entries(file))
+
+
+def write(path: Path, changed: list[Entry]) -> None:
+    """A recording of these entries."""
+    bodies = [msgspec.msgpack.encode(entry) for entry in changed]
+    path.write_bytes(b"".join(len(body).to_bytes(4, "little") + body for body in bodies))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), static=st.booleans(), budget=st.integers(3, 20))
+def test_a_replay_decides_the_same(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, static: bool, budget: int
+) -> None:
+    path = tmp_path_factory.mktemp("recording") / "file"
+    finished = record(path, scheduler(budget=budget, static=static), seed, 6)
+    recorded = entries(path)
+    events = list(replay(recorded, scheduler(budget=budget, static=static)))
+    steps = [event for event in events if isinstance(event, Replayed)]
+    assert len(steps) == sum(isinstance(entry, Scheduled) for entry in recorded)
+    again = [(each.id, each.finish_reason, each.answer.tolist()) for step in steps for each in step.finished]
+    assert again == [(each.id, each.finish_reason, each.answer.tolist()) for each in finished]
+    added = [event for event in events if isinstance(event, Request)]
+    assert len(added) == 6
+
+
+def test_the_same_requests_make_the_same_recording(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        record(tmp_path / name, scheduler(), seed=7, num_requests=8)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+
+
+def test_another_scheduler_is_found_out(tmp_path: Path) -> None:
+    record(tmp_path / "file", scheduler(budget=6), seed=1, num_requests=6)
+    with pytest.raises(Divergence, match=r"step \d+: (slots|stops|starts) were \[.*\], and are \[.*\] now"):
+        list(replay(entries(tmp_path / "file"), scheduler(budget=4)))
+
+
+def test_another_page_is_found_out(tmp_path: Path) -> None:
+    record(tmp_path / "file", scheduler(), seed=1, num_requests=6)
+    other = scheduler()
+    other.pool.take(1)
+    with pytest.raises(Divergence, match="step 1: new page-table pages were"):
+        list(replay(entries(tmp_path / "file"), other))
+
+
+def test_why_the_head_of_the_queue_waits(tmp_path: Path) -> None:
+    def reasons(made: Scheduler, prompts: list[int], max_tokens: int = 4) -> set[str | None]:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: 0.0)
+        engine.recorder = Recorder(path, FACTS)
+        for number, length in enumerate(prompts):
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            engine.add(Request(str(number), np.arange(number, number + length), params))
+        while engine.has_work:
+            if engine.step() is None:
+                break
+        return {entry.held_back for entry in entries(path) if isinstance(entry, Scheduled)}
+
+    assert reasons(scheduler(num_slots=1, budget=16), [3, 3]) == {"slots", None}
+    assert reasons(scheduler(num_slots=3, budget=4), [9, 3]) == {"tokens", None}
+    assert reasons(scheduler(num_slots=3, budget=64), [20, 20, 3]) == {"pages", None}
+    assert reasons(scheduler(num_slots=3, budget=64, static=True), [3, 3, 3], 1) == {"policy"}
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5, 40])
+def test_a_recording_that_was_cut_short_is_read_up_to_there(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "file"
+    record(path, scheduler(), seed=2, num_requests=5)
+    whole = entries(path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    read: list[Entry] = []
+    with (
+        open(path, "rb") as file,
+        pytest.raises(DamagedRecording, match=r"the entry at byte \d+ is cut short"),
+    ):
+        read.extend(read_entries(file))  # which takes in what comes before the damage
+    assert read == whole[: len(read)]
+    assert len(read) >= len(whole) - 4
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    record(path, scheduler(), seed=2, num_requests=5)
+    whole = path.read_bytes()
+    size = int.from_bytes(whole[:4], "little")
+    path.write_bytes(whole[: size + 8] + b"\xff" + whole[size + 9 :])
+    with pytest.raises(DamagedRecording, match=f"the entry at byte {size + 4} is damaged"):
+        entries(path)
+    path.write_bytes(whole[size + 4 :])
+    with pytest.raises(DamagedRecording, match="starts with its header"):
+        entries(path)
+    write(path, [Header(99, {})])
+    with pytest.raises(DamagedRecording, match="format 99"):
+        entries(path)
+
+
+def test_a_commit_without_a_batch_is_found_out(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write(path, [Header(1, {}), Committed(0.0, b"")])
+    with pytest.raises(Divergence, match="without a batch"):
+        list(replay(entries(path), scheduler()))
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written, real = 0, os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        nonlocal written
+        if written > 300:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written += len(data)
+        return real(descriptor, data[:100])
+
+    monkeypatch.setattr(os, "write", full)
+    with caplog.at_level(logging.ERROR):
+        finished = record(tmp_path / "full", scheduler(), seed=4, num_requests=6)
+    monkeypatch.undo()
+    unhindered = record(tmp_path / "unhindered", scheduler(), seed=4, num_requests=6)
+    assert [each.answer.tolist() for each in finished] == [each.answer.tolist() for each in unhindered]
+    (line,) = caplog.messages
+    assert line.startswith(f"recording to {tmp_path / 'full'} ended: [Errno 28]")
+    assert line.endswith("serving goes on without it")
+
+
+def test_a_recording_is_its_owners_alone_and_never_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    Recorder(path, FACTS).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        Recorder(path, FACTS)
