@@ -60,8 +60,10 @@ class Admission:
             idle = int((residency.tables.pool.holders[shared] == 1).sum())  # these counted as available
             wanted = -(-reserved // slots.page_size) - len(shared) + idle
             if wanted > spare:
+                spare = 0
                 break
             if room.whole and len(request.tokens) - len(matched) * slots.page_size > tokens_left:
+                tokens_left = 0
                 break
             spare -= wanted
             if not request.num_preemptions:
