@@ -20,6 +20,12 @@ from recipes.recipe import DeviceSection
 Kind = Literal["cpu", "npu", "cuda"]
 Way = Literal["reference", "fused"]
 
+_OWN: dict[Kind, dict[str, Any]] = {
+    "cpu": {"threads": 1},
+    "npu": {"virtual": True, "virtual_fp32": True},
+    "cuda": {},
+}
+
 
 @cache
 def has_npu() -> bool:
@@ -29,11 +35,15 @@ def has_npu() -> bool:
 
 def section(kind: Kind, attention: Way = "fused", **more: Any) -> DeviceSection:
     """The device of a recipe for tests."""
-    if kind == "npu":
-        more = {"virtual": True, "virtual_fp32": True} | more
-    elif kind == "cpu":
-        more = {"threads": 1} | more
-    return DeviceSection(kind=kind, attention=attention, **more)
+    return DeviceSection(kind=kind, attention=attention, **_OWN[kind] | more)
+
+
+def settings(kind: Kind) -> list[str]:
+    """The same as overrides of a recipe."""
+    return [
+        f"device.kind={kind}",
+        *(f"device.{key}={str(value).lower()}" for key, value in _OWN[kind].items()),
+    ]
 
 
 def machine(kind: Kind, attention: Way = "fused") -> Machine:

@@ -1,4 +1,4 @@
-"""Do pages that move, leave and come back under a running model change a single token?"""
+"""Do pages that move, leave and come back under a running model change a single token, on any device?"""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from recipes.build import build
 from recipes.reader import load
 from recipes.recipe import ROOT
 from tests.continuous_batching.recount import recount
+from tests.devices import Kind, Way, on_each, settings
+
+Pair = tuple[Kind, Way]
 
 PAGE_SIZE, MOST_PAGES = 8, 48
+WAYS = [
+    (gib, victim) for gib in (0.001, 0.01, 0) for victim in ("youngest", "fewest_lost", "lowest_priority")
+]
 
 
-def built(*overrides: str) -> tuple[Engine, ModelRunner]:
-    recipe = load(ROOT / "recipes/tiny/cpu.yaml", ["device.compile=false", "device.threads=1", *overrides])
-    engine = build(recipe)
+def built(*overrides: str, kind: Kind = "cpu") -> tuple[Engine, ModelRunner]:
+    engine = build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings(kind), *overrides]))
     assert isinstance(engine.runner, ModelRunner)
     return engine, engine.runner
 
@@ -69,24 +74,44 @@ def undisturbed() -> list[list[int]]:
 def test_resizes_compactions_and_swaps_change_no_token(
     undisturbed: list[list[int]], host_gib: float, victim: str
 ) -> None:
+    disturbed("cpu", PAGE_SIZE, undisturbed, host_gib, victim)
+
+
+@pytest.mark.parametrize("graphs", [0, 3, 8])
+@pytest.mark.parametrize("pair", on_each("fused")[1:])
+def test_nor_do_they_on_another_device(undisturbed: list[list[int]], pair: Pair, graphs: int) -> None:
+    disturbed(pair[0], 2 * PAGE_SIZE, undisturbed, 0.01, "youngest", f"device.graphs={graphs}")
+
+
+@pytest.mark.parametrize("pair", on_each("reference")[1:])
+def test_nor_in_plain_torch_there(undisturbed: list[list[int]], pair: Pair) -> None:
+    disturbed(pair[0], PAGE_SIZE, undisturbed, 0, "fewest_lost", "device.attention=reference")
+
+
+def disturbed(
+    kind: Kind, page_size: int, undisturbed: list[list[int]], host_gib: float, victim: str, *more: str
+) -> None:
+    most_pages = MOST_PAGES * PAGE_SIZE // page_size
     engine, runner = built(
-        f"cache.page_size={PAGE_SIZE}",
-        f"cache.num_pages={MOST_PAGES}",
+        f"cache.page_size={page_size}",
+        f"cache.num_pages={most_pages}",
         f"cache.host_gib={host_gib}",
         "cache.compact_every_steps=1",
         "scheduler.num_slots=6",
         "scheduler.max_batch_tokens=48",
         f"scheduler.victim={victim}",
+        *more,
+        kind=kind,
     )
     random, served = np.random.default_rng(3), requests()
-    page_bytes = tensor_bytes(runner) // MOST_PAGES
+    page_bytes = tensor_bytes(runner) // most_pages
     sizes = set()
     for number, request in enumerate(served):
         engine.add(request)
         engine.step()
         while engine.has_work and (number == len(served) - 1 or random.random() < 0.8):
             if random.random() < 0.3:
-                engine.resize(int(random.integers(20, MOST_PAGES + 1)), "running")
+                engine.resize(int(random.integers(most_pages * 2 // 5, most_pages + 1)), "running")
                 assert tensor_bytes(runner) == engine.scheduler.pool.num_pages * page_bytes
                 sizes.add(engine.scheduler.pool.num_pages)
             engine.step()
