@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from attention.products import product
 from attention.reference import Attention, AttentionShape
 from models.fused import Fused
 from recipes.keys import RecipeError
@@ -101,17 +102,51 @@ class Cuda(Accelerator):
 
 
 class Npu(Accelerator):
-    """The first Ascend NPU that this process sees."""
+    """The first Ascend NPU that this process sees, or a stand-in for one."""
 
     def __init__(self, asked: DeviceSection) -> None:
         super().__init__(asked)
-        raise RecipeError("device.kind: npu cannot be used yet; set device.kind to cpu", "device.kind")
+        if asked.virtual:
+            raise RecipeError(
+                "device.virtual: the stand-in cannot be used yet; set it to false", "device.virtual"
+            )
+        try:
+            from models.npu import chip
+
+            self.chip = chip()
+            self.product = product(asked.product, self.chip)
+        except (ImportError, ValueError) as error:
+            raise RecipeError(
+                f"device.kind: no NPU can be used here ({one_line(error)}); mend that, or set"
+                " device.virtual to true, or device.kind to cpu",
+                "device.kind",
+            ) from error
+        self.device = torch.device("npu", 0)
+
+    @property
+    def name(self) -> str:
+        kind = f"{self.chip} ({self.product.name})"
+        return f"VIRTUAL {kind}: a stand-in, whose figures say nothing" if self.asked.virtual else kind
+
+    def operators(self, shape: AttentionShape) -> tuple[Fused, Attention]:
+        from attention.npu import NpuAttention
+        from models.npu import NpuFused
+
+        if self.asked.attention == "reference":
+            return NpuFused(), Attention(shape, self.device)
+        attention = NpuAttention(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
+        return NpuFused(), attention
 
 
 def start(asked: DeviceSection) -> Machine:
     """Make the machine of a recipe ready; raises RecipeError where it is not here."""
     kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
     return kinds[asked.kind](asked)
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, however many lines it takes for it."""
+    return " ".join(str(error).split())
 
 
 def host_memory_bytes() -> int:

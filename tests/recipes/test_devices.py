@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -28,6 +29,12 @@ def test_the_processor_is_always_here():
 def test_a_cuda_device_that_is_not_here_is_refused():
     with pytest.raises(RecipeError, match=r"device\.kind: torch .* finds no CUDA device; .* to cpu$"):
         start(DeviceSection(kind="cuda"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_an_npu_that_is_not_here_is_refused():
+    with pytest.raises(RecipeError, match=r"^device\.kind: no NPU can be used here \(No module"):
+        start(DeviceSection(kind="npu"))
 
 
 def test_the_host_tier_is_no_part_of_a_device_with_its_own_memory():

@@ -1,0 +1,137 @@
+"""What does each Ascend product's fused attention take?
+
+Sources: op-plugin, torch_npu.npu_fused_infer_attention_score and its v2; vllm-ascend, attention_v1.py and
+_310p/attention; CANN's own errors where these are silent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from attention.reference import AttentionShape
+from kv_cache.pages import Index
+
+MOST_SPANS = 4096  # in one call of a packed batch
+MOST_HEADS, MOST_GROUP = 256, 64
+MOST_ROW = 65535  # kv heads x head dim
+MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more: vllm-ascend's bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One line of products, by the name it has in a recipe."""
+
+    name: str
+    chips: str  # what the device calls itself, as a pattern
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    head_dims: tuple[int, ...] = (64, 128)
+    page_sizes: tuple[int, ...] = tuple(range(16, 1025, 16))
+    best_page_size: int = 128
+    is_fused: bool = True  # has fused attention over pages at all
+    uses_atb: bool = False  # as operators of ATB, over a cache of its own layout
+    is_mixed: bool = True  # one call takes single tokens and longer spans together
+    has_windows: bool = True
+    most_graphs: int | None = None  # sizes that may be captured; None: what its streams allow
+
+    def check(self, shape: AttentionShape, *, takes_float32: bool = False) -> None:
+        """Raise ValueError for a shape that fused attention of this product does not take."""
+        plain = "or set device.attention to reference"
+        if not self.is_fused:
+            fused = ", ".join(each.name for each in PRODUCTS if each.is_fused)
+            raise ValueError(
+                f"device.product is {self.name}, which has no fused attention over pages; {fused} have: use"
+                f" one of these, {plain}"
+            )
+        names = [_name(each) for each in self.dtypes]
+        if shape.dtype not in self.dtypes and not (takes_float32 and shape.dtype == torch.float32):
+            raise ValueError(
+                f"model.dtype is {_name(shape.dtype)}; fused attention of the {self.name} takes"
+                f" {' or '.join(names)}: set model.dtype to {names[0]}, {plain}"
+            )
+        if shape.head_dim not in self.head_dims:
+            allowed = " or ".join(map(str, self.head_dims))
+            raise ValueError(
+                f"the model's head_dim is {shape.head_dim}; fused attention of the {self.name} takes"
+                f" {allowed}: choose another model, {plain}"
+            )
+        group = shape.num_heads // shape.num_kv_heads
+        if shape.num_heads > MOST_HEADS or group > MOST_GROUP:
+            raise ValueError(
+                f"the model has {shape.num_heads} query heads over {shape.num_kv_heads}; fused attention"
+                f" takes {MOST_HEADS}, and {MOST_GROUP} a key and value head: choose another model, {plain}"
+            )
+        if shape.num_kv_heads * shape.head_dim > MOST_ROW:
+            raise ValueError(
+                f"the model's key and value heads are {shape.num_kv_heads} x {shape.head_dim} wide; fused"
+                f" attention takes {MOST_ROW} together: choose another model, {plain}"
+            )
+        if shape.page_size not in self.page_sizes:
+            sizes = self.page_sizes
+            some = "a multiple of 16 to 1024" if len(sizes) > 8 else " or ".join(map(str, sizes))
+            raise ValueError(
+                f"cache.page_size is {shape.page_size}; fused attention of the {self.name} takes {some}: set"
+                f" {self.best_page_size}, {plain}"
+            )
+        if not self.has_windows and any(window is not None for window in shape.windows):
+            raise ValueError(
+                f"the model has sliding windows; fused attention of the {self.name} has none: choose another"
+                f" model, {plain}"
+            )
+
+    def check_graphs(self, num_graphs: int, num_layers: int) -> None:
+        """Raise ValueError for more graphs than a device holds: each layer of each takes a stream."""
+        most = MOST_STREAMS // (num_layers + 1)
+        if self.most_graphs is not None:
+            most = min(most, self.most_graphs)
+        if num_graphs > most:
+            raise ValueError(
+                f"device.graphs asks for {num_graphs} graphs of {num_layers} layers; the {self.name} holds"
+                f" {most}: lower it, or raise cache.page_size, which makes the steps between sizes longer"
+            )
+
+    def cuts(self, lens: Index) -> Iterator[tuple[int, int]]:
+        """Spans [first, last) for each call, given the spans' lengths: as few calls as the product allows."""
+        edges = {0, len(lens), *range(0, len(lens), MOST_SPANS)}
+        if not self.is_mixed:
+            edges |= set((np.flatnonzero(np.diff(lens == 1)) + 1).tolist())
+        ordered = sorted(edges)
+        yield from pairwise(ordered)
+
+
+PRODUCTS = (
+    Product(
+        name="310P",
+        chips=r"Ascend310P\d",
+        dtypes=(torch.float16,),
+        page_sizes=(64, 128),
+        uses_atb=True,
+        has_windows=False,
+        most_graphs=0,
+    ),
+    Product(name="910B", chips=r"Ascend910B\d"),
+    Product(name="910C", chips=r"Ascend910_93\d\d"),
+    Product(name="950", chips=r"Ascend950", is_mixed=False, most_graphs=4),
+    Product(name="910", chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$", is_fused=False),
+)
+
+
+def product(name: str | None, chip: str) -> Product:
+    """The product that a recipe names, or else that of the device's own name."""
+    for each in PRODUCTS:
+        if each.name == name or (name is None and re.match(each.chips, chip)):
+            return each
+    known = ", ".join(each.name for each in PRODUCTS)
+    raise ValueError(
+        f"the device calls itself {chip!r}, which is no product known here: set device.product to the nearest"
+        f" of {known}"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

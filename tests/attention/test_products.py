@@ -1,0 +1,110 @@
+"""What a product's fused attention does not take is refused with key, value, limit and mend."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from attention.products import MOST_SPANS, PRODUCTS, product
+from tests.attention.test_attention import shape
+
+NAMES = ["310P", "910B", "910C", "950"]
+
+
+def good(name: str, **changes: object):
+    dtype = torch.float16 if name == "310P" else torch.bfloat16
+    return shape(**{"dtype": dtype, "page_size": 128, "windows": (None,), **changes})
+
+
+def refusal(name: str, takes_float32: bool = False, **changes: object) -> str:
+    with pytest.raises(ValueError, match=r"or set device\.attention to reference$") as caught:
+        product(name, "").check(good(name, **changes), takes_float32=takes_float32)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_model_has_today_is_taken(name):
+    for sizes in ({}, {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8}, {"num_kv_heads": 4}):
+        product(name, "").check(good(name, **sizes))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": torch.float32}, "model.dtype is float32; fused attention of the {} takes "),
+        ({"head_dim": 80}, "the model's head_dim is 80; fused attention of the {} takes 64 or 128: choose"),
+        ({"head_dim": 256}, "the model's head_dim is 256; "),
+        ({"num_heads": 512, "num_kv_heads": 256}, "the model has 512 query heads over 256; fused attention"),
+        ({"num_heads": 128, "num_kv_heads": 1}, "the model has 128 query heads over 1; fused attention"),
+        ({"page_size": 8}, "cache.page_size is 8; fused attention of the {} takes "),
+        ({"page_size": 1040}, "cache.page_size is 1040; "),
+    ],
+)
+def test_what_is_beyond_a_limit_is_refused(name, changes, words):
+    assert refusal(name, **changes).startswith(words.format(name))
+
+
+def test_limits_of_one_product_alone():
+    assert "takes float16: set model.dtype to float16" in refusal("310P", dtype=torch.bfloat16)
+    assert "takes 64 or 128: set 128" in refusal("310P", page_size=16)
+    assert "the 310P has none" in refusal("310P", windows=(None, 16))
+    assert refusal("910").startswith("device.product is 910, which has no fused attention over pages")
+    product("910B", "").check(good("910B", page_size=16, windows=(16,)))
+
+
+def test_float32_is_taken_only_where_a_test_says_so():
+    product("910B", "").check(good("910B", dtype=torch.float32), takes_float32=True)
+    refusal("910B", takes_float32=True, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("chip", "name"),
+    [
+        ("Ascend310P3", "310P"),
+        ("Ascend910A", "910"),
+        ("Ascend910B", "910"),  # as the first series was also called
+        ("Ascend910B1", "910B"),
+        ("Ascend910B4-1", "910B"),
+        ("Ascend910_9391", "910C"),
+        ("Ascend950PR_9589", "950"),
+    ],
+)
+def test_a_device_is_known_by_the_name_it_gives_itself(chip, name):
+    assert product(None, chip).name == name
+    assert product("950", chip).name == "950"
+
+
+def test_an_unknown_device_is_refused_with_what_may_be_said():
+    with pytest.raises(ValueError, match=r"'Ascend310B1', which is no product known here: set device"):
+        product(None, "Ascend310B1")
+
+
+def test_graphs_are_bounded_by_streams():
+    product("910B", "").check_graphs(54, 32)
+    with pytest.raises(ValueError, match="asks for 55 graphs of 32 layers; the 910B holds 54: lower it"):
+        product("910B", "").check_graphs(55, 32)
+    with pytest.raises(ValueError, match="the 950 holds 4"):
+        product("950", "").check_graphs(5, 2)
+    with pytest.raises(ValueError, match="the 310P holds 0"):
+        product("310P", "").check_graphs(1, 2)
+
+
+@pytest.mark.parametrize("each", PRODUCTS, ids=lambda each: each.name)
+def test_every_span_is_in_one_call_and_no_call_holds_what_it_may_not(each):
+    for lens in ([5], [1] * 3 + [7, 2], [7, 1, 1, 3, 1], [1] * (2 * MOST_SPANS) + [3]):
+        cuts = list(each.cuts(np.array(lens)))
+        assert [first for first, _ in cuts] == [0, *(last for _, last in cuts[:-1])]
+        assert cuts[-1][1] == len(lens)
+        assert all(0 < last - first <= MOST_SPANS for first, last in cuts)
+        if each.is_mixed:
+            assert len(cuts) == -(-len(lens) // MOST_SPANS)
+        else:
+            single = [{length == 1 for length in lens[first:last]} for first, last in cuts]
+            assert all(len(kinds) == 1 for kinds in single)
+            edges = [a != b for a, b in pairwise(length == 1 for length in lens)]
+            assert len(cuts) <= 1 + sum(edges) + len(lens) // MOST_SPANS
