@@ -29,13 +29,26 @@ def chip() -> str:
 
 
 class NpuFused(Fused):
-    """Linear, norm, rotary and swiglu on an NPU."""
+    """Linear, also in int8, norm, rotary and swiglu on an NPU."""
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Bring the weight into the order of the matrix unit, which has none for float32."""
         if weight.dtype == torch.float32:
             return weight, bias
         return torch_npu.npu_format_cast(weight, FRACTAL_NZ), bias
+
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+        """As `pack`, turned to [in, out], of an int8 weight [out, in] with its scale [out]."""
+        turned = weight.t().contiguous()
+        return torch_npu.npu_format_cast(turned, FRACTAL_NZ), scale.contiguous(), bias
+
+    def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
+        """[T, in] -> [T, out]; the operators know bfloat16 and float16 alone."""
+        weight, scale, bias = packed
+        rows, row_scale = torch_npu.npu_dynamic_quant(x)
+        return torch_npu.npu_quant_matmul(
+            rows, weight, scale, pertoken_scale=row_scale, bias=bias, output_dtype=x.dtype
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""

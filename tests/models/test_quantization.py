@@ -12,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attention.reference import AttentionShape
 from models import weights
 from models.cpu import CpuFused
 from models.decoder import Decoder
 from models.fused import Fused
 from models.quantization import ACTIVATIONS, WEIGHTS, Quantization, quantization, quantize_rows
 from recipes.families import decoder_config, read
+from tests import devices
+from tests.devices import Kind, Way, on_each
 from tests.models.families import VARIANTS, make
 from tests.models.test_weights import bare
 
@@ -104,6 +107,25 @@ def test_a_linear_is_the_product_of_what_was_quantised(fused: type[Fused], dtype
     near = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found.double(), expected, rtol=near, atol=near)
     assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("device", on_each("fused"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_each_device_multiplies_as_it_is_defined(
+    device: tuple[Kind, Way], dtype: torch.dtype, has_bias: bool
+) -> None:
+    shape = AttentionShape(4, 2, 64, 128, 1.0, dtype, (None,))
+    (operators, attention), plain = devices.operators(*device, shape), Fused()
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(7, 192, generator=generator).to(dtype)
+    (weight, scale), bias = weight_of(96, 192), torch.randn(96, generator=generator).to(dtype)
+    given = [weight, scale, bias if has_bias else None]
+    expected = plain.linear_int8(x, plain.pack_int8(*given))
+    there = [None if each is None else each.to(attention.device) for each in given]
+    found = operators.linear_int8(x.to(attention.device), operators.pack_int8(*there)).cpu()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["llama_biased", "qwen3"])
