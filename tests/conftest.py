@@ -1,11 +1,16 @@
 """What holds for all tests?"""
 
 import os
+from pathlib import Path
 
 from hypothesis import Phase, settings
 
 # The tests' tensors are tiny: a second thread would only wait, and for long on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Without a GPU, Triton's kernels run in its interpreter, which must be known when Triton is first imported
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # For those who ask only whether a test fails: `pytest --hypothesis-profile=no_shrink`
 settings.register_profile(

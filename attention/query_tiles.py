@@ -1,0 +1,99 @@
+"""How is a step's attention cut into programs of like size?
+
+Queries of one span are cut into tiles; where tiles are too few to keep the device busy, the positions that
+a tile reads are shared out too. All this is arithmetic on the host, once a step and window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from continuous_batching.batch import Index, ragged_ranges
+
+TILE_FIELDS, JOIN_FIELDS = 8, 4  # columns: an entry is found by a shift
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How to cut.
+
+    A tile has `num_queries` at most. Positions are shared out in multiples of `step`, so that there are
+    about `num_tiles` in all, no share of fewer than `least` positions; or, if `chunk` is set, by whole
+    chunks of so many positions, one part each.
+    """
+
+    num_queries: int
+    step: int
+    num_tiles: int
+    least: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """The entries of the tables that kernels read, and how many rows of parts they need.
+
+    A tile: first row of the packed query, number of queries, position of the first, the positions that it
+    reads (first, one past the last), span, first row of its parts or -1, 0. A join: row of the packed query,
+    first row of its parts, rows between two of its parts, number of parts.
+    """
+
+    tiles: NDArray[np.int32]  # [n, 8], those that read most first
+    joins: NDArray[np.int32]  # [m, 4]
+    num_parts: int
+
+    @classmethod
+    def of(cls, starts: Index, stops: Index, window: int | None, cut: Cut) -> QueryTiles:
+        """Cut packed spans; a window w lets the query at position p see positions p-w+1 to p."""
+        lens = stops - starts
+        num_tiles = -(-lens // cut.num_queries)
+        span = np.repeat(np.arange(len(lens)), num_tiles)
+        offset = ragged_ranges(np.zeros_like(num_tiles), num_tiles) * cut.num_queries
+        row = (np.cumsum(lens) - lens)[span] + offset
+        count = np.minimum(lens[span] - offset, cut.num_queries)
+        position = starts[span] + offset
+        high = position + count
+        low = np.zeros_like(high) if window is None else np.maximum(position - window + 1, 0)
+
+        share, num_shares = _shares(low, high, cut)
+        of_tile = np.repeat(np.arange(len(row)), num_shares)
+        number = ragged_ranges(np.zeros_like(num_shares), num_shares)
+        parted = num_shares > 1
+        num_rows = np.where(parted, num_shares * count, 0)
+        first_part = np.cumsum(num_rows) - num_rows
+        begin = ((low // share)[of_tile] + number) * share
+        whole = ~parted[of_tile]
+        tiles = np.zeros((len(of_tile), TILE_FIELDS), np.int32)
+        tiles[:, 0], tiles[:, 1], tiles[:, 2] = row[of_tile], count[of_tile], position[of_tile]
+        tiles[:, 3] = np.where(whole, low[of_tile], np.maximum(low[of_tile], begin))
+        tiles[:, 4] = np.where(whole, high[of_tile], np.minimum(high[of_tile], begin + share))
+        tiles[:, 5] = span[of_tile]
+        tiles[:, 6] = np.where(whole, -1, first_part[of_tile] + number * count[of_tile])
+        tiles = tiles[np.argsort(tiles[:, 3] - tiles[:, 4], kind="stable")]
+        joins = _joins(row[parted], count[parted], first_part[parted], num_shares[parted])
+        return cls(tiles, joins, int(num_rows.sum()))
+
+
+def _shares(low: Index, high: Index, cut: Cut) -> tuple[int, Index]:
+    """How many positions are a share, which begin at multiples of it, and how many shares each tile has."""
+    if not cut.chunk:
+        wanted = -(-int((high - low).sum()) // cut.num_tiles)
+        share = max(cut.least, -(-wanted // cut.step) * cut.step)
+        return share, -(-high // share) - low // share
+    num_shares = -(-high // cut.chunk) - low // cut.chunk
+    # Chunks are joined alike within a program and after it: the longest tiles are shared out, as room allows
+    order = np.argsort(-num_shares, kind="stable")
+    added = np.cumsum(num_shares[order] - 1)
+    num_shares[order[added > cut.num_tiles]] = 1
+    return cut.chunk, num_shares
+
+
+def _joins(row: Index, count: Index, first_part: Index, num_shares: Index) -> NDArray[np.int32]:
+    """A join for each query of the tiles that have parts."""
+    of_tile = np.repeat(np.arange(len(row)), count)
+    number = ragged_ranges(np.zeros_like(count), count)
+    columns = (row[of_tile] + number, first_part[of_tile] + number, count[of_tile], num_shares[of_tile])
+    return np.stack(columns, 1).astype(np.int32).reshape(-1, JOIN_FIELDS)

@@ -1,0 +1,21 @@
+"""Where do Triton's kernels run in these tests: on a GPU, or in Triton's interpreter?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+_patch = interpreter._patch_lang_tensor
+
+
+def _patch_scalars(tensor: Any, scope: Any) -> None:
+    """Triton 3.6 takes a scalar, an array of one, by `int`, which numpy has refused since 2.4."""
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_scalars
