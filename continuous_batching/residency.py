@@ -63,11 +63,13 @@ class Residency:
         return pages if swapped is None else pages[: swapped.first]
 
     def count_lookup(self, request: Request, matched: Index) -> None:
-        """Count why a newcomer's lookup found no more, unless another row is computing what it lacks."""
+        """Count why a newcomer's lookup found no more, if it could, and no other row is computing it."""
         keys = self._usable_keys(request)
         if self._prefix_sharing and not self._in_progress(request, len(matched)):
             reason = self.prefix.why_missed(keys, request.tokens, request.cache_salt, matched)
-            if reason is not None:
+            if reason is None:
+                self.prefix.history.num_whole_hits += 1
+            else:
                 self.prefix.history.misses[reason] += 1
 
     def enter(self, request: Request, matched: Index, reserved: int) -> int:

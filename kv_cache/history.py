@@ -52,6 +52,7 @@ class PageHistory:
         self.lifetime = Ages()  # from publication to eviction
         self.idle_before_eviction = Ages()
         self.reuse_gap = Ages()  # idle, then shared again
+        self.num_whole_hits = 0  # lookups that found all they could use
         self.misses: Counter[Miss] = Counter()  # lookups that did not find all they could use, by reason
         self.events: list[PageEvent] | None = None  # a list: what happened since it was last emptied
         self._num_host_pages = num_host_pages

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from continuous_batching.engine import Engine
+from continuous_batching.gauges import read as read_gauges
+from kv_cache.storage import KVCache
 from recipes.build import build
 from recipes.reader import read
 from scripts.benchmark import machine
@@ -40,6 +42,16 @@ def forget_prefixes(engine: Engine) -> None:
     prefix.forget(prefix.chains.names)
 
 
+def cache_figures(engine: Engine) -> dict[str, object]:
+    """What the pools hold now, and what was moved in them since the engine was built."""
+    config, page_size = engine.runner.config, engine.slots.page_size
+    page_bytes = KVCache.page_bytes(
+        config.num_layers, page_size, config.num_kv_heads, config.head_dim, config.dtype
+    )
+    figures = asdict(read_gauges(engine.scheduler, page_bytes))
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+
+
 def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: int) -> dict[str, object]:
     """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
 
@@ -56,6 +68,7 @@ def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: i
         refused = [record["error"] for record in records if "error" in record]
         if refused:
             raise ValueError(f"{trace_path}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
+        cache = cache_figures(engine)
         forget_prefixes(engine)
         if number:
             results.append(summarise(engine, [job.request for job in jobs if isinstance(job, Job)], timeline))
@@ -66,6 +79,7 @@ def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: i
         "trace": Path(trace_path).name,
         "machine": machine.describe(),
         "runs_output_tokens_per_s": [result["output_tokens_per_s"] for result in results],
+        "cache_after_all_runs": cache,
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         **results[num_runs // 2],
     }

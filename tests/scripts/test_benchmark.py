@@ -73,6 +73,10 @@ def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest
     assert result["ttft_ms"]["p50"] <= result["e2e_ms"]["p50"]
     assert 1 <= result["mean_batch"] <= 6
     assert result["machine"]["torch"]
+    cache = result["cache_after_all_runs"]
+    assert cache["held_pages"] == 0
+    assert cache["idle_pages"] > 0
+    assert cache["hit_rate"] == pytest.approx(result["prefix_hit_rate"], abs=0.01)
 
 
 def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:

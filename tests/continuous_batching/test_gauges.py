@@ -1,0 +1,93 @@
+"""A reading agrees with what a recount finds, and bytes with the pages of the copies that were asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from continuous_batching.engine import Engine
+from continuous_batching.gauges import Gauges, read
+from continuous_batching.request import Request, SamplingParams
+from tests.continuous_batching.test_residency import ask, make, run_out
+
+PAGE_BYTES = 1000
+
+
+def gauges(engine: Engine) -> Gauges:
+    return read(engine.scheduler, PAGE_BYTES)
+
+
+def test_an_engine_without_work_holds_nothing() -> None:
+    seen = gauges(make(num_pages=40))
+    assert (seen.held_pages, seen.idle_pages, seen.free_pages, seen.fragmentation) == (0, 0, 39, 0.0)
+    assert (seen.swapped_host_pages, seen.resting_host_pages, seen.free_host_pages) == (0, 0, 0)
+    assert seen.hit_rate == seen.host_hit_rate == 0.0
+
+
+def test_pools_are_parted_among_rows_cache_and_nobody() -> None:
+    engine = make(num_slots=2, num_pages=1 + 8, num_host_pages=9)
+    engine.add(ask("old", 12, 12))
+    engine.add(ask("young", 12, 12))
+    while engine.has_work:
+        engine.step()
+        seen, slots = gauges(engine), engine.slots
+        rows = {page for row in slots.busy.tolist() for page in slots.pages(row).tolist()}
+        left = engine.scheduler.residency.swap.all_left.values()
+        assert seen.held_pages == len(rows)
+        assert seen.held_pages + seen.idle_pages + seen.free_pages == 8
+        assert seen.swapped_host_pages == sum(len(each.pages) for each in left)
+        assert seen.swapped_host_pages + seen.resting_host_pages + seen.free_host_pages == 8
+        assert (seen.running_requests, seen.waiting_requests) == (
+            len(slots.busy),
+            len(engine.scheduler.waiting),
+        )
+    assert seen.swapped_out_bytes == seen.swapped_in_bytes > 0
+
+
+def test_bytes_are_those_of_the_copies() -> None:
+    engine = make(num_slots=3, num_pages=1 + 14, num_host_pages=12, compact_every_steps=3)
+    for number in range(6):
+        engine.add(ask(f"r{number}", 22, 9, num_samples=2))
+        engine.add(Request(f"again {number}", ask("r0", 22, 1).prompt, SamplingParams(max_tokens=2)))
+    copied: Counter[str] = Counter()
+    while engine.has_work:
+        step = engine.step()
+        assert step is not None
+        for copy in step.batch.copies:
+            copied[copy.way] += PAGE_BYTES * len(copy.sources)
+    seen = gauges(engine)
+    assert min(copied.values()) > 0
+    assert copied["to_host"] == seen.rested_bytes + seen.swapped_out_bytes
+    assert copied["from_host"] == seen.promoted_bytes + seen.swapped_in_bytes
+    assert copied["within"] == seen.compacted_bytes + seen.copied_on_write_bytes
+    assert min(seen.compacted_bytes, seen.copied_on_write_bytes, seen.promoted_bytes) > 0
+
+
+def test_free_pages_below_the_highest_held_one_are_fragmented() -> None:
+    engine = make(num_pages=41, prefix_sharing=False)
+    for name, max_tokens in (("short", 2), ("long", 20)):
+        engine.add(ask(name, 20, max_tokens))
+    engine.step()
+    assert gauges(engine).fragmentation == 0.0
+    engine.step()
+    seen, pool = gauges(engine), engine.scheduler.pool
+    below = np.flatnonzero(pool.holders[: pool.highest_held] == 0)
+    assert seen.fragmentation == len(below) / pool.num_free > 0
+    engine.scheduler.compact()
+    assert gauges(engine).fragmentation == 0.0
+
+
+def test_lookups_are_counted_by_what_came_of_them() -> None:
+    engine = make(num_pages=40, num_host_pages=40)
+    first = ask("first", 20, 2)
+    for request in (first, ask("tiny", 3, 1), Request("same", first.prompt, SamplingParams(max_tokens=1))):
+        engine.add(request)
+        run_out(engine)
+    engine.scheduler.residency.tables.evict(engine.scheduler.residency.prefix.num_idle)
+    engine.add(Request("from the host", first.prompt, SamplingParams(max_tokens=1)))
+    run_out(engine)
+    seen = gauges(engine)
+    assert seen.lookups == {"whole": 2, "unseen": 1, "too_short": 1}
+    assert seen.hit_rate == 32 / 63
+    assert seen.host_hit_rate == 16 / 63
