@@ -21,26 +21,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import verb
+from scripts.mutants.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from scripts.mutants.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from scripts.mutants.fault import Fault
 from scripts.mutants.prefix_faults import PREFIX_FAULTS
 from scripts.mutants.residency_faults import RESIDENCY_FAULTS
+from scripts.mutants.resting_faults import RESTING_FAULTS
 from scripts.mutants.schedule_faults import SCHEDULE_FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = (*CACHE_FAULTS, *PREFIX_FAULTS, *RESIDENCY_FAULTS, *SCHEDULE_FAULTS)
-ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "tests")
+FAULTS = (
+    *CACHE_FAULTS,
+    *PREFIX_FAULTS,
+    *RESTING_FAULTS,
+    *RESIDENCY_FAULTS,
+    *SCHEDULE_FAULTS,
+    *ANSWER_FAULTS,
+)
+ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "serving", "tests")
 
 BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"
 HOST_TESTS = (
-    *(CACHE + name for name in ("test_pages.py", "test_prefix.py", "test_history.py")),
+    *(CACHE + name for name in ("test_pages.py", "test_prefix.py", "test_history.py", "test_resting.py")),
     *(BATCHING + name for name in ("test_scheduler.py", "test_residency.py", "test_flight.py")),
-    BATCHING + "test_small_pools.py",
+    *(BATCHING + name for name in ("test_resting.py", "test_resting_schedules.py", "test_small_pools.py")),
     CACHE + "test_model.py",
     BATCHING + "test_machine.py",
     BATCHING + "test_weak_keys.py",
 )
 DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py")
+TESTS_OF = {  # all others: HOST_TESTS
+    STORAGE: DEVICE_TESTS,
+    RUNNER: DEVICE_TESTS,
+    ATTENTION: ("tests/attention/test_attention.py", "tests/attention/test_cpu.py"),
+    SAMPLES: ("tests/serving/test_samples.py",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +131,17 @@ def judge(fault: Fault | None, timeout_s: float) -> Outcome:
 def copy_tree(folder: Path) -> None:
     """Copy what the tests need."""
     for room in ROOMS:
-        ignored = shutil.ignore_patterns("__pycache__", "weights")
+        ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / room, folder / room, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
 def run_tests(folder: Path, fault: Fault | None, timeout_s: float) -> tuple[str, str]:
     """The test that fails first, and what stood in the way of a verdict; empty for none."""
-    on_device = fault is not None and fault.file in (STORAGE, RUNNER)
-    tests = DEVICE_TESTS if on_device else HOST_TESTS if fault else (*HOST_TESTS, *DEVICE_TESTS)
+    if fault is None:
+        tests = tuple(dict.fromkeys(sum(TESTS_OF.values(), HOST_TESTS)))
+    else:
+        tests = TESTS_OF.get(fault.file, HOST_TESTS)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
     command += ["-m", "not slow", "--hypothesis-profile=no_shrink", "--tb=no", *tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -142,6 +142,22 @@ def test_a_smaller_pool_leaves_what_it_gives_up_in_the_host() -> None:
     check(second, third)
 
 
+def test_a_row_that_waited_for_a_page_takes_none_for_those_that_went_to_rest_meanwhile() -> None:
+    engine = make(num_slots=3, num_pages=40, num_host_pages=40)
+    long, first = ask("long", 34, 2), ask("first", 18, 1)
+    second = again(first, "second")
+    for request in (long, first, second):
+        engine.add(request)
+    step = engine.step()
+    assert step is not None
+    assert step.finished == [first], "and the second waits for what it published"
+    pool, prefix = engine.scheduler.pool, engine.scheduler.residency.prefix
+    engine.resize(1 + pool.num_held - prefix.num_idle, "cached")
+    assert pool.num_free + prefix.num_idle == 0
+    run_out(engine)
+    check(long, second)
+
+
 def test_a_step_that_evicts_nothing_copies_nothing() -> None:
     engine = make(num_pages=60, num_host_pages=60)
     engine.add(ask("first", 100, 8))

@@ -43,10 +43,20 @@ def test_a_lookup_says_why_it_found_no_more(pool: PagePool, cache: PrefixCache) 
 def test_what_was_evicted_is_remembered_until_it_is_stored_again(pool: PagePool, cache: PrefixCache) -> None:
     owner = Owner(pool, cache, [*range(8)]).publish()
     owner.leave()
-    cache.evict(1)
+    cache.evict(2)
     assert why(pool, cache, [*range(8)]) == "evicted"
-    Owner(pool, cache, [*range(8)]).publish()
+    again = Owner(pool, cache, [*range(8)]).publish()
     assert why(pool, cache, [*range(8)]) is None
+    cache.forget(again.pages)
+    assert why(pool, cache, [*range(8)]) == "unseen", "it did not go for want of room"
+
+
+def test_of_many_evictions_the_latest_are_remembered(pool: PagePool, cache: PrefixCache) -> None:
+    for first in range(0, 4 * 20, 4):
+        Owner(pool, cache, [*range(first, first + 4)]).publish().leave()
+        cache.evict(1)
+    reasons = [why(pool, cache, [*range(first, first + 4)]) for first in range(0, 4 * 20, 4)]
+    assert reasons == ["unseen"] * (20 - pool.num_pages) + ["evicted"] * pool.num_pages
 
 
 def test_ages_are_those_of_the_clock(pool: PagePool, cache: PrefixCache) -> None:

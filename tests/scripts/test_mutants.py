@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mutants.__main__ import DEVICE_TESTS, FAULTS, HOST_TESTS, main
+from scripts.mutants.__main__ import FAULTS, HOST_TESTS, TESTS_OF, main
 from scripts.mutants.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ def test_a_fault_stands_once_in_its_file_and_parses(fault: Fault) -> None:
 
 def test_faults_have_names_of_their_own_and_tests_that_exist() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
-    assert all((ROOT / path).is_file() for path in (*HOST_TESTS, *DEVICE_TESTS))
+    assert all((ROOT / path).is_file() for path in sum(TESTS_OF.values(), HOST_TESTS))
 
 
 def test_a_fault_whose_place_is_gone_says_so() -> None:

@@ -43,6 +43,15 @@ def test_the_best_samples_are_answers_when_all_have_ended() -> None:
     assert samples.end(middle) == [(0, high), (1, middle)]
 
 
+def test_equal_samples_answer_in_the_order_of_their_numbers() -> None:
+    one, two, three = ended("one", -1.0), ended("two", -1.0), ended("three", -2.0)
+    for number, each in enumerate((one, two, three)):
+        each.number = number
+    samples = Samples(family(one, two, three), 2)
+    assert samples.end(two) == samples.end(three) == []
+    assert samples.end(one) == [(0, one), (1, two)]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
