@@ -10,6 +10,7 @@ from continuous_batching.policies.policy import Busy, Policy, Waiting
 from continuous_batching.queue import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.residency import Residency
+from continuous_batching.searches import Searches
 from continuous_batching.tables import EMPTY
 from kv_cache.pages import Index
 
@@ -24,11 +25,17 @@ class Admission:
     """
 
     def __init__(
-        self, waiting: WaitingQueue, policy: Policy, residency: Residency, counters: Counters
+        self,
+        waiting: WaitingQueue,
+        policy: Policy,
+        residency: Residency,
+        searches: Searches,
+        counters: Counters,
     ) -> None:
         self._waiting = waiting
         self._policy = policy
         self._residency = residency
+        self._searches = searches
         self._counters = counters
         self.held_back: HeldBack | None = None
         self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
@@ -56,9 +63,9 @@ class Admission:
             matched = self._match(request)
             # the last token is never cached
             reserved = min(self._policy.reserve(request), longest_tokens(request) - 1)
-            shared = matched[matched > 0]  # resting ones take pages like what is computed
-            idle = int((residency.tables.pool.holders[shared] == 1).sum())  # these counted as available
-            wanted = -(-reserved // slots.page_size) - len(shared) + idle
+            if request.params.beam_width > slots.num_free:
+                break
+            wanted = self._pages(request, matched, reserved)
             if wanted > spare:
                 spare = 0
                 break
@@ -70,6 +77,8 @@ class Admission:
                 residency.count_lookup(request, matched)
             waiting.remove(request)
             entered[request.id] = row = residency.enter(request, matched, reserved)
+            if request.params.beam_width:
+                self._searches.seat(request, row, reserved)
             if not request.num_preemptions:
                 self._counters.prompt_tokens += request.num_prompt_tokens
             requests_left -= 1
@@ -77,11 +86,18 @@ class Admission:
                 tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
         if not len(waiting):
             self.held_back = None
-        elif not slots.num_free:
+        elif slots.num_free < max(1, waiting.peek().params.beam_width):
             self.held_back = "slots"
         else:
             self.held_back = "tokens" if tokens_left <= 0 else "pages" if requests_left > 0 else "policy"
         return entered
+
+    def _pages(self, request: Request, matched: Index, reserved: int) -> int:
+        """Pages that a newcomer takes from those that are available, for so many tokens."""
+        shared = matched[matched > 0]  # resting ones take pages like what is computed
+        idle = int((self._residency.tables.pool.holders[shared] == 1).sum())  # these counted as available
+        wanted = -(-reserved // self._residency.slots.page_size) - len(shared) + idle
+        return wanted + self._searches.extra_pages(request, reserved) if request.params.beam_width else wanted
 
     def _match(self, request: Request) -> Index:
         """What the head of the queue can share; searched again only when the cache has changed."""

@@ -39,6 +39,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest continuations of one beam: at least `beam_width` and one for each token that ends it."""
+
+    tokens: Index  # [C]
+    scores: NDArray[np.float32]  # [C] log-probabilities after the request's changes, falling
+    logprobs: NDArray[np.float32]  # [C] before them
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """What the device answers for one batch, aligned with `batch.sampled`."""
 
@@ -46,6 +55,7 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs] = field(
         default_factory=dict
     )  # for those that asked, by index into tokens
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # for beams, by index into tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
+from kv_cache.pages import Index, PagePool
 
 GiveUp = Literal["nothing", "cached", "running"]
 
@@ -25,7 +25,9 @@ def check_samples(leader: Request) -> None:
         ids.add(each.id)
 
 
-def check_request(request: Request, vocab_size: int, slots: SlotPool, pool: PagePool) -> None:
+def check_request(
+    request: Request, vocab_size: int, stop_tokens: Index, slots: SlotPool, pool: PagePool
+) -> None:
     """Raise ValueError for a request whose tokens do not exist or that could never fit."""
     name, prompt, last_id = f"request {request.id}", request.prompt, vocab_size - 1
     if not len(prompt):
@@ -37,7 +39,18 @@ def check_request(request: Request, vocab_size: int, slots: SlotPool, pool: Page
     for token in request.params.logit_bias:
         if not 0 <= token <= last_id:
             raise ValueError(f"{name} biases the token id {token}; the model's go from 0 to {last_id}")
-    longest = longest_tokens(request)
+    longest, width = longest_tokens(request), request.params.beam_width
+    if width > slots.num_slots:
+        raise ValueError(
+            f"{name} searches with {width} beams; {slots.num_slots} requests run at once"
+            " (scheduler.num_slots), and each beam counts as one: lower beam_width"
+        )
+    num_stops = len(stop_tokens)
+    if width and width + num_stops > vocab_size:
+        raise ValueError(
+            f"{name} searches with {width} beams and {num_stops} tokens that end them;"
+            f" the vocabulary has {vocab_size}: lower beam_width"
+        )
     if longest > slots.max_tokens:
         raise ValueError(
             f"{name} may grow to {longest} tokens; the limit is {slots.max_tokens}"
@@ -48,6 +61,12 @@ def check_request(request: Request, vocab_size: int, slots: SlotPool, pool: Page
         raise ValueError(
             f"{name} may grow to {longest} tokens; the cache holds {capacity}:"
             " shorten the prompt or max_tokens, or give the cache more pages"
+        )
+    needed = most_pages(request, slots.page_size)
+    if needed > pool.num_pages - 1:
+        raise ValueError(
+            f"{name} may need {needed} pages for {width} beams; the cache has {pool.num_pages - 1}:"
+            " lower beam_width or max_tokens, or give the cache more pages"
         )
 
 
@@ -63,11 +82,15 @@ def check_resize(
 
     `num_idle` of the held pages are cached and used by nobody.
     """
-    longest = max((longest_tokens(request) for request in accepted), default=1)
-    needed = 1 + max(1, -(-(longest - 1) // page_size))
+    pages, tokens, width = max(
+        ((most_pages(each, page_size), longest_tokens(each), each.params.beam_width) for each in accepted),
+        default=(1, 1, 0),
+    )
+    needed = 1 + pages
     if num_pages < needed:
+        beams = f" in {width} beams" if width else ""
         raise ValueError(
-            f"{num_pages} pages cannot hold the longest accepted request, {longest} tokens;"
+            f"{num_pages} pages cannot hold the longest accepted request, {tokens} tokens{beams};"
             f" resize to at least {needed}, or end it first"
         )
     running = pool.num_held - num_idle
@@ -77,6 +100,13 @@ def check_resize(
             f"{num_pages} pages are fewer than the {pool.num_held} held ({running} by running requests, the"
             f" others cached); resize to at least {least + 1}, or allow more to be given up than {give_up}"
         )
+
+
+def most_pages(request: Request, page_size: int) -> int:
+    """The most pages that a request may come to hold, with all its beams; the last token is never cached."""
+    longest = max(1, -(-(longest_tokens(request) - 1) // page_size))
+    shared = request.num_prompt_tokens // page_size
+    return longest + max(0, request.params.beam_width - 1) * (longest - shared)
 
 
 def longest_tokens(request: Request) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from continuous_batching.counters import Counters
 from continuous_batching.queue import WaitingQueue
 from continuous_batching.residency import Residency
+from continuous_batching.searches import Searches
 from continuous_batching.victims import Victim
 from kv_cache.pages import Index
 
@@ -12,18 +15,21 @@ from kv_cache.pages import Index
 class Preemption:
     """Takes rows from requests, which wait again and later get the same tokens.
 
+    The beams of one request go together.
     `row_of` is the scheduler's: the row of each running request, by its id.
     """
 
     def __init__(
         self,
         residency: Residency,
+        searches: Searches,
         waiting: WaitingQueue,
         counters: Counters,
         victim: Victim,
         row_of: dict[str, int],
     ) -> None:
         self._residency = residency
+        self._searches = searches
         self._waiting = waiting
         self._counters = counters
         self.victim = victim
@@ -34,11 +40,11 @@ class Preemption:
         tables, slots = self._residency.tables, self._residency.slots
         missing = tables.missing(rows, stops)
         while missing.sum() + tables.num_copies(rows) > tables.num_available:
-            busy = slots.busy
-            assert len(busy) > 1, f"row {busy[0]} is alone and finds no page"
-            victim = self.victim(slots, busy[1:])
+            others = self._others()
+            assert len(others), f"row {slots.busy[0]} is alone and finds no page"
+            victim = self.victim(slots, others)
+            kept = ~np.isin(rows, self._searches.rows_of(victim))
             self.preempt(victim)
-            kept = rows != victim
             rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
         tables.grow(rows, missing)
         return rows, starts, stops
@@ -47,19 +53,26 @@ class Preemption:
         """Preempt until no more than so many pages are held by rows, the oldest last."""
         pool, prefix, slots = self._residency.tables.pool, self._residency.prefix, self._residency.slots
         while pool.num_held - prefix.num_idle > num_pages:
-            self.preempt(self.victim(slots, slots.busy[1:] if len(slots.busy) > 1 else slots.busy))
+            others = self._others()
+            self.preempt(self.victim(slots, others if len(others) else slots.busy))
 
     def preempt(self, row: int) -> None:
-        """Send a row back to the queue, where its arrival number keeps its place.
+        """Send a row's request back to the queue, where its arrival number keeps its place.
 
         Without a host pool, or where that is full, what it computed is lost but for what stays cached.
         """
         self._counters.preemptions += 1
         num_computed = int(self._residency.slots.num_computed[row])
-        request = self._residency.swap_out(row)
+        searching = row in self._searches
+        request = self._searches.suspend(row) if searching else self._residency.swap_out(row)
         if request is None:
             request = self._residency.leave(row)
             self._counters.lost_tokens += num_computed
         del self._row_of[request.id]
         request.num_preemptions += 1
         self._waiting.push(request)
+
+    def _others(self) -> Index:
+        """All rows but those of the oldest request."""
+        busy = self._residency.slots.busy
+        return busy[len(self._searches.rows_of(int(busy[0]))) :]

@@ -16,7 +16,6 @@ from continuous_batching.recording import (
     FRAME_BYTES,
     Added,
     Chain,
-    Committed,
     Copied,
     Ended,
     Entry,
@@ -24,6 +23,7 @@ from continuous_batching.recording import (
     Resized,
     Sample,
     Scheduled,
+    committed,
     packed,
 )
 from continuous_batching.request import Request
@@ -95,7 +95,7 @@ class Recorder:
 
     def committed(self, sampled: Sampled, now_s: float) -> None:
         """The device answered."""
-        self._write(Committed(now_s, packed(sampled.tokens)))
+        self._write(committed(sampled, now_s))
 
     def close(self) -> None:
         """Nothing is recorded afterwards."""

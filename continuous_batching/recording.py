@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Batch
+from continuous_batching.batch import Batch, Candidates, Sampled
 from continuous_batching.request import SamplingParams
 from kv_cache.pages import Index
 
@@ -86,11 +86,20 @@ class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
     held_back: str | None  # why the head of the queue was not admitted
 
 
+class Offer(msgspec.Struct, array_like=True, frozen=True):
+    """The candidates of one beam: tokens, and little-endian float32 log-probabilities."""
+
+    index: int  # into the batch's sampled tokens
+    tokens: bytes
+    scores: bytes
+
+
 class Committed(msgspec.Struct, tag="C", array_like=True, frozen=True):
     """What the device answered, and when."""
 
     now_s: float
     tokens: bytes
+    offers: list[Offer] = []
 
 
 Entry = Header | Added | Ended | Resized | Scheduled | Committed
@@ -135,6 +144,24 @@ def packed(array: NDArray[np.integer]) -> bytes:
 def unpacked(data: bytes) -> Index:
     """The integers that `packed` made bytes of."""
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
+
+
+def committed(sampled: Sampled, now_s: float) -> Committed:
+    """The entry of what the device answered; log-probabilities decide nothing, and are left out."""
+    offers = [
+        Offer(index, packed(each.tokens), each.scores.astype("<f4").tobytes())
+        for index, each in sampled.candidates.items()
+    ]
+    return Committed(now_s, packed(sampled.tokens), offers)
+
+
+def answered(entry: Committed) -> Sampled:
+    """What the device answered, from its entry."""
+    candidates = {}
+    for offer in entry.offers:
+        scores = np.frombuffer(offer.scores, dtype="<f4").astype(np.float32)
+        candidates[offer.index] = Candidates(unpacked(offer.tokens), scores, scores)
+    return Sampled(unpacked(entry.tokens), candidates=candidates)
 
 
 class Chain:

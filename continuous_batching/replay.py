@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from continuous_batching.batch import Batch, Sampled
+from continuous_batching.batch import Batch
 from continuous_batching.door import GiveUp
 from continuous_batching.recording import (
     Added,
@@ -20,6 +20,7 @@ from continuous_batching.recording import (
     Header,
     Resized,
     Scheduled,
+    answered,
     packed,
     unpacked,
 )
@@ -104,7 +105,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
             requests = scheduler.slots.requests
             ids = [requests[row].id for row in batch.slots.tolist()]
             owner_ids = [requests[row].id for row in batch.owners.tolist()]
-            finished = scheduler.commit(batch, Sampled(unpacked(entry.tokens)), entry.now_s)
+            finished = scheduler.commit(batch, answered(entry), entry.now_s)
             yield Replayed(number, batch, ids, owner_ids, held_back, start_s, entry.now_s, finished)
             batch = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    beam_width: int = 0  # 0: off; else the answers are searched for by so many beams, not drawn
+    length_penalty: float = 1.0  # a hypothesis scores its log-probability / tokens**length_penalty
+    early_stopping: bool | Literal["never"] = False  # as in transformers' generate
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
@@ -62,6 +66,25 @@ class SamplingParams:
             _check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "from -100 to 100")
         _check("stop", len(self.stop), len(self.stop) <= 16, "at most 16 strings")
         _check("stop", self.stop, all(self.stop), "strings of at least one character")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        width, penalty, early = self.beam_width, self.length_penalty, self.early_stopping
+        _check("beam_width", width, width == 0 or width >= 2, "0 (off) or at least 2")
+        _check("length_penalty", penalty, -10 <= penalty <= 10, "from -10 to 10")
+        _check("early_stopping", early, early in (False, True, "never"), 'false, true or "never"')
+        if not width:
+            _check("length_penalty", penalty, penalty == 1, "left out without beam_width")
+            _check("early_stopping", early, early is False, "left out without beam_width")
+            return
+        _check("temperature", self.temperature, self.temperature in (0, 1), _NOT_DRAWN)
+        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0), ("seed", None)):
+            value = getattr(self, name)
+            _check(name, value, value == off, _NOT_DRAWN)
+        _check("stop", self.stop, not self.stop, "left out beside beam_width; stop_token_ids end a beam")
+
+
+_NOT_DRAWN = "left out beside beam_width: beams are searched, not drawn"
 
 
 def _check(name: str, value: object, holds: bool, allowed: str) -> None:
@@ -76,6 +99,17 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One answer that a beam search found."""
+
+    tokens: TokenIds  # with the one that ended it
+    cumulative_logprob: float  # of its tokens, after the request's changes of log-probabilities
+    score: float  # cumulative_logprob / len(tokens)**length_penalty
+    finish_reason: str  # stop, length
+    logprobs: tuple[TokenLogprobs, ...]  # of each token, if asked for
 
 
 @dataclass(eq=False, slots=True)
@@ -107,6 +141,7 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found computed when it was first admitted
     num_preemptions: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search that ended, best first; `tokens` has the best
     first_token_s: float | None = None
     finish_s: float | None = None
     finish_reason: str | None = None  # stop, length, abort, error

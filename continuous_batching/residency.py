@@ -37,13 +37,15 @@ class Residency:
         self._counters = counters
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
+        self.seated: dict[int, int] = {}  # row of a beam that waits for its leader -> pages to share
         self._blocked: dict[int, int] = {}  # row that waits for a page of another -> the cache's version then
 
     def num_promised(self) -> int:
         """Pages that busy rows will still take for what they know or reserved at admission."""
         slots, busy = self.slots, self.slots.busy
         wanted = self.tables.pages_for(np.maximum(slots.reserved[busy], slots.num_tokens[busy]))
-        return int(np.maximum(wanted - slots.num_pages[busy], 0).sum()) + len(self.tables.forked)
+        promised = int(np.maximum(wanted - slots.num_pages[busy], 0).sum()) + len(self.tables.forked)
+        return promised - sum(self.seated.values())
 
     def keys(self, request: Request) -> list[bytes]:
         """Keys of the full pages of its known tokens, as far as they may be shared."""
@@ -91,24 +93,51 @@ class Residency:
         """Give a request a row that shares all pages of `source`, whose prompt this batch completes."""
         slots = self.slots
         row, prompt = slots.take(request), slots.num_prompt[source]
-        self.tables.fork(source, row)
+        self.tables.fork(source, row, int(prompt))
         slots.num_computed[row] = slots.reserved[row] = prompt
         slots.num_published[row] = slots.num_published[source]
         request.num_cached_tokens = slots.requests[source].num_cached_tokens
         return row
+
+    def seat(self, beam: Request, num_shared: int, reserved: int) -> int:
+        """Give a beam a row that waits until it can share `num_shared` pages of its leader's."""
+        row = self.slots.take(beam)
+        self.slots.reserved[row] = reserved
+        self.slots.num_shareable[row] = 0  # its leader publishes the prompt
+        self.seated[row] = num_shared
+        return row
+
+    def branch(self, leader: int, row: int) -> None:
+        """Let a seated row start from its leader's pages, and then from what is found cached beyond."""
+        slots, pages = self.slots, self.slots.pages(leader)[: self.seated.pop(row)]
+        self.tables.extend(row, pages)
+        slots.num_computed[row] = len(pages) * slots.page_size
+        slots.num_published[row] = min(len(pages), slots.num_published[leader])
+        self._blocked[row] = -1  # no version: look once
+
+    def take_over(self, row: int, source: int) -> None:
+        """Let a beam's row go on from where another stands, in place of what it holds."""
+        slots, count = self.slots, self.slots.num_tokens[source]
+        self.seated.pop(row, None)
+        self.tables.fork(source, row, int(slots.num_computed[source]))
+        slots.token_ids[row, :count] = slots.token_ids[source, :count]
+        slots.requests[row].page_keys = slots.requests[source].page_keys
+        for column in (slots.num_tokens, slots.num_computed, slots.num_published):
+            column[row] = column[source]
 
     def is_blocked(self, row: int) -> bool:
         """Whether the row waits for a page that another computes."""
         return row in self._blocked
 
     def runnable(self) -> Index:
-        """Busy rows that are not blocked, oldest first; blocked ones first take what was published."""
+        """Busy rows that wait for no other, oldest first; blocked ones first take what was published."""
         busy = self.slots.busy
-        if not self._blocked:
+        if not self._blocked and not self.seated:
             return busy
         for row in busy[np.isin(busy, list(self._blocked))].tolist():
             self._unblock(row)
-        return busy[~np.isin(busy, list(self._blocked))] if self._blocked else busy
+        waiting = [*self._blocked, *self.seated]
+        return busy[~np.isin(busy, waiting)] if waiting else busy
 
     def publish_prompts(self, rows: Index) -> None:
         """Make the pages of prompts findable that are computed by now."""
@@ -158,6 +187,7 @@ class Residency:
         request.tokens = slots.token_ids[row, : slots.num_tokens[row]].copy()
         del request.logprobs[len(request.answer) :]
         self._blocked.pop(row, None)
+        self.seated.pop(row, None)
         self.tables.clear(row)
         slots.release(row)
         return request

@@ -16,6 +16,7 @@ from continuous_batching.preemption import Preemption
 from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
 from continuous_batching.request import Request
 from continuous_batching.residency import Residency
+from continuous_batching.searches import Searches
 from continuous_batching.slots import SlotPool
 from continuous_batching.tables import EMPTY, EMPTY_ENTRIES
 from continuous_batching.victims import Victim, youngest
@@ -76,15 +77,18 @@ class Scheduler:
         )
         self.waiting = WaitingQueue(order)
         self._policy = policy
-        self._admission = Admission(self.waiting, policy, self.residency, self.counters)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
         self._endings = Endings(slots, vocab_size, eos_token_ids)
+        self._searches = Searches(self.residency, self._endings, self.counters)
+        self._admission = Admission(self.waiting, policy, self.residency, self._searches, self.counters)
         self._compaction = Compaction(self.residency.tables, compact_every_steps, compact_pages_per_step)
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
-        self.preemption = Preemption(self.residency, self.waiting, self.counters, victim, self._row_of)
+        self.preemption = Preemption(
+            self.residency, self._searches, self.waiting, self.counters, victim, self._row_of
+        )
         self._followers = Followers()
         self._in_flight = EMPTY  # rows of the batch between schedule and commit
         self._ending: dict[int, str] = {}  # rows in flight that were ended meanwhile, and why
@@ -113,6 +117,8 @@ class Scheduler:
             if each.seed is None:
                 each.seed = int(self._random.integers(2**63))
         self._followers.add(request)
+        if request.params.beam_width:
+            self._num_arrived += self._searches.add(request)
         self.waiting.push(request)
 
     def end(self, request_id: str, reason: str) -> Request | None:
@@ -125,6 +131,7 @@ class Scheduler:
         if request is not None:
             self.waiting.remove(request)
             self.residency.swap.forget(request)
+            self._searches.end(request)
             self._part(request)
             request.finish_reason = reason
             return request
@@ -135,7 +142,7 @@ class Scheduler:
         row = self._row_of.get(request_id)
         if row is None:
             return None
-        if row in self._in_flight:
+        if np.isin(self._searches.rows_of(row), self._in_flight).any():
             self._ending[row] = reason
             ended: Request = self.slots.requests[row]
             return ended
@@ -148,6 +155,8 @@ class Scheduler:
         if len(self.waiting):
             self._row_of |= self._admission.admit(self.max_batch_tokens, now_s)
         slots = self.slots
+        if self._searches:
+            self._searches.part()
         rows = self.residency.runnable()
         if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
             return Batch(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY_ENTRIES)
@@ -158,7 +167,10 @@ class Scheduler:
             todo = self._policy.share(Busy(todo, starts), self.max_batch_tokens)
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
-        rows, starts, stops = self.preemption.make_room(rows, starts, starts + todo)
+        stops = starts + todo
+        if self._searches:
+            rows, starts, stops = self._searches.together(rows, starts, stops)
+        rows, starts, stops = self.preemption.make_room(rows, starts, stops)
         sampled = np.flatnonzero(stops == slots.num_tokens[rows])
         owners = rows[sampled]
         self._in_flight = rows
@@ -175,6 +187,10 @@ class Scheduler:
         rows, tokens = batch.owners, sampled.tokens
         failed = rows[tokens < 0]  # nobody may come to hold what they computed, not even within this commit
         self.residency.publish_prompts(in_flight[~np.isin(in_flight, failed)] if len(failed) else in_flight)
+        ends, self._ending = self._ending, {}
+        if self._searches:
+            rows, sampled = self._searches.advance(rows, sampled, ends, now_s)
+            tokens = sampled.tokens
         at = slots.num_tokens[rows]
         slots.token_ids[rows, at] = tokens
         slots.num_tokens[rows] = at + 1
@@ -185,8 +201,8 @@ class Scheduler:
         counters = self.counters
         counters.steps += 1
         counters.computed_tokens += batch.num_tokens
-        counters.sampled_tokens += len(rows)
-        return self._end_rows(rows, tokens, now_s)
+        counters.sampled_tokens += len(batch.owners)
+        return self._end_rows(rows, tokens, ends, now_s)
 
     def compact(self) -> int:
         """Bring all held pages to the low end before the next batch; returns how many move."""
@@ -209,9 +225,9 @@ class Scheduler:
         tables.compact(pool.num_pages)
         tables.resize(num_pages)
 
-    def _end_rows(self, rows: Index, tokens: Index, now_s: float) -> list[Request]:
+    def _end_rows(self, rows: Index, tokens: Index, ends: dict[int, str], now_s: float) -> list[Request]:
+        """End what these tokens end, beside what is to end already."""
         over = self._endings.of(rows, tokens)
-        ends, self._ending = self._ending, {}
         for row in rows[np.isin(rows, list(ends)) & (tokens >= 0)].tolist() if ends else []:
             self.slots.num_tokens[row] -= 1  # ended while in flight: the token comes too late
         for row, reason in over.items():
@@ -247,7 +263,9 @@ class Scheduler:
             self.waiting.push(successor)
 
     def _finish(self, row: int, reason: str) -> Request:
-        request = self.residency.leave(row, failed=reason == "error")
+        rows = self._searches.rows_of(row)
+        request, *_ = [self.residency.leave(each, failed=reason == "error") for each in rows]
+        self._searches.end(request)
         del self._row_of[request.id]
         self._part(request)
         request.finish_reason = reason
@@ -261,4 +279,5 @@ class Scheduler:
             raise ValueError(
                 f"request {request.id} is being served already; give each request an id of its own"
             )
-        check_request(request, self._vocab_size, self.slots, self.pool)
+        stops = self._endings.stop_tokens(request.params)
+        check_request(request, self._vocab_size, stops, self.slots, self.pool)

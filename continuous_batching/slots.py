@@ -49,10 +49,11 @@ class SlotPool:
         self.presence_penalty = np.zeros(num_slots, dtype=np.float32)
         self.frequency_penalty = np.zeros(num_slots, dtype=np.float32)
         self.seed = np.zeros(num_slots, dtype=np.uint64)
+        self.beam_width = self._integers()  # 0: the row is no beam
         self.min_total = self._integers()  # no stop token while num_tokens is below
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stops = np.zeros(num_slots, dtype=np.bool_)  # the request has stop_token_ids
-        self.plain = np.ones(num_slots, dtype=np.bool_)  # no penalty, bias, logprobs or min_tokens
+        self.plain = np.ones(num_slots, dtype=np.bool_)  # no penalty, bias, logprobs, min_tokens or beams
 
         # The last request of each row: it stays readable after its end, until the row is taken again
         self.requests: NDArray[np.object_] = np.full(num_slots, None, dtype=object)
@@ -80,7 +81,7 @@ class SlotPool:
             column[row] = 0
         self.num_shareable[row] = min(len(request.page_keys), request.num_prompt_tokens // self.page_size)
 
-        self.temperature[row] = params.temperature
+        self.temperature[row] = 0 if params.beam_width else params.temperature
         self.top_k[row] = params.top_k
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -88,6 +89,7 @@ class SlotPool:
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
         self.seed[row] = request.seed or 0
+        self.beam_width[row] = params.beam_width
         self.min_total[row] = request.num_prompt_tokens + params.min_tokens
         self.ignore_eos[row] = params.ignore_eos
         self.own_stops[row] = bool(params.stop_token_ids)
@@ -98,6 +100,7 @@ class SlotPool:
             or params.logit_bias
             or params.logprobs is not None
             or params.min_tokens
+            or params.beam_width
         )
         at = int(np.searchsorted(self.number[self.busy], request.number))
         self.busy = np.insert(self.busy, at, row)

@@ -103,10 +103,20 @@ class PageTables:
             self._counters.rested_pages += len(copy.sources)
             self.copy(copy)
 
-    def fork(self, source: int, row: int) -> None:
-        """Share all pages of a row with an empty one; the first of them to write to the last copies it."""
-        self.extend(row, self.slots.pages(source))
-        if self.slots.num_prompt[source] % self.slots.page_size:
+    def fork(self, source: int, row: int, num_tokens: int) -> None:
+        """Share the pages of a row's first tokens with another row, in place of what that one held.
+
+        The first of them to write to the last page copies it, unless it is full.
+        """
+        slots = self.slots
+        old, new = slots.pages(row), slots.pages(source)[: -(-num_tokens // slots.page_size)]
+        width = min(len(old), len(new))
+        kept = int(np.append(old[:width] != new[:width], True).argmax())  # what both hold already
+        slots.num_pages[row] = kept
+        self.extend(row, new[kept:])
+        self.prefix.release(old[kept:])
+        self.forked.discard(row)
+        if num_tokens % slots.page_size:
             self.forked |= {source, row}
 
     def replace(self, row: int, indexes: Index, pages: Index) -> None:

@@ -6,8 +6,7 @@ So a request draws the same tokens whatever runs beside it, in whatever row, als
 Down once, up once: the parameters of all rows travel to the device in one piece, and tokens and
 log-probabilities come back in one.
 
-Legend: R sampled rows, W those of them that need more than the best token, L those that want
-log-probabilities, V vocabulary.
+Legend: R sampled rows, W those of them that need more than the best token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous_batching.batch import Sampled
-from continuous_batching.request import TokenLogprobs
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from models.edits import Arrays, apply_edits, gather_edits, needs_edit
 from models.filters import draw, tile_size, top_k_threshold, top_p_threshold
 from models.fused import Fused
+from models.logprobs import Beams, asked_logprobs, fetch, likeliest, read_likeliest
 
 Tensors = dict[str, Tensor]
 
 _GREEDY_BELOW = 1e-5  # temperatures under it would divide float32 logits out of range
-_NUM_TOP = 20  # the most log-probabilities that a request may ask for
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -55,7 +53,8 @@ class Sampler:
     First come the changes of `models.edits`. Then temperature 0 (or top_k 1) takes the best token; any other
     row draws from softmax(logits / temperature) under the thresholds of `models.filters`. Log-probabilities
     are of the model's own distribution, before any of that. A row that holds NaN or +inf gets token -1, and
-    so does one to which every token is forbidden; rows do not affect each other.
+    so does one to which every token is forbidden; rows do not affect each other. A beam gets candidates
+    (see `models.logprobs`).
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int, fused: Fused | None = None) -> None:
@@ -70,25 +69,34 @@ class Sampler:
         drawn = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
         plain = bool(slots.plain[rows].all())
         edited = np.zeros_like(drawn) if plain else needs_edit(rows, slots)
-        asked = [] if plain else _asked_logprobs(rows, slots)
+        asked = [] if plain else asked_logprobs(rows, slots)
+        beams = None if plain else Beams(rows, slots, self._eos_token_ids, self._vocab_size)
+        if beams:
+            edited[beams.at] = False  # their log-probabilities are, not their logits
         work = np.flatnonzero(drawn | edited)
 
         tokens, finite = self._fused.greedy(logits)
-        if not len(work) and not asked:
+        if not len(work) and not asked and not beams:
             return Sampled(torch.where(finite, tokens, -1).cpu().numpy())
         host: Arrays = {"work": work, "asked": np.array([index for index, _ in asked], dtype=np.int64)}
         host |= self._parameters(rows[work], drawn[work], slots)
         if edited.any():
             host |= gather_edits(rows[work], slots, self._eos_token_ids, self._vocab_size)
+        if beams:
+            host |= beams.arrays()
         sent = _send(host, logits.device)
         if len(work):
             chosen, possible = self._choose(logits, tokens, host, sent)
             tokens[sent["work"]] = chosen
             finite[sent["work"]] &= possible
-        tokens = torch.where(finite, tokens, -1)
-        if not asked:
-            return Sampled(tokens.cpu().numpy())
-        return _with_logprobs(logits, tokens, sent["asked"], asked)
+        up = {"tokens": torch.where(finite, tokens, -1)}
+        if asked:
+            up |= likeliest(logits, tokens, sent["asked"])
+        if beams:
+            up |= beams.candidates(logits, sent)
+        got = fetch(up)
+        logprobs = read_likeliest(got, asked) if asked else {}
+        return Sampled(got["tokens"], logprobs, beams.read(got) if beams else {})
 
     def _parameters(self, rows: Index, drawn: NDArray[np.bool_], slots: SlotPool) -> Arrays:
         """What drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""
@@ -147,35 +155,6 @@ class Sampler:
 def _take(table: Tensor, rows: Tensor) -> Tensor:
     """The rows [W] of table [R, V], which rise; the table itself if they are all of it."""
     return table if len(rows) == len(table) else table[rows]
-
-
-def _asked_logprobs(rows: Index, slots: SlotPool) -> list[tuple[int, int]]:
-    """(index into rows, how many of the best) of each row that wants log-probabilities."""
-    special = np.flatnonzero(~slots.plain[rows]).tolist()
-    wanted = [(index, slots.requests[rows[index]].params.logprobs) for index in special]
-    return [(index, num_top) for index, num_top in wanted if num_top is not None]
-
-
-def _with_logprobs(logits: Tensor, tokens: Tensor, at: Tensor, asked: list[tuple[int, int]]) -> Sampled:
-    """Tokens [R], and log-probabilities of the rows `at` [L]; a failed row has none."""
-    scores = torch.log_softmax(logits[at].float(), dim=-1)
-    # As many for everybody: how equals are ordered must not depend on what a neighbour asked for
-    top = scores.topk(min(_NUM_TOP, scores.shape[1]), dim=-1)
-    chosen = scores.gather(1, tokens[at].clamp(min=0)[:, None])
-    logprobs = torch.cat((chosen, top.values), dim=1)
-    parts = (tokens.int(), top.indices.int().flatten(), logprobs.view(torch.int32).flatten())
-    back = torch.cat(parts).cpu().numpy()
-
-    num_rows, shape = len(tokens), (len(asked), top.values.shape[1])
-    ids = back[num_rows : num_rows + top.indices.numel()].reshape(shape)
-    values = back[num_rows + ids.size :].view(np.float32).reshape(len(asked), -1)
-    result = Sampled(back[:num_rows].astype(np.int64))
-    for (index, num_top), row_ids, row_values in zip(asked, ids.tolist(), values.tolist()):
-        token = int(result.tokens[index])
-        if token >= 0:
-            best = sorted(zip(row_ids, row_values[1:]), key=lambda pair: (-pair[1], pair[0]))
-            result.logprobs[index] = TokenLogprobs(token, row_values[0], tuple(best[:num_top]))
-    return result
 
 
 def _send(arrays: Arrays, device: torch.device) -> Tensors:

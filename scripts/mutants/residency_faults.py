@@ -116,8 +116,8 @@ RESIDENCY_FAULTS = (
     Fault(
         "promises_not_counted",
         RESIDENCY,
-        "return int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
-        "return 0 * int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
+        "promised = int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
+        "promised = 0 * int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
         "admitted, preempted, admitted again: nothing gets on",
     ),
     Fault(
@@ -221,8 +221,8 @@ RESIDENCY_FAULTS = (
     Fault(
         "fork_mark_stays_after_the_end",
         TABLES,
-        "        self.forked.discard(row)\n",
-        "",
+        "        self.forked.discard(row)\n        self.prefix.release(self",
+        "        self.prefix.release(self",
         "pages are promised to a copy that nobody makes",
     ),
     Fault(

@@ -34,7 +34,7 @@ SCHEDULE_FAULTS = (
     Fault(
         "ended_under_the_batch",
         SCHEDULER,
-        "if row in self._in_flight:",
+        "if np.isin(self._searches.rows_of(row), self._in_flight).any():",
         "if False:",
         "a row is freed while the device computes it, and booked after",
     ),
@@ -76,7 +76,7 @@ SCHEDULE_FAULTS = (
     Fault(
         "victim_stays_in_the_batch",
         PREEMPTION,
-        "kept = rows != victim",
+        "kept = ~np.isin(rows, self._searches.rows_of(victim))",
         "kept = rows >= 0",
         "a request is computed in the row that it was just thrown out of",
     ),
@@ -90,8 +90,8 @@ SCHEDULE_FAULTS = (
     Fault(
         "oldest_preempted",
         PREEMPTION,
-        "victim = self.victim(slots, busy[1:])",
-        "victim = self.victim(slots, busy)",
+        "victim = self.victim(slots, others)",
+        "victim = self.victim(slots, slots.busy)",
         "two requests that do not fit together take turns for ever",
     ),
     Fault(

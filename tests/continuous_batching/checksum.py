@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import Batch, Sampled
+from continuous_batching.batch import Batch, Candidates, Sampled
+from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy, PagePool
 
@@ -44,6 +45,53 @@ def alone(
         if token in stops:
             break
     return answer
+
+
+def outlook(keys: np.ndarray) -> np.ndarray:
+    """The log-probability of each next token: few bits, so that sums are exact and some are equal."""
+    weights = np.arange(1, 2 * len(keys), 2, dtype=np.uint64)
+    mixed = np.arange(VOCAB_SIZE, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ (keys * weights).sum()
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return -((mixed >> np.uint64(40)) & np.uint64(255)).astype(np.float64) / 32
+
+
+def searched(
+    prompt: list[int], params: SamplingParams, stops: frozenset[int]
+) -> list[tuple[list[int], float, float]]:
+    """The answers of a beam search with the machine to itself: tokens, log-probability, score; best first.
+
+    Written after transformers' `_beam_search`, over all continuations of all beams.
+    """
+    width, penalty = params.beam_width, params.length_penalty
+    beams: list[tuple[float, list[int], list[int]]] = [(0.0, [], [])]  # log-probability, answer, keys
+    done: list[tuple[list[int], float, float]] = []
+    for length in range(1, params.max_tokens + 1):
+        every = []
+        for at, (total, answer, keys) in enumerate(beams):
+            tokens, keys = [*prompt, *answer], list(keys)
+            for position in range(len(keys), len(tokens)):
+                keys.append(key(tokens[position], position, keys[-1] if keys else 1))
+            logprobs = outlook(np.array(keys, dtype=np.uint64))
+            every += [(-(total + logprobs[token]), at, token, keys) for token in range(VOCAB_SIZE)]
+        best = sorted(every, key=lambda each: each[:3])[: width * (1 + len(stops))]
+        over = [token in stops or length == params.max_tokens for _, _, token, _ in best]
+        for (minus, at, token, _), ends in list(zip(best, over))[:width]:
+            if ends:
+                done.append(([*beams[at][1], token], -minus, -minus / length**penalty))
+        done = sorted(done, key=lambda each: -each[2])[:width]
+        beams = [
+            (-minus, [*beams[at][1], token], keys)
+            for (minus, at, token, keys), ends in zip(best, over)
+            if not ends
+        ][:width]
+        if not beams:
+            break
+        limit = params.max_tokens if params.early_stopping == "never" and penalty > 0 else length
+        if len(done) == width and (
+            params.early_stopping is True or beams[0][0] / limit**penalty <= done[-1][2]
+        ):
+            break
+    return done
 
 
 class ChecksumRunner:
@@ -85,7 +133,17 @@ class ChecksumRunner:
             else answer_token(last[span], self.slots.requests[row].params.seed or 0)
             for span, row in zip(batch.sampled.tolist(), batch.owners.tolist())
         ]
-        return Sampled(np.array(tokens, dtype=np.int64))
+        candidates = {
+            index: self._candidates(last[span], self.slots.requests[row].params)
+            for index, (span, row) in enumerate(zip(batch.sampled.tolist(), batch.owners.tolist()))
+            if self.slots.beam_width[row]
+        }
+        return Sampled(np.array(tokens, dtype=np.int64), candidates=candidates)
+
+    def _candidates(self, keys: np.ndarray, params: SamplingParams) -> Candidates:
+        logprobs = outlook(keys).astype(np.float32)
+        tokens = np.argsort(-logprobs, kind="stable")[: params.beam_width + 1 + len(params.stop_token_ids)]
+        return Candidates(tokens, logprobs[tokens], logprobs[tokens])
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         self._copy(copies)

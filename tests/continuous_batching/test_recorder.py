@@ -51,7 +51,7 @@ def scheduler(num_slots: int = 3, num_pages: int = 9, budget: int = 6, static: b
     )
 
 
-def record(path: Path, made: Scheduler, seed: int, num_requests: int) -> list[Request]:
+def record(path: Path, made: Scheduler, seed: int, num_requests: int, beam_width: int = 0) -> list[Request]:
     """Serve random requests with aborts and resizes in between, recording all of it."""
     random = np.random.default_rng(seed)
     now = 0.0
@@ -63,8 +63,10 @@ def record(path: Path, made: Scheduler, seed: int, num_requests: int) -> list[Re
         if to_come and random.random() < 0.4:
             to_come -= 1
             family = []
-            for sample in range(int(random.choice([1, 1, 3]))):
-                params = SamplingParams(max_tokens=int(random.integers(1, 12)), temperature=0.0)
+            for sample in range(1 if beam_width else int(random.choice([1, 1, 3]))):
+                params = SamplingParams(
+                    max_tokens=int(random.integers(1, 12)), temperature=0.0, beam_width=beam_width
+                )
                 family.append(
                     Request(f"{to_come}.{sample}", np.arange(int(now) % 2, 9), params, arrival_s=now)
                 )
@@ -107,6 +109,17 @@ def test_a_replay_decides_the_same(
     assert again == [(each.id, each.finish_reason, each.answer.tolist()) for each in finished]
     added = [event for event in events if isinstance(event, Request)]
     assert len(added) == 6
+
+
+def test_a_replay_searches_the_same(tmp_path: Path) -> None:
+    finished = record(tmp_path / "file", scheduler(), seed=5, num_requests=12, beam_width=2)
+    steps = [each for each in replay(entries(tmp_path / "file"), scheduler()) if isinstance(each, Replayed)]
+    again = [each for step in steps for each in step.finished]
+    assert [each.id for each in again] == [each.id for each in finished]
+    for one, other in zip(again, finished):
+        assert [each.score for each in one.hypotheses] == [each.score for each in other.hypotheses]
+        assert one.answer.tolist() == other.answer.tolist()
+    assert any(each.hypotheses for each in again)
 
 
 def test_the_same_requests_make_the_same_recording(tmp_path: Path) -> None:

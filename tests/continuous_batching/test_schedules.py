@@ -77,9 +77,9 @@ arrivals = st.builds(
 
 
 @st.composite
-def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
+def schedulers(draw: st.DrawFn, fewest_slots: int = 1) -> tuple[Scheduler, ChecksumRunner]:
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
-    num_slots = draw(st.integers(1, 6))
+    num_slots = draw(st.integers(fewest_slots, fewest_slots + 5))
     longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
     num_pages = 1 + longest_pages + draw(st.integers(0, longest_pages))  # 1.0 to 2.0 of the largest request
     static = draw(st.booleans()) and draw(st.booleans())
@@ -125,10 +125,18 @@ def try_resize(engine: Engine, change: int, give_up: GiveUp) -> None:
     recount(engine.scheduler)
 
 
+def could_fit(engine: Engine, request: Request) -> bool:
+    """Whether an empty engine has rows and pages for it, the prompt's shared by all beams."""
+    size, width = engine.slots.page_size, max(1, request.params.beam_width)
+    each = -(-(request.num_prompt_tokens + request.params.max_tokens - 1) // size)
+    shared = request.num_prompt_tokens // size
+    enough = shared + width * (each - shared) <= engine.scheduler.pool.num_pages - 1
+    return enough and width <= engine.slots.num_slots
+
+
 def try_add(engine: Engine, family: list[Request]) -> bool:
-    """Add requests; only what a pool that shrank can never hold may be refused."""
-    pages = engine.scheduler.pool.num_pages - 1
-    fits = family[0].num_prompt_tokens + family[0].params.max_tokens - 1 <= pages * engine.slots.page_size
+    """Add requests; only what rows and pool, which may have shrunk, can never hold may be refused."""
+    fits = could_fit(engine, family[0])
     try:
         engine.add(family[0])
     except ValueError:

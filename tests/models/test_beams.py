@@ -1,0 +1,148 @@
+"""Does a beam search find what transformers' finds, with the same scores?
+
+Served all at once, beside requests of other kinds, and preempted at any time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from recipes.build import build
+from recipes.reader import load
+from recipes.recipe import ROOT
+from tests.models.families import VARIANTS, VOCABULARY, fresh_rope, make
+
+TINY = ROOT / "recipes/tiny/weights"
+Answer = tuple[list[int], float]
+
+
+def make_engine(path: Path, **overrides: object) -> Engine:
+    keys = {
+        "model.path": path,
+        "model.dtype": "float32",
+        "device.threads": 1,
+        "cache.page_size": 8,
+        "cache.num_pages": 42,
+        "cache.memory_gib": "null",
+        "scheduler.num_slots": 16,
+        "scheduler.max_batch_tokens": 48,
+        "scheduler.max_request_tokens": 110,
+    }
+    lines = [f"{key}={value}" for key, value in (keys | overrides).items()]
+    return build(load(ROOT / "recipes/any/cpu.yaml", lines))
+
+
+@torch.no_grad()
+def generated(model: Any, prompt: list[int], params: SamplingParams, **options: Any) -> list[Answer]:
+    """Transformers' answers to a prompt alone, best first, with their scores."""
+    fresh_rope(model)
+    stops = list(params.stop_token_ids)
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        num_beams=params.beam_width,
+        num_return_sequences=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_new_tokens=params.max_tokens,
+        eos_token_id=stops or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    answers = [sequence[len(prompt) :].tolist() for sequence in output.sequences]
+    ends = [next((at + 1 for at, token in enumerate(each) if token in stops), len(each)) for each in answers]
+    return [(each[:end], score) for each, end, score in zip(answers, ends, output.sequences_scores.tolist())]
+
+
+def searches(count: int, seed: int, vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts and ways to search of all kinds; some prompts open alike."""
+    random = np.random.default_rng(seed)
+    opening = random.integers(0, vocabulary, 40).tolist()
+    made = []
+    for index in range(count):
+        prompt = opening[: int(random.integers(0, 41))] if index % 2 else []
+        prompt = prompt + random.integers(0, vocabulary, int(random.integers(1, 30))).tolist()
+        num_stops = int(random.choice([0, 1, 4, 12]))
+        params = SamplingParams(
+            max_tokens=int(random.integers(1, 25)),
+            beam_width=int(random.integers(2, 9)),
+            length_penalty=float(random.choice([-1.0, 0.0, 0.6, 1.0, 2.5])),
+            early_stopping=(False, True, "never")[int(random.integers(3))],
+            stop_token_ids=tuple(random.choice(vocabulary, num_stops, replace=False).tolist()),
+            ignore_eos=True,
+        )
+        made.append((prompt, params))
+    return made
+
+
+def serve(engine: Engine, asked: list[tuple[list[int], SamplingParams]]) -> list[Request]:
+    """All searches, two joining at each step, with a request that draws between any two; some lose their
+    rows."""
+    requests = [Request(str(index), np.array(prompt), params) for index, (prompt, params) in enumerate(asked)]
+    draws = SamplingParams(max_tokens=12, seed=1, ignore_eos=True)
+    queue = [
+        each
+        for index, request in enumerate(requests)
+        for each in (request, Request(f"draws {index}", request.prompt, draws))
+    ]
+    while queue or engine.has_work:
+        for request in queue[:2]:
+            engine.add(request)
+        queue = queue[2:]
+        if engine.scheduler.counters.steps % 6 == 5 and len(engine.slots.busy):
+            engine.scheduler.preemption.preempt(int(engine.slots.busy[-1]))
+        engine.step()
+    return requests
+
+
+def check(request: Request, expected: list[Answer]) -> None:
+    found, penalty = request.hypotheses, request.params.length_penalty
+    assert [each.tokens.tolist() for each in found] == [tokens for tokens, _ in expected], request.params
+    for each, (tokens, score) in zip(found, expected):
+        weight = len(tokens) ** max(0.0, -penalty)  # scores of hundreds lose digits in float32
+        assert abs(each.score - score) < 1e-4 * weight
+        assert each.score == pytest.approx(each.cumulative_logprob / len(tokens) ** penalty)
+    assert request.answer.tolist() == expected[0][0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, and the model of transformers that holds the same."""
+
+    path: Path
+    model: Any
+
+
+FAST = ("llama", "mistral_window", "qwen3")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each, marks=() if each.name in FAST else pytest.mark.slow, id=each.name)
+        for each in VARIANTS
+    ],
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    model, path = make(request.param, tmp_path_factory.mktemp("checkpoint"))
+    return Case(path, model)
+
+
+def test_a_search_finds_what_transformers_finds(case: Case) -> None:
+    asked = searches(14, len(case.path.name), VOCABULARY)
+    engine = make_engine(case.path)
+    for request, (prompt, params) in zip(serve(engine, asked), asked):
+        check(request, generated(case.model, prompt, params))
+    assert engine.scheduler.counters.preemptions >= 3
+    assert engine.scheduler.counters.copied_pages >= 20
