@@ -99,9 +99,10 @@ class KVCache:
         device = [*self.keys, *self.values]
         host = [*self._host_keys, *self._host_values]
         for source, target in zip(*((device, host) if to_host else (host, device))):
-            source, target = _flat(source), _flat(target)
+            stays = source.device == target.device
+            source, target = _flat(source, stays=stays), _flat(target, stays=stays)
             for read, written in _chunks(source, sources, targets):
-                if source.device == target.device:
+                if stays:
                     _copy(source, read, target, written)
                 elif to_host:
                     _leave(source, read, target, written)
@@ -117,10 +118,10 @@ def _give_back(device: torch.device) -> None:
         libc.malloc_trim(0)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """A view of its pages as rows, on a CPU of as few elements as can be."""
+def _flat(tensor: Tensor, *, stays: bool = True) -> Tensor:
+    """A view of its pages as rows, of as few elements as can be where they stay on the CPU."""
     pages = tensor.flatten(1)
-    wide = tensor.device.type == "cpu" and pages.shape[1] * pages.itemsize % WIDE.itemsize == 0
+    wide = stays and tensor.device.type == "cpu" and pages.shape[1] * pages.itemsize % WIDE.itemsize == 0
     return pages.view(WIDE) if wide else pages
 
 
