@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
         for record in run_jobs(engine, text, jobs):
             progress.update()
             if output is not None:
-                write(output, record)
+                write(output, record | ({"device": "VIRTUAL"} if recipe.device.virtual else {}))
             else:
                 print(answer_of(jobs, record))
 

@@ -8,8 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 
-def describe() -> dict[str, str | int]:
-    """The machine and the versions that matter, for every result file."""
+def describe(device: str | None = None) -> dict[str, str | int]:
+    """The machine and the versions that matter, for every result file; `device` is what computed, by name."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -19,6 +19,7 @@ def describe() -> dict[str, str | int]:
         cpu = models[0] if models else cpu
     preloaded = [Path(name).name for name in os.environ.get("LD_PRELOAD", "").replace(":", " ").split()]
     return {
+        **({} if device is None else {"device": device}),
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),

@@ -11,6 +11,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.gauges import read as read_gauges
 from kv_cache.storage import KVCache
 from recipes.build import build
+from recipes.devices import start
 from recipes.reader import read
 from scripts.benchmark import machine
 from scripts.benchmark.timeline import Timeline, summarise
@@ -77,7 +78,7 @@ def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: i
         "recipe": recipe_path,
         "overrides": list(overrides),
         "trace": Path(trace_path).name,
-        "machine": machine.describe(),
+        "machine": machine.describe(start(recipe.device).name),
         "runs_output_tokens_per_s": [result["output_tokens_per_s"] for result in results],
         "cache_after_all_runs": cache,
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
