@@ -37,6 +37,7 @@ class Product:
     uses_atb: bool = False  # as operators of ATB, over a cache of its own layout
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_windows: bool = True
+    has_int8: bool = True  # products of int8 with a scale for each token
     most_graphs: int | None = None  # sizes that may be captured; None: what its streams allow
 
     def check(self, shape: AttentionShape, *, takes_float32: bool = False) -> None:
@@ -84,6 +85,20 @@ class Product:
                 f" model, {plain}"
             )
 
+    def check_int8(self, dtype: torch.dtype) -> None:
+        """Raise ValueError for a model of this type in W8A8 (op-plugin, npu_quant_matmul: products)."""
+        if not self.has_int8:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_int8)
+            raise ValueError(
+                f"the model is in W8A8; the {self.name} takes no scale for each token, {some} do: use one of"
+                " these, or the original checkpoint with model.quantization: auto"
+            )
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"model.dtype is {_name(dtype)}; products of int8 give bfloat16 or float16: set model.dtype"
+                " to bfloat16"
+            )
+
     def check_graphs(self, num_graphs: int, num_layers: int) -> None:
         """Raise ValueError for more graphs than a device holds: each layer of each takes a stream."""
         most = MOST_STREAMS // (num_layers + 1)
@@ -111,13 +126,14 @@ PRODUCTS = (
         dtypes=(torch.float16,),
         page_sizes=(64, 128),
         uses_atb=True,
+        has_int8=False,
         has_windows=False,
         most_graphs=0,
     ),
     Product(name="910B", chips=r"Ascend910B\d"),
     Product(name="910C", chips=r"Ascend910_93\d\d"),
     Product(name="950", chips=r"Ascend950", is_mixed=False, most_graphs=4),
-    Product(name="910", chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$", is_fused=False),
+    Product(name="910", chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$", is_fused=False, has_int8=False),
 )
 
 

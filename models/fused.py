@@ -40,6 +40,9 @@ class Fused:
         weight, bias = packed
         return F.linear(x, weight, bias)
 
+    def check_int8(self, dtype: torch.dtype) -> None:
+        """Raise ValueError where this device multiplies no int8 for a model of this type."""
+
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """As `pack`, of an int8 weight [out, in] with a float32 scale [out] for each output channel."""
         return weight, scale, bias

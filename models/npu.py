@@ -12,6 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from attention.products import Product
 from models.fused import Fused, Packed
 
 FRACTAL_NZ = 29  # the order in which the matrix unit reads a weight: 16 x 16 tiles, columns of tiles first
@@ -31,6 +32,13 @@ def chip() -> str:
 class NpuFused(Fused):
     """Linear, also in int8, norm, rotary and swiglu on an NPU."""
 
+    def __init__(self, product: Product) -> None:
+        self.product = product
+
+    def check_int8(self, dtype: torch.dtype) -> None:
+        """Raise ValueError where this product multiplies no int8 for a model of this type."""
+        self.product.check_int8(dtype)
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Bring the weight into the order of the matrix unit, which has none for float32."""
         if weight.dtype == torch.float32:
@@ -40,6 +48,7 @@ class NpuFused(Fused):
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """As `pack`, turned to [in, out], of an int8 weight [out, in] with its scale [out]."""
         turned = weight.t().contiguous()
+        bias = None if bias is None else bias.float()
         return torch_npu.npu_format_cast(turned, FRACTAL_NZ), scale.contiguous(), bias
 
     def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:

@@ -38,6 +38,8 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     machine = start(recipe.device)
     fused, attention = machine.operators(_shape(recipe, config))
     attention.check()
+    if config.quantization is not None:
+        fused.check_int8(config.dtype)
     decoder = Decoder(config, fused, attention)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)

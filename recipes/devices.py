@@ -133,9 +133,9 @@ class Npu(Accelerator):
         from models.npu import NpuFused
 
         if self.asked.attention == "reference":
-            return NpuFused(), Attention(shape, self.device)
+            return NpuFused(self.product), Attention(shape, self.device)
         attention = NpuAttention(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
-        return NpuFused(), attention
+        return NpuFused(self.product), attention
 
 
 def start(asked: DeviceSection) -> Machine:

@@ -108,3 +108,15 @@ def test_every_span_is_in_one_call_and_no_call_holds_what_it_may_not(each):
             assert all(len(kinds) == 1 for kinds in single)
             edges = [a != b for a, b in pairwise(length == 1 for length in lens)]
             assert len(cuts) <= 1 + sum(edges) + len(lens) // MOST_SPANS
+
+
+@pytest.mark.parametrize("name", [each.name for each in PRODUCTS])
+def test_int8_is_refused_where_tokens_have_no_scale(name: str) -> None:
+    if name in ("310P", "910"):
+        with pytest.raises(ValueError, match=f"the {name} takes no scale for each token, 910B, 910C, 950 do"):
+            product(name, "").check_int8(torch.float16)
+        return
+    product(name, "").check_int8(torch.bfloat16)
+    product(name, "").check_int8(torch.float16)
+    with pytest.raises(ValueError, match=r"model\.dtype is float32; .* set model.dtype to bfloat16"):
+        product(name, "").check_int8(torch.float32)
