@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.door import GiveUp
 from continuous_batching.recorder import Recorder
@@ -14,6 +16,8 @@ from continuous_batching.request import Request
 from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
+
+NO_TOKENS = Sampled(np.empty(0, dtype=np.int64))
 
 
 class Runner(Protocol):
@@ -30,7 +34,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did.
+    """What one step did. Its batch is empty where requests ended by the clock and nothing was computed.
 
     Until the next step, `engine.slots.requests[step.batch.slots[i]]` is the request of span i, also
     when it ended.
@@ -67,7 +71,7 @@ class Engine:
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
-        """Take a request; raises ValueError if it could never be served."""
+        """Take a request; raises ValueError if it could never be served, QueueFull if too much waits."""
         self.scheduler.add(request)
         if self.recorder is not None:
             self.recorder.added(request)
@@ -95,14 +99,18 @@ class Engine:
     def step(self) -> Step | None:
         """Compute one batch; None when there is nothing to compute now."""
         start_s = self.clock()
+        expired = self.scheduler.expire(start_s)
+        if self.recorder is not None:
+            for request in expired:
+                self.recorder.ended(request.id, "timeout", start_s)
         batch = self.scheduler.schedule(start_s)
         if not batch.num_spans:
-            return None
+            return Step(batch, NO_TOKENS, expired, start_s, start_s) if expired else None
         if self.recorder is not None:
             self.recorder.scheduled(batch, start_s, self.scheduler.held_back)
         sampled = self.runner.run(batch)
         end_s = self.clock()
-        finished = self.scheduler.commit(batch, sampled, end_s)
+        finished = expired + self.scheduler.commit(batch, sampled, end_s)
         if self.recorder is not None:
             self.recorder.committed(sampled, end_s)
         return Step(batch, sampled, finished, start_s, end_s)

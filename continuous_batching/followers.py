@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from continuous_batching.queue import WaitingQueue
 from continuous_batching.request import Request
+from continuous_batching.residency import Residency
+from kv_cache.pages import Index
 
 
 class Followers:
-    """Samples of one prompt: the leader computes it, its followers fork from it when it is computed."""
+    """Samples of one prompt: the leader computes it, its followers fork from it when it is computed.
 
-    def __init__(self) -> None:
+    `row_of` is the scheduler's: the row of each running request, by its id.
+    """
+
+    def __init__(self, residency: Residency, waiting: WaitingQueue, row_of: dict[str, int]) -> None:
+        self._residency = residency
+        self._waiting = waiting
+        self._row_of = row_of
         self._leader_of: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -36,19 +47,35 @@ class Followers:
         leader.followers.remove(follower)
         return follower
 
-    def release(self, leader: Request) -> list[Request]:
+    def fork(self, rows: Index, sampled: Index) -> tuple[Index, Index]:
+        """Let followers of the prompts that this batch completes sample beside their leaders.
+
+        Those that find no free row queue up as requests of their own. `sampled` are the spans that yield a
+        token; returns all of them, and the row that each token is for.
+        """
+        slots, spans, owners = self._residency.slots, sampled.tolist(), rows[sampled].tolist()
+        for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
+            for follower in self._release(slots.requests[row]):
+                if slots.num_free:
+                    self._row_of[follower.id] = self._residency.fork(row, follower)
+                    spans.append(span)
+                    owners.append(self._row_of[follower.id])
+                else:
+                    self._waiting.push(follower)
+        return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)
+
+    def part(self, leader: Request) -> None:
+        """Let the samples that still followed a request that ended go on without it: the first leads."""
+        followers = self._release(leader)
+        if followers:
+            first = followers[0]
+            first.followers = followers[1:]
+            self.add(first)
+            self._waiting.push(first)
+
+    def _release(self, leader: Request) -> list[Request]:
         """The followers of a request, which from now on stand alone."""
         followers, leader.followers = leader.followers, []
         for each in followers:
             del self._leader_of[each.id]
         return followers
-
-    def succeed(self, leader: Request) -> Request | None:
-        """The follower that leads the others now that their leader ended, if there are any."""
-        followers = self.release(leader)
-        if not followers:
-            return None
-        first = followers[0]
-        first.followers = followers[1:]
-        self.add(first)
-        return first

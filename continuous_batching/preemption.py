@@ -6,6 +6,7 @@ import numpy as np
 
 from continuous_batching.counters import Counters
 from continuous_batching.queue import WaitingQueue
+from continuous_batching.request import Request
 from continuous_batching.residency import Residency
 from continuous_batching.searches import Searches
 from continuous_batching.victims import Victim
@@ -21,9 +22,9 @@ class Preemption:
 
     def __init__(
         self,
+        waiting: WaitingQueue,
         residency: Residency,
         searches: Searches,
-        waiting: WaitingQueue,
         counters: Counters,
         victim: Victim,
         row_of: dict[str, int],
@@ -48,6 +49,27 @@ class Preemption:
             rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
         tables.grow(rows, missing)
         return rows, starts, stops
+
+    def make_way(self, request: Request) -> bool:
+        """Preempt a running request for a waiting one that outranks it; whether there was any."""
+        row = self.outranked(request)
+        if row is not None:
+            self.preempt(row)
+        return row is not None
+
+    def outranked(self, request: Request) -> int | None:
+        """The row to be preempted for a waiting request: of lower priority, the lowest; None if none is.
+
+        It must also stand behind the waiting one in the queue's order, which is the same at any time: so a
+        request can be preempted only by those that would have gone before it, and these are bounded.
+        """
+        slots = self._residency.slots
+        rows = self._others()[::-1]  # the youngest first, which goes of equal ones
+        lower = rows[slots.priority[rows] < request.priority]
+        if not len(lower):
+            return None
+        row, *_ = self._searches.rows_of(int(lower[np.argmin(slots.priority[lower])]))
+        return row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None
 
     def free_pages(self, num_pages: int) -> None:
         """Preempt until no more than so many pages are held by rows, the oldest last."""

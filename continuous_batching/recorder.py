@@ -59,6 +59,7 @@ class Recorder:
                 request.cache_salt,
                 request.priority,
                 request.arrival_s,
+                request.timeout_s,
             )
         )
 

@@ -47,6 +47,7 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     cache_salt: str
     priority: int
     arrival_s: float
+    timeout_s: float | None = None
 
 
 class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):

@@ -60,6 +60,7 @@ def request_of(entry: Added) -> Request:
             cache_salt=entry.cache_salt,
             priority=entry.priority,
             arrival_s=entry.arrival_s,
+            timeout_s=entry.timeout_s,
         )
         for sample in entry.samples
     )

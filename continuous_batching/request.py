@@ -130,6 +130,7 @@ class Request:
     cache_salt: str = ""
     priority: int = 0  # larger goes first
     arrival_s: float = 0.0
+    timeout_s: float | None = None  # after its arrival it ends where it stands; None: never
 
     # Requests of the same prompt that fork from this one when the prompt is computed
     followers: list[Request] = field(default_factory=list)
@@ -144,7 +145,7 @@ class Request:
     hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search that ended, best first; `tokens` has the best
     first_token_s: float | None = None
     finish_s: float | None = None
-    finish_reason: str | None = None  # stop, length, abort, error
+    finish_reason: str | None = None  # stop, length, abort, timeout, error
     error: str | None = None  # says why, when finish_reason is "error"
 
     def __post_init__(self) -> None:

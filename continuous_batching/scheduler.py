@@ -6,6 +6,7 @@ import numpy as np
 
 from continuous_batching.admission import Admission, HeldBack
 from continuous_batching.batch import Batch, Sampled
+from continuous_batching.bounds import Bounds, Gate
 from continuous_batching.compaction import Compaction
 from continuous_batching.counters import Counters
 from continuous_batching.door import GiveUp, check_request, check_resize, check_samples
@@ -13,7 +14,7 @@ from continuous_batching.endings import Endings
 from continuous_batching.followers import Followers
 from continuous_batching.policies.policy import Busy, Policy
 from continuous_batching.preemption import Preemption
-from continuous_batching.queue import QueueOrder, WaitingQueue, fcfs
+from continuous_batching.queue import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.residency import Residency
 from continuous_batching.searches import Searches
@@ -29,11 +30,14 @@ class Scheduler:
     It is a function of its inputs alone: requests and times in, batches out; no clock, no device, no
     chance but from `seed`.
 
-    `vocab_size` and `eos_token_ids` are the model's. `max_shared_tokens` bounds the prefix that may be
-    shared and the prompts that may share (None: unbounded), for models whose keys depend on the
-    length of their prompt. With a `host_pool`, what a preempted request alone has computed waits there, and
-    what is evicted rests there, instead of being computed again. Every `compact_every_steps` steps (0: never)
-    held pages start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all).
+    `vocab_size` and `eos_token_ids` are the model's. `waiting` is an empty queue of the order that is wanted
+    (None: first come, first served), `bounds` what is refused or given up; with `outrank`, who is next
+    preempts running requests of lower priority where slots or pages run short. `max_shared_tokens` bounds
+    the prefix that may be shared and the prompts that may share (None: unbounded), for models whose keys
+    depend on the length of their prompt. With a `host_pool`, what a preempted request alone has computed
+    waits there, and what is evicted rests there, instead of being computed again. Every
+    `compact_every_steps` steps (0: never) held pages start to move to the low end, at most
+    `compact_pages_per_step` of them in a step (0: all).
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class Scheduler:
         max_batch_tokens: int,
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
-        order: QueueOrder = fcfs,
+        waiting: WaitingQueue | None = None,
+        bounds: Bounds | None = None,
+        outrank: bool = False,
         victim: Victim = youngest,
         host_pool: PagePool | None = None,
         prefix_sharing: bool = True,
@@ -75,21 +81,24 @@ class Scheduler:
             max_shared_tokens=max_shared_tokens,
             host=host_pool,
         )
-        self.waiting = WaitingQueue(order)
+        self.waiting = WaitingQueue() if waiting is None else waiting
+        self._gate = Gate(bounds or Bounds(), self.waiting)
         self._policy = policy
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self._vocab_size = vocab_size
         self._endings = Endings(slots, vocab_size, eos_token_ids)
         self._searches = Searches(self.residency, self._endings, self.counters)
-        self._admission = Admission(self.waiting, policy, self.residency, self._searches, self.counters)
         self._compaction = Compaction(self.residency.tables, compact_every_steps, compact_pages_per_step)
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
-        self.preemption = Preemption(
-            self.residency, self._searches, self.waiting, self.counters, victim, self._row_of
+        held = self.residency, self._searches, self.counters
+        self.preemption = Preemption(self.waiting, *held, victim, self._row_of)
+        self._admission = Admission(
+            self.waiting, *held, policy, self.preemption, self._row_of, outrank=outrank
         )
-        self._followers = Followers()
+        self._scheduled_s = self._committed_s = 0.0
+        self._followers = Followers(self.residency, self.waiting, self._row_of)
         self._in_flight = EMPTY  # rows of the batch between schedule and commit
         self._ending: dict[int, str] = {}  # rows in flight that were ended meanwhile, and why
 
@@ -104,10 +113,12 @@ class Scheduler:
         return self._admission.held_back if len(self.waiting) else None
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises ValueError, with nothing changed, if it could never be served."""
+        """Queue a request; raises ValueError, with nothing changed, if it could never be served, and
+        QueueFull, which is one, if too much waits before it."""
         check_samples(request)
         for each in (request, *request.followers):
             self._check(each)
+        self._gate.check(request, len(self._followers))
         request.page_keys = self.residency.keys(request)
         for each in (request, *request.followers):
             each.number = self._num_arrived
@@ -116,6 +127,7 @@ class Scheduler:
             each.seed = each.params.seed
             if each.seed is None:
                 each.seed = int(self._random.integers(2**63))
+            self._gate.watch(each)
         self._followers.add(request)
         if request.params.beam_width:
             self._num_arrived += self._searches.add(request)
@@ -132,7 +144,7 @@ class Scheduler:
             self.waiting.remove(request)
             self.residency.swap.forget(request)
             self._searches.end(request)
-            self._part(request)
+            self._followers.part(request)
             request.finish_reason = reason
             return request
         request = self._followers.end(request_id)
@@ -148,12 +160,23 @@ class Scheduler:
             return ended
         return self._finish(row, reason)
 
+    def expire(self, now_s: float) -> list[Request]:
+        """End who has waited or taken too long, before a step is scheduled; those in flight end with their
+        commit, the others are returned."""
+        over = [request for request in self._gate.over(now_s) if self.end(request.id, "timeout")]
+        expired = [request for request in over if request.finish_reason is not None]
+        for request in expired:
+            request.finish_s = now_s
+        return expired
+
     def schedule(self, now_s: float) -> Batch:
         """Admit, share the budget, make room, and only then make the batch; it may be empty."""
         assert not len(self._in_flight), "schedule was called twice without a commit"
         self.residency.prefix.history.now_s = now_s
+        self._scheduled_s = now_s
         if len(self.waiting):
-            self._row_of |= self._admission.admit(self.max_batch_tokens, now_s)
+            self._admission.admit(self.max_batch_tokens, now_s)
+            self._gate.measure(now_s)
         slots = self.slots
         if self._searches:
             self._searches.part()
@@ -175,7 +198,7 @@ class Scheduler:
         owners = rows[sampled]
         self._in_flight = rows
         if len(self._followers):
-            sampled, owners = self._fork(rows, sampled)
+            sampled, owners = self._followers.fork(rows, sampled)
             self._in_flight = np.union1d(rows, owners)
         return Batch(rows, starts, stops, sampled, owners, *self.residency.tables.take_changes())
 
@@ -202,6 +225,10 @@ class Scheduler:
         counters.steps += 1
         counters.computed_tokens += batch.num_tokens
         counters.sampled_tokens += len(batch.owners)
+        self._policy.observe(batch, now_s - max(self._scheduled_s, self._committed_s))
+        self._committed_s = now_s
+        if self.waiting.shares:
+            self.waiting.shares.charge_answers(batch.owners)
         return self._end_rows(rows, tokens, ends, now_s)
 
     def compact(self) -> int:
@@ -210,7 +237,8 @@ class Scheduler:
         return self.residency.tables.compact(self.pool.num_pages)
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
-        """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.
+        """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot
+        be.
 
         What is held is moved to the low end first. A smaller pool may need pages that are held now:
         `give_up` says whether idle cached pages may be evicted ("cached"), and rows preempted
@@ -240,34 +268,12 @@ class Scheduler:
             request.finish_s = now_s
         return finished
 
-    def _fork(self, rows: Index, sampled: Index) -> tuple[Index, Index]:
-        """Let followers of the prompts that this batch completes sample beside their leaders.
-
-        Those that find no free row queue up as requests of their own.
-        """
-        spans, owners = sampled.tolist(), rows[sampled].tolist()
-        for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
-            for follower in self._followers.release(self.slots.requests[row]):
-                if self.slots.num_free:
-                    self._row_of[follower.id] = self.residency.fork(row, follower)
-                    spans.append(span)
-                    owners.append(self._row_of[follower.id])
-                else:
-                    self.waiting.push(follower)
-        return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)
-
-    def _part(self, leader: Request) -> None:
-        """Let the samples that still followed a request that ended go on without it."""
-        successor = self._followers.succeed(leader)
-        if successor is not None:
-            self.waiting.push(successor)
-
     def _finish(self, row: int, reason: str) -> Request:
         rows = self._searches.rows_of(row)
         request, *_ = [self.residency.leave(each, failed=reason == "error") for each in rows]
         self._searches.end(request)
         del self._row_of[request.id]
-        self._part(request)
+        self._followers.part(request)
         request.finish_reason = reason
         if reason == "error":
             request.error = f"request {request.id}: the model's logits were not finite"

@@ -32,6 +32,7 @@ class SlotPool:
         self.token_ids = np.zeros((num_slots, max_tokens), dtype=np.int32)
         self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
         self.number = self._integers()  # order of arrival
+        self.priority = self._integers()
         self.num_prompt = self._integers()
         self.num_tokens = self._integers()  # known: prompt and answer so far
         self.num_computed = self._integers()  # of these, how many are in the cache
@@ -73,6 +74,7 @@ class SlotPool:
         params, count = request.params, len(request.tokens)
         self.requests[row] = request
         self.number[row] = request.number
+        self.priority[row] = request.priority
         self.token_ids[row, :count] = request.tokens
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_tokens[row] = count

@@ -31,4 +31,4 @@ def fewest_lost(slots: SlotPool, rows: Index) -> int:
 def lowest_priority(slots: SlotPool, rows: Index) -> int:
     """The request of the lowest priority."""
     rows = rows[::-1]
-    return int(rows[np.argmin([request.priority for request in slots.requests[rows]])])
+    return int(rows[np.argmin(slots.priority[rows])])

@@ -118,7 +118,7 @@ SCHEDULE_FAULTS = (
     Fault(
         "followers_orphaned",
         SCHEDULER,
-        "        del self._row_of[request.id]\n        self._part(request)\n",
+        "        del self._row_of[request.id]\n        self._followers.part(request)\n",
         "        del self._row_of[request.id]\n",
         "when the first sample is aborted the others never answer",
     ),
@@ -160,7 +160,7 @@ SCHEDULE_FAULTS = (
     Fault(
         "queue_keeps_the_dead",
         QUEUE,
-        "while self.find(self._heap[0][2].id) is not self._heap[0][2]:",
+        "while heap and self._waiting.get(heap[0][2].id) is not heap[0][2]:",
         "while False:",
         "an aborted request is admitted",
     ),
