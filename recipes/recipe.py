@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes.keys import RecipeError, key, keys_of
+from recipes.scheduler import SchedulerSection, contradictions
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository: what a recipe's paths are relative to
 KINDS_OF = {  # the keys of `device` that only some kinds of machine read
@@ -126,41 +127,6 @@ class CacheSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSection:
-    """Who runs when."""
-
-    policy: Literal["stall_free", "static"] = key(
-        "stall_free: decodes first, then prompts in chunks; static: one batch after the other",
-        default="stall_free",
-    )
-    num_slots: int = key("requests that run at once", least=1, most=2**16)
-    max_batch_tokens: int = key("the most tokens computed in one step", least=1, most=2**20)
-    max_request_tokens: int | None = key(
-        "the longest request, prompt and answer; null: what model and cache allow",
-        default=None,
-        least=2,
-        most=2**24,
-    )
-    victim: Literal["youngest", "fewest_lost", "lowest_priority"] = key(
-        "who makes room when pages run short: who came last, who loses the fewest computed tokens, or the"
-        " lowest `priority`; the oldest request never does",
-        default="youngest",
-    )
-    batch_size: int | None = key("static: requests that start together", default=None, least=1, most=2**16)
-    max_wait_ms: float | None = key(
-        "static: how long the first of a batch waits for the others", default=None, least=0, most=86_400_000
-    )
-    record: Path | None = key(
-        "a new file for what the scheduler is told and decides, to be read by `scripts.replay`; it holds"
-        " prompts as token ids",
-        default=None,
-    )
-    seed: int = key(
-        "seed of the seeds that are drawn for requests without one", default=0, least=0, most=2**63 - 1
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A model, a machine and the numbers to serve it with; raises RecipeError for what cannot be meant."""
 
@@ -199,7 +165,7 @@ class Recipe:
                 "cache.compact_every_steps",
             )
         yield from self._device_contradictions()
-        yield from self._scheduler_contradictions()
+        yield from contradictions(self.scheduler)
         cache, longest = self.cache, self.scheduler.max_request_tokens
         if cache.num_pages is not None and longest is not None:
             capacity = (cache.num_pages - 1) * cache.page_size + 1  # the last token is never cached
@@ -238,36 +204,6 @@ class Recipe:
                 " be captured; set device.graphs to 0, or device.attention to fused",
                 "device.graphs",
                 "device.attention",
-            )
-
-    def _scheduler_contradictions(self) -> Iterator[RecipeError]:
-        scheduler = self.scheduler
-        if scheduler.max_batch_tokens < scheduler.num_slots:
-            yield RecipeError(
-                f"scheduler.max_batch_tokens: {scheduler.max_batch_tokens} is less than scheduler.num_slots"
-                f" ({scheduler.num_slots}), so that not every slot could decode in every step;"
-                f" set at least {scheduler.num_slots}",
-                "scheduler.max_batch_tokens",
-                "scheduler.num_slots",
-            )
-        for name in ("scheduler.batch_size", "scheduler.max_wait_ms"):
-            if scheduler.policy == "static" and self.value(name) is None:
-                yield RecipeError(
-                    f"{name}: required where scheduler.policy is static", name, "scheduler.policy"
-                )
-            if scheduler.policy != "static" and self.value(name) is not None:
-                yield RecipeError(
-                    f"{name}: read only where scheduler.policy is static, and it is {scheduler.policy};"
-                    " leave it out",
-                    name,
-                    "scheduler.policy",
-                )
-        if scheduler.batch_size is not None and scheduler.batch_size > scheduler.num_slots:
-            yield RecipeError(
-                f"scheduler.batch_size: {scheduler.batch_size} requests do not fit into scheduler.num_slots"
-                f" ({scheduler.num_slots}); lower the first or raise the second",
-                "scheduler.batch_size",
-                "scheduler.num_slots",
             )
 
     def _one_of(self, *names: str) -> Iterator[RecipeError]:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from continuous_batching.policies.policy import Policy
+from continuous_batching.adaptive import Adaptive
+from continuous_batching.bounds import Bounds
+from continuous_batching.chunks import Chunks, Fixed, Staged
+from continuous_batching.lanes import Lanes
+from continuous_batching.orders import Aged, EarliestDeadline, QueueOrder, fcfs, shortest_first
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.policy import ALL, Policy
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
+from continuous_batching.queue import WaitingQueue
 from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from continuous_batching.tenants import TenantShares
 from continuous_batching.victims import Victim, fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from recipes.keys import keys_of
 from recipes.recipe import CacheSection, SchedulerSection
+from recipes.scheduler import contradictions
+
+Value = TypeVar("Value")
 
 VICTIMS: dict[str, Victim] = {
     "youngest": youngest,
@@ -36,10 +50,18 @@ class Limits:
 
 def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -> Scheduler:
     """An empty scheduler."""
+    slots = SlotPool(asked.num_slots, limits.longest_tokens, cache.page_size)
     return Scheduler(
-        SlotPool(asked.num_slots, limits.longest_tokens, cache.page_size),
+        slots,
         PagePool(limits.num_pages),
         policy(asked),
+        waiting=waiting(asked, slots),
+        bounds=Bounds(
+            max_waiting_requests=asked.max_waiting_requests or ALL,
+            max_waiting_tokens=asked.max_waiting_tokens or ALL,
+            max_queue_wait_s=asked.max_queue_wait_s or math.inf,
+        ),
+        outrank=asked.outrank,
         victim=VICTIMS[asked.victim],
         host_pool=PagePool(limits.num_host_pages) if limits.num_host_pages else None,
         max_batch_tokens=asked.max_batch_tokens,
@@ -71,13 +93,62 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
     for section, values in (("scheduler", asked), ("cache", cache)):
         for key in keys_of(type(values), f"{section}."):
             key.check(getattr(values, key.name.partition(".")[2]))
+    for problem in contradictions(asked):
+        raise problem
     return scheduler_of(asked, cache, limits)
 
 
 def policy(asked: SchedulerSection) -> Policy:
     """The way of batching that a recipe names."""
-    if asked.policy == "static":
-        assert asked.batch_size is not None, "a recipe with the static policy has a batch size"
-        assert asked.max_wait_ms is not None, "a recipe with the static policy bounds the wait"
-        return Static(asked.batch_size, asked.max_wait_ms / 1000)
-    return StallFree()
+    lanes = None
+    if asked.max_long_prefills is not None:
+        lanes = Lanes(asked.max_long_prefills, _said(asked.long_prompt_tokens))
+    match asked.policy:
+        case "stall_free":
+            return StallFree(chunks(asked), lanes)
+        case "split":
+            return Split(int(_said(asked.prompt_share) * asked.max_batch_tokens), chunks(asked), lanes)
+        case "prefill_first":
+            return PrefillFirst()
+        case "orca":
+            return Orca()
+        case "static":
+            return Static(_said(asked.batch_size), _said(asked.max_wait_ms) / 1000)
+
+
+def chunks(asked: SchedulerSection) -> Chunks:
+    """How long a prompt's chunks are."""
+    if asked.chunk == "fixed":
+        return Fixed(asked.chunk_tokens or ALL)
+    least, most, tile = _said(asked.min_chunk_tokens), _said(asked.max_chunk_tokens), asked.tile_tokens or 32
+    if asked.chunk == "dynamic":
+        return Staged(least, most, _said(asked.chunk_stages), _said(asked.staged_tokens), tile)
+    return Adaptive(_said(asked.target_itl_ms) / 1000, least, most, tile)
+
+
+def waiting(asked: SchedulerSection, slots: SlotPool) -> WaitingQueue:
+    """An empty queue in the order that a recipe names."""
+    shares = TenantShares(slots, asked.tenant_weights or {}) if asked.fair_tenants else None
+    return WaitingQueue(order(asked), shares, asked.long_prompt_tokens or ALL)
+
+
+def order(asked: SchedulerSection) -> QueueOrder:
+    """Who is admitted next."""
+    match asked.queue:
+        case "fcfs":
+            return fcfs
+        case "sjf":
+            return shortest_first
+        case "priority":
+            return Aged(
+                10.0 if asked.priority_s is None else asked.priority_s,
+                1.0 if asked.length_s is None else asked.length_s,
+            )
+        case "deadline":
+            return EarliestDeadline(_said(asked.deadline_s))
+
+
+def _said(value: Value | None) -> Value:
+    """The value of a key that a recipe must have with what it asks for."""
+    assert value is not None, "a recipe is checked when it is made"
+    return value

@@ -51,6 +51,7 @@ def parse_request(fields: object, text: Text | None) -> Request:
             cache_salt=values.get("cache_salt", ""),
             priority=values.get("priority", 0),
             arrival_s=values.get("arrival_s", 0.0),
+            timeout_s=values.get("timeout_s"),
         )
         for index, params in enumerate(_samples(values))
     )
@@ -156,6 +157,12 @@ def _seconds(name: str, value: Any) -> float:
     return seconds
 
 
+def _timeout(name: str, value: Any) -> float:
+    if (timeout_s := _number(name, value)) <= 0:
+        raise _wrong(name, value, "above 0")
+    return timeout_s
+
+
 def _priority(name: str, value: Any) -> int:
     if abs(priority := _integer(name, value)) > _LAST_ID:
         raise _wrong(name, value, f"an integer from {-_LAST_ID} to {_LAST_ID}")
@@ -219,6 +226,7 @@ _READERS: dict[str, _Reader] = {
     "logprobs": _count_or_boolean,
     "top_logprobs": _integer,
     "arrival_s": _seconds,
+    "timeout_s": _timeout,
     "tenant": _string,
     "user": _string,
     "cache_salt": _string,

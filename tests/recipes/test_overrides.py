@@ -72,8 +72,8 @@ def test_a_contradiction_is_told_where_the_last_word_was_said(recipe):
         "command line: cache.memory_gib=1: cache.num_pages: excludes cache.memory_gib, and both are set;"
         " set one of them to null"
     )
-    low = "scheduler.max_batch_tokens: 2 is less than scheduler.num_slots (4), so that not every slot could"
-    assert error(recipe(GOOD.replace("tokens: 64", "tokens: 2"))).startswith(f"r.yaml:10: {low}")
+    low = "scheduler.num_slots: 4 is more than scheduler.max_batch_tokens (2), so that not every slot could"
+    assert error(recipe(GOOD.replace("tokens: 64", "tokens: 2"))).startswith(f"r.yaml:9: {low}")
 
 
 def test_paths_know_the_home_and_the_environment(recipe, monkeypatch):

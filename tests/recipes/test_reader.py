@@ -87,8 +87,8 @@ def test_reads_a_recipe_and_says_where_each_value_comes_from(recipe):
         (
             "num_slots: 4",
             "num_slots: 4\n  policy: stal_free",
-            "r.yaml:10: scheduler.policy: 'stal_free' is not allowed; it must be stall_free or static;"
-            " did you mean stall_free?",
+            "r.yaml:10: scheduler.policy: 'stal_free' is not allowed; it must be stall_free, split,"
+            " prefill_first, orca or static; did you mean stall_free?",
         ),
         (
             "path: recipes/tiny/weights",

@@ -83,7 +83,7 @@ def made(**changes: Any) -> Recipe:
         ),
         (
             {"scheduler__num_slots": 65},
-            "scheduler.max_batch_tokens: 64 is less than scheduler.num_slots (65)",
+            "scheduler.num_slots: 65 is more than scheduler.max_batch_tokens (64)",
         ),
         ({"scheduler__policy": "static"}, "scheduler.batch_size: required where scheduler.policy is static"),
         (
@@ -92,7 +92,7 @@ def made(**changes: Any) -> Recipe:
         ),
         (
             {"scheduler__policy": "static", "scheduler__batch_size": 5, "scheduler__max_wait_ms": 1.0},
-            "scheduler.batch_size: 5 requests do not fit into scheduler.num_slots (4)",
+            "scheduler.batch_size: 5 is more than scheduler.num_slots (4)",
         ),
         (
             {"scheduler__max_wait_ms": 1.0},
