@@ -7,11 +7,26 @@ from typing import Literal
 
 import numpy as np
 
+from continuous_batching.policies.policy import Policy
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PagePool
 
 GiveUp = Literal["nothing", "cached", "running"]
+
+
+def check_budget(max_batch_tokens: int, policy: Policy, slots: SlotPool) -> None:
+    """Raise ValueError for a step that is too small for this policy and these slots."""
+    if max_batch_tokens < slots.num_slots:
+        raise ValueError(
+            f"max_batch_tokens is {max_batch_tokens}; it must be at least num_slots ({slots.num_slots}),"
+            " so that every slot can decode in every step"
+        )
+    if policy.whole and max_batch_tokens < slots.max_tokens:
+        raise ValueError(
+            f"max_batch_tokens is {max_batch_tokens}; this policy computes prompts whole, and a request"
+            f" may have {slots.max_tokens} tokens: raise it, or lower scheduler.max_request_tokens"
+        )
 
 
 def check_samples(leader: Request) -> None:

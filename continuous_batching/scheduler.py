@@ -9,7 +9,7 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.bounds import Bounds, Gate
 from continuous_batching.compaction import Compaction
 from continuous_batching.counters import Counters
-from continuous_batching.door import GiveUp, check_request, check_resize, check_samples
+from continuous_batching.door import GiveUp, check_budget, check_request, check_resize, check_samples
 from continuous_batching.endings import Endings
 from continuous_batching.followers import Followers
 from continuous_batching.policies.policy import Busy, Policy
@@ -60,16 +60,7 @@ class Scheduler:
         compact_pages_per_step: int = 0,
         seed: int = 0,
     ) -> None:
-        if max_batch_tokens < slots.num_slots:
-            raise ValueError(
-                f"max_batch_tokens is {max_batch_tokens}; it must be at least num_slots ({slots.num_slots}),"
-                " so that every slot can decode in every step"
-            )
-        if policy.whole and max_batch_tokens < slots.max_tokens:
-            raise ValueError(
-                f"max_batch_tokens is {max_batch_tokens}; this policy computes prompts whole, and a request"
-                f" may have {slots.max_tokens} tokens: raise it, or lower scheduler.max_request_tokens"
-            )
+        check_budget(max_batch_tokens, policy, slots)
         self.slots = slots
         self.pool = pool
         self.counters = Counters()
