@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.query_tiles import JOIN_FIELDS, TILE_FIELDS, Cut, QueryTiles
 from attention.reference import Attention, AttentionMetadata, AttentionShape, StaticDecodes
-from attention.triton_kernels import INTERPRETED, attend_tiles, join_parts, write_places
+from attention.triton_kernels import attend_tiles, join_parts, kernel_dtype, stored_dtype, write_places
 from continuous_batching.batch import Batch, Index
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -168,13 +167,13 @@ class CudaAttention(Attention):
         launch = metadata.launches[window]
         parts = self._parts(launch.num_parts)
         options: dict[str, Any] = {"enable_fp_fusion": not self.batch_invariant}
-        output = torch.empty(query.shape, dtype=_stored(query.dtype), device=query.device)
+        output = torch.empty(query.shape, dtype=stored_dtype(query.dtype), device=query.device)
         attend_tiles[(len(launch.tiles) * shape.num_kv_heads,)](
             query, layer_keys, layer_values, output, launch.tiles, metadata.page_table, *parts,
             *_strides(query), metadata.page_table.stride(0), shape.scale * math.log2(math.e),
             NUM_KV=shape.num_kv_heads, GROUP=self.group, HEAD_DIM=shape.head_dim, PADDED_DIM=self.padded_dim,
             PAGE=shape.page_size, ROWS=metadata.num_rows, STEP=self.step, WINDOW=window or 0,
-            CHUNK=CHUNK if self.batch_invariant else 0, OPERAND=_operand(shape.dtype),
+            CHUNK=CHUNK if self.batch_invariant else 0, OPERAND=kernel_dtype(shape.dtype),
             num_warps=self.num_warps, num_stages=3, **options,
         )  # fmt: skip
         if len(launch.joins):
@@ -238,11 +237,3 @@ def _strides(tensor: Tensor) -> tuple[int, int]:
     """Of rows and heads; what one head holds lies together."""
     assert tensor.stride(2) == 1, "heads must be contiguous"
     return tensor.stride(0), tensor.stride(1)
-
-
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if INTERPRETED else dtype
-
-
-def _operand(dtype: torch.dtype) -> tl.dtype:
-    return getattr(tl, str(_stored(dtype)).removeprefix("torch."))

@@ -93,12 +93,13 @@ class Cuda(Accelerator):
         return torch.cuda.get_device_name(self.device)
 
     def operators(self, shape: AttentionShape) -> tuple[Fused, Attention]:
+        from attention.cuda import CudaAttention
+        from models.cuda import CudaFused
+
+        fused = CudaFused(batch_invariant=self.asked.batch_invariant)
         if self.asked.attention == "reference":
-            return Fused(), Attention(shape, self.device)
-        raise RecipeError(
-            "device.attention: there are no fused operators of cuda yet; set device.attention to reference",
-            "device.attention",
-        )
+            return fused, Attention(shape, self.device)
+        return fused, CudaAttention(shape, self.device, batch_invariant=self.asked.batch_invariant)
 
 
 class Npu(Accelerator):

@@ -15,6 +15,7 @@ KINDS_OF = {  # the keys of `device` that only some kinds of machine read
     "threads": ("cpu",),
     "compile": ("cpu",),
     "graphs": ("cuda", "npu"),
+    "batch_invariant": ("cuda",),
     "product": ("npu",),
     "memory_gib": ("cuda", "npu"),
     "virtual": ("npu",),
@@ -67,6 +68,9 @@ class DeviceSection:
         default=0,
         least=0,
         most=1024,
+    )
+    batch_invariant: bool = key(
+        "cuda: what a request gets does not depend on its neighbours, to the bit; it is slower", default=False
     )
     product: Literal["310P", "910", "910B", "910C", "950"] | None = key(
         "npu: whose operators and limits hold; null: what the device says it is", default=None
@@ -197,6 +201,13 @@ class Recipe:
                 " be told to; set device.virtual to true, or leave this out",
                 "device.virtual_fp32",
                 "device.virtual",
+            )
+        if device.batch_invariant and device.attention == "reference":
+            yield RecipeError(
+                "device.batch_invariant: device.attention is reference, which sums as a prompt was cut; set"
+                " device.batch_invariant to false, or device.attention to fused",
+                "device.batch_invariant",
+                "device.attention",
             )
         if device.graphs and device.attention == "reference":
             yield RecipeError(

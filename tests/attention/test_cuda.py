@@ -6,19 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from attention import cuda
 from attention.cuda import CudaAttention
 from attention.reference import Attention, AttentionShape, StaticDecodes
 from continuous_batching.batch import Batch
-from tests.interpreter import DEVICE
+from tests.interpreter import DEVICE, multiply_rows_alone
 
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 NOTHING = np.empty(0, np.int64)
@@ -191,20 +189,10 @@ def test_a_request_of_nan_stays_alone() -> None:
     assert torch.equal(ours[2], clean[2])
 
 
-@pytest.fixture
-def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies by BLAS, whose sums depend on where a row lies; a GPU's do not."""
-
-    def dot(self: object, a: Any, b: Any, sums: Any, *_: object) -> TensorHandle:
-        return TensorHandle(np.einsum("mk,kn->mn", a.data, b.data) + sums.data, sums.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
-@pytest.mark.usefixtures("rows_alone")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_bits_depend_on_the_request_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same positions as one prompt alone, and cut at random, among neighbours, shared out or not."""
+    multiply_rows_alone(monkeypatch)
     monkeypatch.setattr(cuda, "CHUNK", 64)
     rng = np.random.default_rng(seed)
     windows = (50,) if seed % 2 else (None,)

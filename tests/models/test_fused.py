@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.cuda import CudaFused
 from models.fused import Fused
 from tests.attention.test_attention import shape
 from tests.devices import machine, on_each, operators
+from tests.interpreter import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -41,9 +43,14 @@ class There:
         return value.to(device) if isinstance(value, Tensor) else value
 
 
-@pytest.fixture(params=on_each("reference", "fused"))
+KERNELS = [pytest.param(("kernels", way), id=f"kernels-{way}") for way in ("any", "batch_invariant")]
+
+
+@pytest.fixture(params=[*on_each("reference", "fused"), *KERNELS])
 def fused(request: pytest.FixtureRequest) -> There:
     kind, way = request.param
+    if kind == "kernels":  # of CUDA, in Triton's interpreter where there is no GPU
+        return There(CudaFused(batch_invariant=way == "batch_invariant"), torch.device(DEVICE))
     return There(
         Fused() if way == "reference" else operators(kind, way, shape())[0], machine(kind, way).device
     )

@@ -53,6 +53,10 @@ def made(**changes: Any) -> Recipe:
             "device.virtual_fp32: no product takes float32 in its fused operators",
         ),
         (
+            {"device__kind": "cuda", "device__batch_invariant": True, "device__attention": "reference"},
+            "device.batch_invariant: device.attention is reference, which sums as a prompt was cut",
+        ),
+        (
             {"device__kind": "npu", "device__graphs": 8, "device__attention": "reference"},
             "device.graphs: device.attention is reference, which asks the host at each span",
         ),

@@ -1,0 +1,114 @@
+"""Does an engine of Triton kernels give the CPU's tokens, on a GPU or in Triton's interpreter?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from models.cuda import CudaFused
+from recipes import devices
+from recipes.build import build
+from recipes.devices import Cuda, Machine, host_memory_bytes
+from recipes.reader import load
+from recipes.recipe import ROOT, DeviceSection
+from tests.interpreter import DEVICE, multiply_rows_alone
+
+MODEL = (
+    "{model_type: qwen3, vocab_size: 64, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4,"
+    " num_key_value_heads: 2, head_dim: 16, intermediate_size: 48, max_position_embeddings: 256,"
+    " tie_word_embeddings: true, use_sliding_window: true, sliding_window: 20, max_window_layers: 1,"
+    " torch_dtype: float32}"
+)
+
+
+class Interpreted(Cuda):
+    """A CUDA device in Triton's interpreter."""
+
+    device = torch.device("cpu")
+    name = "Triton's interpreter"
+
+    def __init__(self, asked: DeviceSection) -> None:
+        Machine.__init__(self, asked)
+
+    def memory_bytes(self) -> int:
+        return host_memory_bytes()
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(devices, "Cuda", Interpreted)
+
+
+def engine(*overrides: str) -> Engine:
+    said = [
+        f"model.config={MODEL}",
+        "model.path=null",
+        "model.weights=random",
+        "model.dtype=float32",
+        "device.compile=false",
+        "cache.page_size=8",
+        "cache.num_pages=8",
+        "cache.memory_gib=null",
+        "scheduler.num_slots=3",
+        "scheduler.max_batch_tokens=16",
+    ]
+    return build(load(ROOT / "recipes/any/cpu.yaml", [*said, *overrides]))
+
+
+def requests(count: int, logprobs: int | None = None) -> list[Request]:
+    rng = np.random.default_rng(3)
+    opening = rng.integers(0, 64, 16)
+    made = []
+    for number in range(count):
+        prompt = np.concatenate([opening[: 16 * (number % 2)], rng.integers(0, 64, int(rng.integers(1, 20)))])
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=logprobs)
+        made.append(Request(str(number), prompt, params))
+    return made
+
+
+def serve(engine: Engine, requests: list[Request]) -> list[Request]:
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return requests
+
+
+def test_tokens_are_those_of_the_cpu() -> None:
+    on_cuda = engine("device.kind=cuda")
+    ours = serve(on_cuda, requests(4))
+    expected = serve(engine("device.attention=reference", "device.threads=1"), requests(4))
+    assert [request.answer.tolist() for request in ours] == [request.answer.tolist() for request in expected]
+    counters = on_cuda.scheduler.counters
+    assert counters.preemptions, "the pool was too large to force preemptions"
+    assert counters.hit_tokens, "no prefix was shared"
+
+
+@pytest.mark.slow
+def test_a_request_gets_the_same_bits_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_rows_alone(monkeypatch)
+    together = serve(engine("device.kind=cuda", "device.batch_invariant=true"), requests(5, logprobs=2))
+    number = 3  # it came late, was cut otherwise, and shared its beginning
+    alone = serve(
+        engine("device.kind=cuda", "device.batch_invariant=true"), [requests(5, logprobs=2)[number]]
+    )
+    assert together[number].answer.tolist() == alone[0].answer.tolist()
+    assert together[number].logprobs == alone[0].logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_linear_gives_a_row_the_same_bits_wherever_it_stands(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_rows_alone(monkeypatch)
+    fused = CudaFused(batch_invariant=True)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(150, 40, generator=generator), torch.randn(70, 40, generator=generator)
+    x, packed = x.to(DEVICE, dtype), fused.pack(weight.to(DEVICE, dtype), None)
+    whole = fused.linear(x, packed)
+    for rows in (slice(0, 1), slice(77, 78), slice(3, 140), slice(60, 66)):
+        assert torch.equal(fused.linear(x[rows], packed), whole[rows])

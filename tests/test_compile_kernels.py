@@ -1,0 +1,61 @@
+"""Do the Triton kernels compile for the GPUs that they are meant for, within registers and shared memory?
+
+That needs no GPU. It is not known by it that they are right there, or fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.test_imports import ROOT
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # of a program, by compute capability (CUDA's guide)
+CASES: list[tuple[Any, ...]] = [
+    (capability, dtype, head_dim, few, batch_invariant)
+    for capability in SHARED_BYTES
+    for dtype in ("bfloat16", "float32")
+    for head_dim in (64, 80, 128, 256)
+    for few, batch_invariant in ((True, False), (False, False), (False, True))
+]
+CASES += [
+    (capability, dtype, name)
+    for capability in SHARED_BYTES
+    for dtype in ("bfloat16", "float32")
+    for name in ("write", "join", "norm", "turn", "weigh", "multiply")
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    """What the compiler makes of each case, by its JSON."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.compile_kernels"],
+        input=json.dumps(CASES),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_kernel_compiles_and_hardly_spills(
+    case: tuple[Any, ...], compiled: dict[str, dict[str, Any]]
+) -> None:
+    capability, dtype, what = case[:3]
+    found = compiled[json.dumps(case)]
+    assert found["shared"] <= SHARED_BYTES[capability]
+    assert found["stack"] <= 256, "registers are spilled to memory"
+    multiplies = isinstance(what, int) or what == "multiply"
+    assert found["uses_matrix_unit"] == (multiplies and dtype != "float32")
