@@ -47,13 +47,32 @@ stale=()
 for file in "${wanted[@]}"; do
     sha256sum --check --status ".venv/$file.sha256" 2>/dev/null || stale+=("$file")
 done
-if ((${#stale[@]})); then
-    pip=("$python" -m pip install --disable-pip-version-check --no-input --progress-bar off -qq)
+pip=("$python" -m pip install --disable-pip-version-check --no-input --progress-bar off -qq)
+usual=()
+for file in "${stale[@]}"; do
+    [[ $file == requirements-npu.txt ]] || usual+=("$file")
+done
+if ((${#usual[@]})); then
     torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' requirements.txt)
-    echo "setup: installing ${stale[*]} (the first time takes some minutes)"
+    echo "setup: installing ${usual[*]} (the first time takes some minutes)"
     "${pip[@]}" "$torch" # first, so that nothing else brings another torch
-    "${pip[@]}" "${wanted[@]/#/--requirement=}"
-    for file in "${wanted[@]}"; do
-        sha256sum "$file" >".venv/$file.sha256"
-    done
+    "${pip[@]}" "${usual[@]/#/--requirement=}"
 fi
+
+# torch loads torch_npu by itself, and fails where there is no CANN: there it lies where only the virtual NPU looks
+if [[ " ${stale[*]} " == *" requirements-npu.txt "* ]]; then
+    beside=.venv/virtual_npu
+    echo "setup: installing torch_npu"
+    if [[ -n ${ASCEND_HOME_PATH:-}${ASCEND_TOOLKIT_HOME:-} || -d /usr/local/Ascend/ascend-toolkit ]]; then
+        rm -rf "$beside"
+        "${pip[@]}" --no-deps --requirement=requirements-npu.txt
+    else
+        "${pip[@]}" --no-deps --upgrade --target "$beside" --requirement=requirements-npu.txt
+    fi
+fi
+if [[ " ${wanted[*]} " == *" requirements-npu.txt "* && -d .venv/virtual_npu ]]; then
+    "$python" -m virtual_npu.libraries || die "the virtual NPU has no libraries"
+fi
+for file in "${stale[@]}"; do
+    sha256sum "$file" >".venv/$file.sha256"
+done

@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--fast] [PYTEST ARGUMENT ...]     --fast leaves out the tests marked slow
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh dev
+bash scripts/setup.sh dev npu
 
 arguments=()
 if [[ ${1:-} == --fast ]]; then

@@ -1,0 +1,22 @@
+"""Where does the virtual NPU of these tests come from?"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import virtual_npu
+from virtual_npu import libraries
+
+
+@pytest.fixture(scope="session")
+def device() -> virtual_npu.Device:
+    """The one of this process, with the memory of the host; the other tests' is the same."""
+    try:
+        libraries.wheel()
+    except FileNotFoundError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    return virtual_npu.start()

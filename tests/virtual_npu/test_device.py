@@ -1,0 +1,45 @@
+"""torch finds one NPU in the host's memory, and the operators that it knows run there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import virtual_npu
+
+pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("device")]
+
+
+def test_torch_sees_one_device_of_that_name(device):
+    assert torch.npu.is_available()
+    assert torch.npu.device_count() == 1
+    assert torch.npu.get_device_name(0) == device.chip
+    assert torch.accelerator.current_accelerator() == torch.device("npu")
+
+
+def test_memory_is_counted():
+    torch.npu.synchronize()
+    before, (free, total) = torch.npu.memory_allocated(), torch.npu.mem_get_info()
+    held = torch.empty(1 << 20, dtype=torch.uint8, device="npu")
+    assert before + held.nbytes <= torch.npu.memory_allocated() <= before + held.nbytes + 512
+    assert torch.npu.memory_reserved() >= torch.npu.memory_allocated()
+    assert torch.npu.mem_get_info()[0] <= free <= total
+    assert torch.npu.max_memory_allocated() >= before + held.nbytes
+    del held
+    assert torch.npu.memory_allocated() == before
+
+
+def test_too_much_is_refused_as_torch_refuses_it():
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(torch.npu.mem_get_info()[1] + 1, dtype=torch.uint8, device="npu")
+
+
+def test_a_second_device_is_refused():
+    with pytest.raises(ValueError, match="start another process"):
+        virtual_npu.start(memory_bytes=1 << 30)
+    with pytest.raises(ValueError, match="Ascend910B1"):
+        virtual_npu.start("Ascend1")
+
+
+def test_a_second_start_of_the_same_device_is_the_same(device):
+    assert virtual_npu.start() is device

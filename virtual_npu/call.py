@@ -1,0 +1,154 @@
+"""How does a call on tensors of npu:0 become a call on the same bytes on the CPU, and its results return?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from virtual_npu.memory import Memory
+
+# Operators of torch that may read a tensor of the host beside one of the device
+MIXED = {
+    "copy_",
+    "_copy_from",
+    "_copy_from_and_resize",
+    "index",
+    "index_put_",
+    "_index_put_impl_",
+    "index_put",
+}
+CPU = torch.device("cpu")
+NEEDS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+Originals = dict[
+    int, tuple[Tensor, Tensor]
+]  # by the id of a view: the view (held, so that its id stays its own), and its tensor
+
+
+class Call:
+    """One operator's way to the CPU and back.
+
+    `function` takes the operator's arguments as CPU tensors; `captured`, if given, is called with them when
+    a graph captures the operator, while their values are not there yet.
+    """
+
+    def __init__(
+        self,
+        operator: torch._ops.OpOverload,
+        function: Callable[..., Any],
+        memory: Memory,
+        captured: Callable[..., Any] | None = None,
+    ) -> None:
+        self.operator, self.function, self.memory, self.captured = operator, function, memory, captured
+        schema = operator._schema
+        space, _, short = schema.name.partition("::")
+        self.name = operator.name()
+        self.mixed = space != "aten" or short in MIXED
+        # torch resizes such a tensor where it does not fit; operators of torch_npu write into it as it is
+        self.resized = {each.name for each in schema.arguments if each.is_out} if space == "aten" else set()
+        self.needs_host = bool(NEEDS_HOST & set(operator.tags))
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        originals: Originals = {}
+        on_host, named = self.to_host(args, kwargs, originals)
+        result = self.perform(on_host, named, originals)
+        return result if kwargs.get("device") == CPU else self.to_device(result, originals)
+
+    def perform(self, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
+        """Call `function`; a view, an argument of torch's `out=`, may turn out to have another shape."""
+        if not self.resized:
+            return self.function(*on_host, **named)
+        outs = [(name, named[name]) for name in named if name in self.resized]
+        fresh = {
+            name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for name, each in outs
+        }
+        self.function(*on_host, **named | fresh)
+        for name, view in outs:
+            out, result = originals[id(view)][1], fresh[name]
+            if out.shape != result.shape:
+                out.resize_(result.shape)
+            self.on_host(out).copy_(result)
+        return outs[0][1] if len(outs) == 1 else tuple(view for _, view in outs)
+
+    def to_host(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as the CPU takes them; `originals` learns which view stands for which tensor.
+
+        Raises RuntimeError, as torch does, where a tensor of the host is among them.
+        """
+
+        on_host = [self._host(each, originals) for each in args]
+        named = {name: self._host(each, originals) for name, each in kwargs.items() if name != "pin_memory"}
+        if not self.mixed and any(view is each and each.dim() for view, each in originals.values()):
+            raise RuntimeError(
+                f"{self.name}: Expected all tensors to be on the same device, but found at least "
+                "two devices, npu:0 and cpu!"
+            )
+        return on_host, named
+
+    def _host(self, value: Any, originals: Originals) -> Any:
+        if isinstance(value, Tensor):
+            view = value if value.is_cpu else self.memory.view(value)
+            originals[id(view)] = (view, value)
+            return view
+        if isinstance(value, (list, tuple)):
+            return [self._host(each, originals) for each in value]
+        return CPU if isinstance(value, torch.device) else value
+
+    def returned(self, on_host: list[Any], named: dict[str, Any]) -> Any:
+        """The arguments that the operator returns, where it makes no tensor; else None."""
+        schema = self.operator._schema
+        if "out" in named or self.resized:  # torch_npu's `Tensor[] out` says nothing of aliases
+            outs = [each for name, each in named.items() if name == "out" or name in self.resized]
+            return tuple(tensors(outs)) if len(schema.returns) > 1 else next(tensors(outs))
+        if any(each.alias_info is None for each in schema.returns):
+            return None
+        by_name = {each.name: value for each, value in zip(schema.arguments, on_host)} | named
+        by_alias = {
+            frozenset(e.alias_info.before_set): e.name for e in schema.arguments if e.alias_info is not None
+        }
+        found = tuple(by_name[by_alias[frozenset(each.alias_info.before_set)]] for each in schema.returns)
+        return found[0] if len(found) == 1 else found
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, or its bytes where it is on npu:0."""
+        return tensor if tensor.is_cpu else self.memory.view(tensor)
+
+    def to_device(self, result: Any, originals: Originals) -> Any:
+        """A result with its tensors on npu:0; an argument that is returned is the caller's own tensor."""
+        if isinstance(result, Tensor):
+            if id(result) in originals:
+                return originals[id(result)][1]
+            new = torch.empty_like(result, device="npu:0")
+            if not result.is_meta:
+                self.memory.view(new).copy_(result)
+            return new
+        if isinstance(result, list):
+            return [self.to_device(each, originals) for each in result]
+        if isinstance(result, tuple):  # named or plain: torch unpacks it by position
+            return tuple(self.to_device(each, originals) for each in result)
+        return result
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors(each)
+
+
+def swapped(value: Any, tensors_by_id: dict[int, Tensor]) -> Any:
+    """Nested arguments with some of their tensors replaced."""
+    if isinstance(value, Tensor):
+        return tensors_by_id.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(swapped(each, tensors_by_id) for each in value)
+    if isinstance(value, dict):
+        return {name: swapped(each, tensors_by_id) for name, each in value.items()}
+    return value

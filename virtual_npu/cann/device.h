@@ -1,0 +1,98 @@
+/* What the parts of the virtual device share. The wheel's own headers check every signature. */
+#include <acl/acl_rt.h>
+#include <acl/error_codes/rt_error_codes.h>
+#include <pthread.h>
+#include <stdbool.h>
+
+enum kind { KERNEL, RECORD, WAIT, RESET, COPY, FILL, CALL, REPLAY };
+
+/* One thing that a stream does, or that a graph holds */
+struct task {
+    enum kind kind;
+    uint64_t kernel; /* KERNEL: a number that the owner of the kernels knows */
+    struct event *event;
+    void *target;
+    const void *source;
+    size_t count;
+    int value;
+    void (*function)(void *); /* CALL, with `target` */
+    struct graph *graph;      /* REPLAY, from task `next` on */
+    size_t next;
+    struct group *group; /* of a graph's task */
+};
+
+struct tasks {
+    struct task *items;
+    size_t first, count, room;
+};
+
+struct event {
+    bool external, recorded, dead;
+    uint64_t time_ns;
+    struct stream *recorder;
+    uint64_t updates;      /* of the recorder, when it recorded */
+    struct graph *graph;   /* the capture that recorded it last, if one did */
+    uint64_t num_captured; /* of the recorder, when it was captured */
+};
+
+struct stream {
+    int id;
+    bool dead, running;
+    pthread_t runner;
+    struct tasks queue; /* what waits behind an event */
+    /* capture */
+    struct graph *graph;
+    uint64_t num_captured, num_joined;
+    /* update of a task group */
+    struct group *updated;
+    struct tasks update;
+    uint64_t updates, settled;                           /* finished updates, and those that the host waited for */
+    struct { struct stream *stream; uint64_t updates; } seen[8]; /* updates of others that come before */
+    size_t num_seen;
+    struct stream *next;
+};
+
+struct group {
+    struct graph *graph;
+    size_t first, stop;
+    struct stream *updater;
+    uint64_t update;
+    struct group *next;
+};
+
+struct graph {
+    uint32_t id;
+    struct tasks tasks;
+    struct stream *origin;
+    struct group *groups, *open;
+    int mode, num_streams, num_replays; /* replays under way */
+    bool capturing, dead;
+    pthread_t thread;
+    char broken[512]; /* why it cannot be replayed */
+    struct graph *next;
+};
+
+extern pthread_mutex_t lock; /* over all state; never held while a kernel runs */
+extern struct graph *graphs;
+
+/* Remembers a sentence for aclGetRecentErrMsg, which torch_npu adds to its exception, and returns the code */
+int refuse(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* memory.c */
+bool within_device(const void *address), within_pinned(const void *address);
+
+/* streams.c; the lock is held */
+struct stream *stream_of(aclrtStream handle);
+struct stream *all_streams(void);
+void append(struct tasks *tasks, struct task task);
+int submit(struct stream *stream, struct task task);
+int settle(struct stream *stream);
+void count_busy(void);
+
+/* graphs.c; the lock is held */
+bool capturing_anywhere(void);
+bool forbidden_in_capture(void); /* for calls that stop the host, in this thread */
+int capture(struct stream *stream, struct task task);
+int replace(struct stream *stream, struct task task);
+int in_order(struct stream *stream, const struct task *task);
+extern int (*run_kernel)(uint64_t kernel);

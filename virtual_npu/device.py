@@ -1,0 +1,139 @@
+"""How does the virtual NPU start, and what does it refuse to start beside?"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from virtual_npu import libraries
+from virtual_npu.contract import Capture, Conditions
+from virtual_npu.kernels import Kernels
+from virtual_npu.memory import Memory
+from virtual_npu.operators import OPERATORS
+from virtual_npu.products import PRODUCTS
+from virtual_npu.recorder import CAPTURED, Recorder
+
+log = logging.getLogger(__name__)
+
+TOOLKIT = Path("/usr/local/Ascend/ascend-toolkit")
+CHIPS = {chip: each for each in PRODUCTS.values() for chip in each.chips}
+
+
+class Device:
+    """The one virtual NPU of this process."""
+
+    def __init__(self, chip: str, memory_bytes: int | None, library: ctypes.CDLL) -> None:
+        self.chip, self.memory_bytes, self.library = chip, memory_bytes, library
+        memory = Memory(library.virtual_npu_base(), library.virtual_npu_span())
+        self.recorder = Recorder(library)
+        self.kernels = Kernels(memory, self.recorder)
+
+    def implement(
+        self, name: str, function: Callable[..., Any], captured: Callable[..., Any] | None = None
+    ) -> None:
+        """Let a Python function of CPU tensors answer an operator of torch_npu; see `Kernels.implement`."""
+        self.kernels.implement(name, function, captured)
+
+    def capture(self) -> Capture:
+        """Whether the current stream is captured, and a task group of it is open."""
+        if not self.recorder.busy.value or self.recorder.state() != CAPTURED:
+            return "none"
+        return "group" if self.recorder.in_group() else "stream"
+
+    def contract(self, conditions: Conditions) -> None:
+        """Let the operators of `virtual_npu.operators` answer under these conditions."""
+        for each in OPERATORS:
+            self.implement(each.qualified, partial(each, conditions), partial(each.check_capture, conditions))
+
+
+_started: list[Device] = []  # a process has one torch, and torch one accelerator
+
+
+def start(
+    chip: str = "Ascend910B1",
+    memory_bytes: int | None = None,
+    *,
+    fp32: bool = False,
+    held: Callable[[], Any] | None = None,
+) -> Device:
+    """Give this process one virtual NPU; torch then has `npu:0`, whose memory is the host's.
+
+    `chip` is what the device calls itself; `memory_bytes` its memory, None for the host's. `fp32` and
+    `held` are the conditions of the operators' contract, and may be set anew by another start. Raises
+    ValueError for an unknown chip or a second, different device; OSError where wheel or C compiler are
+    missing; RuntimeError beside a real NPU, CANN, another accelerator, or a torch_npu that was imported
+    without this.
+    """
+    if chip not in CHIPS:
+        raise ValueError(f"chip {chip!r} is not known; choose one of {', '.join(CHIPS)}")
+    if _started:
+        device = _started[0]
+        if (chip, memory_bytes) != (device.chip, device.memory_bytes):
+            raise ValueError(
+                f"this process has a virtual {device.chip} of {device.memory_bytes or 'the host'} bytes: "
+                "start another process for another device"
+            )
+    else:
+        _refuse_beside_others()
+        device = _boot(chip, memory_bytes)
+        _started.append(device)
+    device.contract(Conditions(product=CHIPS[chip], fp32=fp32, held=held, capture=device.capture))
+    log.warning(
+        "VIRTUAL NPU: npu:0 is a stand-in for an %s in this host's memory; its speed means nothing", chip
+    )
+    return device
+
+
+def _refuse_beside_others() -> None:
+    if "torch_npu" in sys.modules:
+        raise RuntimeError("torch_npu is imported already: start the virtual NPU before it")
+    toolkit = next(
+        (os.environ[name] for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if os.environ.get(name)),
+        None,
+    )
+    if toolkit is None and TOOLKIT.exists():
+        toolkit = str(TOOLKIT)
+    real = toolkit or next(map(str, Path("/dev").glob("davinci[0-9]*")), None)
+    if real is not None:
+        raise RuntimeError(f"{real} says that a real NPU or CANN is here: set device.virtual to false")
+    other = torch._C._get_accelerator().type
+    if other != "cpu":
+        raise RuntimeError(
+            f"this torch has the accelerator {other}, and torch takes one alone: use a CPU build of torch"
+        )
+
+
+def _boot(chip: str, memory_bytes: int | None) -> Device:
+    library = libraries.load(libraries.build())
+    library.virtual_npu_base.restype = ctypes.c_void_p
+    library.virtual_npu_span.restype = ctypes.c_size_t
+    library.virtual_npu_memory.argtypes = [ctypes.c_size_t]
+    library.virtual_npu_replaced.restype = ctypes.c_uint64
+    library.virtual_npu_submit.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+    for name in ("state", "settle", "replaced", "in_group", "holds"):
+        getattr(library, f"virtual_npu_{name}").argtypes = [ctypes.c_void_p]
+    library.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    library.virtual_npu_product(chip.encode())
+    if library.virtual_npu_memory(memory_bytes or 0):
+        raise MemoryError(library.aclGetRecentErrMsg().decode())
+    os.environ["TASK_QUEUE_ENABLE"] = "0"  # calls reach the device in the thread that makes them, in order
+    sys.path.append(str(libraries.wheel()))
+    with redirect_stdout(StringIO()) as said:
+        import torch_npu  # noqa: F401 - its import is its start
+    for line in said.getvalue().splitlines():
+        if "ASCEND_HOME_PATH" not in line:  # there is no CANN, which is the point
+            log.warning("torch_npu: %s", line)
+    torch.npu.set_device(0)
+    device = Device(chip, memory_bytes, library)
+    device.kernels.register()
+    return device

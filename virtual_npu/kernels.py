@@ -1,0 +1,156 @@
+"""What runs when an operator is called on a tensor of npu:0?
+
+The CPU kernel of the same operator, over the same bytes; for operators of torch_npu itself, a Python
+function that `implement` names. On a stream that captures, waits or updates, `Recorder` takes the call
+instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from virtual_npu.call import Call
+from virtual_npu.memory import Memory
+from virtual_npu.randomness import seeded
+from virtual_npu.recorder import Recorder
+
+Kernel = Callable[..., Any]
+
+# torch_npu's own kernels serve: they make, view or describe tensors and leave the elements alone
+KEEP = {
+    *(
+        "empty.memory_format",
+        "empty_strided",
+        "empty_like",
+        "new_empty_strided",
+        "empty_with_format",
+        "empty_with_format.names",
+    ),
+    *("as_strided", "view", "_reshape_alias", "unfold", "squeeze", "squeeze.dim", "unsqueeze"),
+    *("view_as_real", "view_as_complex", "resize_", "resize_as_", "record_stream"),
+    *("set_", "set_.source_Tensor", "set_.source_Storage", "set_.source_Storage_storage_offset"),
+    *("is_pinned", "_pin_memory", "pin_memory", "is_set_to", "_has_compatible_shallow_copy_type"),
+}
+
+
+class Kernels:
+    """The kernels of every operator on npu:0; they stay registered as long as this lives."""
+
+    def __init__(self, memory: Memory, recorder: Recorder) -> None:
+        self.memory, self.recorder = memory, recorder
+        self._libraries: dict[str, torch.library.Library] = {}
+
+    def register(self) -> int:
+        """Register a kernel for each aten operator that the CPU has and that does not decompose; returns
+        how many.
+        """
+        special = {"_to_copy": _to_copy, "contiguous": _contiguous, "copy_": self._copy()}
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        count = 0
+        for name in torch._C._dispatch_get_all_op_names():
+            short = name.removeprefix("aten::")
+            if short == name or short in KEEP:
+                continue
+            decomposes = any(
+                has(name, f"Composite{kind}") for kind in ("ImplicitAutograd", "ExplicitAutograd")
+            )
+            if has(name, "PrivateUse1") or (has(name, "CPU") and not decomposes):
+                operator = find(name)
+                if operator is not None:  # torch_npu has some that torch does not know by a schema
+                    self._impl(
+                        name, special.get(short) or self._kernel(Call(operator, operator, self.memory))
+                    )
+                    count += 1
+        return count
+
+    def implement(self, name: str, function: Kernel, captured: Kernel | None = None) -> None:
+        """Let a Python function of CPU tensors answer an operator, as in `npu::npu_rms_norm` or
+        `npu::npu_x.out`.
+
+        It is called with the schema's arguments (defaults left out), tensors of npu:0 as CPU views of the
+        same bytes. What it writes into them is written; what it returns is copied to the device, or is the
+        caller's own tensor where it returns an argument. `captured` is called in its place while a graph
+        captures the operator: shapes and lists are known then, values are not.
+        """
+        operator = find(name)
+        if operator is None:
+            raise ValueError(f"torch_npu has no operator {name}: ask torch.ops for its name")
+        self._impl(name, self._kernel(Call(operator, function, self.memory, captured)))
+
+    def _kernel(self, call: Call) -> Kernel:
+        """What torch calls for an operator."""
+        if torch.Tag.nondeterministic_seeded in call.operator.tags:
+            call.function = seeded(call.function, {each.name for each in call.operator._schema.arguments})
+        recorder, busy = self.recorder, self.recorder.busy
+        answers_host = call.name.endswith("_get_max_workspace")  # it sends nothing to the device
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if busy.value and not answers_host:
+                if call.needs_host:
+                    recorder.host_waits(call.name)
+                elif state := recorder.state():
+                    return recorder.record(call, args, kwargs, state)
+            return call(args, kwargs)
+
+        return run
+
+    def _copy(self) -> Kernel:
+        """copy_, which is not an operator of the device alone: one side may be the host's."""
+        call = Call(torch.ops.aten.copy_.default, torch.ops.aten.copy_.default, self.memory)
+        recorder = self.recorder
+
+        def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if recorder.busy.value:
+                host = [each for each in (target, source) if each.is_cpu]
+                if host and not (non_blocking and host[0].is_pinned()):
+                    recorder.host_waits("a copy that is not both pinned and non_blocking")
+                elif state := recorder.state():
+                    return recorder.record(call, (target, source), {}, state)
+            call.on_host(target).copy_(call.on_host(source))
+            return target
+
+        return copy
+
+    def _impl(self, name: str, kernel: Kernel) -> None:
+        space, _, short = name.partition("::")
+        if space not in self._libraries:
+            self._libraries[space] = torch.library.Library(space, "IMPL")
+        self._libraries[space].impl(short, kernel, "PrivateUse1", allow_override=True)
+
+
+def find(name: str) -> torch._ops.OpOverload | None:
+    """The operator of that name, as in `aten::add.Tensor`; None where torch has no such schema."""
+    space, _, short = name.partition("::")
+    packet, _, overload = short.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
+
+
+def _to_copy(
+    source: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    device = source.device if device is None else device
+    target = torch.empty_like(
+        source,
+        dtype=source.dtype if dtype is None else dtype,
+        device=device,
+        pin_memory=device.type == "cpu" and non_blocking,  # as torch does, so that the host need not wait
+        memory_format=torch.preserve_format if memory_format is None else memory_format,
+    )
+    return target.copy_(source, non_blocking)
+
+
+def _contiguous(tensor: Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    if tensor.is_contiguous(memory_format=memory_format):
+        return tensor
+    return tensor.clone(memory_format=memory_format)

@@ -1,0 +1,173 @@
+"""How are the CANN libraries made that the torch_npu wheel asks for?"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from virtual_npu.elf import read
+
+log = logging.getLogger(__name__)
+
+MEND = "`bash scripts/setup.sh npu` installs it"
+SOURCES = sorted((Path(__file__).parent / "cann").glob("*.[ch]"))
+MAIN = "libascendcl.so"  # holds everything; the others are names for it
+OPENED = "libopapi.so"  # torch_npu opens it by name, for operators
+SYSTEM = [
+    *("libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libgcc_s.so.1"),
+    *("libstdc++.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
+]
+# What answers "nothing" or "done" on a device without graph engine, dump, profiler and operator library
+NOTHING = re.compile(
+    r"Msprof|aclAppLog|HcclSetConfig|aclmdl\w*Dump|aclop(Create|Destroy|SetAttr|StopDump)|acl(Create|Destroy)"
+    r"|acltdt(Create|Destroy|Get)|aclGetTensorDescNumDims"
+)
+
+
+def wheel() -> Path:
+    """The folder that holds the torch_npu package: beside `.venv`'s own packages, or among them."""
+    beside = Path(sys.prefix) / "virtual_npu"
+    if (beside / "torch_npu").is_dir():
+        return beside
+    found = find_spec("torch_npu")
+    if found is None or found.origin is None:
+        raise FileNotFoundError(f"torch_npu is not installed in {sys.prefix}: {MEND}")
+    return Path(found.origin).parents[1]
+
+
+def build() -> Path:
+    """The folder of the stand-in libraries; made where wheel, torch, sources or machine are new."""
+    site = wheel()
+    folder = site / f"cann-{_fingerprint(site)}"
+    if folder.is_dir():
+        return folder
+    log.info("compiling the virtual NPU's libraries: %s", folder)
+    for old in site.glob("cann-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=site) as made:
+        _compile(site, Path(made))
+        try:
+            Path(made).rename(folder)
+        except OSError:  # another process was quicker
+            if not folder.is_dir():
+                raise
+        else:
+            Path(made).mkdir()  # for the context manager to remove
+    return folder
+
+
+def survey(site: Path) -> tuple[list[str], list[str]]:
+    """The libraries that torch_npu needs and nobody has, and the symbols it expects of them."""
+    own = sorted((site / "torch_npu").rglob("*.so"))
+    others = [*(_torch() / "lib").glob("*.so*"), *_system()]
+    read_own, read_others = [read(path) for path in own], [read(path) for path in others]
+    defined = frozenset().union(*(each.defined for each in read_own + read_others))
+    undefined = frozenset().union(*(each.undefined for each in read_own)) - defined
+    present = {path.name for path in own + others} | set(SYSTEM)
+    needed = frozenset().union(*(each.needed for each in read_own)) - present
+    libraries = {name for name in needed if not name.startswith("libpython")} | {MAIN, OPENED}
+    return sorted(libraries), sorted(name for name in undefined if not name.startswith(("Py", "_Py")))
+
+
+def load(folder: Path) -> ctypes.CDLL:
+    """Map the libraries into this process, so that the loader finds them by soname; returns the main one."""
+    main = ctypes.CDLL(str(folder / MAIN), mode=ctypes.RTLD_GLOBAL)
+    for path in sorted(folder.glob("lib*.so")):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return main
+
+
+def _fingerprint(site: Path) -> str:
+    record = next(site.glob("torch_npu-*.dist-info")) / "RECORD"
+    parts = [path.read_bytes() for path in [*SOURCES, Path(__file__), record]]
+    parts += [(_torch() / "version.py").read_bytes(), " ".join(os.uname()[::4]).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _torch() -> Path:
+    found = find_spec("torch")
+    assert found is not None, "torch is not installed"
+    return Path(str(found.origin)).parent
+
+
+def _system() -> list[Path]:
+    """The system's libraries as this process maps them."""
+    for name in SYSTEM:
+        try:
+            ctypes.CDLL(name)
+        except OSError:  # of the other architecture
+            continue
+    stems = (*(name.split(".so")[0] for name in SYSTEM), "libpython")
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    paths = {Path(line.split()[-1]) for line in maps if ".so" in line}
+    return sorted(path for path in paths if path.name.startswith(stems))
+
+
+def _stub(symbol: str) -> str:
+    if symbol.startswith("_Z"):  # C++ of the graph engine and of ATB, which no kernel of ours calls
+        return f'void {symbol}(void) {{ virtual_npu_missing("{symbol}"); abort(); }}'
+    if NOTHING.match(symbol):
+        return f"long {symbol}(void) {{ return 0; }}"
+    return f'long {symbol}(void) {{ return virtual_npu_missing("{symbol}"); }}'
+
+
+def _compile(site: Path, folder: Path) -> None:
+    compiler = os.environ.get("CC", "cc")
+    if shutil.which(compiler) is None:
+        raise FileNotFoundError(
+            f"the virtual NPU needs a C compiler, and there is no '{compiler}': install gcc or set CC"
+        )
+    libraries, symbols = survey(site)
+    ours = {
+        name
+        for path in SOURCES
+        for name in re.findall(r"^\w[\w *]*?\b\*?(\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    stubs = [_stub(symbol) for symbol in symbols if symbol not in ours]
+    source = ["#include <stdlib.h>", "int virtual_npu_missing(const char *name);", *stubs, ""]
+    (folder / "stubs.c").write_text("\n".join(source))
+    (folder / "empty.c").write_text("")
+    include = site / "torch_npu" / "include"
+    flags = ["-shared", "-fPIC", "-O1", "-std=gnu11", "-Wno-builtin-declaration-mismatch"]
+    code = [str(path) for path in SOURCES if path.suffix == ".c"] + [str(folder / "stubs.c")]
+    _run(
+        [
+            compiler,
+            *flags,
+            f"-I{include}",
+            f"-Wl,-soname,{MAIN}",
+            *code,
+            "-o",
+            str(folder / MAIN),
+            "-lpthread",
+        ]
+    )
+    for name in libraries:
+        if name != MAIN:
+            names = [f"-Wl,-soname,{name}", "-Wl,--no-as-needed", f"-L{folder}", f"-l:{MAIN}"]
+            _run([compiler, *flags, str(folder / "empty.c"), *names, "-o", str(folder / name)])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+        raise OSError(
+            f"the virtual NPU's libraries do not compile: {first.strip()} (`{' '.join(command[:1])}`)"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        build()
+    except OSError as error:
+        sys.exit(str(error))

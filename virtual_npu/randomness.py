@@ -1,0 +1,47 @@
+"""Which numbers does a random operator draw on the virtual device?
+
+Those of the CPU's generator, seeded from the seed and the offset of the generator of npu:0; so a saved and
+restored state of that generator repeats them, as on the device. They are not the numbers that a real device
+draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+STEP = 4  # by which an operator moves its generator's offset; Philox gives four numbers at a time
+
+
+def seeded(function: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
+    """`function`, an operator of these arguments, drawing from the generator it is given or from npu:0's
+    own.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("generator")
+        place = next((i for i, each in enumerate(args) if isinstance(each, torch.Generator)), None)
+        given = given if place is None else args[place]
+        source = given if given is not None else torch.npu.default_generators[0]
+        if source.device.type == "cpu":
+            raise RuntimeError("Expected a 'npu' device type for generator but found 'cpu'")
+        seed, offset = source.initial_seed(), source.get_offset()
+        source.set_offset(offset + STEP)
+        mixed = hash((seed, offset)) & 0x7FFF_FFFF_FFFF_FFFF
+        if "generator" not in names:
+            before = torch.get_rng_state()
+            try:
+                torch.default_generator.manual_seed(mixed)
+                return function(*args, **kwargs)
+            finally:
+                torch.set_rng_state(before)
+        twin = torch.Generator().manual_seed(mixed)
+        if place is not None:
+            args = (*args[:place], twin, *args[place + 1 :])
+        else:
+            kwargs["generator"] = twin
+        return function(*args, **kwargs)
+
+    return run

@@ -1,0 +1,201 @@
+"""What happens to an operator that does not run at once?
+
+A stream may be captured, or update a task group, or wait for an event: then the operator's outputs are
+allocated and poisoned, and what it would do is kept for the device to run at its turn, on the same
+addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from virtual_npu.call import Call, Originals, swapped, tensors
+
+CAPTURED, WAITING, UPDATING = 1, 2, 3  # as virtual_npu_state answers
+IN_POOL = 2  # as virtual_npu_holds answers
+EXECUTION_FAILED = 507011  # ACL_ERROR_RT_MODEL_EXECUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One operator of a graph or a queue, and the addresses it writes.
+
+    `outside` are the storages it uses that no graph's pool holds, so that somebody else has to keep them.
+    """
+
+    name: str
+    run: Callable[[], None]
+    writes: tuple[int, ...]
+    outside: tuple[StorageWeakRef, ...]
+    once: bool
+
+
+class Recorder:
+    """The operators that wait, by the numbers under which the device knows them."""
+
+    def __init__(self, device: ctypes.CDLL) -> None:
+        self.device = device
+        self.busy = ctypes.c_int.in_dll(device, "virtual_npu_busy")
+        self._waiting: dict[int, Recorded] = {}
+        self._numbers = itertools.count(1)
+        # ctypes keeps no reference to a callback: these live as long as the recorder
+        self._run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(self._perform)
+        self._forget = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(self._drop)
+        device.virtual_npu_run_with(self._run)
+        device.virtual_npu_forget_with(self._forget)
+
+    def state(self) -> int:
+        """What an operator on the current stream has to do: 0 is to run."""
+        return self.device.virtual_npu_state(stream())
+
+    def in_group(self) -> bool:
+        """Whether a task group is open in the capture of the current stream."""
+        return bool(self.device.virtual_npu_in_group(stream()))
+
+    def check(self, code: int) -> None:
+        """Raise RuntimeError with the device's own sentence where it refused."""
+        if code:
+            raise RuntimeError(f"{self.device.aclGetRecentErrMsg().decode()} (ACL error {code})")
+
+    def host_waits(self, name: str) -> None:
+        """The host waits for what the current stream has been given. Raises RuntimeError where it cannot."""
+        if self.busy.value:
+            try:
+                self.check(self.device.virtual_npu_settle(stream()))
+            except RuntimeError as error:
+                raise RuntimeError(f"{name} needs the host to wait for the device: {error}") from None
+
+    def record(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], state: int) -> Any:
+        """Keep an operator for its turn, and return its outputs, which nothing has written yet.
+
+        Raises RuntimeError for what a device could not keep.
+        """
+        originals: Originals = {}
+        on_host, named = call.to_host(args, kwargs, originals)
+        if not call.mixed:  # a scalar of the host goes into the operator's arguments, as it is now
+            frozen = {key: view.clone() for key, (view, each) in originals.items() if each is view}
+            on_host, named = swapped(on_host, frozen), swapped(named, frozen)
+        if call.captured is not None and state == CAPTURED:
+            call.captured(*on_host, **named)
+        result = _outputs(call, on_host, named, originals)
+        ours = {id(each) for _, each in originals.values()}
+        places = [call.memory.view(each) for each in tensors(result) if id(each) not in ours]
+        for each in places:
+            poison(each)
+
+        def run() -> None:
+            done = call.perform(on_host, named, originals_of_run)
+            fresh = [each for each in tensors(done) if id(each) not in originals_of_run]
+            if len(fresh) != len(places) or any(a.shape != b.shape for a, b in zip(fresh, places)):
+                raise RuntimeError(f"{call.name} made {[tuple(each.shape) for each in fresh]} in a replay")
+            for place, each in zip(places, fresh):
+                place.copy_(each)
+
+        # Only views live on: a graph knows addresses and keeps no tensor alive
+        originals_of_run: Originals = {key: (view, view) for key, (view, _) in originals.items()}
+        written = [each for each in tensors(result) if not each.is_cpu]
+        outside = tuple(
+            self._outside(each) for _, each in originals.values() if not each.is_cpu and self._kept(each)
+        )
+        self._submit(
+            Recorded(call.name, run, tuple(each.data_ptr() for each in written), outside, state == WAITING),
+            state,
+        )
+        return result if call.operator._schema.returns else None
+
+    def _submit(self, recorded: Recorded, state: int) -> None:
+        if state == UPDATING:
+            self._check_update(recorded)
+        number = next(self._numbers)
+        self._waiting[number] = recorded
+        self.check(self.device.virtual_npu_submit(stream(), number))
+
+    def _check_update(self, recorded: Recorded) -> None:
+        old = self._waiting.get(self.device.virtual_npu_replaced(stream()))
+        if old is None:
+            raise RuntimeError(
+                f"virtual NPU: the update calls {recorded.name}, and its task group has no operator left"
+            )
+        if old.name != recorded.name:
+            raise RuntimeError(
+                f"virtual NPU: the update calls {recorded.name} where its task group holds {old.name}"
+            )
+        if old.writes != recorded.writes:
+            raise RuntimeError(
+                f"virtual NPU: the update of {old.name} writes elsewhere than the captured call, and what"
+                " follows in the graph would read the old place: use the .out form with the captured outputs"
+            )
+
+    def _kept(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return address != 0 and self.device.virtual_npu_holds(address) != IN_POOL
+
+    def _outside(self, tensor: Tensor) -> StorageWeakRef:
+        return StorageWeakRef(tensor.untyped_storage())
+
+    def _perform(self, number: int) -> int:
+        recorded = self._waiting[number]
+        try:
+            if any(each.expired() for each in recorded.outside):
+                raise RuntimeError(
+                    f"{recorded.name} uses a tensor that is freed: a graph keeps addresses, and the device"
+                    " would read or write whatever lies there now. Keep the tensor as long as the graph"
+                )
+            recorded.run()
+        except Exception as error:  # noqa: BLE001 - it goes through C, and is raised again beyond
+            self.device.virtual_npu_say(f"virtual NPU: {error}".encode())
+            return EXECUTION_FAILED
+        finally:
+            if recorded.once:
+                self._drop(number)
+        return 0
+
+    def _drop(self, number: int) -> None:
+        self._waiting.pop(number, None)
+
+
+def stream() -> int:
+    """The current stream's handle."""
+    return torch.npu.current_stream().npu_stream
+
+
+def poison(view: Tensor) -> None:
+    """Fill what is not computed yet with what nobody takes for a result."""
+    if view.is_floating_point() or view.is_complex():
+        view.fill_(float("nan"))
+    elif view.dtype != torch.bool:
+        view.fill_(torch.iinfo(view.dtype).max)
+
+
+def _outputs(call: Call, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
+    """What the operator will return: arguments that it writes, and new tensors by its meta kernel's word."""
+    given = call.returned(on_host, named)
+    if given is not None:
+        return call.to_device(given, originals)
+    metas = {
+        key: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
+        for key, (v, _) in originals.items()
+    }
+    meta = torch.device("meta")
+    placed = [meta if isinstance(each, torch.device) else each for each in swapped(on_host, metas)]
+    named = {
+        name: meta if isinstance(each, torch.device) else each for name, each in swapped(named, metas).items()
+    }
+    try:
+        result = call.operator(*placed, **named)
+    except (NotImplementedError, RuntimeError) as error:
+        raise RuntimeError(
+            f"virtual NPU: {call.name} cannot wait its turn, for the shapes of its outputs are not known"
+            f" before it runs: {str(error).splitlines()[0]}"
+        ) from None
+    return call.to_device(
+        result, {id(metas[key]): (metas[key], each) for key, (_, each) in originals.items()}
+    )
