@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 COUNT = 200
 PLAIN = {
     "swap": {"num_pages": 20, "num_host_pages": 200},
+    "rest in a host that is full": {"num_pages": 14, "num_host_pages": 24},
     "recompute": {"num_pages": 20},
     "compaction every step": {"num_pages": 40, "compact_every_steps": 1},
     "no sharing": {"num_pages": 40, "prefix_sharing": False},
@@ -71,6 +72,7 @@ def test_every_way_gives_the_tokens_of_each_alone(attention: str, way: str) -> N
     print(way, counters)
     assert counters.preemptions >= 20 or "recompute" not in way
     assert counters.swapped_in_pages >= 20 or "swap" not in way
+    assert counters.promoted_pages >= 20 or "rest" not in way
     assert counters.compacted_pages >= 20 or "compaction" not in way
 
 
@@ -96,6 +98,9 @@ def test_keys_of_four_bits_give_the_tokens_of_each_alone(
 ) -> None:
     monkeypatch.setattr(keys, "hashlib", FourBits)
     check(device.make(attention, num_pages=60), attention)
+    engine = device.make(attention, num_pages=14, num_host_pages=60, poisoned=True)
+    check(engine, attention)
+    assert engine.scheduler.counters.promoted_pages
 
 
 @pytest.mark.parametrize("num_samples", [1, 4])

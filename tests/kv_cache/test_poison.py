@@ -32,6 +32,7 @@ def test_poison_reaches_no_answer(attention: str, num_samples: int, scenario: st
     counters = engine.scheduler.counters
     assert scenario not in ("recomputed", "swapped", "all") or counters.preemptions
     assert scenario not in ("swapped", "all") or counters.swapped_in_pages
+    assert scenario != "swapped" or counters.promoted_pages
     assert scenario not in ("compacted", "all") or counters.compacted_pages
     assert num_samples == 1 or counters.copied_pages
 
