@@ -1,0 +1,201 @@
+"""Random traces over every policy, chunk control and queue order: what must hold holds for all of them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from continuous_batching.adaptive import Adaptive
+from continuous_batching.chunks import Chunks, Fixed, Staged
+from continuous_batching.engine import Engine, Step
+from continuous_batching.lanes import Lanes
+from continuous_batching.orders import Aged, EarliestDeadline, QueueOrder, fcfs, shortest_first
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.policy import ALL, Policy
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.split import Split
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.queue import WaitingQueue
+from continuous_batching.recording import Chain
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from continuous_batching.tenants import TenantShares
+from continuous_batching.victims import fewest_lost, lowest_priority, youngest
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+
+LONGEST = 48
+ORDERS: dict[str, QueueOrder] = {
+    "fcfs": fcfs,
+    "sjf": shortest_first,
+    "priority": Aged(priority_s=7.0, length_s=100.0),
+    "deadline": EarliestDeadline(40.0),
+}
+POLICIES = ["stall_free", "split", "prefill_first", "orca", "static"]
+
+
+class Trace:
+    """All that one run is made of, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        # each policy with each order comes round; the rest is drawn
+        policy, order = POLICIES[seed % 5], list(ORDERS)[seed // 5 % 4]
+        num_slots, page_size = int(random.integers(1, 6)), int(random.choice([1, 4, 16]))
+        budget = num_slots + int(random.choice([1, 3, 12]))
+        if policy in ("orca", "prefill_first"):
+            budget = LONGEST + int(random.integers(0, 9))
+        chunks: Chunks = [
+            Fixed(),
+            Fixed(int(random.integers(1, 9))),
+            Staged(2, 8, 3, 24, 2),
+            Adaptive(float(random.choice([1.2, 1.5, 2.5])), 1, 12, 2),
+        ][int(random.integers(4))]
+        lanes = [None, Lanes(1, 10), Lanes(2, 6)][int(random.integers(3))]
+        fair = bool(random.integers(2))
+        outrank = order == "priority" and bool(random.integers(2))
+        least_pages = -(-LONGEST // page_size)
+        num_pages = 1 + least_pages + int(random.integers(0, 1 + least_pages // 2))
+        made: dict[str, Policy] = {
+            "stall_free": StallFree(chunks, lanes),
+            "split": Split(max(1, budget - num_slots), chunks, lanes),
+            "prefill_first": PrefillFirst(),
+            "orca": Orca(),
+            "static": Static(int(random.integers(1, num_slots + 1)), 3.0),
+        }
+        slots = SlotPool(num_slots, LONGEST, page_size)
+        host_pool = [None, PagePool(8), PagePool(80)][int(random.integers(3))]
+        long_tokens = lanes.long_tokens if lanes and policy in ("stall_free", "split") else ALL
+        weights = {"t0": float(random.choice([0.5, 1.0, 3.0]))}
+        self.scheduler = Scheduler(
+            slots,
+            PagePool(num_pages),
+            made[policy],
+            waiting=WaitingQueue(ORDERS[order], TenantShares(slots, weights) if fair else None, long_tokens),
+            outrank=outrank,
+            victim=[youngest, fewest_lost, lowest_priority][int(random.integers(3))],
+            host_pool=host_pool,
+            prefix_sharing=bool(random.integers(2)),
+            max_batch_tokens=budget,
+            vocab_size=VOCAB_SIZE,
+        )
+        self.policy = policy
+        # who is admitted is who is next, and stays so
+        self.in_order = policy != "static" and not fair and not outrank and long_tokens == ALL
+        self.runner = ChecksumRunner(slots, self.scheduler.pool, host_pool)
+        self.requests = [self._request(random, number) for number in range(int(random.integers(2, 12)))]
+        self.cost_s = random.uniform(0.5, 1.5, 4000)  # of each step
+
+    def _request(self, random: np.random.Generator, number: int) -> Request:
+        prompt = np.arange(int(random.integers(1, 31)))  # a common beginning
+        if random.integers(2):
+            prompt = random.integers(0, VOCAB_SIZE, len(prompt))
+        params = SamplingParams(
+            max_tokens=int(random.integers(1, LONGEST - 30)), temperature=0.0, ignore_eos=True
+        )
+        return Request(
+            str(number),
+            prompt,
+            params,
+            tenant=f"t{random.integers(3)}",
+            priority=int(random.integers(-2, 3)),
+            arrival_s=float(random.integers(0, 40)),
+        )
+
+
+class Clock:
+    """Virtual seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def serve(trace: Trace) -> tuple[bytes, dict[str, Request]]:
+    """Run a trace to its end; the digest of all decisions, and who ended."""
+    scheduler, clock, chain, digest = trace.scheduler, Clock(), Chain(), b""
+    engine = Engine(scheduler, trace.runner, clock)
+    pending = sorted(trace.requests, key=lambda request: (request.arrival_s, request.number))
+    ended: dict[str, Request] = {}
+    num_looks = 0
+    while pending or engine.has_work:
+        while pending and pending[0].arrival_s <= clock.now_s:
+            engine.add(pending.pop(0))
+        waiting = {request.id: request for request in scheduler.waiting.requests}
+        step = engine.step()
+        num_looks += 1
+        clock.now_s += float(trace.cost_s[num_looks])
+        if step is None:
+            continue
+        check_step(trace, step, waiting)
+        digest = chain.add(step.batch)
+        if num_looks % 4 == 0:
+            recount(scheduler)
+        for request in step.finished:
+            assert request.id not in ended
+            ended[request.id] = request
+    return digest, ended
+
+
+def check_step(trace: Trace, step: Step, waiting: dict[str, Request]) -> None:
+    """Budgets hold, and who was left waiting stands behind who was not."""
+    scheduler, batch = trace.scheduler, step.batch
+    lens = batch.stops - batch.starts
+    assert batch.num_tokens <= scheduler.max_batch_tokens
+    prompts = batch.starts < scheduler.slots.num_prompt[batch.slots]
+    if trace.policy == "split":
+        assert lens[lens > 1].sum() <= scheduler._policy._prompt_tokens
+    if trace.policy == "prefill_first":
+        assert (lens > 1).all() or (lens == 1).all()
+    if trace.policy in ("orca", "prefill_first"):
+        assert (batch.stops[prompts] == scheduler.slots.num_prompt[batch.slots[prompts]]).all() or (
+            len(batch.sampled) == batch.num_spans
+        )
+    if trace.in_order:
+        still = {request.id for request in scheduler.waiting.requests if request.num_preemptions == 0}
+        left = [scheduler.waiting.place(waiting[name]) for name in still & waiting.keys()]
+        came = [
+            scheduler.waiting.place(waiting[name])
+            for name in waiting.keys() - still
+            if waiting[name].num_preemptions == 0
+        ]
+        assert max(came, default=(-math.inf, 0)) < min(left, default=(math.inf, 0)), "somebody was overtaken"
+
+
+def check(seed: int) -> None:
+    """One trace: everybody gets the tokens that it gets alone, nothing is left behind."""
+    trace = Trace(seed)
+    _, ended = serve(trace)
+    assert ended.keys() == {request.id for request in trace.requests}
+    for request in trace.requests:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), request.params.max_tokens)
+    scheduler = trace.scheduler
+    assert not len(scheduler.slots.busy)
+    assert scheduler.pool.num_held == scheduler.residency.prefix.num_idle
+
+
+@pytest.mark.parametrize("first", range(0, 300, 60))
+def test_every_policy_and_order_serves_everybody(first: int) -> None:
+    for seed in range(first, first + 60):
+        check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(0, 10_000, 500))
+def test_every_policy_and_order_serves_everybody_in_many_traces(first: int) -> None:
+    for seed in range(first, first + 500):
+        check(seed)
+
+
+def test_the_same_trace_is_decided_the_same_twice() -> None:
+    digests = [[serve(Trace(seed))[0] for seed in range(1000, 1040)] for _ in range(2)]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == len(digests[0]), "and different ones differently"
