@@ -13,11 +13,11 @@ import json
 from dataclasses import asdict
 
 from scripts import verb
-from scripts.doctor import device, settings, software
+from scripts.doctor import device, loading, settings, software
 from scripts.doctor.facts import Facts, gather
 from scripts.doctor.finding import Check, Finding
 
-CHECKS: tuple[Check, ...] = device.CHECKS + software.CHECKS + settings.CHECKS
+CHECKS: tuple[Check, ...] = device.CHECKS + software.CHECKS + loading.CHECKS + settings.CHECKS
 
 
 def diagnose(facts: Facts) -> dict[str, Finding]:
@@ -53,6 +53,7 @@ def summary(facts: Facts) -> list[tuple[str, str]]:
             facts.packages.get("torch", "not found")
             + (f", CUDA {facts.torch_cuda}" if facts.torch_cuda else ""),
         ),
+        ("HCCL", "found" if facts.has_hccl else "not found"),
         ("torch_npu", facts.packages.get("torch_npu", "not found")),
         ("devices seen", "not asked" if facts.num_devices is None else str(facts.num_devices)),
     ]

@@ -79,6 +79,7 @@ class Facts:
     cann_home: str | None
     cann_version: str | None
     has_kernels: bool
+    has_hccl: bool
     nnal_home: str | None
     packages: Mapping[str, str] = field(default_factory=dict)
     torch_cuda: str | None = None  # of CUDA, where torch is built for it
@@ -121,6 +122,7 @@ def gather() -> Facts:
         cann_home=home,
         cann_version=_cann_version(Path(home)) if home else None,
         has_kernels=bool(home) and _has_kernels(Path(home or "")),
+        has_hccl=home is not None and any(Path(home).glob("**/lib64/libhccl.so")),
         nnal_home=next((place for place in ("/usr/local/Ascend/nnal",) if Path(place).is_dir()), None),
         packages=packages,
         torch_cuda=_torch_cuda(),
