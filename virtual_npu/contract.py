@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from virtual_npu.products import A2, Product
+from virtual_npu.products import A2, PRODUCTS, Product
 
 Capture = Literal["none", "stream", "group"]  # a stream is being captured; and a task group of it is open
 Breach = tuple[str, object]  # the argument, and the value that breaks the rule
@@ -144,6 +144,7 @@ class Operator:
 
     @cached_property
     def _binding(self) -> tuple[Rule, ...]:
+        anywhere = set(PRODUCTS.values()) <= set(self.products)
         return (
             Rule(
                 "schema",
@@ -159,13 +160,16 @@ class Operator:
                 "pass tensors as Tensor, lengths as a list of int",
                 self._has_types,
             ),
-            Rule(
-                "product",
-                f"it is there on {', '.join(each.name for each in self.products)}",
-                self.source,
-                "choose another operator on this product",
-                self._on_product,
-            ),
+            *(() if anywhere else (self._product_rule(),)),
+        )
+
+    def _product_rule(self) -> Rule:
+        return Rule(
+            "product",
+            f"it is there on {', '.join(each.name for each in self.products)}",
+            self.source,
+            "choose another operator on this product",
+            self._on_product,
         )
 
     def _fits_schema(self, call: Call) -> Iterator[Breach]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # one of each
 class Product:
     """One Ascend product: what its operators take. `sources` names every field that states a fact."""
 
@@ -71,7 +71,7 @@ P310 = Product(
     ),
 )
 A2 = Product(
-    name="A2",
+    name="910B",
     chips=("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4"),
     dtypes=(torch.float16, torch.bfloat16),
     fused_attention=True,
@@ -84,7 +84,7 @@ A2 = Product(
     sources=_sources(),
 )
 A3 = Product(
-    name="A3",
+    name="910C",
     chips=("Ascend910_9391", "Ascend910_9392", "Ascend910_9381", "Ascend910_9382"),
     dtypes=(torch.float16, torch.bfloat16),
     fused_attention=True,

@@ -7,12 +7,27 @@ from functools import partial
 from typing import Any
 
 from virtual_npu.contract import Conditions, Operator
-from virtual_npu.operators import activation, attention, cache, norm, rotary, scatter
+from virtual_npu.operators import (
+    activation,
+    atb_operators,
+    attention,
+    cache,
+    matmul,
+    norm,
+    rotary,
+    sampling,
+    scatter,
+)
 
 Kernel = Callable[..., Any]
 
 OPERATORS: tuple[Operator, ...] = tuple(
-    operator for room in (attention, cache, scatter, norm, rotary, activation) for operator in room.OPERATORS
+    operator
+    for room in (
+        *(attention, atb_operators, cache, scatter),
+        *(norm, rotary, activation, matmul, sampling),
+    )
+    for operator in room.OPERATORS
 )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from virtual_npu.contract import Breach, Rule, shape
 from virtual_npu.operators.attention_lengths import short
 from virtual_npu.operators.attention_shapes import DOC, FIELD
-from virtual_npu.operators.paging import page_rules, unwritten
+from virtual_npu.operators.paging import holding_rules, page_id_rule, unwritten
 from virtual_npu.operators.spans import Attend
 
 MASK_SIDE = 2048
@@ -114,7 +114,7 @@ def _blind(asked: Attend) -> Iterator[Breach]:
 
 def _never_written(asked: Attend) -> Iterator[Breach]:
     if asked.table is not None:
-        yield from unwritten(asked.read)
+        yield from unwritten(asked.read, ("key", "value"))
 
 
 def _average(asked: Attend) -> Iterator[Breach]:
@@ -173,7 +173,8 @@ BATCH = (
         "count a span's own tokens among its keys",
         _blind,
     ),
-    *page_rules("block_table", _pages, lambda asked: int(asked.key.shape[0])),
+    page_id_rule("block_table", _pages, lambda asked: int(asked.key.shape[0])),
+    *holding_rules("block_table", _pages),
     Rule(
         "written",
         "a read of a place that was never written comes to NaN",

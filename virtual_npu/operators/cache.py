@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
-from virtual_npu.operators.paging import NULL_PAGE, page_rules
+from virtual_npu.operators.paging import NULL_PAGE, holding_rules
 from virtual_npu.products import A2, A3, A5, P310
 
 SCATTER = "op-plugin npu_scatter_pa_kv_cache"
@@ -153,7 +153,19 @@ _TYPES = "rows and caches have one type, which the product takes"
 _DUPLICATES = "each place is written once, but for padding on page 0"
 
 
-def _rules(source: str) -> tuple[Rule, ...]:
+_ALIKE = Rule(
+    "caches-alike", "both caches have as many pages, as large", SCATTER, "allocate both alike", _caches_alike
+)
+_PAGE_SIZE = Rule(
+    "page-size",
+    "pages are of a size that the product takes",
+    "vllm-ascend _310p/attention/attention_v1.py",
+    "choose cache.page_size 128",
+    _page_size,
+)
+
+
+def _rules(source: str, *more: Rule) -> tuple[Rule, ...]:
     return (
         Rule(
             "cache-axes",
@@ -163,20 +175,7 @@ def _rules(source: str) -> tuple[Rule, ...]:
             'pass cache_mode="Norm" for the first, which is not the default',
             _axes,
         ),
-        Rule(
-            "caches-alike",
-            "both caches have as many pages, as large",
-            source,
-            "allocate both alike",
-            _caches_alike,
-        ),
-        Rule(
-            "page-size",
-            "pages are of a size that the product takes",
-            "vllm-ascend _310p/attention/attention_v1.py",
-            "choose cache.page_size 128",
-            _page_size,
-        ),
+        *more,
         Rule(
             "slots-in-range",
             "places are from 0 to pages * page - 1; nothing is said of negative ones",
@@ -187,7 +186,7 @@ def _rules(source: str) -> tuple[Rule, ...]:
         Rule(
             "slots-unique", _DUPLICATES, SCATTER + ": else nothing is promised", "drop all but one", _unique
         ),
-        *page_rules("slot_mapping", lambda asked: [asked.pages], lambda asked: int(asked.num_pages)),
+        *holding_rules("slot_mapping", lambda asked: [asked.pages]),
     )
 
 
@@ -205,7 +204,7 @@ def _first(source: str, types: Rule) -> tuple[Rule, ...]:
     )
 
 
-def _reshape(schema: str) -> Operator:
+def _reshape(schema: str, *more: Rule) -> Operator:
     types = Rule("dtype", _TYPES, RESHAPE, "cast to float16, or to bfloat16 off the 310P", _product_types)
     return Operator(
         schema=schema,
@@ -213,7 +212,7 @@ def _reshape(schema: str) -> Operator:
         source=RESHAPE,
         read=_by_product,
         first=_first(RESHAPE, types),
-        rules=_rules(RESHAPE),
+        rules=_rules(RESHAPE, _PAGE_SIZE, *more),
         reference=write,
         names={"slot_mapping": "slot_indices"},
     )
@@ -238,12 +237,13 @@ OPERATORS = (
             ),
             *_first(SCATTER, Rule("dtype", _TYPES, SCATTER, "cast the rows to the cache's type", _any_type)),
         ),
-        rules=_rules(SCATTER),
+        rules=_rules(SCATTER, _ALIKE),
         reference=write,
     ),
     _reshape(
         "atb::_npu_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, "
-        "Tensor(b!) value_cache, Tensor slot_indices) -> ()"
+        "Tensor(b!) value_cache, Tensor slot_indices) -> ()",
+        _ALIKE,
     ),
     _reshape("atb::_npu_reshape_and_cache_siso(Tensor key, Tensor(a!) key_cache, Tensor slot_indices) -> ()"),
 )

@@ -44,27 +44,32 @@ def null_page(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Ite
             yield name, f"page {NULL_PAGE} in row {number}"
 
 
-def unwritten(read: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Breach]:
+def unwritten(read: Iterable[tuple[Tensor, Tensor]], names: tuple[str, str]) -> Iterator[Breach]:
     """Sequences whose keys or values have a NaN where they are read: a place that was never written."""
     for number, pair in enumerate(read):
-        for name, tensor in zip(("key", "value"), pair):
+        for name, tensor in zip(names, pair):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 at = int(tensor.isnan().flatten(1).any(1).nonzero()[0])
                 yield name, f"NaN at place {at} of what sequence {number} reads"
 
 
-def page_rules(
-    name: str, pages: Callable[[Any], list[Tensor]], num_pages: Callable[[Any], int]
-) -> tuple[Rule, ...]:
-    """The rules on page ids of an operator whose pages stand in argument `name`."""
+Pages = Callable[[Any], list[Tensor]]
+
+
+def page_id_rule(name: str, pages: Pages, num_pages: Callable[[Any], int]) -> Rule:
+    """The rule that the page ids in argument `name` are those of pages."""
+    return Rule(
+        "page-ids",
+        "each page that is read is one of the cache's",
+        "op-plugin npu_fused_infer_attention_score_v2: ids are not checked, the caller answers for them",
+        "fill the page table before the call",
+        lambda asked: outside(pages(asked), num_pages(asked), name),
+    )
+
+
+def holding_rules(name: str, pages: Pages) -> tuple[Rule, ...]:
+    """The rules on who holds the pages in argument `name`."""
     return (
-        Rule(
-            "page-ids",
-            "each page that is read or written is one of the cache's",
-            "op-plugin npu_fused_infer_attention_score_v2: ids are not checked, the caller answers for them",
-            "fill the page table before the call",
-            lambda asked: outside(pages(asked), num_pages(asked), name),
-        ),
         Rule(
             "null-page",
             "page 0 is nobody's, unless the caller says that padding lies there",

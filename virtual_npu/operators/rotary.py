@@ -43,10 +43,13 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
 
 
 def _apply(call: Call) -> tuple[Tensor, Tensor]:
-    """Query and key turned in place, as the operator does, and returned."""
-    for name in ("query", "key"):
-        call[name].copy_(turn(call[name], call["cos"], call["sin"], call["rotary_mode"]))
-    return call["query"], call["key"]
+    """Query and key, turned; the operator leaves them so in its inputs too."""
+    query, key = (
+        turn(call[name], call["cos"], call["sin"], call["rotary_mode"]) for name in ("query", "key")
+    )
+    call["query"].copy_(query)
+    call["key"].copy_(key)
+    return query, key
 
 
 def _multiply(call: Call) -> Tensor:

@@ -55,7 +55,7 @@ def _update_contiguous(call: Call) -> Iterator[Breach]:
 
 
 UPDATE_RULES = (
-    Rule("types", "rows are of the cache's type", UPDATE, "cast them", _update_types),
+    Rule("one-type", "rows are of the cache's type", UPDATE, "cast them", _update_types),
     Rule(
         "axes",
         "indices are int32 or int64 [T, 1], and a row of updates is one of input",

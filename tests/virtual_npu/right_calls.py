@@ -1,0 +1,372 @@
+"""Random right calls of every operator, by the names of its schema.
+
+`RIGHT` maps an operator's name to a function of a generator that makes the arguments of one call, and the
+conditions under which it is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.virtual_npu.batches import MASK, first_version, paged
+from virtual_npu.contract import Conditions
+from virtual_npu.operators.atb import in_tiles
+from virtual_npu.products import A2, A3, A5, P310
+
+Arguments = dict[str, Any]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def pick(rng: np.random.Generator, *choices: Any) -> Any:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    """TND over pages mostly, else over keys as they are, else another layout."""
+    kind, dtype, product = (
+        pick(rng, "pages", "pages", "keys", "rows"),
+        pick(rng, *HALVES),
+        pick(rng, A2, A3, A5),
+    )
+    heads = pick(rng, (2, 2), (4, 2), (8, 1))
+    if kind == "rows":
+        return rows(rng, dtype, heads), Conditions(product=product)
+    lens = None
+    if product is A5:  # single tokens and longer spans are two calls
+        many = bool(rng.integers(2))
+        lens = [
+            (n, n + int(rng.integers(50))) for n in (rng.integers(2, 40, 3).tolist() if many else [1, 1, 1])
+        ]
+    arguments, dense = paged(
+        rng,
+        dtype,
+        lens=lens,
+        heads=heads,
+        dim=pick(rng, 64, 128),
+        page_size=pick(rng, 16, 48, 128),
+        by_heads=heads[0] != heads[1] and bool(rng.integers(2)),
+        window=pick(rng, None, None, 1, 9),
+        sink=dtype == torch.bfloat16 and bool(rng.integers(2)),
+    )
+    if heads[0] != heads[1] or dtype == torch.float16:
+        arguments["inner_precise"] = int(rng.integers(2))
+    arguments["return_softmax_lse"] = bool(rng.integers(2))
+    arguments["atten_mask"] = pick(rng, MASK, MASK.bool(), MASK.view(torch.uint8))
+    if kind == "keys":
+        ends = np.cumsum([len(each) for each in dense.keys]).tolist()
+        arguments |= {
+            "key": torch.cat(dense.keys),
+            "value": torch.cat(dense.values),
+            "block_table": None,
+            "block_size": 0,
+            "actual_seq_kvlen": ends,
+        }
+    return arguments, Conditions(product=product)
+
+
+def rows(rng: np.random.Generator, dtype: torch.dtype, heads: tuple[int, int]) -> Arguments:
+    """A batch with an axis for sequences, in some layout and mode."""
+    layout = pick(rng, "BSH", "BSND", "BNSD", "BNSD_BSND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD")
+    batch, many = int(rng.integers(1, 4)), "_" in layout
+    queries = int(rng.integers(2, 9)) if many else pick(rng, 1, 7)
+    keys, dim, mode = queries + int(rng.integers(9)), pick(rng, 16, 80), int(rng.integers(5))
+    mask = torch.zeros(batch, 1, queries, keys, dtype=torch.bool)
+    mask[..., keys // 2 + 1 :] = True
+    arguments: Arguments = {
+        "query": in_layout(torch.randn(batch, queries, heads[0], dim).to(dtype), layout),
+        "key": in_layout(torch.randn(batch, keys, heads[1], dim).to(dtype), layout),
+        "value": in_layout(torch.randn(batch, keys, heads[1], dim).to(dtype), layout),
+        "atten_mask": mask if mode < 2 else MASK,
+        "num_query_heads": heads[0],
+        "num_key_value_heads": pick(rng, heads[1], 0) if heads[0] == heads[1] else heads[1],
+        "softmax_scale": 0.3,
+        "input_layout": layout,
+        "sparse_mode": mode,
+        "return_softmax_lse": bool(rng.integers(2)),
+    }
+    if mode == 4:
+        arguments |= {"pre_tokens": 3, "next_tokens": 1}
+    return arguments
+
+
+def in_layout(tensor: Tensor, layout: str) -> Tensor:
+    """[B, S, N, D] in the order of a layout's input."""
+    order = layout.partition("_")[0]
+    if order == "BSH":
+        return tensor.flatten(2)
+    return tensor.transpose(1, 2).contiguous() if order == "BNSD" else tensor
+
+
+def first_fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    arguments, conditions = fused_attention(rng)
+    arguments.pop("learnable_sink", None)
+    return first_version(arguments), conditions
+
+
+def given_outputs(
+    right: Callable[[np.random.Generator], tuple[Arguments, Conditions]],
+) -> Callable[[np.random.Generator], tuple[Arguments, Conditions]]:
+    """The same calls with outputs and workspace."""
+
+    def call(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+        arguments, conditions = right(rng)
+        return arguments | outputs(arguments), conditions
+
+    return call
+
+
+def outputs(arguments: Arguments) -> Arguments:
+    """Outputs and workspace for a call."""
+    query, layout = arguments["query"], arguments["input_layout"]
+    heads = arguments.get("num_query_heads", arguments.get("num_heads"))
+    if layout == "TND":
+        out, lse = query.shape, (*query.shape[:2], 1)
+    else:
+        order = layout.partition("_")[0]
+        full = {"BSH": lambda: (*query.shape[:2], heads, query.shape[2] // heads)}.get(
+            order, lambda: tuple(query.transpose(1, 2).shape) if order == "BNSD" else tuple(query.shape)
+        )()
+        batch, tokens, _, dim = full
+        out = {
+            "BSH": (batch, tokens, heads * dim),
+            "BSND": full,
+            "BNSD": (batch, heads, tokens, dim),
+            "NBSD": (heads, batch, tokens, dim),
+        }[layout.rpartition("_")[2]]
+        lse = (batch, heads, tokens, 1)
+    return {
+        "workspace": torch.empty(2**26, dtype=torch.uint8),
+        "out": [torch.empty(out, dtype=query.dtype), torch.empty(lse)],
+    }
+
+
+def split_cache(rng: np.random.Generator, pages: int, size: int, heads: int, dim: int) -> list[Tensor]:
+    return [torch.randn(pages, heads * dim // 16, size, 16).half() for _ in range(2)]
+
+
+def atb_over_pages(
+    decodes: bool, mask: str | None
+) -> Callable[[np.random.Generator], tuple[Arguments, Conditions]]:
+    """Calls of ATB's attention over pages: of single tokens, or of spans with a mask."""
+
+    def call(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+        product = P310 if not decodes else pick(rng, P310, A2, A3)
+        heads, kv_heads, dim, size = pick(rng, 2, 4), pick(rng, 1, 2), 64, pick(rng, 64, 128)
+        batch = int(rng.integers(1, 4))
+        queries = [1] * batch if decodes else rng.integers(1, 30, batch).tolist()
+        keys = [each + int(rng.integers(100)) for each in queries]
+        pages, dtype = 1 + 3 * batch, torch.float16
+        caches = split_cache(rng, pages, size, kv_heads, dim)
+        if product is not P310:
+            dtype = pick(rng, *HALVES)
+            caches = [torch.randn(pages, size, kv_heads, dim).to(dtype) for _ in range(2)]
+        query = torch.randn(sum(queries), heads, dim).to(dtype)
+        arguments = {
+            "query": query,
+            "key_cache": caches[0],
+            "value_cache": caches[1],
+            "num_kv_heads": kv_heads,
+            "num_heads": heads,
+            "scale_value": 0.125,
+            "block_table": torch.from_numpy(1 + rng.permutation(3 * batch)).int().view(batch, 3),
+            "context_lens": torch.tensor(keys, dtype=torch.int32),
+            "out": torch.empty_like(query),
+        }
+        if mask is not None:
+            arguments["seq_len"] = torch.tensor(queries, dtype=torch.int32)
+            at = torch.cat([torch.arange(m - n, m) for n, m in zip(queries, keys)])[:, None]
+            arguments["mask"] = compressed() if mask == "rows" else in_tiles(hidden(at, max(keys)))
+        return arguments, Conditions(product=product)
+
+    return call
+
+
+def atb_over_keys(compress: bool) -> Callable[[np.random.Generator], tuple[Arguments, Conditions]]:
+    """Calls of ATB's attention over keys as they are."""
+
+    def call(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+        lens = rng.integers(1, 30, int(rng.integers(1, 4))).tolist()
+        heads, kv_heads = pick(rng, (2, 2), (4, 1))
+        query, key = torch.randn(sum(lens), heads, 64).half(), torch.randn(sum(lens), kv_heads, 64).half()
+        side = 2048 if compress else max(lens)
+        return {
+            "query": query,
+            "key": key,
+            "value": key.clone(),
+            "mask": in_tiles(hidden(torch.arange(side)[:, None], side)),
+            "seq_len": torch.tensor(lens, dtype=torch.int32),
+            "scale_value": 0.125,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "out": torch.empty_like(query),
+        }, Conditions(product=P310)
+
+    return call
+
+
+def hidden(at: Tensor, columns: int) -> Tensor:
+    """What is added to the scores of queries at positions [R, 1]: -inf past each. float16 [R, columns]"""
+    mask = torch.zeros(len(at), columns, dtype=torch.float16)
+    return mask.masked_fill_(torch.arange(columns)[None] > at, -torch.inf)
+
+
+def compressed() -> Tensor:
+    return torch.ones(2048, 2048, dtype=torch.float16).triu(1) * -10000
+
+
+def write(name: str) -> Callable[[np.random.Generator], tuple[Arguments, Conditions]]:
+    """Calls that write the cache."""
+
+    def call(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+        scatter = name.endswith("scatter_pa_kv_cache")
+        product = pick(rng, A2, A3, A5) if scatter else pick(rng, P310, A2, A3)
+        mode = pick(rng, "Norm", None, "PA_NZ") if scatter else None
+        split = mode == "PA_NZ" or product is P310
+        dtype = torch.float16 if product is P310 else pick(rng, *HALVES)
+        tokens, heads, dim, size, pages = int(rng.integers(1, 40)), pick(rng, 1, 2), pick(rng, 32, 64), 64, 5
+        cache = (pages, heads * dim // 16, size, 16) if split else (pages, size, heads, dim)
+        names = ("key",) if name.endswith("siso") else ("key", "value")
+        slots = size + rng.permutation((pages - 1) * size)[:tokens]
+        wide = scatter and bool(rng.integers(2))
+        arguments = {each: torch.randn(tokens, heads, dim).to(dtype) for each in names}
+        arguments |= {f"{each}_cache": torch.zeros(cache, dtype=dtype) for each in names}
+        arguments["slot_mapping" if scatter else "slot_indices"] = torch.from_numpy(slots).to(
+            torch.int64 if wide else torch.int32
+        )
+        held = pick(rng, None, lambda: range(1, pages))
+        return arguments | ({"cache_mode": mode} if scatter else {}), Conditions(product=product, held=held)
+
+    return call
+
+
+def scatter(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    dtype, rows = pick(rng, torch.float32, *HALVES), int(rng.integers(1, 20))
+    index = torch.from_numpy(rng.permutation(64)[:rows, None])
+    into, updates = torch.zeros(64, 2, 32, dtype=dtype), torch.randn(rows, 2, 32).to(dtype)
+    indices = pick(rng, index, index.int())
+    return {"input": into, "indices": indices, "updates": updates}, Conditions(product=pick(rng, A2, A3, A5))
+
+
+def rms_norm(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    product = pick(rng, P310, A2, A3, A5)
+    dtype = pick(rng, torch.float32, torch.float16) if product is P310 else pick(rng, torch.float32, *HALVES)
+    width, gamma = 16 * int(rng.integers(1, 9)), dtype if product is P310 else pick(rng, dtype, torch.float32)
+    x = torch.randn(*rng.integers(1, 5, int(rng.integers(1, 3))).tolist(), width).to(dtype)
+    return {"input": x, "gamma": torch.randn(width).to(gamma), "epsilon": 1e-5}, Conditions(product=product)
+
+
+def add_rms_norm(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    arguments, conditions = rms_norm(rng)
+    x = arguments.pop("input")
+    return arguments | {
+        "x1": x,
+        "x2": torch.randn_like(x),
+        "gamma": arguments["gamma"].to(x.dtype),
+    }, conditions
+
+
+def apply_rotary(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    product, layout = pick(rng, P310, A2, A3, A5), pick(rng, "TND", "BSND", "SBND", "BNSD")
+    dtype, dim = torch.float16 if product is P310 else pick(rng, torch.float32, *HALVES), pick(rng, 64, 128)
+    sizes = {
+        "T": int(rng.integers(1, 30)),
+        "B": int(rng.integers(1, 3)),
+        "S": int(rng.integers(1, 9)),
+        "D": dim,
+    }
+
+    def of(heads: int) -> Tensor:
+        return torch.randn([heads if axis == "N" else sizes[axis] for axis in layout]).to(dtype)
+
+    mode = pick(rng, "half", "half", "interleave")
+    made = {"query": of(8), "key": of(2), "cos": of(1), "sin": of(1), "layout": layout, "rotary_mode": mode}
+    return made, Conditions(product=product)
+
+
+def rotary_mul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    product = pick(rng, P310, A2, A3, A5)
+    dtype, tokens = pick(rng, torch.float32, *HALVES), int(rng.integers(1, 2000))
+    dim = 128 if product is P310 else pick(rng, 32, 80, 128, 256)
+    lead = (1, tokens) if product is P310 or rng.integers(2) else (tokens,)
+    x, angles = torch.randn(*lead, 3, dim).to(dtype), torch.randn(*lead, 1, dim).to(dtype)
+    return {"input": x, "r1": angles, "r2": angles.clone()}, Conditions(product=product)
+
+
+def swiglu(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    x = torch.randn(*rng.integers(1, 5, 2).tolist(), 2 * int(rng.integers(1, 40)))
+    return {"input": x.to(pick(rng, torch.float32, *HALVES))}, Conditions(product=pick(rng, A2, A3, A5))
+
+
+def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    rows, inner, columns = rng.integers(1, 40, 3).tolist()
+    x1, x2 = (torch.randint(-128, 128, size).to(torch.int8) for size in ((rows, inner), (columns, inner)))
+    dtype = pick(rng, torch.bfloat16, torch.float16, torch.int8, torch.int32)
+    arguments: Arguments = {"x1": x1, "x2": pick(rng, x2.t(), x2.t().contiguous()), "output_dtype": dtype}
+    arguments["scale"] = torch.rand(pick(rng, 1, columns))
+    if dtype in HALVES:
+        arguments["pertoken_scale"] = pick(rng, torch.rand(rows), None)
+    if bool(rng.integers(2)):
+        arguments["bias"] = torch.randint(-9, 9, (columns,), dtype=torch.int32)
+    if dtype == torch.int8 and bool(rng.integers(2)):
+        arguments["offset"] = torch.rand(columns)
+    on_310p = dtype in (torch.int8, torch.float16) and arguments.get("pertoken_scale") is None
+    return arguments, Conditions(product=pick(rng, A2, A3, P310) if on_310p else pick(rng, A2, A3))
+
+
+def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    x = torch.randn(*rng.integers(1, 6, int(rng.integers(2, 4))).tolist()).to(pick(rng, *HALVES))
+    smooth = pick(rng, None, torch.rand(x.shape[-1]).to(x.dtype))
+    return {"input": x, "smooth_scales": smooth}, Conditions(product=pick(rng, A2, A3, A5))
+
+
+def format_cast(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    product = pick(rng, P310, A2, A3, A5)
+    dtype = torch.float16 if product is P310 else pick(rng, torch.int8, *HALVES)
+    return {
+        "input": torch.ones(*rng.integers(1, 40, 2), dtype=dtype),
+        "acl_format": pick(rng, 2, 29),
+    }, Conditions(product=product)
+
+
+def top_k_top_p(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    rows, vocabulary = int(rng.integers(1, 6)), int(rng.integers(1, 1500))
+    logits = torch.randn(rows, vocabulary).to(pick(rng, torch.float32, *HALVES))
+    k = torch.from_numpy(rng.integers(1, min(1024, vocabulary) + 1, rows)).int()
+    given = pick(rng, ("p",), ("k",), ("p", "k"))
+    columns = {"p": torch.rand(rows).to(logits.dtype), "k": k}
+    return {"logits": logits} | {name: columns[name] for name in given}, Conditions(product=pick(rng, A2, A3))
+
+
+FIA, ATB = "npu_fused_infer_attention_score", "_npu_paged_attention"
+RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] = {
+    FIA: first_fused_attention,
+    f"{FIA}.out": given_outputs(first_fused_attention),
+    f"_{FIA}_get_max_workspace": first_fused_attention,
+    f"{FIA}_v2": fused_attention,
+    f"{FIA}_v2.out": given_outputs(fused_attention),
+    f"_{FIA}_v2_get_max_workspace": fused_attention,
+    ATB: atb_over_pages(decodes=True, mask=None),
+    f"{ATB}_get_workspace": atb_over_pages(decodes=True, mask=None),
+    f"{ATB}_splitfuse": atb_over_pages(decodes=False, mask="tiles"),
+    f"{ATB}_splitfuse_v2": atb_over_pages(decodes=False, mask="rows"),
+    "_npu_flash_attention": atb_over_keys(compress=False),
+    "_npu_flash_attention_v3": atb_over_keys(compress=True),
+    "npu_scatter_pa_kv_cache": write("npu_scatter_pa_kv_cache"),
+    "_npu_reshape_and_cache": write("_npu_reshape_and_cache"),
+    "_npu_reshape_and_cache_siso": write("_npu_reshape_and_cache_siso"),
+    "npu_scatter_nd_update_": scatter,
+    "npu_rms_norm": rms_norm,
+    "npu_add_rms_norm": add_rms_norm,
+    "npu_apply_rotary_pos_emb": apply_rotary,
+    "npu_rotary_mul": rotary_mul,
+    "npu_swiglu": swiglu,
+    "npu_quant_matmul": quant_matmul,
+    "npu_dynamic_quant": dynamic_quant,
+    "npu_format_cast": format_cast,
+    "npu_top_k_top_p": top_k_top_p,
+}

@@ -1,0 +1,67 @@
+"""Products state where each of their facts comes from, and the list of operators says what it checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from virtual_npu import ops
+from virtual_npu.operators import OPERATORS, operator
+from virtual_npu.products import PRODUCTS, Product, product
+
+
+def test_every_fact_has_its_source() -> None:
+    facts = {each.name for each in dataclasses.fields(Product)} - {"name", "chips", "sources"}
+    for each in PRODUCTS.values():
+        assert set(each.sources) == facts
+        assert all(
+            source.startswith(("op-plugin", "CANN", "vllm-ascend", "Ascend C"))
+            for source in each.sources.values()
+        )
+
+
+def test_a_product_is_found_by_its_name() -> None:
+    assert product("910B").fused_attention
+    with pytest.raises(ValueError, match="product 'A9' is not known; the products are 310P, 910B, 910C, 950"):
+        product("A9")
+
+
+def test_an_unknown_operator_is_said_to_be_one() -> None:
+    with pytest.raises(ValueError, match="operator 'npu_x' is not known here"):
+        operator("npu_x")
+
+
+def test_rules_say_all_that_a_message_needs() -> None:
+    for each in OPERATORS:
+        names = [rule.name for rule in each.all_rules]
+        assert len(names) == len(set(names)), each.name
+        assert all(rule.demands and rule.source and rule.mend for rule in each.all_rules)
+
+
+def test_operators_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ops.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["operator", "rules", *PRODUCTS]
+    assert [line.split()[0] for line in lines[1:]] == [each.qualified for each in OPERATORS]
+    swiglu = next(line for line in lines if "npu_swiglu" in line)
+    assert swiglu.split() == ["npu::npu_swiglu", "7", "x", "x", "x"]
+
+
+def test_one_operator_is_listed_rule_by_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ops.main(["npu_rms_norm"]) == 0
+    text = capsys.readouterr().out
+    assert "gamma-dtype: gamma is of the input's type, or float32 off the 310P" in text
+    assert "    source: op-plugin npu_rms_norm" in text
+
+
+def test_the_list_is_there_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ops.main(["--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in listed] == [each.qualified for each in OPERATORS]
+    assert all(
+        {"name", "demands", "source", "mend"} == set(rule) for each in listed for rule in each["rules"]
+    )
+    with pytest.raises(SystemExit):
+        ops.main(["npu_x"])

@@ -1,0 +1,95 @@
+"""The quantised operators and the sampling filter against integer arithmetic and the document's own steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from virtual_npu.contract import Conditions
+from virtual_npu.operators import kernels
+
+KERNELS = kernels(Conditions())
+
+
+def matrices(rows: int, inner: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(inner)
+    return rng.integers(-128, 128, (rows, inner)), rng.integers(-128, 128, (inner, columns))
+
+
+@pytest.mark.parametrize("inner", [7, 3000])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_int8_are_exact(inner: int, transposed: bool) -> None:
+    one, other = matrices(5, inner, 6)
+    x1, x2 = torch.from_numpy(one).to(torch.int8), torch.from_numpy(other).to(torch.int8)
+    x2 = x2.t().contiguous().t() if transposed else x2
+    bias = torch.arange(6, dtype=torch.int32)
+    total = torch.from_numpy(one @ other) + bias
+    exact = KERNELS["npu::npu_quant_matmul"](x1, x2, torch.ones(1), bias=bias, output_dtype=3)
+    assert exact.dtype == torch.int32
+    assert torch.equal(exact.long(), total)
+
+    scale, by_token = torch.rand(6), torch.rand(5)
+    out = KERNELS["npu::npu_quant_matmul"](
+        x1, x2, scale, pertoken_scale=by_token, bias=bias, output_dtype=torch.bfloat16
+    )
+    torch.testing.assert_close(out, (total * scale.double() * by_token[:, None].double()).bfloat16())
+
+    rounded = KERNELS["npu::npu_quant_matmul"](x1, x2, scale / 1e4, offset=torch.full((6,), 2.0))
+    want = (torch.from_numpy(one @ other) * (scale / 1e4).double() + 2).round().clamp(-128, 127)
+    assert rounded.dtype == torch.int8
+    assert (rounded.double() - want).abs().max() <= 1  # a tie may fall either way
+    assert (rounded.double() != want).float().mean() < 0.1
+
+
+def test_a_bias_that_is_no_integer_comes_after_the_scales() -> None:
+    one = torch.ones(2, 3, dtype=torch.int8)
+    out = KERNELS["npu::npu_quant_matmul"](
+        one,
+        torch.ones(3, 1, dtype=torch.int8),
+        torch.tensor([2.0]),
+        pertoken_scale=torch.tensor([1.0, 10.0]),
+        bias=torch.tensor([0.5]),
+        output_dtype=torch.bfloat16,
+    )
+    assert out.tolist() == [[6.5], [60.5]]
+
+
+def test_rows_are_quantised_to_their_own_greatest() -> None:
+    x = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]).bfloat16()
+    rows, scale = KERNELS["npu::npu_dynamic_quant"](x)
+    assert rows.tolist() == [[64, -127, 32], [0, 0, 0]]
+    torch.testing.assert_close(scale, torch.tensor([2 / 127, 0]))
+    rows, scale = KERNELS["npu::npu_dynamic_quant"](x, smooth_scales=torch.tensor([4.0, 1.0, 1.0]).bfloat16())
+    assert rows[0].tolist() == [127, -64, 16]
+    x = torch.randn(3, 4, 64).half()
+    rows, scale = KERNELS["npu::npu_dynamic_quant"](x)
+    assert (rows.float() * scale[..., None] - x.float()).abs().max() <= scale.max() * 0.51
+
+
+def test_a_cast_to_tiles_shows_in_no_element() -> None:
+    weight = torch.randn(5, 7).half()
+    assert torch.equal(KERNELS["npu::npu_format_cast"](weight, 29), weight)
+
+
+@pytest.mark.parametrize("given", [("p",), ("k",), ("p", "k")])
+def test_top_k_top_p_row_by_row(given: tuple[str, ...]) -> None:
+    torch.manual_seed(1)
+    logits, k, p = torch.randn(6, 50), torch.tensor([1, 3, 50, 7, 2, 10]), torch.rand(6)
+    arguments = {"p": p, "k": k.int()}
+    out = KERNELS["npu::npu_top_k_top_p"](logits, **{name: arguments[name] for name in given})
+    for row in range(6):
+        order = logits[row].argsort(descending=True)
+        kept = order[: k[row]] if "k" in given else order
+        if "p" in given:
+            before = logits[row][kept].softmax(0).cumsum(0) - logits[row][kept].softmax(0)
+            kept = kept[before < p[row]] if bool((before < p[row]).any()) else kept[:1]
+        want = torch.full((50,), -torch.inf)
+        want[kept] = logits[row][kept]
+        assert torch.equal(out[row], want)
+
+
+def test_equals_of_the_least_kept_are_kept() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 3.0]])
+    out = KERNELS["npu::npu_top_k_top_p"](logits, k=torch.tensor([2], dtype=torch.int32))
+    assert out.tolist() == [[-torch.inf, 2.0, 2.0, 3.0]]

@@ -1,0 +1,210 @@
+"""Wrong calls of fused attention by name, in the names of its second version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.virtual_npu.batches import MASK, paged
+from tests.virtual_npu.right_calls import Arguments, in_layout
+from tests.virtual_npu.wrong import Wrong, pages_but, put, spoil, strided, to
+from virtual_npu.products import A5
+
+LENS = [(1, 20), (5, 5), (30, 40)]
+
+
+def packed_base(**options: Any) -> Arguments:
+    arguments, _ = paged(np.random.default_rng(5), torch.bfloat16, lens=LENS, **options)
+    return arguments
+
+
+def keys_base() -> Arguments:
+    arguments, dense = paged(np.random.default_rng(5), torch.bfloat16, lens=LENS)
+    return arguments | {
+        "key": torch.cat(dense.keys),
+        "value": torch.cat(dense.values),
+        "block_table": None,
+        "block_size": 0,
+        "actual_seq_kvlen": [20, 25, 65],
+    }
+
+
+def rows_base(layout: str = "BSND", queries: int = 6, mode: int = 0) -> Arguments:
+    query, key = torch.randn(2, queries, 4, 64), torch.randn(2, 9, 2, 64)
+    return {
+        "query": in_layout(query.bfloat16(), layout),
+        "key": in_layout(key.bfloat16(), layout),
+        "value": in_layout(key.bfloat16(), layout),
+        "num_query_heads": 4,
+        "num_key_value_heads": 2,
+        "softmax_scale": 0.125,
+        "input_layout": layout,
+        "sparse_mode": mode,
+    }
+
+
+def long_rows() -> Arguments:
+    base = rows_base() | {"atten_mask": torch.zeros(1, 6, 600, dtype=torch.bool)}
+    return base | {name: torch.randn(2, 600, 2, 64).bfloat16() for name in ("key", "value")}
+
+
+ATTENTION_BASES: dict[str, Callable[[], Arguments]] = {
+    "base": packed_base,
+    "own heads": lambda: packed_base(heads=(2, 2)),
+    "window": lambda: packed_base(window=9),
+    "sink": lambda: packed_base(sink=True),
+    "keys": keys_base,
+    "rows": rows_base,
+    "NBSD": lambda: rows_base("BSND_NBSD", queries=17),
+    "long rows": long_rows,
+}
+
+
+def _wide_pages(call: Arguments) -> Arguments:
+    cache = torch.zeros(2, 16, 2 * 32768, dtype=torch.bfloat16)
+    return {"key": cache, "value": cache}
+
+
+def _enormous(call: Arguments) -> Arguments:
+    cache = torch.empty(2**17, 2**10, 128, dtype=torch.bfloat16, device="meta")
+    return {"key": cache, "value": cache}
+
+
+def _endless(call: Arguments) -> Arguments:
+    cache = torch.zeros(3, 1024, 128, dtype=torch.bfloat16)
+    table = torch.ones(1, 257, dtype=torch.int32)
+    return {
+        "key": cache,
+        "value": cache,
+        "block_table": table,
+        "block_size": 1024,
+        "query": call["query"][:1],
+        "actual_seq_qlen": [1],
+        "actual_seq_kvlen": [262145],
+    }
+
+
+def _blind_mask(call: Arguments) -> Arguments:
+    mask = torch.zeros(1, 6, 9, dtype=torch.bool)
+    mask[0, 3] = True
+    return {"atten_mask": mask, "sparse_mode": 1}
+
+
+ATTENTION = [
+    Wrong("layout", put(input_layout="SBND"), "input_layout", "SBND"),
+    Wrong("modelled", put(query_rope=torch.zeros(36, 4, 64)), "query_rope", "float32 (36, 4, 64)"),
+    Wrong("modelled", put(pse_shift=torch.zeros(1, 4, 36, 40)), "pse_shift", "float32 (1, 4, 36, 40)"),
+    Wrong("dtype", to("query", Tensor.float), "query", "float32"),
+    Wrong("dtype", to("key", Tensor.half), "key", "float16"),
+    Wrong("axes", to("query", lambda query: query[None]), "query", "(1, 36, 4, 64)"),
+    Wrong("axes", to("key", lambda key: key.flatten(1)), "key", "(65, 128)", "keys"),
+    Wrong("heads", put(num_key_value_heads=3), "num_query_heads", "4 over num_key_value_heads 3"),
+    Wrong("heads", put(num_query_heads=130, num_key_value_heads=2), "num_query_heads", "130 over"),
+    Wrong("heads-fit", put(num_query_heads=8), "query", "for 8 heads"),
+    Wrong("batch", to("query", lambda query: query[:0]), "query", "(0, 6, 4, 64)", "rows"),
+    Wrong("cache-axes", to("key", lambda key: key.view(-1, 16, 2, 64)), "key", "for 2 kv heads"),
+    Wrong("cache-axes", to("key", lambda key: key[0]), "key", "(16, 128)"),
+    Wrong(
+        "cache-by-heads",
+        lambda call: {name: call[name].view(-1, 2, 16, 64) for name in ("key", "value")},
+        "key",
+        "as many kv heads as query heads",
+        "own heads",
+    ),
+    Wrong("row-width", _wide_pages, "key", "65536"),
+    Wrong("elements", _enormous, "key", "(131072, 1024, 128)"),
+    Wrong("kv-alike", to("value", lambda value: value[1:]), "value", "beside key"),
+    Wrong("head-dim", lambda _: packed_base(dim=256), "query", "head sizes query 256"),
+    Wrong("head-dim", lambda _: packed_base(dim=80), "query", "head sizes query 80"),
+    Wrong("contiguous", to("query", strided), "query", "strided"),
+    Wrong("contiguous", to("block_table", strided), "block_table", "strided"),
+    Wrong("page-size", put(block_size=17), "block_size", "is 17"),
+    Wrong("page-size", lambda _: packed_base(page_size=8), "block_size", "is 8;"),
+    Wrong("inner-precise", put(inner_precise=4), "inner_precise", "is 4"),
+    Wrong("inner-precise", put(inner_precise=1), "inner_precise", "is 1", "own heads"),
+    Wrong("scale", put(softmax_scale=0.0), "softmax_scale", "is 0.0"),
+    Wrong("output-order", put(), "input_layout", "BSND_NBSD with 17 query tokens", "NBSD"),
+    Wrong("sparse-mode", put(sparse_mode=7), "sparse_mode", "is 7"),
+    Wrong("sparse-mode", put(sparse_mode=2), "sparse_mode", "2 with input_layout TND"),
+    Wrong("band", put(pre_tokens=-1), "pre_tokens", "is -1", "window"),
+    Wrong(
+        "band",
+        put(next_tokens=0, atten_mask=torch.zeros(1, 6, 9).bool()),
+        "next_tokens",
+        "0 with a mask of one's own",
+        "rows",
+    ),
+    Wrong("sink", to("learnable_sink", Tensor.half), "learnable_sink", "float16 (4,)", "sink"),
+    Wrong("lengths", put(actual_seq_qlen=None), "actual_seq_qlen", "None"),
+    Wrong("lengths", put(actual_seq_kvlen=None), "actual_seq_kvlen", "None"),
+    Wrong("query-lens", put(actual_seq_qlen=[1, 40, 36]), "actual_seq_qlen", "[1, 40, 36]"),
+    Wrong("query-lens", put(actual_seq_qlen=[1] * 4096 + [36]), "actual_seq_qlen", "a list of 4097"),
+    Wrong("query-lens", put(actual_seq_qlen=[6, 7]), "actual_seq_qlen", "[6, 7], in rows of 6", "rows"),
+    Wrong("query-sum", put(actual_seq_qlen=[1, 5, 30]), "actual_seq_qlen", "[1, 5, 30] over 36 rows"),
+    Wrong("key-lens", put(actual_seq_kvlen=[20, 5]), "actual_seq_kvlen", "a list of 2 beside 3"),
+    Wrong("key-lens", put(actual_seq_kvlen=[-1, 5, 40]), "actual_seq_kvlen", "[-1, 5, 40]"),
+    Wrong("key-sum", put(actual_seq_kvlen=[20, 5, 40]), "actual_seq_kvlen", "[20, 5, 40] over 65", "keys"),
+    Wrong("table", to("block_table", Tensor.long), "block_table", "int64"),
+    Wrong("table", to("block_table", lambda table: table[:2]), "block_table", "for 3 sequences"),
+    Wrong("table-width", put(actual_seq_kvlen=[20, 25, 65]), "actual_seq_kvlen", "65 with rows of"),
+    Wrong("most-keys", _endless, "actual_seq_kvlen", "262145"),
+    Wrong("mixed-spans", put(), "actual_seq_qlen", "[1, 5, 30]", conditions={"product": A5}),
+    Wrong("mask-given", put(atten_mask=None), "atten_mask", "None with sparse_mode 3"),
+    Wrong("mask-shape", put(atten_mask=MASK[:100, :100].contiguous()), "atten_mask", "(100, 100)"),
+    Wrong("mask-shape", put(atten_mask=MASK.bfloat16()), "atten_mask", "bfloat16"),
+    Wrong("mask-shape", put(atten_mask=torch.zeros(6, 5).bool()), "atten_mask", "(6, 5)", "rows"),
+    Wrong(
+        "mask-content", put(atten_mask=torch.ones_like(MASK).tril()), "atten_mask", "lower left corner is 1"
+    ),
+    Wrong("mask-content", put(atten_mask=torch.zeros_like(MASK)), "atten_mask", "upper right 0"),
+    Wrong("mask-content", put(atten_mask=MASK.triu(2)), "atten_mask", "not 1 above the diagonal"),
+    Wrong("blind-rows", put(actual_seq_kvlen=[20, 5, 29]), "actual_seq_kvlen", "29 for the 30 query tokens"),
+    Wrong("blind-rows", _blind_mask, "atten_mask", "hides all keys", "rows"),
+    Wrong(
+        "page-ids",
+        to("block_table", lambda table: spoil(table, (2, 1), 99)),
+        "block_table",
+        "page 99 in row 2",
+    ),
+    Wrong(
+        "page-ids",
+        to("block_table", lambda table: spoil(table, (0, 0), -1)),
+        "block_table",
+        "page -1 in row 0",
+    ),
+    Wrong(
+        "null-page",
+        to("block_table", lambda table: spoil(table, (1, 0), 0)),
+        "block_table",
+        "page 0 in row 1",
+        conditions={"held": pages_but()},
+    ),
+    Wrong("pages-held", put(), "block_table", "which no request holds", conditions={"held": lambda: [39]}),
+    Wrong("written", to("value", lambda value: torch.full_like(value, torch.nan)), "value", "NaN at place 0"),
+    Wrong("silent-average", put(sparse_mode=0, atten_mask=None), "sparse_mode", "0 without a mask in TND"),
+    Wrong("silent-mask", put(), "atten_mask", "of sparse_mode 0 over 600 keys", "long rows"),
+    Wrong("capture-form", put(), "out", "not given", captured=True, conditions={"capture": lambda: "group"}),
+    Wrong(
+        "task-group",
+        put(),
+        "actual_seq_kvlen",
+        "frozen",
+        captured=True,
+        conditions={"capture": lambda: "stream"},
+    ),
+    Wrong(
+        "workspace",
+        put(workspace=None),
+        "workspace",
+        "None, while",
+        captured=True,
+        conditions={"capture": lambda: "group"},
+    ),
+    Wrong("workspace-size", put(workspace=torch.empty(9)), "workspace", "float32 (9,), of"),
+    Wrong("outputs", put(out=[torch.empty(36, 4, 64), torch.empty(1)]), "out", "for bfloat16 (36, 4, 64)"),
+    Wrong("outputs", put(out=[]), "out", "a list of 0"),
+]

@@ -1,0 +1,202 @@
+"""Wrong calls of all operators but fused attention, by name; each starts from a right one of its operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.virtual_npu.right_calls import Arguments, compressed, hidden
+from tests.virtual_npu.wrong import Wrong, cut, pages_but, put, spoil, strided, to
+from virtual_npu.operators.atb import in_tiles
+from virtual_npu.products import A2, P310
+
+ON_310P = {"product": P310}
+NOBODYS, HELD = {"held": pages_but()}, {"held": lambda: [39]}
+
+
+def _small_pages(call: Arguments) -> Arguments:
+    caches = {name: each for name, each in call.items() if name.endswith("_cache")}
+    return {name: torch.zeros(*each.shape[:2], 32, 16, dtype=each.dtype) for name, each in caches.items()}
+
+
+def _many(call: Arguments) -> Arguments:
+    query, ones = call["query"][:1].expand(2001, -1, -1).contiguous(), torch.ones(2001, dtype=torch.int32)
+    changed = {
+        "query": query,
+        "out": query.clone(),
+        "context_lens": ones,
+        "block_table": call["block_table"][:1].expand(2001, -1).contiguous(),
+    }
+    if "seq_len" not in call:
+        return changed
+    mask = compressed() if call["mask"].dim() == 2 else in_tiles(hidden(torch.zeros(2001, 1), 1))
+    return changed | {"seq_len": ones, "mask": mask}
+
+
+ATB = [
+    Wrong("dtype", to("query", Tensor.bfloat16), "query", "bfloat16", conditions=ON_310P),
+    Wrong("heads", put(num_heads=3), "query", "for 3 heads"),
+    Wrong("contiguous", to("query", strided), "query", "strided"),
+    Wrong("out", cut("out"), "out", "for query"),
+    Wrong("scale", put(scale_value=-1.0), "scale_value", "is -1.0"),
+    Wrong("lens", to("seq_len", Tensor.long), "seq_len", "int64"),
+    Wrong("lens", to("seq_len", lambda lens: lens + 1), "seq_len", "adds up to"),
+    Wrong("lens", to("context_lens", Tensor.long), "context_lens", "int64"),
+    Wrong("keys", cut("key"), "key", "beside query"),
+    Wrong(
+        "cache", to("key_cache", lambda cache: cache.transpose(1, 2).contiguous()), "key_cache", "heads of"
+    ),
+    Wrong("context-lens", cut("context_lens"), "context_lens", "sequences"),
+    Wrong("table", to("block_table", Tensor.long), "block_table", "int64"),
+    Wrong("page-size", _small_pages, "key_cache", "pages of 32", conditions=ON_310P),
+    Wrong("batch", _many, "query", "of 2001 sequences", conditions=ON_310P),
+    Wrong("table-width", to("context_lens", lambda lens: lens + 500), "context_lens", "with rows of 3 pages"),
+    Wrong(
+        "page-ids", to("block_table", lambda table: spoil(table, 0, 77)), "block_table", "page 77 in row 0"
+    ),
+    Wrong(
+        "null-page",
+        to("block_table", lambda table: spoil(table, 0, 0)),
+        "block_table",
+        "page 0 in row 0",
+        conditions=NOBODYS,
+    ),
+    Wrong("pages-held", put(), "block_table", "which no request holds", conditions=HELD),
+    Wrong("written", to("key_cache", lambda cache: cache * torch.nan), "key_cache", "NaN at place 0"),
+    Wrong("mask-shape", to("mask", Tensor.float), "mask", "float32"),
+    Wrong("mask-shape", put(mask_type=2), "mask_type", "is 2"),
+    Wrong("mask-content", to("mask", torch.ones_like), "mask", "not 0 up to each query"),
+]
+WRITES = [
+    Wrong("mode", put(cache_mode="ND"), "cache_mode", "is ND"),
+    Wrong("mode", put(seq_lens=torch.ones(1)), "seq_lens", "float32 (1,)"),
+    Wrong("dtype", to("key", Tensor.double), "key", "float64"),
+    Wrong("slots", to("slot_mapping", Tensor.short), "slot_mapping", "int16"),
+    Wrong("slots", cut("slot_mapping"), "slot_mapping", "rows of key"),
+    Wrong("contiguous", to("key_cache", strided), "key_cache", "strided"),
+    Wrong("cache-axes", to("key_cache", lambda cache: torch.cat([cache, cache], 3)), "key_cache", "for key"),
+    Wrong("caches-alike", to("value_cache", lambda cache: cache[1:]), "value_cache", "beside"),
+    Wrong("page-size", _small_pages, "key_cache", "pages of 32", conditions=ON_310P),
+    Wrong(
+        "slots-in-range", to("slot_mapping", lambda at: spoil(at, 0, -1)), "slot_mapping", "place -1 of 320"
+    ),
+    Wrong("slots-in-range", to("slot_mapping", lambda at: spoil(at, 1, 320)), "slot_mapping", "place 320 of"),
+    Wrong("slots-unique", to("slot_mapping", lambda at: spoil(at, 1, int(at[0]))), "slot_mapping", "once"),
+    Wrong(
+        "null-page",
+        to("slot_mapping", lambda at: spoil(at, 0, 5)),
+        "slot_mapping",
+        "page 0 in row 0",
+        conditions=NOBODYS,
+    ),
+    Wrong("pages-held", put(), "slot_mapping", "which no request holds", conditions=HELD),
+]
+SCATTER = [
+    Wrong("one-type", to("updates", Tensor.double), "updates", "float64"),
+    Wrong("axes", to("indices", lambda index: index[:, 0]), "indices", "int"),
+    Wrong("axes", cut("updates"), "updates", "into"),
+    Wrong("contiguous", to("input", strided), "input", "strided"),
+    Wrong("rows-in-range", to("indices", lambda index: spoil(index, 0, 64)), "indices", "row 64 of 64"),
+    Wrong("rows-unique", to("indices", lambda index: spoil(index, 1, int(index[0]))), "indices", "once"),
+]
+NORM = [
+    Wrong("dtype", to("x1", Tensor.double), "x1", "float64"),
+    Wrong("gamma-dtype", to("gamma", Tensor.double), "gamma", "float64"),
+    Wrong("gamma-shape", to("gamma", lambda gamma: gamma[1:]), "gamma", "for"),
+    Wrong(
+        "row",
+        lambda call: {name: call[name][..., :4] for name in ("x1", "x2", "gamma") if name in call},
+        "x1",
+        "4)",
+        conditions=ON_310P,
+    ),
+    Wrong("epsilon", put(epsilon=0.0), "epsilon", "is 0.0"),
+    Wrong("alike", cut("x2"), "x2", "beside"),
+]
+TURNED = ("query", "key", "cos", "sin")
+ROTARY = [
+    Wrong("layout", put(layout="BSH"), "layout", "is BSH"),
+    Wrong("mode", put(rotary_mode="whole"), "rotary_mode", "is whole"),
+    Wrong("dtype", to("cos", Tensor.double), "cos", "float64"),
+    Wrong("axes", cut("cos"), "cos", "beside query"),
+    Wrong("axes", lambda call: {"sin": call["key"]}, "sin", "2, "),
+    Wrong("head-dim", lambda call: {name: call[name][..., :32] for name in TURNED}, "query", "32)"),
+    Wrong("buffer", to("query", lambda query: query[:, :1].repeat(1, 700, 1)), "query", "of 702 heads"),
+    Wrong("contiguous", to("key", strided), "key", "strided"),
+]
+MULTIPLY = [
+    Wrong("mode", put(rotary_mode="quarter"), "rotary_mode", "is quarter"),
+    Wrong("dtype", to("r1", Tensor.double), "r1", "float64"),
+    Wrong(
+        "sizes", lambda call: {name: call[name][..., :31] for name in ("input", "r1", "r2")}, "input", "31)"
+    ),
+    Wrong("angles", cut("r2"), "r2", "beside r1"),
+    Wrong("angles", lambda call: {name: call[name][:2] for name in ("r1", "r2")}, "r1", "for input"),
+]
+SWIGLU = [
+    Wrong("dtype", to("input", Tensor.double), "input", "float64"),
+    Wrong("axis", put(dim=3), "dim", "3 of"),
+    Wrong("even", to("input", lambda x: x[..., 1:].contiguous()), "input", "input is"),
+    Wrong("contiguous", to("input", strided), "input", "strided"),
+]
+MATMUL = [
+    Wrong("int8", to("x1", Tensor.short), "x1", "int16"),
+    Wrong("sides", cut("x2"), "x2", "for"),
+    Wrong("contiguous", to("x1", strided), "x1", "strided"),
+    Wrong("scales", put(pertoken_scale=torch.ones(1000)), "pertoken_scale", "(1000,)"),
+    Wrong("scales", put(scale=torch.ones(1, 1)), "scale", "(1, 1)"),
+    Wrong("combination", put(output_dtype=torch.float32), "output_dtype", "torch.float32 with"),
+    Wrong(
+        "combination", put(output_dtype=5, scale=torch.ones(1).bfloat16()), "output_dtype", "scale bfloat16"
+    ),
+    Wrong("modelled", put(group_sizes=[1, 1, 32]), "group_sizes", "[1, 1, 32]"),
+]
+QUANT = [
+    Wrong("dtype", to("input", Tensor.float), "input", "float32"),
+    Wrong("smooth", put(smooth_scales=torch.ones(99)), "smooth_scales", "(99,)"),
+    Wrong("by-token", put(quant_mode="pertensor"), "quant_mode", "pertensor"),
+    Wrong("by-token", put(dst_type=16), "dst_type", "is 16"),
+]
+FORMAT = [
+    Wrong("format", put(acl_format=3), "acl_format", "is 3"),
+    Wrong("tiles", lambda call: {"input": call["input"].float(), "acl_format": 29}, "input", "float32"),
+    Wrong("contiguous", to("input", strided), "input", "strided"),
+]
+SAMPLING = [
+    Wrong("logits", to("logits", lambda logits: logits[None]), "logits", "(1, "),
+    Wrong("given", put(p=None, k=None), "p", "None, and k too"),
+    Wrong("columns", to("k", Tensor.long), "k", "int64"),
+    Wrong("k-range", to("k", lambda k: spoil(k, 0, 0)), "k", "from 0 to"),
+    Wrong("k-range", to("k", lambda k: spoil(k, 0, 1025)), "k", "to 1025"),
+    Wrong("p-range", to("p", lambda p: p + 1), "p", "from"),
+]
+
+FAMILIES = {
+    **dict.fromkeys(
+        (
+            *("_npu_paged_attention", "_npu_paged_attention_get_workspace", "_npu_paged_attention_splitfuse"),
+            *("_npu_paged_attention_splitfuse_v2", "_npu_flash_attention", "_npu_flash_attention_v3"),
+        ),
+        ATB,
+    ),
+    **dict.fromkeys(
+        ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "_npu_reshape_and_cache_siso"), WRITES
+    ),
+    "npu_scatter_nd_update_": SCATTER,
+    **dict.fromkeys(("npu_rms_norm", "npu_add_rms_norm"), NORM),
+    "npu_apply_rotary_pos_emb": ROTARY,
+    "npu_rotary_mul": MULTIPLY,
+    "npu_swiglu": SWIGLU,
+    "npu_quant_matmul": MATMUL,
+    "npu_dynamic_quant": QUANT,
+    "npu_format_cast": FORMAT,
+    "npu_top_k_top_p": SAMPLING,
+}
+# What a base has to be so that its family's changes change something
+WANTED = {
+    "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
+    "npu_rotary_mul": lambda call: call["input"].dim() == 3,
+    "npu_quant_matmul": lambda call: "offset" not in call,
+    "npu_top_k_top_p": lambda call: {"p", "k"} <= set(call) and call["logits"].shape[1] > 1024,
+}
+PRODUCT = {"npu_apply_rotary_pos_emb": A2}

@@ -1,0 +1,249 @@
+"""When is attention by the operators of ATB called right?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from virtual_npu.contract import Breach, Call, Rule, is_dtype, shape
+from virtual_npu.operators.atb import Ask, in_rows
+from virtual_npu.operators.paging import holding_rules, page_id_rule, unwritten
+from virtual_npu.products import P310
+
+PAGED = "CANN PagedAttentionOperation"
+FIELD = "vllm-ascend _310p/attention"
+MASK_SIDE = 2048
+PAGE_ELEMENTS = 128 * 128  # of a head in a page, at most
+MOST_SEQUENCES = 2000  # on the 310P
+HIDES = -10000.0  # what the compressed mask in rows adds to a hidden score
+COMPRESSED = {"_npu_flash_attention_v3": 3, "_npu_paged_attention_splitfuse_v2": 5}
+
+
+def _dtype(call: Call) -> Iterator[Breach]:
+    query = call["query"].dtype
+    for name in ("query", "key", "value", "key_cache", "value_cache", "out"):
+        tensor = call[name]
+        taken = call.conditions.product.dtypes
+        if tensor is not None and (tensor.dtype != query or not is_dtype(tensor, taken, call.conditions)):
+            yield name, shape(tensor)
+
+
+def _heads(call: Call) -> Iterator[Breach]:
+    query, heads, kv_heads = call["query"], call["num_heads"], call["num_kv_heads"]
+    if query.dim() != 3 or query.shape[1] != heads or kv_heads < 1 or heads % max(kv_heads, 1):
+        yield "query", f"{shape(query)} for {heads} heads over {kv_heads}"
+    elif not 0 < query.shape[2] <= 256 or query.shape[2] % 16:
+        yield "query", shape(query)
+
+
+def _keys(call: Call) -> Iterator[Breach]:
+    query, kv_heads = call["query"], call["num_kv_heads"]
+    for name in ("key", "value"):
+        if call[name] is not None and call[name].shape != (query.shape[0], kv_heads, query.shape[2]):
+            yield name, f"{shape(call[name])} beside query {shape(query)}, {kv_heads} kv heads"
+
+
+def _cache(call: Call) -> Iterator[Breach]:
+    width = call["num_kv_heads"] * call["query"].shape[2]
+    for name in ("key_cache", "value_cache"):
+        cache: Tensor = call[name]
+        if call.conditions.product.split_heads:
+            fits = cache.dim() == 4 and (cache.shape[1], cache.shape[3]) == (width // 16, 16)
+        else:
+            fits = cache.dim() == 4 and tuple(cache.shape[2:]) == (
+                call["num_kv_heads"],
+                call["query"].shape[2],
+            )
+        if not fits or cache.shape != call["key_cache"].shape:
+            yield name, f"{shape(cache)} for {call['num_kv_heads']} kv heads of {call['query'].shape[2]}"
+
+
+def _page_size(asked: Ask) -> Iterator[Breach]:
+    sizes, size = asked.call.conditions.product.page_sizes, asked.page_size
+    dim = asked.call["query"].shape[2]
+    if size % 16 or size * dim > PAGE_ELEMENTS or (sizes and size not in sizes):
+        yield "key_cache", f"{shape(asked.call['key_cache'])}, pages of {size} with heads of {dim}"
+
+
+def _contiguous(call: Call) -> Iterator[Breach]:
+    for name, tensor in call.arguments.items():
+        if isinstance(tensor, Tensor) and not tensor.is_contiguous():
+            yield name, f"strided {tuple(tensor.stride())} over {shape(tensor)}"
+
+
+def _out(call: Call) -> Iterator[Breach]:
+    if call["out"].shape != call["query"].shape:
+        yield "out", f"{shape(call['out'])} for query {shape(call['query'])}"
+
+
+def _lens(call: Call) -> Iterator[Breach]:
+    query = call["query"].shape[0]
+    for name in ("seq_len", "context_lens"):
+        lens = call[name]
+        if lens is not None and (lens.dtype != torch.int32 or lens.dim() != 1 or not len(lens)):
+            yield name, shape(lens)
+        elif lens is not None and int(lens.min()) < 1:
+            yield name, f"{lens.tolist()[:8]}"
+    if call["seq_len"] is not None and int(call["seq_len"].sum()) != query:
+        yield "seq_len", f"one that adds up to {int(call['seq_len'].sum())} over {query} rows of query"
+
+
+def _context(call: Call) -> Iterator[Breach]:
+    context, queries = call["context_lens"], call["seq_len"]
+    batch = call["query"].shape[0] if queries is None else len(queries)
+    if len(context) != batch:
+        yield "context_lens", f"{shape(context)} for {batch} sequences"
+    elif queries is not None and bool((context < queries).any()):
+        yield "context_lens", f"below seq_len in sequence {int((context < queries).nonzero()[0])}"
+
+
+def _table(call: Call) -> Iterator[Breach]:
+    table, batch = call["block_table"], len(call["context_lens"])
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != batch:
+        yield "block_table", f"{shape(table)} for {batch} sequences"
+
+
+def _table_width(asked: Ask) -> Iterator[Breach]:
+    table, longest = asked.call["block_table"], max(asked.key_lens)
+    if table.shape[1] * asked.page_size < longest:
+        yield "context_lens", f"{longest} with rows of {table.shape[1]} pages of {asked.page_size}"
+
+
+def _batch(asked: Ask) -> Iterator[Breach]:
+    if asked.call.conditions.product is P310 and len(asked.query_lens) > MOST_SEQUENCES:
+        yield "query", f"of {len(asked.query_lens)} sequences"
+
+
+def _mask_shape(asked: Ask) -> Iterator[Breach]:
+    mask, kind = asked.call["mask"], COMPRESSED.get(asked.call.operator)
+    rows = asked.call["query"].shape[0] if "splitfuse" in asked.call.operator else max(asked.key_lens)
+    if asked.call["mask_type"] != kind:
+        yield "mask_type", asked.call["mask_type"]
+    if kind == 5:
+        fits = tuple(mask.shape) == (MASK_SIDE, MASK_SIDE)
+    elif kind == 3:
+        fits = tuple(mask.shape) == (1, MASK_SIDE // 16, MASK_SIDE, 16)
+    else:
+        columns = -(-max(asked.key_lens) // 16)
+        fits = mask.dim() == 4 and (mask.shape[0], mask.shape[3]) == (1, 16)
+        fits = fits and mask.shape[1] >= columns and mask.shape[2] >= rows and mask.shape[2] % 16 == 0
+    if not fits or not is_dtype(mask, (torch.float16,), asked.call.conditions):
+        yield "mask", f"{shape(mask)} for {rows} rows"
+
+
+def _mask_content(asked: Ask) -> Iterator[Breach]:
+    mask, kind = asked.call["mask"], COMPRESSED.get(asked.call.operator)
+    rows = mask if kind == 5 else in_rows(mask)
+    hidden = HIDES if kind == 5 else -torch.inf
+    if kind is None and "splitfuse" in asked.call.operator:
+        at = [torch.arange(keys - count, keys) for count, keys in zip(asked.query_lens, asked.key_lens)]
+        positions = torch.cat(at)[:, None]
+    else:
+        positions = torch.arange(rows.shape[1] if kind else max(asked.key_lens))[:, None]
+    columns = rows.shape[1] if kind else max(asked.key_lens)
+    wanted = torch.zeros(len(positions), columns, dtype=rows.dtype)
+    wanted.masked_fill_(torch.arange(columns)[None] > positions, hidden)
+    if not torch.equal(rows[: len(positions), :columns], wanted):
+        yield "mask", f"not 0 up to each query and {hidden} after"
+
+
+def _never_written(asked: Ask) -> Iterator[Breach]:
+    yield from unwritten(asked.read, ("key_cache", "value_cache"))
+
+
+def _scale(call: Call) -> Iterator[Breach]:
+    if not 0 < call["scale_value"] < math.inf:
+        yield "scale_value", call["scale_value"]
+
+
+FIRST = (
+    Rule("dtype", "all are float16, or bfloat16 off the 310P", PAGED, "cast to float16", _dtype),
+    Rule(
+        "heads",
+        "query is [T, heads, dim], heads a multiple of kv heads, dim a multiple of 16 up to 256",
+        PAGED,
+        "pass the model's numbers of heads",
+        _heads,
+    ),
+    Rule("contiguous", "tensors are contiguous", PAGED, "call contiguous() first", _contiguous),
+    Rule("out", "out has the shape of query", "the schema: Tensor(a!) out", "allocate it alike", _out),
+    Rule("scale", "the scale is above 0 and finite", PAGED, "pass head_dim ** -0.5", _scale),
+    Rule(
+        "lens",
+        "lengths are int32 tensors, one a sequence and above 0, and those of queries add up to the rows",
+        FIELD + "/attention_v1.py",
+        "count the padding in the last sequence, or cut the query",
+        _lens,
+    ),
+)
+KEYS = (
+    Rule("keys", "key and value have a row a query", FIELD + "/attention_v1.py", "cut them alike", _keys),
+)
+PAGES = (
+    Rule(
+        "cache",
+        "the caches are alike: [pages, kv heads * dim / 16, page, 16] on the 310P, else "
+        "[pages, page, kv heads, dim]",
+        FIELD + "/attention_v1.py: get_kv_cache_shape",
+        "allocate the cache of the product",
+        _cache,
+    ),
+    Rule(
+        "context-lens",
+        "context_lens has the keys of each sequence, no fewer than its queries",
+        FIELD + "/attention_v1.py",
+        "count a span's own tokens among its keys",
+        _context,
+    ),
+    Rule("table", "the page table is int32 with a row a sequence", PAGED, "take the step's rows", _table),
+)
+READ_PAGES = (
+    Rule(
+        "page-size",
+        "a page is of 128 or 64 tokens on the 310P, else of a multiple of 16; times dim it is at most 16384",
+        PAGED + "; " + FIELD + "/attention_v1.py",
+        "choose cache.page_size 128, or 64 with heads of 256",
+        _page_size,
+    ),
+    Rule("batch", f"the 310P takes {MOST_SEQUENCES} sequences", PAGED, "split the batch", _batch),
+    Rule(
+        "table-width",
+        "a row of the page table reaches as far as the longest sequence",
+        PAGED,
+        "pass a wider table",
+        _table_width,
+    ),
+    page_id_rule(
+        "block_table",
+        lambda asked: list(asked.pages),
+        lambda asked: int(asked.call["key_cache"].shape[0]),
+    ),
+    *holding_rules("block_table", lambda asked: list(asked.pages)),
+    Rule(
+        "written",
+        "a read of a place that was never written comes to NaN",
+        "virtual_npu: unwritten places hold NaN",
+        "write keys and values before attention, at the places that the page table names",
+        _never_written,
+    ),
+)
+MASK = (
+    Rule(
+        "mask-shape",
+        "the mask is float16 in tiles, [1, columns / 16, rows, 16], of 2048 with mask_type 3; "
+        "with mask_type 5 it is [2048, 2048]",
+        FIELD + "/attention_mask.py",
+        "make it as the source does",
+        _mask_shape,
+    ),
+    Rule(
+        "mask-content",
+        "the mask adds 0 up to each query's own key, and -inf after it, or -10000 with mask_type 5",
+        FIELD + "/attention_mask.py",
+        "make it as the source does",
+        _mask_content,
+    ),
+)

@@ -1,0 +1,269 @@
+"""What are the quantised matrix product, quantisation by token, and the cast to tiles?
+
+Legend: M rows, K inner, N columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
+from virtual_npu.products import A2, A3, A5, P310
+
+QUANT = "op-plugin npu_dynamic_quant"
+PRODUCT = "op-plugin npu_quant_matmul"
+FORMAT = "op-plugin npu_format_cast"
+MOST = 65535
+EXACT_IN_FLOAT = 1024  # so many products of int8 sum without rounding in float32
+FORMATS = {2: "ND", 29: "FRACTAL_NZ"}
+# Numbers by which a schema's `int?` carries a dtype
+DTYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 15: torch.bfloat16}
+FLOATS = (torch.float32, torch.bfloat16, torch.int32)
+# scale, offset, bias, scale by token (None: it is not there), by type of the output
+COMBINATIONS: dict[torch.dtype, tuple[tuple[tuple[object, ...], ...], ...]] = {
+    torch.int8: (((torch.float32,), (None, torch.float32), (None, torch.int32), (None,)),),
+    torch.int32: (((torch.float32, torch.bfloat16), (None,), (None, torch.int32), (None,)),),
+    torch.bfloat16: (((torch.float32, torch.bfloat16), (None,), (None, *FLOATS), (None, torch.float32)),),
+    torch.float16: (
+        ((torch.float32,), (None,), (None, torch.int32), (None,)),
+        ((torch.float32,), (None,), (None, *FLOATS), (torch.float32,)),
+    ),
+}
+
+
+def output_dtype(call: Call) -> torch.dtype | None:
+    """The type of the product; None where the number names none that is known here."""
+    given = call["output_dtype"]
+    if given is None:
+        return torch.int8
+    return given if isinstance(given, torch.dtype) else DTYPES.get(given)
+
+
+def _product(call: Call) -> Tensor:
+    wide = torch.float32 if call["x1"].shape[-1] <= EXACT_IN_FLOAT else torch.float64
+    total: Tensor = call["x1"].to(wide) @ call["x2"].to(wide)
+    bias, dtype = call["bias"], output_dtype(call)
+    if bias is not None and bias.dtype == torch.int32:
+        total, bias = total + bias.to(wide), None
+    if dtype == torch.int32:
+        return total.to(torch.int32)
+    result: Tensor = total.float() * call["scale"].float()
+    if call["pertoken_scale"] is not None:
+        result *= call["pertoken_scale"][:, None]
+    for more in (bias, call["offset"]):
+        result = result if more is None else result + more.float()
+    return result.round().clamp(-128, 127).to(torch.int8) if dtype == torch.int8 else result.to(dtype)
+
+
+def _quantise(call: Call) -> tuple[Tensor, Tensor]:
+    """int8 by rows, and what to multiply each row by."""
+    wide = call["input"].float()
+    if call["smooth_scales"] is not None:
+        wide = wide * call["smooth_scales"].float()
+    scale = wide.abs().amax(-1) / 127
+    rows = wide / scale.where(scale > 0, 1)[..., None]
+    return rows.round().clamp(-128, 127).to(torch.int8), scale
+
+
+def _cast(call: Call) -> Tensor:
+    """The same elements: tiles are a matter of the device's memory, which the shape does not show."""
+    tensor: Tensor = call["input"]
+    return tensor.clone()
+
+
+def _int8(call: Call) -> Iterator[Breach]:
+    for name in ("x1", "x2"):
+        if call[name].dtype != torch.int8:
+            yield name, shape(call[name])
+
+
+def _sides(call: Call) -> Iterator[Breach]:
+    x1, x2 = call["x1"], call["x2"]
+    if not 2 <= x1.dim() <= 6 or x2.dim() != 2 or x1.shape[-1] != x2.shape[0] or not x1.numel():
+        yield "x2", f"{shape(x2)} for {shape(x1)}"
+    elif max(x1.shape[-1], x2.shape[-1]) > MOST:
+        yield "x2", shape(x2)
+
+
+def _product_contiguous(call: Call) -> Iterator[Breach]:
+    x1, x2 = call["x1"], call["x2"]
+    if not x1.is_contiguous():
+        yield "x1", f"strided {tuple(x1.stride())} over {shape(x1)}"
+    if not x2.is_contiguous() and not x2.t().is_contiguous():
+        yield "x2", f"strided {tuple(x2.stride())} over {shape(x2)}"
+
+
+def _scales(call: Call) -> Iterator[Breach]:
+    rows, columns = call["x1"].shape[-2], call["x2"].shape[-1]
+    if call["scale"].shape not in ((1,), (columns,)):
+        yield "scale", f"{shape(call['scale'])} for {columns} columns"
+    for name, sizes in (
+        ("pertoken_scale", ((rows,),)),
+        ("bias", ((columns,),)),
+        ("offset", ((1,), (columns,))),
+    ):
+        if call[name] is not None and call[name].shape not in sizes:
+            yield name, f"{shape(call[name])} for {rows} rows and {columns} columns"
+
+
+def _combination(call: Call) -> Iterator[Breach]:
+    names = ("scale", "offset", "bias", "pertoken_scale")
+    types = [None if call[name] is None else call[name].dtype for name in names]
+    dtype = output_dtype(call)
+    rows = () if dtype is None else COMBINATIONS.get(dtype, ())
+    on_310p = call.conditions.product is P310
+    if on_310p and (dtype not in (torch.int8, torch.float16) or types[3] is not None):
+        rows = ()
+    if not any(all(one in some for one, some in zip(types, row)) for row in rows):
+        said = ", ".join(f"{name} {str(each).removeprefix('torch.')}" for name, each in zip(names, types))
+        yield "output_dtype", f"{call['output_dtype']} with {said}"
+
+
+def _product_known(call: Call) -> Iterator[Breach]:
+    for name in ("x1_dtype", "x2_dtype", "pertoken_scale_dtype", "scale_dtype", "group_sizes", "y_scale"):
+        if call[name] is not None:
+            yield name, shape(call[name]) if isinstance(call[name], Tensor) else call[name]
+
+
+def _quant_dtype(call: Call) -> Iterator[Breach]:
+    x = call["input"]
+    if not is_dtype(x, (torch.float16, torch.bfloat16), call.conditions) or x.dim() < 2:
+        yield "input", shape(x)
+
+
+def _smooth(call: Call) -> Iterator[Breach]:
+    x, smooth = call["input"], call["smooth_scales"]
+    if smooth is not None and (smooth.dtype != x.dtype or smooth.shape != x.shape[-1:]):
+        yield "smooth_scales", f"{shape(smooth)} for {shape(x)}"
+
+
+def _by_token(call: Call) -> Iterator[Breach]:
+    if call["quant_mode"] != "pertoken":
+        yield "quant_mode", call["quant_mode"]
+    if call["dst_type"] not in (None, torch.int8, 1):
+        yield "dst_type", call["dst_type"]
+    if call["dst_type_max"] or call["group_index"] is not None:
+        yield "dst_type_max", f"{call['dst_type_max']} with group_index {call['group_index']}"
+
+
+def _format(call: Call) -> Iterator[Breach]:
+    if call["acl_format"] not in FORMATS:
+        yield "acl_format", call["acl_format"]
+    for name in ("customize_dtype", "input_dtype"):
+        if call[name] is not None:
+            yield name, call[name]
+
+
+def _tiles(call: Call) -> Iterator[Breach]:
+    x: Tensor = call["input"]
+    taken = (
+        (torch.float16, torch.int8)
+        if call.conditions.product is P310
+        else (
+            torch.float16,
+            torch.bfloat16,
+            torch.int8,
+        )
+    )
+    if call["acl_format"] == 29 and (x.dim() < 2 or not is_dtype(x, taken, call.conditions)):
+        yield "input", shape(x)
+
+
+def _cast_contiguous(call: Call) -> Iterator[Breach]:
+    if not call["input"].is_contiguous():
+        yield "input", f"strided {tuple(call['input'].stride())} over {shape(call['input'])}"
+
+
+OPERATORS = (
+    Operator(
+        schema="npu::npu_quant_matmul(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, "
+        "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
+        "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
+        "Tensor? y_scale=None) -> Tensor",
+        products=(P310, A2, A3),
+        source=PRODUCT,
+        rules=(
+            Rule(
+                "int8", "both sides are int8; int4 in int32 is not checked here", PRODUCT, "quantise", _int8
+            ),
+            Rule(
+                "sides",
+                f"x1 has 2 to 6 axes, x2 is [K, N], neither is empty, and K and N are at most {MOST}",
+                PRODUCT,
+                "flatten x1, and split x2",
+                _sides,
+            ),
+            Rule(
+                "contiguous",
+                "x1 is contiguous, and x2 or its transpose",
+                PRODUCT,
+                "call contiguous() when it is made",
+                _product_contiguous,
+            ),
+            Rule(
+                "scales",
+                "scale and offset have one element or one a column, bias has one a column, and the "
+                "scale by token one a row",
+                PRODUCT,
+                "reshape it to one axis",
+                _scales,
+            ),
+            Rule(
+                "combination",
+                "the types of scale, offset, bias, scale by token and output stand in one row of the table; "
+                "the 310P has no scale by token and no bfloat16",
+                PRODUCT + ": tables 1 and 2",
+                "for bfloat16 pass a float32 scale and a float32 pertoken_scale",
+                _combination,
+            ),
+            Rule(
+                "modelled",
+                "types by number, groups and y_scale are outside what is checked here",
+                "virtual_npu/operators/matmul.py",
+                "leave the argument out",
+                _product_known,
+            ),
+        ),
+        reference=_product,
+    ),
+    Operator(
+        schema="npu::npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, "
+        'Tensor? group_index=None, int? dst_type=None, str quant_mode="pertoken", '
+        "float dst_type_max=0.) -> (Tensor, Tensor)",
+        products=(A2, A3, A5),
+        source=QUANT,
+        rules=(
+            Rule("dtype", "it is float16 or bfloat16, of 2 axes or more", QUANT, "cast it", _quant_dtype),
+            Rule("smooth", "smooth_scales are of its type, one a column", QUANT, "cast them", _smooth),
+            Rule(
+                "by-token",
+                "rows become int8; other types, groups, channels and whole tensors are not checked here",
+                QUANT,
+                "leave dst_type, group_index, quant_mode and dst_type_max out",
+                _by_token,
+            ),
+        ),
+        reference=_quantise,
+    ),
+    Operator(
+        schema="npu::npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, "
+        "int? input_dtype=None) -> Tensor",
+        products=(P310, A2, A3, A5),
+        source=FORMAT,
+        rules=(
+            Rule("format", "the formats are 2, rows, and 29, tiles", FORMAT, "pass 29 for a weight", _format),
+            Rule(
+                "tiles",
+                "tiles hold float16, int8, and bfloat16 off the 310P, of 2 axes or more",
+                FORMAT,
+                "leave it as it is",
+                _tiles,
+            ),
+            Rule("contiguous", "it is contiguous", FORMAT, "call contiguous() first", _cast_contiguous),
+        ),
+        reference=_cast,
+    ),
+)
