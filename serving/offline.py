@@ -7,14 +7,15 @@ ends. A request that is refused yields its reason, and the others still run.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from continuous_batching.engine import Engine, Step
-from continuous_batching.request import Request, TokenLogprobs
+from continuous_batching.request import Hypothesis, Request, TokenLogprobs
 from serving.detokenizer import Detokenizer
 from serving.requests import parse_request
 from serving.samples import Samples
@@ -184,11 +185,13 @@ class _Run:
     def _end(self, request: Request) -> Iterator[Record]:
         """The records that can be given now that a sample ended."""
         job, samples = self._running.pop(request.id)
-        for index, answer in samples.end(request):
-            record = self._record(job, answer)
-            if samples.num_answers > 1:
-                record["index"] = index
-            yield record
+        if request.hypotheses:
+            records = [self._record(job, request, each) for each in request.hypotheses[: job.num_answers]]
+            ended = list(enumerate(records))
+        else:
+            ended = [(index, self._record(job, answer)) for index, answer in samples.end(request)]
+        for index, record in ended:
+            yield record | ({"index": index} if job.num_answers > 1 else {})
 
     def _read(self, step: Step) -> list[Request]:
         """The requests whose text has come to a stop string."""
@@ -204,11 +207,15 @@ class _Run:
                 stopped.append(request)
         return stopped
 
-    def _record(self, job: Job, request: Request) -> Record:
+    def _record(self, job: Job, request: Request, found: Hypothesis | None = None) -> Record:
+        """What a request answered, or one hypothesis of its beam search."""
         name, reader = job.request.id, self._readers.pop(request.id, None)
         if request.finish_reason == "error":
             return {"id": name, "error": request.error}
         reason, answer, text = request.finish_reason, request.answer.tolist(), None
+        logprobs: Sequence[TokenLogprobs] = request.logprobs
+        if found is not None:
+            reason, answer, logprobs = found.finish_reason, found.tokens.tolist(), found.logprobs
         if reader is not None:
             text = reader.close()
             reason = reason if reader.detokenizer.stopped is None else "stop"
@@ -216,7 +223,12 @@ class _Run:
             text = self._text.decode(answer[:-1] if reason == "stop" else answer, start=job.start)
         record: Record = {"id": name, "token_ids": answer, "text": text, "finish_reason": reason}
         if job.show_logprobs and request.params.logprobs is not None:
-            record["logprobs"] = [_logprobs(entry) for entry in request.logprobs]
+            record["logprobs"] = [_logprobs(entry) for entry in logprobs]
+        if found is not None:
+            record |= {
+                "score": _finite(found.score),
+                "cumulative_logprob": _finite(found.cumulative_logprob),
+            }
         return record | {
             "num_prompt_tokens": request.num_prompt_tokens,
             "num_cached_tokens": request.num_cached_tokens,
@@ -229,6 +241,10 @@ class _Run:
         return None if time_s is None else round(time_s - self._origin_s, 6)
 
 
+def _finite(value: float) -> float:
+    return _NO_CHANCE if value == -math.inf else value
+
+
 def _logprobs(entry: TokenLogprobs) -> Record:
-    top = [[token, max(value, _NO_CHANCE)] for token, value in entry.top]
-    return {"token": entry.token, "logprob": max(entry.logprob, _NO_CHANCE), "top": top}
+    top = [[token, _finite(value)] for token, value in entry.top]
+    return {"token": entry.token, "logprob": _finite(entry.logprob), "top": top}

@@ -83,7 +83,10 @@ def _params(values: dict[str, Any]) -> SamplingParams:
 
 
 def _samples(values: dict[str, Any]) -> list[SamplingParams]:
-    """The parameters of each sample of the prompt: `best_of` of them, or `n`, each with its own seed."""
+    """The parameters of each sample of the prompt: `best_of` of them, or `n`, each with its own seed.
+
+    A beam search is one request, whose `n` best hypotheses are the answers.
+    """
     num_answers = values.get("n", 1)
     num_samples = values.get("best_of", num_answers)
     if not 1 <= num_answers <= MOST_SAMPLES:
@@ -91,6 +94,14 @@ def _samples(values: dict[str, Any]) -> list[SamplingParams]:
     if not num_answers <= num_samples <= MOST_SAMPLES:
         raise ValueError(f"best_of is {num_samples}; it must be from n ({num_answers}) to {MOST_SAMPLES}")
     params = _params(values)
+    if params.beam_width:
+        if "best_of" in values:
+            raise ValueError(f"best_of is {num_samples}; it must be left out beside beam_width")
+        if params.beam_width > MOST_SAMPLES:
+            raise ValueError(f"beam_width is {params.beam_width}; it must be at most {MOST_SAMPLES}")
+        if num_answers > params.beam_width:
+            raise ValueError(f"n is {num_answers}; it must be at most beam_width ({params.beam_width})")
+        return [params]
     if num_samples > num_answers and params.logprobs is None:
         params = replace(params, logprobs=0)  # they are ranked by it
     if params.seed is None:
@@ -144,6 +155,12 @@ def _number(name: str, value: Any) -> float:
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _wrong(name, value, "true or false")
+    return value
+
+
+def _early(name: str, value: Any) -> bool | str:
+    if value != "never" and not isinstance(value, bool):
+        raise _wrong(name, value, 'true, false or "never"')
     return value
 
 
@@ -213,6 +230,9 @@ _SAMPLING: dict[str, _Reader] = {
     "stop": _strings,
     "stop_token_ids": _token_ids,
     "ignore_eos": _boolean,
+    "beam_width": _integer,
+    "length_penalty": _number,
+    "early_stopping": _early,
 }
 _READERS: dict[str, _Reader] = {
     "id": _string,
