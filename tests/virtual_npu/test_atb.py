@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.virtual_npu.batches import Dense, oracle, paged
 from tests.virtual_npu.right_calls import compressed, hidden
 from virtual_npu.contract import Conditions
-from virtual_npu.operators import kernels
+from virtual_npu.operators import operator
 from virtual_npu.operators.atb import in_rows, in_tiles
 from virtual_npu.products import A2, P310
 
@@ -35,7 +35,8 @@ def over_pages(
         split(batch[each]) if product is P310 else batch[each].unflatten(2, (2, 64))
         for each in ("key", "value")
     ]
-    kernels(Conditions(product=product, fp32=True))[f"atb::{name}"](
+    operator(name)(
+        Conditions(product=product, fp32=True),
         query=query,
         key_cache=caches[0],
         value_cache=caches[1],
@@ -71,7 +72,8 @@ def test_prompts(kind: str, side: int) -> None:
     lens = [5, 33, 1]
     query, key, value = torch.randn(39, 4, 64), torch.randn(39, 2, 64), torch.randn(39, 2, 64)
     out = torch.empty_like(query)
-    kernels(Conditions(product=P310, fp32=True))[f"atb::{kind}"](
+    operator(kind)(
+        Conditions(product=P310, fp32=True),
         query=query,
         key=key,
         value=value,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.virtual_npu.batches import MASK, Dense, first_version, oracle, paged
-from virtual_npu.contract import Conditions
+from virtual_npu.contract import Conditions, ContractError
 from virtual_npu.operators import operator
 
 FP32 = Conditions(fp32=True)
@@ -131,6 +131,17 @@ def test_half_precision_comes_back_in_its_type(dtype: torch.dtype) -> None:
     out, lse = V2(Conditions(), **arguments)
     assert (out.dtype, lse.dtype) == (dtype, torch.float32)
     torch.testing.assert_close(out.double(), oracle(dense)[0], atol=2e-2, rtol=2e-2)
+
+
+def test_the_mask_may_lie_anywhere_in_memory() -> None:
+    arguments, _ = paged(np.random.default_rng(6))
+    room = torch.zeros(MASK.numel() + 1, dtype=torch.int8)
+    room[1:] = MASK.flatten()
+    moved = room[1:].view(2048, 2048)
+    assert all(map(torch.equal, V2(FP32, **arguments | {"atten_mask": moved}), V2(FP32, **arguments)))
+    moved[5, 3] = 1
+    with pytest.raises(ContractError, match="atten_mask is not 1 above the diagonal"):
+        V2(FP32, **arguments | {"atten_mask": moved})
 
 
 def test_given_outputs_are_filled() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from virtual_npu.contract import Conditions
-from virtual_npu.operators import kernels
+from virtual_npu.operators import OPERATORS
 
-KERNELS = kernels(Conditions())
+KERNELS = {each.qualified: partial(each, Conditions()) for each in OPERATORS}
 
 
 def matrices(rows: int, inner: int, columns: int) -> tuple[np.ndarray, np.ndarray]:

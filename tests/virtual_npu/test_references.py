@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,11 +11,11 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from virtual_npu.contract import Conditions
-from virtual_npu.operators import kernels
+from virtual_npu.operators import OPERATORS
 from virtual_npu.products import P310
 
-KERNELS = kernels(Conditions())
-ON_310P = kernels(Conditions(product=P310))
+KERNELS = {each.qualified: partial(each, Conditions()) for each in OPERATORS}
+ON_310P = {each.qualified: partial(each, Conditions(product=P310)) for each in OPERATORS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
