@@ -1,7 +1,7 @@
 """What does this recipe say, and does it fit?
 
-python -m recipes show RECIPE [key=value ...]     its keys, each with where it was said, and its sizing
-python -m recipes keys                            every key that a recipe may have, as a Markdown table
+python -m recipes show RECIPE [key=value ...] [--profile NAME]   its keys, where each was said, and its sizing
+python -m recipes keys                                           every key that there is, as a Markdown table
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_verb = verbs.add_parser("show", help="a recipe's keys, where each was said, and its sizing")
     show_verb.add_argument("recipe", help="a YAML file, such as recipes/tiny/cpu.yaml")
     show_verb.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
+    show_verb.add_argument(
+        "--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.verb == "keys":
             print(table(Recipe), end="")
         else:
-            show(options.recipe, options.overrides)
+            show(options.recipe, options.overrides, options.profile)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def show(path: str, overrides: Sequence[str]) -> None:
+def show(path: str, overrides: Sequence[str], profile: str | None = None) -> None:
     """Prints the resolved recipe and its sizing; raises ValueError."""
-    reading = read(path, overrides)
+    reading = read(path, overrides, profile)
     rows = [
         (each.name, _shown(reading.recipe.value(each.name)), reading.origin(each.name))
         for each in keys_of(Recipe)

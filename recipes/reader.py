@@ -1,6 +1,7 @@
 """How does a YAML file become a recipe?
 
-From a base, if the file names one, the file, and `key=value` overrides, each replacing what came before.
+From a base, if the file names one, the file, a profile, if one is asked for, and `key=value` overrides, each
+replacing what came before.
 Every error is one line that opens with the place of the key.
 """
 
@@ -19,6 +20,7 @@ from recipes.recipe import ROOT, Recipe
 
 Section = TypeVar("Section")
 
+PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
 
@@ -44,13 +46,16 @@ class Reading:
         return self.entries[name].place if name in self.entries else "default"
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+def load(path: str | Path, overrides: Iterable[str] = (), profile: str | None = None) -> Recipe:
     """The recipe of a file; raises RecipeError."""
-    return read(path, overrides).recipe
+    return read(path, overrides, profile).recipe
 
 
-def read(path: str | Path, overrides: Iterable[str] = ()) -> Reading:
-    """The recipe of a file, with the origin of its values; raises RecipeError."""
+def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = None) -> Reading:
+    """The recipe of a file, with the origin of its values; raises RecipeError.
+
+    The keys of a profile, a name in `recipes/profiles`, replace the file's, and overrides replace both.
+    """
     document, name = _document(Path(path)), str(path)
     entries: dict[str, Entry] = {}
     base = document.pop("base", None)
@@ -64,7 +69,9 @@ def read(path: str | Path, overrides: Iterable[str] = ()) -> Reading:
             )
         entries.update(_entries(inherited, str(base_path), rank=0))
     entries.update(_entries(document, name, rank=1))
-    for rank, override in enumerate(overrides, start=2):
+    if profile is not None:
+        entries.update(_profile(profile))
+    for rank, override in enumerate(overrides, start=3):
         _override(entries, override, rank)
     return _reading(entries, name)
 
@@ -81,6 +88,20 @@ def _document(path: Path, asked_by: str = "") -> dict[str, Located]:
     if not isinstance(document, dict):
         raise RecipeError(f"{path}: not a recipe; it must be a mapping of {', '.join(sorted(SECTIONS))}")
     return document
+
+
+def profiles() -> list[str]:
+    """The names of all profiles."""
+    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+def _profile(name: str) -> dict[str, Entry]:
+    if name not in profiles():
+        raise RecipeError(
+            f"command line: --profile {name}: unknown profile; it must be {', '.join(profiles())}"
+            f"{nearest(name, profiles())}"
+        )
+    return _entries(_document(PROFILES / f"{name}.yaml"), f"recipes/profiles/{name}.yaml", rank=2)
 
 
 def _base_path(base: Located, path: Path) -> Path:

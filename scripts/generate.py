@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("recipe", help="a YAML file, such as recipes/tiny/cpu.yaml")
     top.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
+    top.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
     source = top.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", metavar="FILE.jsonl", help="requests, one a line; - for standard input")
     source.add_argument("--prompt", metavar="TEXT", help="the one request's prompt")
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> None:
     if options.input is not None and options.output is None:
         raise ValueError("--output is missing: name a file for the answers, or - for standard output")
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")
-    recipe = read(options.recipe, options.overrides).recipe
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     jobs = list(read_jobs(lines_of(options), text))  # before the model is built: a bad file fails at once
     with contextlib.ExitStack() as stack:

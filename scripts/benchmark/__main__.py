@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     offline.add_argument("recipe")
     offline.add_argument("overrides", nargs="*", metavar="key=value")
+    offline.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
     offline.add_argument(
         "--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them"
     )
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> None:
         return
     from scripts.benchmark import offline  # torch too
 
-    result = offline.run(options.recipe, options.overrides, options.trace, options.runs)
+    result = offline.run(options.recipe, options.overrides, options.profile, options.trace, options.runs)
     if options.json:
         print(json.dumps(result, indent=2))
     else:

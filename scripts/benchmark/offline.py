@@ -53,12 +53,14 @@ def cache_figures(engine: Engine) -> dict[str, object]:
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: int) -> dict[str, object]:
+def run(
+    recipe_path: str, overrides: Sequence[str], profile: str | None, trace_path: str, num_runs: int
+) -> dict[str, object]:
     """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
 
     The recipe, the versions and the machine stand beside the figures.
     """
-    recipe = read(recipe_path, overrides).recipe
+    recipe = read(recipe_path, overrides, profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(trace_path, text)  # before the model is built: a bad file fails at once
     engine = build(recipe)
@@ -77,6 +79,7 @@ def run(recipe_path: str, overrides: Sequence[str], trace_path: str, num_runs: i
     return {
         "recipe": recipe_path,
         "overrides": list(overrides),
+        "profile": profile,
         "trace": Path(trace_path).name,
         "machine": machine.describe(start(recipe.device).name),
         "runs_output_tokens_per_s": [result["output_tokens_per_s"] for result in results],

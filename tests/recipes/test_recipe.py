@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.keys import RecipeError, keys_of, table
-from recipes.reader import load
+from recipes.reader import load, profiles, read
 from recipes.recipe import ROOT, CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 
 
@@ -141,8 +141,37 @@ def test_the_readme_of_the_recipes_holds_the_table_of_keys():
     assert table(Recipe) in (ROOT / "recipes/README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/**/*.yaml")), ids=lambda path: path.parent.name)
-def test_every_recipe_here_can_be_read(path, monkeypatch):
+RECIPES = sorted(path for path in ROOT.glob("recipes/**/*.yaml") if path.parent.name != "profiles")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("profile", [None, *profiles()])
+def test_every_recipe_here_can_be_read_under_every_profile(path, profile, monkeypatch):
     monkeypatch.setenv("MODELS", "/models")  # where a recipe's weights are the user's
     overrides = ["model.path=x"] if path.parent.name == "any" else []
-    assert load(path, overrides).device.kind
+    assert load(path, overrides, profile).device.kind
+
+
+def test_a_profile_stands_between_a_recipe_and_its_overrides():
+    path = ROOT / "recipes/tiny/cpu.yaml"
+    reading = read(path, ["scheduler.num_slots=8"], "low_latency")
+    assert (reading.recipe.scheduler.num_slots, reading.recipe.scheduler.chunk_tokens) == (8, 256)
+    assert reading.origin("scheduler.num_slots") == "command line: scheduler.num_slots=8"
+    assert reading.origin("scheduler.chunk_tokens").startswith("recipes/profiles/low_latency.yaml:")
+    assert reading.origin("model.path").endswith("recipes/tiny/cpu.yaml:3")
+
+
+def test_profiles_hold_the_values_of_the_sources():
+    tiny = {name: load(ROOT / "recipes/tiny/cpu.yaml", [], name) for name in profiles()}
+    high, low, small = (tiny[name] for name in ("high_throughput", "low_latency", "memory_constrained"))
+    assert (high.scheduler.num_slots, high.scheduler.chunk_tokens, high.scheduler.queue) == (512, 1024, "sjf")
+    assert (low.scheduler.num_slots, low.scheduler.chunk_tokens, low.scheduler.queue) == (32, 256, "fcfs")
+    assert (small.scheduler.num_slots, small.cache.host_gib) == (64, 32)
+    assert (small.cache.num_pages - 1) * small.cache.page_size == 4096
+
+
+def test_an_unknown_profile_is_told_with_the_nearest():
+    with pytest.raises(
+        RecipeError, match=r"--profile low_latenzy: unknown profile; .*did you mean low_latency\?"
+    ):
+        load(ROOT / "recipes/tiny/cpu.yaml", [], "low_latenzy")
