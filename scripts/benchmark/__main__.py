@@ -1,12 +1,16 @@
-"""How fast is it? `python -m scripts.benchmark host|kv|offline ...`"""
+"""How fast is it? `python -m scripts.benchmark host|kv|offline|beside|device ...`"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from scripts import verb
 from scripts.benchmark import host, machine
+
+if TYPE_CHECKING:
+    from scripts.benchmark.device import Load
 
 
 def numbers(text: str) -> list[int]:
@@ -34,17 +38,31 @@ def parser() -> argparse.ArgumentParser:
     of_pages.add_argument("--repeats", type=int, default=25, metavar="N")
     of_pages.add_argument("--requests", type=int, default=1000, metavar="N", help="in the trace of lengths")
     of_pages.add_argument("--json", action="store_true", help="print JSON rather than a table")
-    offline = verbs.add_parser(
-        "offline", help="throughput and latencies of a trace on an engine in this process"
-    )
-    offline.add_argument("recipe")
-    offline.add_argument("overrides", nargs="*", metavar="key=value")
-    offline.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
-    offline.add_argument(
-        "--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them"
-    )
-    offline.add_argument("--runs", type=int, default=1, metavar="N", help="counted runs; the median is told")
-    offline.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    for name, what in (
+        ("offline", "throughput and latencies of a trace on an engine in this process"),
+        ("beside", "the same, and transformers' own continuous batching of the same trace"),
+    ):
+        traced = verbs.add_parser(name, help=what)
+        traced.add_argument("recipe")
+        traced.add_argument("overrides", nargs="*", metavar="key=value")
+        traced.add_argument(
+            "--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency"
+        )
+        traced.add_argument(
+            "--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them"
+        )
+        traced.add_argument(
+            "--runs", type=int, default=1, metavar="N", help="counted runs; the median is told"
+        )
+        traced.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    steps = verbs.add_parser("device", help="single steps, against what the device copies and multiplies")
+    steps.add_argument("recipe")
+    steps.add_argument("overrides", nargs="*", metavar="key=value")
+    steps.add_argument("--decode", default="1x1024,32x1024,256x1024", metavar="COUNTxCONTEXT,...")
+    steps.add_argument("--prefill", default="4x4096", metavar="COUNTxTOKENS,...")
+    steps.add_argument("--mixed", default="32x1024+1x2048", metavar="DECODES+PROMPTS,...")
+    steps.add_argument("--repeats", type=int, default=20, metavar="N")
+    steps.add_argument("--json", action="store_true", help="print JSON rather than a table")
     return top
 
 
@@ -80,13 +98,36 @@ def main(argv: list[str]) -> None:
         else:
             kv.print_table(pages)
         return
-    from scripts.benchmark import offline  # torch too
+    if options.verb == "device":
+        from scripts.benchmark import device
 
-    result = offline.run(options.recipe, options.overrides, options.profile, options.trace, options.runs)
+        steps = device.run(options.recipe, options.overrides, *_loads(options), options.repeats)
+        if options.json:
+            print(json.dumps(steps, indent=2))
+        else:
+            device.print_table(steps)
+        return
+    from scripts.benchmark import beside, offline
+
+    way = beside if options.verb == "beside" else offline
+    result = way.run(options.recipe, options.overrides, options.profile, options.trace, options.runs)
     if options.json:
         print(json.dumps(result, indent=2))
     else:
         offline.print_table(result)
+
+
+def _loads(options: argparse.Namespace) -> tuple[list[Load], list[Load]]:
+    """The loads by themselves, and the mixed ones."""
+    from scripts.benchmark.device import Load, pair
+
+    alone = [Load(*pair(each)) for each in options.decode.split(",") if each]
+    alone += [Load(0, 0, *pair(each)) for each in options.prefill.split(",") if each]
+    mixed = []
+    for each in filter(None, options.mixed.split(",")):
+        decodes, _, prompts = each.partition("+")
+        mixed.append(Load(*pair(decodes), *pair(prompts)))
+    return alone, mixed
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+PACKAGES = ("numpy", "torch", "torch_npu", "triton", "transformers")
 
 
 def describe(device: str | None = None) -> dict[str, str | int]:
@@ -23,7 +25,17 @@ def describe(device: str | None = None) -> dict[str, str | int]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "numpy": version("numpy"),
-        "torch": version("torch"),
+        **_versions(),
         "preloaded": " ".join(preloaded) or "nothing",
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that compute, or that we are compared with; those that are not here are left out."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

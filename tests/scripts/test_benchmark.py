@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from scripts.benchmark import host, kv
+from recipes.reader import read
+from recipes.sizing import model_config
+from scripts.benchmark import device, host, kv
 from scripts.benchmark.__main__ import main
 from scripts.benchmark.timeline import percentiles
 
@@ -96,3 +101,48 @@ def test_a_trace_that_the_recipe_cannot_serve_is_refused(tmp_path: Path) -> None
     trace.write_text('{"id": "a", "prompt_token_ids": [5]}\n{"id": "b", "prompt_token_ids": [5000000]}\n')
     with pytest.raises(ValueError, match=r"1 of 2 requests failed: request b holds the token id 5000000"):
         main(["offline", RECIPE, "device.compile=false", "--trace", str(trace)])
+
+
+def test_the_device_benchmark_measures_steps_against_their_floors(capsys: pytest.CaptureFixture[str]) -> None:
+    loads = ["--decode", "1x40,3x64,99x64", "--prefill", "2x32", "--mixed", "2x40+1x32", "--repeats", "2"]
+    main(["device", RECIPE, "device.compile=false", "device.threads=1", *loads, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert all(rate > 0 for rate in result["rates"].values())
+    assert result["machine"]["triton"]
+    one, three, beyond, prompts, mixed = result["steps"]
+    assert beyond["not_measured"] == "99 decodes at 64: 32 slots of 2048 tokens do not hold it"
+    for step in (one, three, prompts):
+        assert step["step_ms"] > 0
+        assert step["share_of_copy_rate"] > 0
+    assert mixed["over_sum_of_parts"] == pytest.approx(mixed["step_ms"] / sum(mixed["parts_ms"]), rel=0.01)
+
+
+def test_floors_count_what_a_step_reads_and_multiplies() -> None:
+    config = replace(model_config(read(RECIPE).recipe), windows=(None, 8), num_layers=2)
+    load = device.Load(3, 20, 1, 10)
+    page = 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize
+    weights = config.weight_bytes - (not config.tie_embeddings) * (
+        config.vocab_size * config.hidden_size * config.dtype.itemsize
+    )
+    assert device.read_bytes(config, load) == weights + page * (3 * 20 + 10 + 4 * 8)
+    pairs = 3 * 20 + 55 + 3 * 8 + (36 + 2 * 8)  # by hand: each query and each position it sees
+    heads = config.num_heads * config.head_dim
+    inner, kv = config.intermediate_size, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kv + 3 * inner)
+    products = 13 * 2 * layer + 4 * config.vocab_size * config.hidden_size
+    assert device.operations(config, load) == pytest.approx(2 * products + 4 * heads * pairs, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_same_trace_is_served_beside_transformers(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"prompt_token_ids": [7] * 9, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    trace.write_text("".join(json.dumps({"id": str(n), **line}) + "\n" for n in range(3)))
+    code = "import sys; from scripts.benchmark.__main__ import main; main(sys.argv[1:])"  # it starts threads
+    command = ["beside", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"]
+    run = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+    result = json.loads(run.stdout)
+    assert result["output_tokens"] == 15
+    assert result["times_transformers"] == pytest.approx(
+        result["output_tokens_per_s"] / result["transformers_output_tokens_per_s"], rel=0.01
+    )
