@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention.products import product
 from attention.reference import AttentionShape
+from models.graphs import ladder
 from recipes.__main__ import main
 from recipes.ledger import GIB, report
 from recipes.reader import load
@@ -60,20 +62,23 @@ def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
-    products = pytest.importorskip("attention.products")
     recipe = load(str(path))
     config = model_config(recipe)
     shape = AttentionShape(
         config.num_heads, config.num_kv_heads, config.head_dim, recipe.cache.page_size, 1.0, config.dtype,
         config.windows,
     )  # fmt: skip
-    product = products.product(recipe.device.product, "")
+    named = product(recipe.device.product, "")
+    if config.quantization is not None:
+        named.check_int8(config.dtype)
     if recipe.device.attention == "fused":
-        product.check(shape)
+        named.check(shape)
+        named.check_graphs(len(ladder(recipe.device.graphs, recipe.cache.page_size)), config.num_layers)
         assert recipe.device.graphs <= recipe.scheduler.num_slots
     else:
         with pytest.raises(ValueError, match="no fused attention"):
-            product.check(shape)
+            named.check(shape)
+        assert recipe.device.graphs == 0
         assert config.dtype == torch.float16, "the first 910 has no bfloat16"
 
 

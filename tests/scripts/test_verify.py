@@ -1,0 +1,105 @@
+"""A report of a hardware day is whole whatever breaks, and says what did."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from recipes.recipe import ROOT
+from recipes.tiny.corpus import held_out_sums
+from scripts.verify import __main__ as verify
+from scripts.verify import tokens
+from scripts.verify.__main__ import Part
+from serving.offline import Record
+
+ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0"]
+WELL = Part("tokens", "are they?", ("scripts.doctor", "--help"))
+BROKEN = Part("operators", "do they?", ("scripts.nothing",))
+UNFIT = Part("environment", "is it?", ("scripts.doctor", "--json"), counts=False)
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def report(parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict, list[str]]:
+    monkeypatch.setattr(verify, "parts", lambda *_, **__: parts)
+    status = verify.main([*ON_CPU, "--output", str(tmp_path)])
+    (packed,) = tmp_path.glob("verify-cpu-*.tar.gz")
+    with tarfile.open(packed) as file:
+        names = sorted(Path(each.name).name for each in file.getmembers() if each.isfile())
+        opened = file.extractfile(next(each for each in file.getmembers() if each.name.endswith(".json")))
+        assert opened is not None
+        return status, json.load(opened), names
+
+
+def test_what_breaks_is_told_and_the_rest_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, told, names = report([BROKEN, WELL], tmp_path, monkeypatch)
+    assert status == 1
+    assert names == ["report.json", "report.txt"]
+    assert [part["is_right"] for part in told["parts"]] == [False, True]
+    assert (told["is_right"], told["is_virtual"]) == (False, False)
+    assert told["machine"]["torch"]
+    printed = capsys.readouterr().out
+    assert "No module named scripts.nothing" in printed
+    assert "NOT RIGHT; the report to send back: " in printed
+
+
+def test_an_environment_that_does_not_count_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, told, _ = report([UNFIT, WELL], tmp_path, monkeypatch)
+    assert status == 0
+    is_fit = told["parts"][0]["result"]["is_fit"]
+    assert ("not fit" in capsys.readouterr().out) == (not is_fit)
+    assert told["parts"][0]["result"]["facts"]["system"] == "Linux"
+
+
+def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
+    asked = ["recipes/tiny/npu.yaml", "device.virtual=true"]
+    whole = verify.parts(Path("/x"), asked, virtual=True, num_calls=7)
+    assert [part.name for part in whole] == ["environment", "operators", "tokens", "trace", "benchmark"]
+    assert [part.name for part in whole if not part.counts] == ["environment"]
+    assert "--virtual" in whole[1].command
+    assert all("device.virtual=true" in whole[index].command for index in (2, 4))
+    real = verify.parts(Path("/x"), asked[:1], virtual=False, num_calls=7)
+    assert all(part.counts and "--virtual" not in part.command for part in real)
+    assert verify.in_words([], virtual=True).startswith("VIRTUAL: ")
+
+
+def records(**changes: list[int]) -> dict[str, Record]:
+    """An answer of three tokens to each sum, but for the changes by its number."""
+    made = {}
+    for number, (a, b) in enumerate(held_out_sums(tokens.NUM_SUMS)):
+        ids = changes.get(f"at_{number}", [7, 8, 2])
+        logprobs = [{"token": each, "logprob": -0.1 * (index + 1)} for index, each in enumerate(ids)]
+        made[f"{a}+{b}="] = {"token_ids": ids, "text": str(a + b), "logprobs": logprobs}
+    return made
+
+
+def test_answers_are_compared_up_to_their_first_difference() -> None:
+    same = tokens.compare("x", records(), records())
+    assert (same.num_same, same.num_right, same.mean_apart, same.is_right) == (32, 32, 0, True)
+    one = tokens.compare("x", records(at_0=[7, 9, 2]), records())
+    assert (one.num_same, one.is_right) == (31, True)
+    many = tokens.compare("x", records(**{f"at_{number}": [9] for number in range(4)}), records())
+    assert (many.num_same, many.is_right) == (28, False)
+    shifted = records()
+    for record in shifted.values():
+        record["logprobs"] = [{**each, "logprob": each["logprob"] - 0.1} for each in record["logprobs"]]
+    assert not tokens.compare("x", shifted, records()).is_right
+
+
+def test_a_cpu_gives_what_a_cpu_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tokens.main(ON_CPU) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told] == ["bfloat16", "W8A8"]
+    for each in told:
+        assert each["num_same"] == 32
+        assert each["num_right"] >= 30

@@ -1,0 +1,139 @@
+"""Does the device at hand compute what the contract says?
+
+    python -m virtual_npu.verify [--calls 50] [--seed 0] [--virtual] [--json]
+
+Draws calls of every operator as the engine makes them, runs each on npu:0, and compares what the engine
+looks at, results or the arguments that are filled, with the reference on the CPU. Status 0: all are near
+enough; 1: not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from virtual_npu.calls import MAKERS, RightCall, right_call
+from virtual_npu.contract import Conditions
+from virtual_npu.operators import operator as contract_of
+
+Runs = Callable[[str, Mapping[str, Any]], Any]  # an operator by name, on arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one operator's calls came to; `worst` is the largest distance, in parts of what is allowed."""
+
+    operator: str
+    num_calls: int
+    num_right: int
+    worst: float
+    first_fault: str | None  # with the seed that draws the call again
+
+    @property
+    def is_right(self) -> bool:
+        return self.num_right == self.num_calls
+
+
+def verify(operator: str, runs: Runs, device: torch.device | str, num_calls: int, seed: int) -> Verdict:
+    """Try an operator's calls one after the other; an error is a fault of its call alone."""
+    num_right, worst, fault = 0, 0.0, None
+    for each in range(seed, seed + num_calls):
+        call = right_call(operator, each)
+        try:
+            distance = _distance(call, runs, device)
+            told = f"{distance:.3g} times as far from the reference as allowed"
+        except (RuntimeError, ValueError, AttributeError) as error:
+            distance, told = float("inf"), " ".join(str(error).split())[:500]
+        if distance <= 1:
+            num_right += 1
+        elif fault is None:
+            fault = f"seed {each}: {told}"
+        worst = max(worst, distance)
+    return Verdict(operator, num_calls, num_right, worst, fault)
+
+
+def on_device(operator: str, arguments: Mapping[str, Any]) -> Any:
+    """The operator as torch_npu runs it; outputs lie on the arguments' device."""
+    import torch_npu  # here, since it brings CANN
+
+    return getattr(torch_npu, operator)(**arguments)
+
+
+def _distance(call: RightCall, runs: Runs, device: torch.device | str) -> float:
+    """The largest distance of any result, in parts of what is allowed; above 1 is a fault."""
+    reference = partial(contract_of(call.operator), Conditions())
+    expected_arguments = {name: _sent(value, "cpu") for name, value in call.arguments.items()}
+    arguments = {name: _sent(value, device) for name, value in call.arguments.items()}
+    expected = _looked_at(call, reference(**expected_arguments), expected_arguments)
+    found = _looked_at(call, runs(call.operator, arguments), arguments)
+    if len(found) != len(expected):
+        raise ValueError(f"{len(found)} tensors came back where {len(expected)} were expected")
+    return max((_apart(one.cpu(), other, call) for one, other in zip(found, expected)), default=0.0)
+
+
+def _apart(found: Tensor, expected: Tensor, call: RightCall) -> float:
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"a result is {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+        )
+    if torch.equal(found, expected):
+        return 0.0
+    near, want = call.near(found.dtype), expected.double()
+    gap = (found.double() - want).abs()
+    allowed = near if found.dtype == torch.int8 else near * (1 + want.abs())
+    return float((gap / allowed).nan_to_num(nan=torch.inf).max()) if near else float("inf")
+
+
+def _looked_at(call: RightCall, result: Any, arguments: Mapping[str, Any]) -> list[Tensor]:
+    results = [result] if isinstance(result, Tensor) else list(result or ())
+    chosen = results if call.results is None else [results[index] for index in call.results]
+    return [*chosen, *(arguments[name] for name in call.written)]
+
+
+def _sent(value: Any, device: torch.device | str) -> Any:
+    return value.clone().to(device) if isinstance(value, Tensor) else value
+
+
+def in_words(verdicts: Sequence[Verdict]) -> str:
+    """One line an operator."""
+    lines = [f"{'operator':36}{'calls':>6}{'right':>6}{'worst':>8}"]
+    for each in verdicts:
+        lines.append(f"{each.operator:36}{each.num_calls:>6}{each.num_right:>6}{each.worst:>8.2f}")
+        lines += [f"    {each.first_fault}"] if each.first_fault else []
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Verify every operator; 0 where all are right."""
+    parser = argparse.ArgumentParser(
+        prog="python -m virtual_npu.verify",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--calls", type=int, default=50, metavar="N", help="of each operator")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--virtual", action="store_true", help="on the stand-in")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(argv)
+    if options.virtual:
+        from virtual_npu.device import start
+
+        start()
+    verdicts = [verify(name, on_device, "npu:0", options.calls, options.seed) for name in MAKERS]
+    if options.json:
+        print(json.dumps([asdict(each) | {"is_right": each.is_right} for each in verdicts], indent=2))
+    else:
+        print(in_words(verdicts))
+    return int(not all(each.is_right for each in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
