@@ -32,6 +32,23 @@ def test_mixed_batches(page_size: int, by_heads: bool, window: int | None, heads
     assert all(map(torch.equal, V1(FP32, **first_version(arguments)), (out, lse)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300))
+def test_random_batches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    heads = ((1, 1), (2, 2), (4, 2), (12, 2), (8, 1))[seed % 5]
+    arguments, dense = paged(
+        rng,
+        heads=heads,
+        dim=(64, 128)[seed % 2],
+        page_size=16 * int(rng.integers(1, 13)),
+        by_heads=heads[0] > heads[1] and bool(rng.integers(2)),
+        window=None if rng.integers(2) else int(rng.integers(1, 90)),
+        sink=bool(rng.integers(2)),
+    )
+    close(*V2(FP32, **arguments), dense)
+
+
 @pytest.mark.parametrize("heads", [(3, 3), (6, 1)])
 def test_heads_of_128(heads: tuple[int, int]) -> None:
     arguments, dense = paged(np.random.default_rng(heads), heads=heads, dim=128)

@@ -2,6 +2,9 @@
 
 `npu_fused_infer_attention_score` and `_v2` differ in the names of arguments, and in what is not modelled here
 but for sinks, which are the second's alone. Each has a form with outputs and workspace given, for capture.
+
+Documented and not asked for: a cache of as many pages as all sequences count together, since shared prefixes
+count twice; a scale other than the default, since 1.0 can be meant.
 """
 
 from __future__ import annotations

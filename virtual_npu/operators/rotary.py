@@ -1,5 +1,7 @@
 """What are the fused rotations, and when are they called right?
 
+Documented and not asked for: cosines and sines within [-1, 1], since some models scale them.
+
 Legend: T tokens, Q sequences, S tokens a sequence, H heads, D head dim.
 """
 

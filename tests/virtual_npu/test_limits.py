@@ -1,0 +1,146 @@
+"""What stands at a limit is right, and what is one step past it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.virtual_npu.batches import paged
+from virtual_npu.contract import Conditions, ContractError
+from virtual_npu.operators import operator
+from virtual_npu.products import A2, P310
+
+FIA = "npu_fused_infer_attention_score_v2"
+BF16 = torch.bfloat16
+
+
+def attention(**options: Any) -> dict[str, Any]:
+    return paged(np.random.default_rng(0), BF16, **({"lens": [(2, 5)]} | options))[0]
+
+
+def many_keys(count: int) -> dict[str, Any]:
+    pages, cache = -(-count // 1024), torch.zeros(2, 1024, 64, dtype=BF16)
+    table = torch.ones(1, pages, dtype=torch.int32)
+    return attention(lens=[(1, 5)], heads=(1, 1), page_size=1024) | {
+        "key": cache,
+        "value": cache,
+        "block_table": table,
+        "actual_seq_kvlen": [count],
+    }
+
+
+def many_sequences(count: int) -> dict[str, Any]:
+    ends = list(range(1, count + 1))
+    return attention(lens=[(1, 1)]) | {
+        "query": torch.zeros(count, 4, 64, dtype=BF16),
+        "block_table": torch.ones(count, 1, dtype=torch.int32),
+        "actual_seq_qlen": ends,
+        "actual_seq_kvlen": [1] * count,
+        **dict.fromkeys(("key", "value"), torch.zeros(2, 16, 128, dtype=BF16)),
+    }
+
+
+def rows(dim: int = 64, size: int = 128, queries: int = 2) -> dict[str, Any]:
+    """A batch of BSH over pages."""
+    query, cache = torch.zeros(1, queries, dim, dtype=BF16), torch.zeros(2, size, dim, dtype=BF16)
+    return {
+        "query": query,
+        "key": cache,
+        "value": cache,
+        "block_size": size,
+        "actual_seq_kvlen": [queries],
+        "block_table": torch.ones(1, 1, dtype=torch.int32),
+        "num_query_heads": 1,
+        "input_layout": "BSH",
+    }
+
+
+def turned(heads: int, dtype: torch.dtype = BF16) -> dict[str, Any]:
+    angles = torch.zeros(2, 1, 128, dtype=dtype)
+    query, key = torch.zeros(2, heads - 1, 128, dtype=dtype), torch.zeros(2, 1, 128, dtype=dtype)
+    return {"query": query, "key": key, "cos": angles, "sin": angles, "layout": "TND"}
+
+
+def multiplied(dim: int = 64, heads: int = 2) -> dict[str, Any]:
+    angles = torch.zeros(3, 1, dim)
+    return {"input": torch.zeros(3, heads, dim), "r1": angles, "r2": angles}
+
+
+def sampled(k: int) -> dict[str, Any]:
+    return {"logits": torch.zeros(1, 2000), "k": torch.tensor([k], dtype=torch.int32)}
+
+
+def normed(width: int) -> dict[str, Any]:
+    return {"input": torch.ones(2, width).half(), "gamma": torch.ones(width).half()}
+
+
+def product(inner: int, columns: int) -> dict[str, Any]:
+    x1, x2 = torch.ones(1, inner, dtype=torch.int8), torch.ones(inner, columns, dtype=torch.int8)
+    return {"x1": x1, "x2": x2, "scale": torch.ones(1), "output_dtype": torch.bfloat16}
+
+
+def written(slot: int) -> dict[str, Any]:
+    key, cache = torch.ones(1, 2, 32), torch.zeros(4, 16, 2, 32)
+    slots = torch.tensor([slot])
+    return {"key": key, "value": key, "key_cache": cache, "value_cache": cache.clone()} | {
+        "slot_mapping": slots,
+        "cache_mode": "Norm",
+    }
+
+
+def decoded(dim: int, size: int) -> dict[str, Any]:
+    cache, query = torch.zeros(2, dim // 16, size, 16).half(), torch.zeros(1, 1, dim).half()
+    return {
+        "query": query,
+        "key_cache": cache,
+        "value_cache": cache,
+        "num_kv_heads": 1,
+        "num_heads": 1,
+        "scale_value": 0.1,
+        "block_table": torch.ones(1, 1, dtype=torch.int32),
+        "out": query.clone(),
+        "context_lens": torch.ones(1, dtype=torch.int32),
+    }
+
+
+Case = tuple[str, str, Callable[..., dict[str, Any]], dict[str, Any], dict[str, Any]]
+CASES: list[Case] = [
+    ("page-size", FIA, attention, {"page_size": 1024}, {"page_size": 1040}),
+    ("page-size", FIA, attention, {"page_size": 16}, {"page_size": 8}),
+    ("page-size", FIA, rows, {"size": 512}, {"size": 640}),
+    ("page-size", FIA, rows, {"size": 128}, {"size": 64}),
+    ("page-size", FIA, rows, {"size": 16, "queries": 1}, {"size": 8, "queries": 1}),
+    ("head-dim", FIA, rows, {"dim": 512}, {"dim": 528}),
+    ("head-dim", FIA, attention, {"dim": 128}, {"dim": 144}),
+    ("heads", FIA, attention, {"heads": (64, 1)}, {"heads": (65, 1)}),
+    ("heads", FIA, attention, {"heads": (256, 4)}, {"heads": (260, 5)}),
+    ("query-lens", FIA, many_sequences, {"count": 4096}, {"count": 4097}),
+    ("most-keys", FIA, many_keys, {"count": 262144}, {"count": 262145}),
+    ("blind-rows", FIA, attention, {"lens": [(9, 9)]}, {"lens": [(9, 8)]}),
+    ("buffer", "npu_apply_rotary_pos_emb", turned, {"heads": 76}, {"heads": 77}),
+    ("sizes", "npu_rotary_mul", multiplied, {"dim": 894}, {"dim": 896}),
+    ("angles", "npu_rotary_mul", multiplied, {"heads": 999}, {"heads": 1000}),
+    ("k-range", "npu_top_k_top_p", sampled, {"k": 1024}, {"k": 1025}),
+    ("sides", "npu_quant_matmul", product, {"inner": 65535, "columns": 1}, {"inner": 65536, "columns": 1}),
+    ("slots-in-range", "npu_scatter_pa_kv_cache", written, {"slot": 63}, {"slot": 64}),
+    ("slots-in-range", "npu_scatter_pa_kv_cache", written, {"slot": 0}, {"slot": -1}),
+]
+ON_310P: list[Case] = [
+    ("row", "npu_rms_norm", normed, {"width": 16}, {"width": 15}),
+    ("page-size", "_npu_paged_attention", decoded, {"dim": 128, "size": 128}, {"dim": 256, "size": 128}),
+    ("heads", "_npu_paged_attention", decoded, {"dim": 256, "size": 64}, {"dim": 272, "size": 64}),
+]
+
+
+@pytest.mark.parametrize("case", CASES + ON_310P, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_a_limit_holds_where_it_is_said_to(case: Case) -> None:
+    rule, name, make, right, wrong = case
+    conditions = Conditions(product=P310 if case in ON_310P else A2)
+    operator(name)(conditions, **make(**right))
+    with pytest.raises(ContractError) as refused:
+        operator(name)(conditions, **make(**wrong))
+    assert refused.value.rule == rule
