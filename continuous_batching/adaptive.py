@@ -26,6 +26,7 @@ class Adaptive(Chunks):
         self._max_tokens = max_tokens
         self._tile_tokens = tile_tokens
         self._most_seen = 0
+        self._num_plain = 0  # steps that computed no prompt
         self.step_time = StepTime(QUANTILE)
 
     def limit(self, busy: Busy, left: int) -> Limit:
@@ -51,7 +52,11 @@ class Adaptive(Chunks):
         return Limit(int(sizes[num_fitting - 1]) if num_fitting else self._min_tokens)
 
     def observe(self, batch: Batch, took_s: float) -> None:
-        """Fit the model."""
-        lens = batch.stops - batch.starts
-        self._most_seen = max(self._most_seen, int(lens[lens > 1].sum()))
+        """Fit the model; of the steps without a prompt, which are much alike, to one in eight."""
+        num_prompt_tokens = batch.num_tokens - batch.num_spans
+        if not num_prompt_tokens:
+            self._num_plain += 1
+            if self._num_plain % 8:
+                return
+        self._most_seen = max(self._most_seen, num_prompt_tokens)
         self.step_time.observe(batch, took_s)

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from scripts import verb
-from scripts.benchmark import host, machine
+from scripts.benchmark import host, machine, queues
 
 if TYPE_CHECKING:
     from scripts.benchmark.device import Load
@@ -32,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
         "--chunk", type=int, default=512, metavar="TOKENS", help="the new prompt in each step"
     )
     on_host.add_argument("--steps", type=int, default=300, metavar="N")
+    on_host.add_argument(
+        "--waiting", type=int, metavar="N", help="instead: under each policy and order, while so many wait"
+    )
     on_host.add_argument("--json", action="store_true", help="print JSON rather than a table")
     of_pages = verbs.add_parser("kv", help="what pages cost: to find, name, take, copy, and leave half empty")
     of_pages.add_argument("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
@@ -82,6 +85,14 @@ def print_host(rows: list[dict[str, object]]) -> None:
 def main(argv: list[str]) -> None:
     """Run one benchmark and print its result."""
     options = parser().parse_args(argv)
+    if options.verb == "host" and options.waiting is not None:
+        waited = {each: list(queues.run(each, options.waiting, options.steps)) for each in options.slots}
+        if options.json:
+            result = {"machine": machine.describe(), "waiting": options.waiting, "slots": waited}
+            print(json.dumps(result, indent=2))
+        else:
+            queues.print_table(waited, options.waiting)
+        return
     if options.verb == "host":
         rows = host.run(options.slots, options.page_sizes, options.chunk, options.steps)
         if options.json:

@@ -12,7 +12,7 @@ import pytest
 
 from recipes.reader import read
 from recipes.sizing import model_config
-from scripts.benchmark import device, host, kv
+from scripts.benchmark import device, host, kv, queues
 from scripts.benchmark.__main__ import main
 from scripts.benchmark.timeline import percentiles
 
@@ -34,6 +34,24 @@ def test_the_host_benchmark_runs_what_it_says() -> None:
     batch = scheduler.schedule(0.0)
     assert (batch.stops - batch.starts == 1).all()
     assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
+
+
+def test_the_host_benchmark_measures_every_policy_and_order_while_many_wait(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["host", "--slots", "4", "--waiting", "12", "--steps", "30", "--json"])
+    rows = json.loads(capsys.readouterr().out)["slots"]["4"]
+    assert [row["variant"] for row in rows] == list(queues.variants(4))
+    assert rows[0]["times_the_first"] == 1
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
+
+
+def test_requests_come_and_go_while_many_wait() -> None:
+    bench = queues.Bench(8, 20, {"queue": "sjf"})
+    for _ in range(100):
+        bench.step_us()
+    admitted = bench.scheduler.waiting.num_removed
+    assert 50 < admitted - 8 < 150, "about one at each step"
 
 
 def test_the_kv_benchmark_measures_pages(
