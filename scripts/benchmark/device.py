@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from attention.reference import Attention
 from continuous_batching.batch import Batch
 from models.config import DecoderConfig
 from models.runner import ModelRunner
@@ -94,9 +95,13 @@ def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> f
 def read_bytes(config: DecoderConfig, load: Load) -> int:
     """What a step must read: keys, values and all weights but an embedding, of which it takes few rows."""
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return config.weight_bytes - config.dtype.itemsize * embedding + cached_bytes(config, load)
+
+
+def cached_bytes(config: DecoderConfig, load: Load) -> int:
+    """Keys and values that the spans of a step see, over all layers."""
     seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
-    numbers = 2 * config.num_kv_heads * config.head_dim * seen - embedding
-    return config.weight_bytes + config.dtype.itemsize * numbers
+    return config.dtype.itemsize * 2 * config.num_kv_heads * config.head_dim * seen
 
 
 def operations(config: DecoderConfig, load: Load) -> int:
@@ -112,8 +117,8 @@ def operations(config: DecoderConfig, load: Load) -> int:
     return 2 * (linears * sum(load.lens) + table * spans) + 4 * config.num_heads * config.head_dim * pairs
 
 
-def step_s(runner: ModelRunner, load: Load, repeats: int) -> float:
-    """Seconds of one step, over random tokens and scattered pages; raises ValueError if they do not fit."""
+def batch_of(runner: ModelRunner, load: Load) -> Batch:
+    """The load over random tokens and scattered pages; raises ValueError if it does not fit."""
     slots, size = runner.slots, runner.slots.page_size
     stops = np.array(load.stops, np.int64)
     counts = -(-stops // size)
@@ -127,10 +132,40 @@ def step_s(runner: ModelRunner, load: Load, repeats: int) -> float:
         slots.page_table[row, :count], pages = pages[:count], pages[count:]
     slots.token_ids[rows] = random.integers(0, runner.config.vocab_size, (len(rows), slots.max_tokens))
     starts = stops - np.array(load.lens, np.int64)
-    batch = Batch(rows, starts, stops, np.arange(len(rows)), rows, (NONE, NONE, NONE))
-    taken = median_s(lambda: runner.run(batch), runner.attention.device, repeats)
-    slots.page_table[rows] = 0
-    return taken
+    return Batch(rows, starts, stops, np.arange(len(rows)), rows, (NONE, NONE, NONE))
+
+
+def step_s(runner: ModelRunner, load: Load, repeats: int) -> float:
+    """Seconds of one step."""
+    batch = batch_of(runner, load)
+    return median_s(lambda: runner.run(batch), runner.attention.device, repeats)
+
+
+@torch.inference_mode()
+def attention_s(runner: ModelRunner, load: Load, repeats: int) -> float:
+    """Seconds that all layers take to write and read the cache, without what the host adds on CUDA."""
+    batch, attention, cache = batch_of(runner, load), runner.attention, runner.cache
+    metadata = attention.plan(batch, runner.slots.page_table)
+    heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
+    query, key, value = (
+        torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(
+            runner.config.dtype
+        )
+        for count in heads
+    )
+
+    def layers() -> None:
+        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values)):
+            attention.write(key, value, keys, values, metadata)
+            attention.attend(query, keys, values, metadata, layer)
+
+    if attention.device.type != "cuda" or type(attention) is Attention:  # which asks the host
+        return median_s(layers, attention.device, repeats)
+    layers()  # compiled now
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers()
+    return median_s(graph.replay, attention.device, repeats)
 
 
 def run(
@@ -159,11 +194,12 @@ def _against_floor(
     runner: ModelRunner, load: Load, measured: dict[str, float], repeats: int
 ) -> dict[str, object]:
     try:
-        taken = step_s(runner, load, repeats)
+        taken, attention = step_s(runner, load, repeats), attention_s(runner, load, repeats)
     except ValueError as error:
         return {"load": str(load), "not_measured": str(error)}
     read_s = read_bytes(runner.config, load) / (1e9 * measured["copy_gb_per_s"])
     multiply_s = operations(runner.config, load) / (1e12 * measured["product_tflop_per_s"])
+    cached_s = cached_bytes(runner.config, load) / (1e9 * measured["copy_gb_per_s"])
     tokens = sum(load.lens)
     return {
         "load": str(load),
@@ -173,6 +209,8 @@ def _against_floor(
         "share_of_copy_rate": round(read_s / taken, 4),
         "product_floor_ms": round(1e3 * multiply_s, 4),
         "share_of_product_rate": round(multiply_s / taken, 4),
+        "attention_ms": round(1e3 * attention, 4),
+        "attention_share_of_copy_rate": round(cached_s / attention, 4),
     }
 
 
