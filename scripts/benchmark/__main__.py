@@ -1,4 +1,4 @@
-"""How fast is it? `python -m scripts.benchmark host|kv|offline|beside|device ...`"""
+"""How fast is it? `python -m scripts.benchmark host|kv|offline|beside|device|stall ...`"""
 
 from __future__ import annotations
 
@@ -66,6 +66,20 @@ def parser() -> argparse.ArgumentParser:
     steps.add_argument("--mixed", default="32x1024+1x2048", metavar="DECODES+PROMPTS,...")
     steps.add_argument("--repeats", type=int, default=20, metavar="N")
     steps.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    stalls = verbs.add_parser(
+        "stall", help="what long prompts cost those who are being answered, whole and in chunks"
+    )
+    stalls.add_argument("recipe")
+    stalls.add_argument("overrides", nargs="*", metavar="key=value")
+    stalls.add_argument("--prompt-tokens", type=int, default=4096, metavar="N")
+    stalls.add_argument(
+        "--every", type=float, default=1.0, metavar="SECONDS", help="between two long prompts"
+    )
+    stalls.add_argument("--prompts", type=int, default=10, metavar="N", help="long prompts")
+    stalls.add_argument("--answers", type=int, default=16, metavar="N", help="that run beside them")
+    stalls.add_argument("--answer-tokens", type=int, default=256, metavar="N")
+    stalls.add_argument("--chunk", type=int, default=128, metavar="TOKENS")
+    stalls.add_argument("--json", action="store_true", help="print JSON rather than a table")
     return top
 
 
@@ -118,8 +132,23 @@ def main(argv: list[str]) -> None:
         else:
             device.print_table(steps)
         return
-    from scripts.benchmark import beside, offline
+    from scripts.benchmark import beside, offline, stall
 
+    if options.verb == "stall":
+        load = stall.Load(
+            options.prompt_tokens,
+            options.every,
+            options.prompts,
+            options.answers,
+            options.answer_tokens,
+            options.chunk,
+        )
+        stalled = stall.run(options.recipe, options.overrides, load)
+        if options.json:
+            print(json.dumps(stalled, indent=2))
+        else:
+            offline.print_table(stalled)
+        return
     way = beside if options.verb == "beside" else offline
     result = way.run(options.recipe, options.overrides, options.profile, options.trace, options.runs)
     if options.json:

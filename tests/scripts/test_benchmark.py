@@ -164,3 +164,19 @@ def test_the_same_trace_is_served_beside_transformers(tmp_path: Path) -> None:
     assert result["times_transformers"] == pytest.approx(
         result["output_tokens_per_s"] / result["transformers_output_tokens_per_s"], rel=0.01
     )
+
+
+def test_the_stall_benchmark_serves_the_same_in_two_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["device.compile=false", "device.threads=1", "cache.prefix_sharing=false"]
+    sizes = ["--prompt-tokens", "300", "--every", "0.05", "--prompts", "3", "--answers", "4"]
+    main(["stall", RECIPE, *quick, *sizes, "--answer-tokens", "40", "--chunk", "16", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    whole, chunked = result["whole"], result["chunked"]
+    assert whole["worst_itl_ms"] >= whole["itl_ms"]["p99"] > 0
+    assert chunked["steps"] >= 3 * 300 / 20, "a chunk at each step"
+    assert whole["steps"] < 100
+    assert result["worst_itl_times_lower"] == pytest.approx(
+        whole["worst_itl_ms"] / chunked["worst_itl_ms"], abs=0.01
+    )
+    rates = chunked["total_tokens_per_s"] / whole["total_tokens_per_s"]
+    assert result["throughput_times"] == pytest.approx(rates, abs=0.001)
