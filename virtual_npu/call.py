@@ -19,6 +19,7 @@ MIXED = {
     "index_put_",
     "_index_put_impl_",
     "index_put",
+    "_foreach_copy_",
 }
 CPU = torch.device("cpu")
 NEEDS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -46,16 +47,24 @@ class Call:
         schema = operator._schema
         space, _, short = schema.name.partition("::")
         self.name = operator.name()
+        self.is_aten = space == "aten"
         self.mixed = space != "aten" or short in MIXED
         # torch resizes such a tensor where it does not fit; operators of torch_npu write into it as it is
         self.resized = {each.name for each in schema.arguments if each.is_out} if space == "aten" else set()
-        self.needs_host = bool(NEEDS_HOST & set(operator.tags))
+        self._needs_host = bool(NEEDS_HOST & set(operator.tags))
+        self._indexes = self.name == "aten::index.Tensor"
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         originals: Originals = {}
         on_host, named = self.to_host(args, kwargs, originals)
         result = self.perform(on_host, named, originals)
         return result if kwargs.get("device") == CPU else self.to_device(result, originals)
+
+    def needs_host(self, args: tuple[Any, ...]) -> bool:
+        """Whether the host has to see values, for the result or for its shape."""
+        if self._indexes:  # integers say the shape themselves
+            return any(each.dtype in (torch.bool, torch.uint8) for each in tensors(args[1]))
+        return self._needs_host
 
     def perform(self, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
         """Call `function`; a view, an argument of torch's `out=`, may turn out to have another shape."""

@@ -65,6 +65,8 @@ class Kernels:
                         name, special.get(short) or self._kernel(Call(operator, operator, self.memory))
                     )
                     count += 1
+        # torch_npu's own goes to one of its fused operators before the device is asked
+        self._impl("aten::scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
         return count
 
     def implement(self, name: str, function: Kernel, captured: Kernel | None = None) -> None:
@@ -90,7 +92,7 @@ class Kernels:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if busy.value and not answers_host:
-                if call.needs_host:
+                if call.needs_host(args):
                     recorder.host_waits(call.name)
                 elif state := recorder.state():
                     return recorder.record(call, args, kwargs, state)
@@ -115,11 +117,11 @@ class Kernels:
 
         return copy
 
-    def _impl(self, name: str, kernel: Kernel) -> None:
+    def _impl(self, name: str, kernel: Kernel, key: str = "PrivateUse1") -> None:
         space, _, short = name.partition("::")
         if space not in self._libraries:
             self._libraries[space] = torch.library.Library(space, "IMPL")
-        self._libraries[space].impl(short, kernel, "PrivateUse1", allow_override=True)
+        self._libraries[space].impl(short, kernel, key, allow_override=True)
 
 
 def find(name: str) -> torch._ops.OpOverload | None:
@@ -154,3 +156,7 @@ def _contiguous(tensor: Tensor, *, memory_format: torch.memory_format = torch.co
     if tensor.is_contiguous(memory_format=memory_format):
         return tensor
     return tensor.clone(memory_format=memory_format)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, *args, **kwargs)[0]

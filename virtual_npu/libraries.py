@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,7 @@ MEND = "`bash scripts/setup.sh npu` installs it"
 SOURCES = sorted((Path(__file__).parent / "cann").glob("*.[ch]"))
 MAIN = "libascendcl.so"  # holds everything; the others are names for it
 OPENED = "libopapi.so"  # torch_npu opens it by name, for operators
+STALE_S = 86400
 SYSTEM = [
     *("libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libgcc_s.so.1"),
     *("libstdc++.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
@@ -52,7 +54,8 @@ def build() -> Path:
         return folder
     log.info("compiling the virtual NPU's libraries: %s", folder)
     for old in site.glob("cann-*"):
-        shutil.rmtree(old, ignore_errors=True)
+        if time.time() - old.stat().st_mtime > STALE_S:  # not one that a checkout beside this one uses
+            shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=site) as made:
         _compile(site, Path(made))
         try:

@@ -146,12 +146,12 @@ class Recorder:
         try:
             if any(each.expired() for each in recorded.outside):
                 raise RuntimeError(
-                    f"{recorded.name} uses a tensor that is freed: a graph keeps addresses, and the device"
+                    "it uses a tensor that is freed: a graph keeps addresses, and the device"
                     " would read or write whatever lies there now. Keep the tensor as long as the graph"
                 )
             recorded.run()
         except Exception as error:  # noqa: BLE001 - it goes through C, and is raised again beyond
-            self.device.virtual_npu_say(f"virtual NPU: {error}".encode())
+            self.device.virtual_npu_say(f"virtual NPU: {recorded.name}: {error}".encode())
             return EXECUTION_FAILED
         finally:
             if recorded.once:
@@ -176,14 +176,14 @@ def poison(view: Tensor) -> None:
 
 
 def _outputs(call: Call, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
-    """What the operator will return: arguments that it writes, and new tensors by its meta kernel's word."""
+    """What the operator will return: arguments that it writes, and new tensors by its meta kernel's word.
+
+    The meta kernel also refuses arguments that do not go together, as the operator would when it is called.
+    """
     given = call.returned(on_host, named)
-    if given is not None:
+    if given is not None and (call.resized or not call.is_aten):
         return call.to_device(given, originals)
-    metas = {
-        key: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
-        for key, (v, _) in originals.items()
-    }
+    metas = {key: _meta(view) for key, (view, _) in originals.items()}
     meta = torch.device("meta")
     placed = [meta if isinstance(each, torch.device) else each for each in swapped(on_host, metas)]
     named = {
@@ -191,7 +191,9 @@ def _outputs(call: Call, on_host: list[Any], named: dict[str, Any], originals: O
     }
     try:
         result = call.operator(*placed, **named)
-    except (NotImplementedError, RuntimeError) as error:
+    except NotImplementedError as error:
+        if given is not None:
+            return call.to_device(given, originals)
         raise RuntimeError(
             f"virtual NPU: {call.name} cannot wait its turn, for the shapes of its outputs are not known"
             f" before it runs: {str(error).splitlines()[0]}"
@@ -199,3 +201,7 @@ def _outputs(call: Call, on_host: list[Any], named: dict[str, Any], originals: O
     return call.to_device(
         result, {id(metas[key]): (metas[key], each) for key, (_, each) in originals.items()}
     )
+
+
+def _meta(view: Tensor) -> Tensor:
+    return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")

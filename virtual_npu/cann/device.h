@@ -4,7 +4,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 
-enum kind { KERNEL, RECORD, WAIT, RESET, COPY, FILL, CALL, REPLAY };
+enum kind { KERNEL, RECORD, WAIT, RESET, WRITE, AWAIT, COPY, FILL, CALL, REPLAY };
 
 /* One thing that a stream does, or that a graph holds */
 struct task {
@@ -13,7 +13,7 @@ struct task {
     struct event *event;
     void *target;
     const void *source;
-    size_t count;
+    size_t count; /* COPY, FILL: bytes; WRITE, AWAIT: the number at `target` */
     int value;
     void (*function)(void *); /* CALL, with `target` */
     struct graph *graph;      /* REPLAY, from task `next` on */
@@ -27,7 +27,7 @@ struct tasks {
 };
 
 struct event {
-    bool external, recorded, dead;
+    bool external, recorded;
     uint64_t time_ns;
     struct stream *recorder;
     uint64_t updates;      /* of the recorder, when it recorded */
@@ -93,6 +93,7 @@ void count_busy(void);
 bool capturing_anywhere(void);
 bool forbidden_in_capture(void); /* for calls that stop the host, in this thread */
 int capture(struct stream *stream, struct task task);
+int join_capture(struct stream *stream, const struct event *event);
 int replace(struct stream *stream, struct task task);
 int in_order(struct stream *stream, const struct task *task);
 extern int (*run_kernel)(uint64_t kernel);

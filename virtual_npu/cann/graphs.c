@@ -67,8 +67,13 @@ int capture(struct stream *stream, struct task task) {
 }
 
 /* A stream outside a capture that waits for an event inside becomes part of it */
-static bool joins(struct stream *stream, struct event *event) {
-    return event->graph && event->graph->capturing && !stream->graph && !event->external;
+int join_capture(struct stream *stream, const struct event *event) {
+    if (!event->graph || event->external) return ACL_SUCCESS;
+    if (!event->graph->capturing)
+        return refuse(ACL_ERROR_RT_EVENT_CAPTURED, "a stream waits for an event that was recorded in a capture, and nowhere else");
+    join(stream, event->graph);
+    count_busy();
+    return ACL_SUCCESS;
 }
 
 static void open_capture(struct stream *stream, int mode) {

@@ -109,9 +109,7 @@ static int give_back(struct range *range, void *address) {
 
 aclError aclrtMalloc(void **address, size_t size, aclrtMemMallocPolicy policy) {
     pthread_mutex_lock(&lock);
-    int code = forbidden_in_capture()
-                   ? refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "device memory is asked for during a capture, outside the graph's pool")
-                   : take(&device, address, size, memory_bytes, capturing_anywhere());
+    int code = take(&device, address, size, memory_bytes, capturing_anywhere());
     pthread_mutex_unlock(&lock);
     return code;
 }
@@ -122,8 +120,7 @@ aclError aclrtMallocWithCfg(void **address, size_t size, aclrtMemMallocPolicy po
 
 aclError aclrtFree(void *address) {
     pthread_mutex_lock(&lock);
-    int code = forbidden_in_capture() ? refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "device memory is freed during a capture")
-                                      : give_back(&device, address);
+    int code = give_back(&device, address);
     pthread_mutex_unlock(&lock);
     return code;
 }

@@ -51,8 +51,39 @@ static void see(struct stream *stream, const struct event *event) {
     stream->seen[i].updates = event->updates;
 }
 
+/* A word of device memory that streams write and wait for; torch_npu makes its external events of them */
+struct word {
+    const void *address;
+    struct event event; /* who wrote it last */
+    struct word *next;
+};
+static struct word *words;
+
+static struct event *event_of(const void *address) {
+    struct word *each = words;
+    while (each && each->address != address) each = each->next;
+    if (!each) {
+        each = calloc(1, sizeof *each);
+        each->address = address;
+        each->next = words;
+        words = each;
+    }
+    return &each->event;
+}
+
+static bool reached(const struct task *task) {
+    uint64_t there = *(const uint64_t *)task->target, wanted = task->count;
+    switch (task->value) {
+    case ACL_STREAM_WAIT_VALUE_GEQ: return (int64_t)(there - wanted) >= 0;
+    case ACL_STREAM_WAIT_VALUE_EQ: return there == wanted;
+    case ACL_STREAM_WAIT_VALUE_AND: return there & wanted;
+    default: return ~(there | wanted);
+    }
+}
+
 static void mark(struct stream *stream, struct event *event) {
     event->recorded = true;
+    event->graph = NULL;
     event->time_ns = now_ns();
     event->recorder = stream;
     event->updates = stream->updates;
@@ -64,11 +95,15 @@ enum { DONE, BLOCKED, FAILED };
 static int perform(struct stream *stream, struct task *task, int *code, bool *recorded) {
     switch (task->kind) {
     case WAIT:
-        if (task->event->dead)
-            return *code = refuse(ACL_ERROR_RT_INVALID_HANDLE, "a stream waits for an event that is destroyed: keep it as long as the graph"), FAILED;
         if (!task->event->recorded) return BLOCKED;
         return see(stream, task->event), DONE;
     case RECORD: return mark(stream, task->event), *recorded = true, DONE;
+    case AWAIT:
+        if (!reached(task)) return BLOCKED;
+        return see(stream, event_of(task->target)), DONE;
+    case WRITE:
+        *(uint64_t *)task->target = task->count;
+        return mark(stream, event_of(task->target)), *recorded = true, DONE;
     case RESET: return task->event->recorded = false, DONE;
     case COPY: return memmove(task->target, task->source, task->count), DONE;
     case FILL: return memset(task->target, task->value, task->count), DONE;
@@ -124,6 +159,10 @@ static int drain(struct stream *stream, bool *recorded) {
 int submit(struct stream *stream, struct task task) {
     if (stream->dead) return refuse(ACL_ERROR_RT_INVALID_HANDLE, "the stream is destroyed");
     if (stream->updated) return replace(stream, task);
+    if (task.kind == WAIT && !stream->graph) {
+        int refused = join_capture(stream, task.event);
+        if (refused) return refused;
+    }
     if (stream->graph) return capture(stream, task);
     append(&stream->queue, task);
     bool recorded = false;
@@ -199,12 +238,12 @@ aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {
 }
 
 aclError aclrtCreateEventExWithFlag(aclrtEvent *handle, uint32_t flag) {
-    struct event *event = calloc(1, sizeof *event); /* never freed: a graph may still name it */
+    struct event *event = calloc(1, sizeof *event); /* never freed: a queue or graph may still name it */
     event->external = flag & ACL_EVENT_EXTERNAL;
     return *handle = event, ACL_SUCCESS;
 }
 aclError aclrtCreateEventWithFlag(aclrtEvent *handle, uint32_t flag) { return aclrtCreateEventExWithFlag(handle, flag); }
-aclError aclrtDestroyEvent(aclrtEvent handle) { return ((struct event *)handle)->dead = true, ACL_SUCCESS; }
+aclError aclrtDestroyEvent(aclrtEvent handle) { return ACL_SUCCESS; }
 
 aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
     LOCKED(submit(stream_of(stream), (struct task){.kind = RECORD, .event = handle}));
@@ -214,6 +253,13 @@ aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream) {
 }
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
     LOCKED(submit(stream_of(stream), (struct task){.kind = WAIT, .event = handle}));
+}
+
+aclError aclrtValueWrite(void *address, uint64_t value, uint32_t flag, aclrtStream stream) {
+    LOCKED(submit(stream_of(stream), (struct task){.kind = WRITE, .target = address, .count = value}));
+}
+aclError aclrtValueWait(void *address, uint64_t value, uint32_t flag, aclrtStream stream) {
+    LOCKED(submit(stream_of(stream), (struct task){.kind = AWAIT, .target = address, .count = value, .value = flag}));
 }
 
 aclError aclrtSynchronizeEvent(aclrtEvent handle) {
