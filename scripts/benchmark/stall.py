@@ -56,7 +56,7 @@ class Load:
         whole = ["scheduler.policy=orca", f"scheduler.max_batch_tokens={longest + num_slots}"]
         chunked = [
             "scheduler.policy=stall_free",
-            f"scheduler.max_batch_tokens={self.chunk_tokens + num_slots}",
+            f"scheduler.max_batch_tokens={budget}",
         ]
         return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
 
