@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from recipes.recipe import ROOT
 from scripts.doctor.__main__ import CHECKS, diagnose, in_json, in_words, main, name_of
 from scripts.doctor.facts import Chip, Facts, Node, chips_of, gather, numbers
 
@@ -240,12 +238,3 @@ def test_the_command_ends_by_its_verdict(
     monkeypatch.setattr("scripts.doctor.__main__.gather", lambda: replace(FIT, nodes=SHUT))
     assert main(["--json"]) == 1
     assert list(json.loads(capsys.readouterr().out)["findings"]) == ["no_permission"]
-
-
-def test_it_runs_as_people_run_it() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.doctor"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode in (0, 1)
-    assert done.stderr == ""
-    assert done.stdout.splitlines()[-1].endswith(f"{len(CHECKS)} checks")

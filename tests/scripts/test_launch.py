@@ -40,11 +40,17 @@ def ascend(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_a_cpu_gets_its_answer_and_nothing_of_ascend() -> None:
-    done = launch(
-        "generate", "recipes/tiny/cpu.yaml", "device.threads=1", "--prompt", "12+7=", "--max-tokens", "4"
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "19")
+def test_a_verb_runs_with_its_arguments(tmp_path: Path) -> None:
+    lengths = ["--prompt-tokens", "3", "--output-tokens", "2", "--vocab-size", "9"]
+    done = launch("trace", "--requests", "2", *lengths, "--output", str(tmp_path / "a b.jsonl"))
+    assert done.returncode == 0
+    assert done.stdout.startswith("2 requests in ")
+    assert len((tmp_path / "a b.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_cpu_gets_nothing_of_ascend() -> None:
+    done = launch("--dry-run", "generate", "recipes/tiny/cpu.yaml", "--prompt", "12+7=")
+    assert (done.returncode, done.stdout) == (0, "")
     assert "Ascend" not in done.stderr
     assert "HCCL" not in done.stderr
     has_openmp = (Path(sys.prefix) / "lib/libiomp5.so").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from recipes.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
 from scripts.verify import __main__ as verify
 from scripts.verify import tokens
-from scripts.verify.__main__ import Part
+from scripts.verify.__main__ import Outcome, Part
 from serving.offline import Record
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0"]
 WELL = Part("tokens", "are they?", ("scripts.doctor", "--help"))
 BROKEN = Part("operators", "do they?", ("scripts.nothing",))
-UNFIT = Part("environment", "is it?", ("scripts.doctor", "--json"), counts=False)
+UNFIT = Part("environment", "is it?", ("scripts.nothing",), counts=False)
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +56,22 @@ def test_an_environment_that_does_not_count_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, told, _ = report([UNFIT, WELL], tmp_path, monkeypatch)
-    assert status == 0
-    is_fit = told["parts"][0]["result"]["is_fit"]
-    assert ("not fit" in capsys.readouterr().out) == (not is_fit)
-    assert told["parts"][0]["result"]["facts"]["system"] == "Linux"
+    assert (status, told["is_right"]) == (0, True)
+    assert re.search(r"^environment +not fit ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_doctors_problems_and_the_wrong_operators_are_told() -> None:
+    findings = {"a": {"problem": "no CANN", "is_fatal": True}, "b": {"problem": "slow", "is_fatal": False}}
+    wrong = [{"operator": "npu_swiglu", "is_right": False}, {"operator": "npu_rms_norm", "is_right": True}]
+    outcomes = [
+        Outcome("environment", "?", 1, 0.1, True, {"findings": findings}, ""),
+        Outcome("operators", "?", 1, 0.1, True, wrong, ""),
+    ]
+    text = verify.in_words(outcomes, virtual=False)
+    assert "no CANN" in text
+    assert "npu_swiglu" in text
+    assert "slow" not in text
+    assert "npu_rms_norm" not in text
 
 
 def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
