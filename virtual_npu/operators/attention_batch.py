@@ -131,10 +131,6 @@ def _forgets(asked: Attend) -> Iterator[Breach]:
         yield "atten_mask", f"of sparse_mode 0 over {longest} keys"
 
 
-def _pages(asked: Attend) -> list[Tensor]:
-    return [] if asked.table is None else [asked.pages(each) for each in asked.sequences]
-
-
 BATCH = (
     Rule(
         "table-width",
@@ -174,8 +170,8 @@ BATCH = (
         "count a span's own tokens among its keys",
         _blind,
     ),
-    page_id_rule("block_table", _pages, lambda asked: int(asked.key.shape[0])),
-    *holding_rules("block_table", _pages),
+    page_id_rule("block_table", lambda asked: list(asked.pages), lambda asked: int(asked.key.shape[0])),
+    *holding_rules("block_table", lambda asked: list(asked.pages)),
     Rule(
         "written",
         "a read of a place that was never written comes to NaN",

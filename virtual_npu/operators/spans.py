@@ -167,12 +167,13 @@ class Attend:
         """Whether the operator's path for one query a sequence is taken, which ignores `sparse_mode`."""
         return not self.packed and self.query.shape[1] == 1
 
-    def pages(self, sequence: Sequence) -> Tensor:
-        """The pages that a sequence reads, in order. int64"""
-        assert self.table is not None, "pages are asked of a call without a page table"
-        size = self.key.shape[1]
-        row = self.table[sequence.number].reshape(-1)
-        return row[sequence.reach // size : -(-sequence.num_keys // size)].long()
+    @cached_property
+    def pages(self) -> list[Tensor]:
+        """The pages that each sequence reads, in order, int64; none without a page table."""
+        if self.table is None:
+            return []
+        size, table = self.key.shape[1], self.table.long()
+        return [table[each.number, each.reach // size : -(-each.num_keys // size)] for each in self.sequences]
 
     @cached_property
     def read(self) -> list[tuple[Tensor, Tensor]]:
@@ -183,7 +184,7 @@ class Attend:
         first, last = sequence.reach, sequence.num_keys
         if self.table is not None:
             skipped = first // tensor.shape[1] * tensor.shape[1]
-            return tensor[self.pages(sequence)].flatten(0, 1)[first - skipped : last - skipped]
+            return tensor[self.pages[sequence.number]].flatten(0, 1)[first - skipped : last - skipped]
         if self.packed:
             return tensor[sequence.key_row + first : sequence.key_row + last]
         return tensor[sequence.number, first:last]
