@@ -28,6 +28,7 @@ from scripts.mutants.prefix_faults import PREFIX_FAULTS
 from scripts.mutants.residency_faults import RESIDENCY_FAULTS
 from scripts.mutants.resting_faults import RESTING_FAULTS
 from scripts.mutants.schedule_faults import SCHEDULE_FAULTS
+from scripts.mutants.search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = (
@@ -36,6 +37,7 @@ FAULTS = (
     *RESTING_FAULTS,
     *RESIDENCY_FAULTS,
     *SCHEDULE_FAULTS,
+    *SEARCH_FAULTS,
     *ANSWER_FAULTS,
 )
 ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "serving", "tests")
@@ -48,6 +50,7 @@ HOST_TESTS = (
     CACHE + "test_model.py",
     BATCHING + "test_machine.py",
     BATCHING + "test_weak_keys.py",
+    BATCHING + "test_searches.py",
 )
 DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py")
 TESTS_OF = {  # all others: HOST_TESTS
@@ -55,6 +58,8 @@ TESTS_OF = {  # all others: HOST_TESTS
     RUNNER: DEVICE_TESTS,
     ATTENTION: ("tests/attention/test_attention.py", "tests/attention/test_cpu.py"),
     SAMPLES: ("tests/serving/test_samples.py",),
+    BEAMS: (BATCHING + "test_beams.py", BATCHING + "test_searches.py"),
+    SEARCHES: (BATCHING + "test_searches.py",),
 }
 
 

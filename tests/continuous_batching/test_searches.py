@@ -11,12 +11,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
+from continuous_batching.chunks import Fixed
 from continuous_batching.door import GiveUp
 from continuous_batching.engine import Engine
+from continuous_batching.orders import Aged
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.queue import WaitingQueue
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from continuous_batching.victims import fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, searched
 from tests.continuous_batching.recount import recount
@@ -27,7 +35,6 @@ from tests.continuous_batching.test_schedules import (
     Arrival,
     arrivals,
     check_answers,
-    schedulers,
     serve,
 )
 
@@ -54,7 +61,7 @@ class Hunt(Arrival):
             early_stopping=self.early,
         )
         prompt = FAMILIES[self.family][: self.num_shared] + own
-        return Request(name, np.array(prompt), params, cache_salt=self.salt)
+        return Request(name, np.array(prompt), params, cache_salt=self.salt, priority=number % 3 - 1)
 
 
 hunts = st.builds(
@@ -74,6 +81,42 @@ hunts = st.builds(
     early=st.sampled_from([False, True, "never"]),
     num_stops=st.sampled_from([0, 3, 12]),
 )
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
+    """Of every policy, with room for the largest request once or twice."""
+    page_size, num_slots = draw(st.sampled_from([1, 2, 4, 16])), draw(st.integers(3, 8))
+    chunks = draw(st.sampled_from([Fixed(), Fixed(), Fixed(3)]))
+    policy = draw(
+        st.sampled_from(
+            [StallFree(chunks), StallFree(chunks), Split(4, chunks), PrefillFirst(), Orca(), Static(2, 3.0)]
+        )
+    )
+    least = MAX_TOKENS if policy.whole else num_slots
+    longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
+    num_host_pages = draw(st.sampled_from([None, None, 3, 60]))
+    outrank = draw(st.sampled_from([False, False, True]))
+    scheduler = Scheduler(
+        SlotPool(num_slots, MAX_TOKENS, page_size),
+        PagePool(1 + longest_pages + draw(st.integers(0, longest_pages))),
+        policy,
+        max_batch_tokens=least + draw(st.sampled_from([0, 1, 3, 30])),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        waiting=WaitingQueue(Aged(priority_s=7.0, length_s=100.0)) if outrank else None,
+        outrank=outrank,
+        prefix_sharing=draw(st.sampled_from([True, True, True, False])),
+        max_shared_tokens=draw(st.sampled_from([None, None, 12])),
+        victim=draw(st.sampled_from([youngest, fewest_lost, lowest_priority])),
+        host_pool=None if num_host_pages is None else PagePool(num_host_pages),
+        compact_every_steps=draw(st.sampled_from([0, 1, 5])),
+        compact_pages_per_step=draw(st.sampled_from([0, 1])),
+    )
+    host_pool = scheduler.residency.swap.pool
+    return scheduler, ChecksumRunner(scheduler.slots, scheduler.pool, host_pool)
+
+
 resizes = st.dictionaries(
     st.integers(0, 30),
     st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
@@ -121,8 +164,8 @@ PLANS = st.tuples(st.lists(hunts, min_size=1, max_size=5), st.lists(arrivals, ma
 )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(made=schedulers(fewest_slots=3), plan=PLANS, changes=resizes)
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(made=schedulers(), plan=PLANS, changes=resizes)
 def test_every_schedule_gives_each_search_what_it_finds_alone(
     made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], changes: dict[int, tuple[int, GiveUp]]
 ) -> None:
@@ -132,7 +175,7 @@ def test_every_schedule_gives_each_search_what_it_finds_alone(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @settings(max_examples=4000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(made=schedulers(fewest_slots=3), plan=PLANS, changes=resizes)
+@given(made=schedulers(), plan=PLANS, changes=resizes)
 def test_thousands_of_schedules_give_each_search_what_it_finds_alone(
     made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], changes: dict[int, tuple[int, GiveUp]]
 ) -> None:
@@ -273,6 +316,48 @@ def test_a_search_that_is_aborted_under_its_batch_ends_with_it(num_steps: int) -
     assert (request.finish_reason, request.hypotheses, request.answer.tolist()) == ("abort", (), [])
     run_out(engine)
     check_search(other, set())
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_search_may_be_aborted_while_it_comes_back(num_steps: int) -> None:
+    engine = make(num_slots=4)
+    engine.scheduler.max_batch_tokens = 7
+    request = search("a", num_prompt=2, max_tokens=30, width=4, length_penalty=0.0)
+    engine.add(request)
+    for _ in range(6):
+        engine.step()
+    engine.scheduler.preemption.preempt(int(engine.slots.busy[0]))
+    engine.scheduler.residency.tables.evict(engine.scheduler.residency.prefix.num_idle)
+    for _ in range(num_steps):  # the beams are computed again, some before the others
+        engine.step()
+        recount(engine.scheduler)
+    batch = engine.scheduler.schedule(0.0)
+    sampled = engine.runner.run(batch)
+    is_ahead = engine.scheduler._row_of["a"] not in batch.slots  # the request's own row waits for the beams
+    assert is_ahead == (1 <= num_steps <= 4)
+    engine.abort("a")
+    recount(engine.scheduler)
+    assert engine.scheduler.commit(batch, sampled, 0.0) == [request]
+    recount(engine.scheduler)
+    assert request.finish_reason == "abort"
+    assert engine.scheduler.pool.num_held == engine.scheduler.residency.prefix.num_idle
+
+
+@pytest.mark.parametrize("beam", range(3))
+def test_one_bad_beam_is_enough_to_fail(beam: int) -> None:
+    class Spoiling(ChecksumRunner):
+        def run(self, batch: Batch) -> Sampled:
+            sampled = super().run(batch)
+            if len(batch.owners) == 3 and self.num_steps == 4:
+                sampled.tokens[beam] = -1
+            return sampled
+
+    engine, request = make(), search("a", num_prompt=7, max_tokens=6, width=3)
+    engine.runner = Spoiling(engine.slots, engine.scheduler.pool)
+    engine.add(request)
+    run_out(engine)
+    assert (request.finish_reason, request.hypotheses) == ("error", ())
+    assert not len(engine.scheduler.residency.prefix.pages)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Served all at once, beside requests of other kinds, and preempted at any time.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from recipes.build import build
 from recipes.reader import load
 from recipes.recipe import ROOT
-from tests.models.families import VARIANTS, VOCABULARY, fresh_rope, make
+from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, fresh_rope, make
 
 TINY = ROOT / "recipes/tiny/weights"
 Answer = tuple[list[int], float]
@@ -146,3 +148,42 @@ def test_a_search_finds_what_transformers_finds(case: Case) -> None:
         check(request, generated(case.model, prompt, params))
     assert engine.scheduler.counters.preemptions >= 3
     assert engine.scheduler.counters.copied_pages >= 20
+
+
+def test_what_changes_a_search_changes_it_as_in_transformers(case: Case) -> None:
+    """Penalties and barred end tokens change log-probabilities, and leave those that are told alone."""
+    params = SamplingParams(
+        max_tokens=12,
+        min_tokens=6,
+        beam_width=4,
+        repetition_penalty=1.3,
+        stop_token_ids=tuple(range(0, VOCABULARY, 3)),
+        ignore_eos=True,
+        logprobs=2,
+    )
+    prompts = [prompt for prompt, _ in searches(4, 7, VOCABULARY)]
+    options = {"repetition_penalty": 1.3, "min_new_tokens": 6}
+    for request, prompt in zip(serve(make_engine(case.path), [(each, params) for each in prompts]), prompts):
+        check(request, generated(case.model, prompt, params, **options))
+        for found in request.hypotheses:
+            told = expected_logprobs(case.model, prompt + found.tokens.tolist())[len(prompt) - 1 : -1]
+            assert [line.token for line in found.logprobs] == found.tokens.tolist()
+            wanted = told.gather(1, torch.from_numpy(found.tokens).long()[:, None])[:, 0]
+            ours = torch.tensor([line.logprob for line in found.logprobs])
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-4)
+            best = torch.tensor([[value for _, value in line.top] for line in found.logprobs])
+            torch.testing.assert_close(best, told.topk(2).values, rtol=0, atol=1e-4)
+
+
+def test_the_tiny_model_answers_as_in_transformers() -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    texts = ["348+275=", "One day", "从前", "What is 12+7?"]
+    eos = model.generation_config.eos_token_id
+    assert isinstance(eos, int)
+    for early in (False, True, "never"):
+        params = SamplingParams(max_tokens=20, beam_width=5, early_stopping=early)
+        prompts = [tokenizer(text).input_ids for text in texts]
+        for request, prompt in zip(serve(make_engine(TINY), [(each, params) for each in prompts]), prompts):
+            ends = dataclasses.replace(params, stop_token_ids=(eos,))
+            check(request, generated(model, prompt, ends))
