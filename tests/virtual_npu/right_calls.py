@@ -245,11 +245,13 @@ def write(name: str) -> Callable[[np.random.Generator], tuple[Arguments, Conditi
 
 
 def scatter(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    dtype, rows = pick(rng, torch.float32, *HALVES), int(rng.integers(1, 20))
+    product = pick(rng, P310, A2, A3)
+    dtype = torch.float16 if product is P310 else pick(rng, torch.float32, torch.int8, *HALVES)
+    rows = int(rng.integers(1, 20))
     index = torch.from_numpy(rng.permutation(64)[:rows, None])
-    into, updates = torch.zeros(64, 2, 32, dtype=dtype), torch.randn(rows, 2, 32).to(dtype)
+    into, updates = torch.zeros(2, 64, 32, dtype=dtype).transpose(0, 1), torch.randn(rows, 2, 32).to(dtype)
     indices = pick(rng, index, index.int())
-    return {"input": into, "indices": indices, "updates": updates}, Conditions(product=pick(rng, A2, A3, A5))
+    return {"input": into, "indices": indices, "updates": updates}, Conditions(product=product)
 
 
 def rms_norm(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -315,7 +317,7 @@ def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     if dtype == torch.int8 and bool(rng.integers(2)):
         arguments["offset"] = torch.rand(columns)
     on_310p = dtype in (torch.int8, torch.float16) and arguments.get("pertoken_scale") is None
-    return arguments, Conditions(product=pick(rng, A2, A3, P310) if on_310p else pick(rng, A2, A3))
+    return arguments, Conditions(product=pick(rng, A2, A3, A5, P310) if on_310p else pick(rng, A2, A3, A5))
 
 
 def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:

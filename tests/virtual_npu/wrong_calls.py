@@ -92,10 +92,9 @@ WRITES = [
     Wrong("pages-held", put(), "slot_mapping", "which no request holds", conditions=HELD),
 ]
 SCATTER = [
-    Wrong("one-type", to("updates", Tensor.double), "updates", "float64"),
+    Wrong("dtype", to("updates", Tensor.double), "updates", "float64"),
     Wrong("axes", to("indices", lambda index: index[:, 0]), "indices", "int"),
     Wrong("axes", cut("updates"), "updates", "into"),
-    Wrong("contiguous", to("input", strided), "input", "strided"),
     Wrong("rows-in-range", to("indices", lambda index: spoil(index, 0, 64)), "indices", "row 64 of 64"),
     Wrong("rows-unique", to("indices", lambda index: spoil(index, 1, int(index[0]))), "indices", "once"),
 ]

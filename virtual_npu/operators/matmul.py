@@ -183,8 +183,8 @@ OPERATORS = (
         "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
         "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
         "Tensor? y_scale=None) -> Tensor",
-        products=(P310, A2, A3),
-        source=PRODUCT,
+        products=(P310, A2, A3, A5),
+        source=PRODUCT + "; CANN aclnnQuantMatmulWeightNz for the 950",
         rules=(
             Rule(
                 "int8", "both sides are int8; int4 in int32 is not checked here", PRODUCT, "quantise", _int8

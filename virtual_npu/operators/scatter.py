@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
-from virtual_npu.products import A2, A3, A5
+from virtual_npu.products import A2, A3, P310
 
-UPDATE = "cann-recipes-infer models/qwen/models/modeling_qwen.py: npu_scatter_nd_update_"
+UPDATE = "op-plugin npu_scatter_nd_update_"
+TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64, torch.int8)
+ON_310P = (torch.float32, torch.float16, torch.bool)
 
 
 def _update(call: Call) -> Tensor:
@@ -23,8 +25,10 @@ def _update(call: Call) -> Tensor:
 
 
 def _update_types(call: Call) -> Iterator[Breach]:
-    if call["updates"].dtype != call["input"].dtype:
-        yield "updates", f"{shape(call['updates'])} into {shape(call['input'])}"
+    taken = ON_310P if call.conditions.product is P310 else TYPES
+    for name in ("input", "updates"):
+        if call[name].dtype not in taken or call[name].dtype != call["input"].dtype:
+            yield name, shape(call[name])
 
 
 def _update_axes(call: Call) -> Iterator[Breach]:
@@ -48,14 +52,14 @@ def _update_unique(call: Call) -> Iterator[Breach]:
         yield "indices", f"one with row {int(rows[counts > 1][0])} more than once"
 
 
-def _update_contiguous(call: Call) -> Iterator[Breach]:
-    for name in ("input", "indices", "updates"):
-        if not call[name].is_contiguous():
-            yield name, f"strided {tuple(call[name].stride())} over {shape(call[name])}"
-
-
 UPDATE_RULES = (
-    Rule("one-type", "rows are of the cache's type", UPDATE, "cast them", _update_types),
+    Rule(
+        "dtype",
+        "input and updates are of one type: float32, float16, bool, and off the 310P bfloat16, int64, int8",
+        UPDATE,
+        "cast the rows",
+        _update_types,
+    ),
     Rule(
         "axes",
         "indices are int32 or int64 [T, 1], and a row of updates is one of input",
@@ -63,16 +67,21 @@ UPDATE_RULES = (
         "view the cache as (-1, heads, dim) and the places as (-1, 1)",
         _update_axes,
     ),
-    Rule("contiguous", "tensors are contiguous", UPDATE, "call contiguous() first", _update_contiguous),
     Rule("rows-in-range", "indices are rows of input", UPDATE, "cut them to the real tokens", _update_range),
-    Rule("rows-unique", "each row is written once", UPDATE, "drop all but one", _update_unique),
+    Rule(
+        "rows-unique",
+        "each row is written once, for nobody says which of two stays",
+        "virtual_npu/operators/scatter.py",
+        "drop all but one",
+        _update_unique,
+    ),
 )
 
 
 OPERATORS = (
     Operator(
         schema="npu::npu_scatter_nd_update_(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
-        products=(A2, A3, A5),
+        products=(P310, A2, A3),
         source=UPDATE,
         rules=UPDATE_RULES,
         reference=_update,
