@@ -19,24 +19,25 @@ from kv_cache.pages import Index
 
 MOST_SPANS = 4096  # in one call of a packed batch
 MOST_HEADS, MOST_GROUP = 256, 64
+PAGE_STEP, MOST_PAGE = 16, 1024
 MOST_ROW = 65535  # kv heads x head dim
 MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more: vllm-ascend's bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """One line of products, by the name it has in a recipe."""
+    """One line of products, by the name it has in a recipe.
+
+    The 310P has ATB's attention instead, over a cache of another layout, which nobody has written here yet.
+    """
 
     name: str
-    chips: str  # what the device calls itself, as a pattern
+    chip: str  # what one of them calls itself
+    chips: str  # what any of them does, as a pattern
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     head_dims: tuple[int, ...] = (64, 128)
-    page_sizes: tuple[int, ...] = tuple(range(16, 1025, 16))
-    best_page_size: int = 128
-    is_fused: bool = True  # has fused attention over pages at all
-    uses_atb: bool = False  # as operators of ATB, over a cache of its own layout
+    is_fused: bool = True  # has npu_fused_infer_attention_score
     is_mixed: bool = True  # one call takes single tokens and longer spans together
-    has_windows: bool = True
     has_int8: bool = True  # products of int8 with a scale for each token
     most_graphs: int | None = None  # sizes that may be captured; None: what its streams allow
 
@@ -46,8 +47,8 @@ class Product:
         if not self.is_fused:
             fused = ", ".join(each.name for each in PRODUCTS if each.is_fused)
             raise ValueError(
-                f"device.product is {self.name}, which has no fused attention over pages; {fused} have: use"
-                f" one of these, {plain}"
+                f"device.product is {self.name}, for which there is no fused attention here, but for {fused}:"
+                f" use one of these, {plain}"
             )
         names = [_name(each) for each in self.dtypes]
         if shape.dtype not in self.dtypes and not (takes_float32 and shape.dtype == torch.float32):
@@ -72,17 +73,10 @@ class Product:
                 f"the model's key and value heads are {shape.num_kv_heads} x {shape.head_dim} wide; fused"
                 f" attention takes {MOST_ROW} together: choose another model, {plain}"
             )
-        if shape.page_size not in self.page_sizes:
-            sizes = self.page_sizes
-            some = "a multiple of 16 to 1024" if len(sizes) > 8 else " or ".join(map(str, sizes))
+        if shape.page_size % PAGE_STEP or not PAGE_STEP <= shape.page_size <= MOST_PAGE:
             raise ValueError(
-                f"cache.page_size is {shape.page_size}; fused attention of the {self.name} takes {some}: set"
-                f" {self.best_page_size}, {plain}"
-            )
-        if not self.has_windows and any(window is not None for window in shape.windows):
-            raise ValueError(
-                f"the model has sliding windows; fused attention of the {self.name} has none: choose another"
-                f" model, {plain}"
+                f"cache.page_size is {shape.page_size}; fused attention takes a multiple of {PAGE_STEP} to"
+                f" {MOST_PAGE}: set 128, {plain}"
             )
 
     def check_int8(self, dtype: torch.dtype) -> None:
@@ -122,18 +116,22 @@ class Product:
 PRODUCTS = (
     Product(
         name="310P",
+        chip="Ascend310P3",
         chips=r"Ascend310P\d",
         dtypes=(torch.float16,),
-        page_sizes=(64, 128),
-        uses_atb=True,
+        is_fused=False,
         has_int8=False,
-        has_windows=False,
-        most_graphs=0,
     ),
-    Product(name="910B", chips=r"Ascend910B\d"),
-    Product(name="910C", chips=r"Ascend910_93\d\d"),
-    Product(name="950", chips=r"Ascend950", is_mixed=False, most_graphs=4),
-    Product(name="910", chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$", is_fused=False, has_int8=False),
+    Product(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d"),
+    Product(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d"),
+    Product(name="950", chip="Ascend950", chips=r"Ascend950", is_mixed=False, most_graphs=4),
+    Product(
+        name="910",
+        chip="Ascend910A",
+        chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$",
+        is_fused=False,
+        has_int8=False,
+    ),
 )
 
 

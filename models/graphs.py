@@ -59,7 +59,6 @@ class DecodeGraphs:
     ) -> None:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
         self.sizes = ladder(min(most, slots.num_slots), slots.page_size)
-        attention.check_graphs(len(self.sizes))
         self.device = torch.get_device_module(attention.device)
         self.steps: dict[int, Captured] = {}
 

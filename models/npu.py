@@ -34,6 +34,7 @@ class NpuFused(Fused):
 
     def __init__(self, product: Product) -> None:
         self.product = product
+        torch.npu.config.allow_internal_format = True  # else a cast to another order leaves a weight as it is
 
     def check_int8(self, dtype: torch.dtype) -> None:
         """Raise ValueError where this product multiplies no int8 for a model of this type."""

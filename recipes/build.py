@@ -15,10 +15,11 @@ from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.fused import Fused
+from models.graphs import ladder
 from models.runner import ModelRunner
 from models.sampler import Sampler
 from models.warm_up import capture, largest_step_bytes, warm_up
-from recipes.devices import start
+from recipes.devices import Machine, start
 from recipes.ledger import Sizing, report
 from recipes.recipe import Recipe
 from recipes.scheduling import Limits, facts_of, scheduler_of
@@ -34,12 +35,15 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     device, the model, the cache and the operators.
     """
     config = model_config(recipe)
-    sizing = size(recipe, config)
     machine = start(recipe.device)
+    sizing = size(recipe, config, machine.memory_bytes())
     fused, attention = machine.operators(_shape(recipe, config))
     attention.check()
     if config.quantization is not None:
         fused.check_int8(config.dtype)
+    if recipe.device.graphs:
+        rows = min(recipe.device.graphs, recipe.scheduler.num_slots)
+        attention.check_graphs(len(ladder(rows, recipe.cache.page_size)))
     decoder = Decoder(config, fused, attention)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
@@ -69,7 +73,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
     engine = Engine(scheduler, runner, clock)
     log.info("device: %s", machine.name)
-    sizing = _measure(recipe, config, sizing, engine, runner)
+    sizing = _measure(recipe, config, sizing, engine, runner, machine)
     _log(recipe, config, sizing, fused, attention)
     if recipe.scheduler.record is not None:
         limits = replace(limits, num_pages=sizing.num_pages)
@@ -79,7 +83,12 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
 
 
 def _measure(
-    recipe: Recipe, config: DecoderConfig, estimated: Sizing, engine: Engine, runner: ModelRunner
+    recipe: Recipe,
+    config: DecoderConfig,
+    estimated: Sizing,
+    engine: Engine,
+    runner: ModelRunner,
+    machine: Machine,
 ) -> Sizing:
     """Capture graphs, run the largest step, and size again where both take more than was estimated.
 
@@ -91,7 +100,7 @@ def _measure(
     measured = largest_step_bytes(runner, budget)
     if measured is None or measured + captured <= estimated.activation_bytes:
         return estimated
-    sizing = size(recipe, config, activation_bytes=measured + captured)
+    sizing = size(recipe, config, machine.memory_bytes(), measured + captured)
     if sizing.num_pages != estimated.num_pages:
         engine.resize(sizing.num_pages)
         warm_up(runner, budget)

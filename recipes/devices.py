@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
 
-from attention.products import product
+from attention.products import PRODUCTS, product
 from attention.reference import Attention, AttentionShape
 from models.fused import Fused
 from recipes.keys import RecipeError
@@ -108,8 +109,12 @@ class Npu(Accelerator):
     def __init__(self, asked: DeviceSection) -> None:
         super().__init__(asked)
         if asked.virtual:
+            _stand_in(asked)
+        elif "virtual_npu" in sys.modules:
             raise RecipeError(
-                "device.virtual: the stand-in cannot be used yet; set it to false", "device.virtual"
+                "device.virtual: this process has a stand-in already, and would take it for the NPU; start"
+                " another process",
+                "device.virtual",
             )
         try:
             from models.npu import chip
@@ -143,6 +148,18 @@ def start(asked: DeviceSection) -> Machine:
     """Make the machine of a recipe ready; raises RecipeError where it is not here."""
     kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
     return kinds[asked.kind](asked)
+
+
+def _stand_in(asked: DeviceSection) -> None:
+    import virtual_npu
+
+    chip = next(each.chip for each in PRODUCTS if each.name == (asked.product or "910B"))
+    try:
+        virtual_npu.start(chip, fp32=asked.virtual_fp32)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RecipeError(
+            f"device.virtual: the stand-in does not start: {one_line(error)}", "device.virtual"
+        ) from error
 
 
 def one_line(error: Exception) -> str:

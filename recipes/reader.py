@@ -155,6 +155,8 @@ def _converted(key: Key, located: Located, place: str) -> Any:
     value = located.plain
     if key.kind is Path and isinstance(value, str):
         return _path(value, f"{place}: {key.name}")
+    if isinstance(value, int) and str(value) in key.choices:  # the product 950 is to YAML a number
+        value = str(value)
     try:
         key.check(value)
     except RecipeError as error:

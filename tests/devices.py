@@ -6,7 +6,9 @@ Operators come from where recipes get them. The virtual NPU takes float32 for th
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -30,7 +32,8 @@ _OWN: dict[Kind, dict[str, Any]] = {
 @cache
 def has_npu() -> bool:
     """Whether torch_npu is here, so that there is an NPU at least in this machine's memory."""
-    return importlib.util.find_spec("torch_npu") is not None
+    beside = Path(sys.prefix, "virtual_npu", "torch_npu")  # where `scripts/setup.sh npu` puts it
+    return beside.is_dir() or importlib.util.find_spec("torch_npu") is not None
 
 
 def section(kind: Kind, attention: Way = "fused", **more: Any) -> DeviceSection:
@@ -57,7 +60,7 @@ def operators(kind: Kind, attention: Way, shape: AttentionShape) -> tuple[Fused,
 
 
 def on_each(*ways: Way) -> list[Any]:
-    """Parameters (kind, way) of a test: each way on each device."""
+    """Parameters (kind, way) of a test: each way on each device. Plain torch is slow on the virtual NPU."""
     marks = {
         "cpu": [],
         "npu": [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")],
@@ -66,6 +69,9 @@ def on_each(*ways: Way) -> list[Any]:
             pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
         ],
     }
+    slow = {("npu", "reference"): [pytest.mark.slow]}
     return [
-        pytest.param((kind, way), id=f"{kind}-{way}", marks=marks[kind]) for kind in marks for way in ways
+        pytest.param((kind, way), id=f"{kind}-{way}", marks=marks[kind] + slow.get((kind, way), []))
+        for kind in marks
+        for way in ways
     ]

@@ -11,17 +11,16 @@ import torch
 from attention.products import MOST_SPANS, PRODUCTS, product
 from tests.attention.test_attention import shape
 
-NAMES = ["310P", "910B", "910C", "950"]
+NAMES = ["910B", "910C", "950"]
 
 
-def good(name: str, **changes: object):
-    dtype = torch.float16 if name == "310P" else torch.bfloat16
-    return shape(**{"dtype": dtype, "page_size": 128, "windows": (None,), **changes})
+def good(**changes: object):
+    return shape(**{"dtype": torch.bfloat16, "page_size": 128, **changes})
 
 
 def refusal(name: str, takes_float32: bool = False, **changes: object) -> str:
     with pytest.raises(ValueError, match=r"or set device\.attention to reference$") as caught:
-        product(name, "").check(good(name, **changes), takes_float32=takes_float32)
+        product(name, "").check(good(**changes), takes_float32=takes_float32)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -29,7 +28,7 @@ def refusal(name: str, takes_float32: bool = False, **changes: object) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_model_has_today_is_taken(name):
     for sizes in ({}, {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8}, {"num_kv_heads": 4}):
-        product(name, "").check(good(name, **sizes))
+        product(name, "").check(good(**sizes))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +40,7 @@ def test_what_a_model_has_today_is_taken(name):
         ({"head_dim": 256}, "the model's head_dim is 256; "),
         ({"num_heads": 512, "num_kv_heads": 256}, "the model has 512 query heads over 256; fused attention"),
         ({"num_heads": 128, "num_kv_heads": 1}, "the model has 128 query heads over 1; fused attention"),
-        ({"page_size": 8}, "cache.page_size is 8; fused attention of the {} takes "),
+        ({"page_size": 8}, "cache.page_size is 8; fused attention takes a multiple of 16 to 1024: set 128"),
         ({"page_size": 1040}, "cache.page_size is 1040; "),
     ],
 )
@@ -49,16 +48,13 @@ def test_what_is_beyond_a_limit_is_refused(name, changes, words):
     assert refusal(name, **changes).startswith(words.format(name))
 
 
-def test_limits_of_one_product_alone():
-    assert "takes float16: set model.dtype to float16" in refusal("310P", dtype=torch.bfloat16)
-    assert "takes 64 or 128: set 128" in refusal("310P", page_size=16)
-    assert "the 310P has none" in refusal("310P", windows=(None, 16))
-    assert refusal("910").startswith("device.product is 910, which has no fused attention over pages")
-    product("910B", "").check(good("910B", page_size=16, windows=(16,)))
+@pytest.mark.parametrize("name", ["310P", "910"])
+def test_a_product_without_this_attention_is_refused(name):
+    assert refusal(name).startswith(f"device.product is {name}, for which there is no fused attention here")
 
 
 def test_float32_is_taken_only_where_a_test_says_so():
-    product("910B", "").check(good("910B", dtype=torch.float32), takes_float32=True)
+    product("910B", "").check(good(dtype=torch.float32), takes_float32=True)
     refusal("910B", takes_float32=True, dtype=torch.float64)
 
 
@@ -90,8 +86,6 @@ def test_graphs_are_bounded_by_streams():
         product("910B", "").check_graphs(55, 32)
     with pytest.raises(ValueError, match="the 950 holds 4"):
         product("950", "").check_graphs(5, 2)
-    with pytest.raises(ValueError, match="the 310P holds 0"):
-        product("310P", "").check_graphs(1, 2)
 
 
 @pytest.mark.parametrize("each", PRODUCTS, ids=lambda each: each.name)

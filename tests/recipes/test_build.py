@@ -155,7 +155,9 @@ def test_the_largest_step_is_of_the_whole_budget_and_leaves_no_trace(monkeypatch
 
 def test_pages_give_way_to_a_step_that_takes_more_than_was_estimated(monkeypatch):
     cache = CacheSection(page_size=8, memory_fraction=0.5)
-    monkeypatch.setattr(building, "size", lambda *given, **more: size(*given, memory_bytes=3 * 2**29, **more))
+    monkeypatch.setattr(
+        building, "size", lambda recipe, config, _, *more: size(recipe, config, 3 * 2**29, *more)
+    )
     recipe = replace(made(), cache=cache)
     before = build(recipe).scheduler.pool.num_pages
     monkeypatch.setattr(building, "largest_step_bytes", lambda *_: 100 * 2**20)

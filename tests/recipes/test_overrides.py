@@ -17,6 +17,8 @@ def test_overrides_come_last_and_errors_name_them(recipe):
     path = recipe()
     assert load(path, ["cache.page_size=8", "cache.page_size=32"]).cache.page_size == 32
     assert load(path, ["cache.num_pages=null", "cache.memory_gib=1"]).cache.memory_gib == 1.0
+    npu = ["device.kind=npu", "device.virtual=true"]
+    assert load(path, [*npu, "device.product=950"]).device.product == "950"
     assert load(path, ["model.path=/a=b"]).model.path == Path("/a=b")
     assert error(path, "cache.page_sise=1") == (
         "command line: cache.page_sise=1: cache.page_sise: unknown key; did you mean cache.page_size?"
