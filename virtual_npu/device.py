@@ -37,6 +37,8 @@ class Device:
         memory = Memory(library.virtual_npu_base(), library.virtual_npu_span())
         self.recorder = Recorder(library)
         self.kernels = Kernels(memory, self.recorder)
+        self.num_kernels = self.kernels.register()
+        self.num_operators = len(OPERATORS)
 
     def implement(
         self, name: str, function: Callable[..., Any], captured: Callable[..., Any] | None = None
@@ -134,6 +136,4 @@ def _boot(chip: str, memory_bytes: int | None) -> Device:
         if "ASCEND_HOME_PATH" not in line:  # there is no CANN, which is the point
             log.warning("torch_npu: %s", line)
     torch.npu.set_device(0)
-    device = Device(chip, memory_bytes, library)
-    device.kernels.register()
-    return device
+    return Device(chip, memory_bytes, library)

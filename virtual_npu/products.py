@@ -70,6 +70,23 @@ P310 = Product(
         page_sizes="vllm-ascend _310p/attention/attention_v1.py: get_supported_kernel_block_sizes",
     ),
 )
+A1 = Product(
+    name="910",
+    chips=("Ascend910A", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA"),
+    dtypes=(torch.float16,),
+    fused_attention=False,
+    mixed_spans=False,
+    paged_attention=False,
+    split_heads=False,
+    page_sizes=(),
+    captured_sizes=None,
+    unified_buffer_bytes=256 * 1024,
+    sources=_sources(
+        dtypes="CANN: bfloat16 begins with the 910B",
+        mixed_spans="op-plugin: no attention operator lists the first Atlas training products",
+        paged_attention="op-plugin: no attention operator lists the first Atlas training products",
+    ),
+)
 A2 = Product(
     name="910B",
     chips=("Ascend910B1", "Ascend910B2", "Ascend910B3", "Ascend910B4"),
@@ -115,7 +132,7 @@ A5 = Product(
     ),
 )
 
-PRODUCTS: Mapping[str, Product] = MappingProxyType({each.name: each for each in (P310, A2, A3, A5)})
+PRODUCTS: Mapping[str, Product] = MappingProxyType({each.name: each for each in (P310, A1, A2, A3, A5)})
 
 
 def product(name: str) -> Product:

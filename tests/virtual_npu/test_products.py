@@ -24,7 +24,9 @@ def test_every_fact_has_its_source() -> None:
 
 def test_a_product_is_found_by_its_name() -> None:
     assert product("910B").fused_attention
-    with pytest.raises(ValueError, match="product 'A9' is not known; the products are 310P, 910B, 910C, 950"):
+    with pytest.raises(
+        ValueError, match="product 'A9' is not known; the products are 310P, 910, 910B, 910C, 950"
+    ):
         product("A9")
 
 
