@@ -28,6 +28,8 @@ class Batch:
     owners: Index  # [R] the row that each token is for: its span's own, or one that forks from it
     new_pages: NewPages  # set since the last batch
     copies: tuple[PageCopy, ...] = ()  # to be made before the forward pass, one after the other
+    # [U] spans whose last token is the one that the device chose last for this row: the host does not know it
+    unknown: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
     def num_spans(self) -> int:
@@ -36,6 +38,10 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.stops.sum() - self.starts.sum())
+
+
+_NONE: Index = np.empty(0, dtype=np.int64)
+NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, (_NONE, _NONE, _NONE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,17 @@ class Sampled:
         default_factory=dict
     )  # for those that asked, by index into tokens
     candidates: dict[int, Candidates] = field(default_factory=dict)  # for beams, by index into tokens
+
+    def take(self, at: Index) -> Sampled:
+        """The part for tokens `at`, which rise."""
+        index_of = (
+            {old: new for new, old in enumerate(at.tolist())} if self.logprobs or self.candidates else {}
+        )
+        return Sampled(
+            self.tokens[at],
+            {index_of[old]: each for old, each in self.logprobs.items() if old in index_of},
+            {index_of[old]: each for old, each in self.candidates.items() if old in index_of},
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from continuous_batching.batch import Batch, Sampled
+from continuous_batching.batch import NO_BATCH, Batch, Sampled
 from continuous_batching.door import GiveUp
 from continuous_batching.recorder import Recorder
 from continuous_batching.request import Request
@@ -24,7 +24,11 @@ class Runner(Protocol):
     """Computes a batch on a device."""
 
     def run(self, batch: Batch) -> Sampled:
-        """One forward pass; one token for each span of `batch.sampled`."""
+        """One forward pass; one token for each of `batch.owners`."""
+        ...
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """Begin a forward pass, and do not wait for it; what is returned does."""
         ...
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
@@ -47,19 +51,39 @@ class Step:
     end_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A step that the device is at."""
+
+    batch: Batch
+    wait: Callable[[], Sampled]
+    start_s: float
+
+
 class Engine:
     """The loop: schedule, run, commit. `clock` gives seconds and never runs back.
+
+    With `overlap`, the next step is scheduled while the device runs this one, wherever it does not depend on
+    it; a token that a request turns out not to need is then dropped. Answers are the same.
 
     A `recorder`, which must be there before the first request, writes down what it is told and decides.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        overlap: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
+        self.overlap = overlap
         self.recorder: Recorder | None = None
+        self._started: Started | None = None
+        self._landed: list[Step] = []  # done, and not yet given out
 
     @property
     def slots(self) -> SlotPool:
@@ -67,8 +91,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return self.scheduler.has_work
+        """Whether any request is waiting or running, or a step is to be given out."""
+        return self.scheduler.has_work or bool(self._landed)
 
     def add(self, request: Request) -> None:
         """Take a request; raises ValueError if it could never be served, QueueFull if too much waits."""
@@ -90,27 +114,51 @@ class Engine:
         return self.finish(request_id, "abort")
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
-        """Change the size of the cache while serving (see `Scheduler.resize`)."""
+        """Change the size of the cache while serving (see `Scheduler.resize`), when the device is done."""
+        self.drain()
         self.scheduler.resize(num_pages, give_up)
         self.runner.resize(num_pages, self.scheduler.residency.tables.take_copies())
         if self.recorder is not None:
             self.recorder.resized(num_pages, give_up)
 
+    def drain(self) -> None:
+        """Wait until the device is idle; what it was at is given out by the next `step`."""
+        if self._started is not None:
+            started, self._started = self._started, None
+            self._landed.append(self._land(started))
+
     def step(self) -> Step | None:
         """Compute one batch; None when there is nothing to compute now."""
-        start_s = self.clock()
-        expired = self.scheduler.expire(start_s)
+        if self._landed:
+            return self._landed.pop(0)
+        now_s = self.clock()
+        expired = self.scheduler.expire(now_s)
         if self.recorder is not None:
             for request in expired:
-                self.recorder.ended(request.id, "timeout", start_s)
-        batch = self.scheduler.schedule(start_s)
+                self.recorder.ended(request.id, "timeout", now_s)
+        started = self._started or self._start(now_s)
+        if started is None:
+            return Step(NO_BATCH, NO_TOKENS, expired, now_s, now_s) if expired else None
+        ahead = self.overlap and self.scheduler.can_look_ahead
+        self._started = self._start(self.clock()) if ahead else None
+        step = self._land(started)
+        return replace(step, finished=expired + step.finished) if expired else step
+
+    def _start(self, now_s: float) -> Started | None:
+        batch = self.scheduler.schedule(now_s)
         if not batch.num_spans:
-            return Step(batch, NO_TOKENS, expired, start_s, start_s) if expired else None
+            return None
         if self.recorder is not None:
-            self.recorder.scheduled(batch, start_s, self.scheduler.held_back)
+            self.recorder.scheduled(batch, now_s, self.scheduler.held_back)
+        if self.overlap:
+            return Started(batch, self.runner.start(batch), now_s)
         sampled = self.runner.run(batch)
+        return Started(batch, lambda: sampled, now_s)
+
+    def _land(self, started: Started) -> Step:
+        batch, sampled = started.batch, started.wait()
         end_s = self.clock()
-        finished = expired + self.scheduler.commit(batch, sampled, end_s)
+        finished = self.scheduler.commit(batch, sampled, end_s)
         if self.recorder is not None:
             self.recorder.committed(sampled, end_s)
-        return Step(batch, sampled, finished, start_s, end_s)
+        return Step(batch, sampled, finished, started.start_s, end_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.counters import Counters
+from continuous_batching.flight import Flight
 from continuous_batching.queue import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.residency import Residency
@@ -28,6 +29,7 @@ class Preemption:
         counters: Counters,
         victim: Victim,
         row_of: dict[str, int],
+        flight: Flight,
     ) -> None:
         self._residency = residency
         self._searches = searches
@@ -35,6 +37,7 @@ class Preemption:
         self._counters = counters
         self.victim = victim
         self._row_of = row_of
+        self._flight = flight
 
     def make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Give every span its pages, preempting until there are enough; returns the spans that are left."""
@@ -83,6 +86,7 @@ class Preemption:
 
         Without a host pool, or where that is full, what it computed is lost but for what stays cached.
         """
+        assert not self._flight.holds(row), f"row {row} was preempted while the device computes it"
         self._counters.preemptions += 1
         num_computed = int(self._residency.slots.num_computed[row])
         searching = row in self._searches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -75,9 +76,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
     The scheduler must be made of the header's facts; the header itself is passed over. Raises Divergence
     at the first decision that differs.
     """
-    chain, number = Chain(), 0
-    batch: Batch | None = None
-    start_s, held_back = 0.0, None
+    chain, number, landed = Chain(), 0, 0
+    started = deque[tuple[Batch, Scheduled]]()
     last: Batch | None = None
     for entry in entries:
         if isinstance(entry, Header):
@@ -95,20 +95,22 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
             yield entry
         elif isinstance(entry, Scheduled):
             number += 1
-            batch, start_s = scheduler.schedule(entry.now_s), entry.now_s
+            batch = scheduler.schedule(entry.now_s)
             if chain.add(batch) != entry.digest:
                 raise Divergence(f"step {number}: {_difference(entry, batch, last)}")
-            last, held_back = batch, entry.held_back
+            last = batch
+            started.append((batch, entry))
         else:
             assert isinstance(entry, Committed), "an entry of another kind"
-            if batch is None:
-                raise Divergence(f"step {number}: committed without a batch")
+            if not started:
+                raise Divergence(f"after step {number}: a commit without a batch")
+            batch, made = started.popleft()
             requests = scheduler.slots.requests
             ids = [requests[row].id for row in batch.slots.tolist()]
             owner_ids = [requests[row].id for row in batch.owners.tolist()]
             finished = scheduler.commit(batch, answered(entry), entry.now_s)
-            yield Replayed(number, batch, ids, owner_ids, held_back, start_s, entry.now_s, finished)
-            batch = None
+            landed += 1
+            yield Replayed(landed, batch, ids, owner_ids, made.held_back, made.now_s, entry.now_s, finished)
 
 
 def _difference(entry: Scheduled, batch: Batch, last: Batch | None) -> str:

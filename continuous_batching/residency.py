@@ -8,7 +8,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from continuous_batching.swap import SwapTier
-from continuous_batching.tables import PageTables
+from continuous_batching.tables import EMPTY, PageTables
 from kv_cache.keys import page_keys
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix import PrefixCache
@@ -38,6 +38,7 @@ class Residency:
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
         self.seated: dict[int, int] = {}  # row of a beam that waits for its leader -> pages to share
+        self.withheld = EMPTY  # rows that end, or may end, with what is on the device
         self._blocked: dict[int, int] = {}  # row that waits for a page of another -> the cache's version then
 
     def num_promised(self) -> int:
@@ -130,8 +131,11 @@ class Residency:
         return row in self._blocked
 
     def runnable(self) -> Index:
-        """Busy rows that wait for no other, oldest first; blocked ones first take what was published."""
+        """Busy rows that wait for no other and are not withheld, oldest first; blocked ones first take what
+        was published."""
         busy = self.slots.busy
+        if len(self.withheld):
+            busy = busy[~np.isin(busy, self.withheld)]
         if not self._blocked and not self.seated:
             return busy
         for row in busy[np.isin(busy, list(self._blocked))].tolist():
@@ -154,16 +158,31 @@ class Residency:
         are forgotten, those that it found too, for it may have failed by them; so is the token it failed
         with.
         """
+        request = self.settle(row, failed=failed)
+        self.vacate(row, failed=failed)
+        return request
+
+    def settle(self, row: int, *, failed: bool = False) -> Request:
+        """Bring a row's tokens back to its request, which ends or goes away; its pages stay for now."""
         slots = self.slots
         request: Request = slots.requests[row]
         if failed:  # what it computed may be as wrong as what it answered
             slots.num_tokens[row] -= 1
-            self.prefix.forget(slots.pages(row)[: slots.num_published[row]])
-        else:
-            request.tokens = slots.token_ids[row, : slots.num_tokens[row]]
+            self._forget(row)
+        self._bring_back(row)
+        if not failed:
             request.page_keys = self.keys(request)
-            self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, len(request.page_keys)))
-        return self._depart(row)
+        return request
+
+    def vacate(self, row: int, *, failed: bool = False) -> None:
+        """Free a row that is settled, and its pages."""
+        slots = self.slots
+        if failed:
+            self._forget(row)
+        else:
+            num_keys = len(slots.requests[row].page_keys)
+            self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, num_keys))
+        self._free(row)
 
     def swap_out(self, row: int) -> Request | None:
         """Free a row, but keep what it alone has computed in the host pool; None if that does not fit.
@@ -179,18 +198,24 @@ class Residency:
         if targets is None:
             return None
         self.tables.copy(PageCopy(sources, targets, "to_host"))
-        return self._depart(row)
+        self._bring_back(row)
+        self._free(row)
+        return request
 
-    def _depart(self, row: int) -> Request:
+    def _bring_back(self, row: int) -> None:
         slots = self.slots
         request: Request = slots.requests[row]
         request.tokens = slots.token_ids[row, : slots.num_tokens[row]].copy()
         del request.logprobs[len(request.answer) :]
+
+    def _forget(self, row: int) -> None:
+        self.prefix.forget(self.slots.pages(row)[: self.slots.num_published[row]])
+
+    def _free(self, row: int) -> None:
         self._blocked.pop(row, None)
         self.seated.pop(row, None)
         self.tables.clear(row)
-        slots.release(row)
-        return request
+        self.slots.release(row)
 
     def _swap_in(self, row: int, request: Request) -> None:
         """Bring back what a request left, if the shared pages before it were found."""

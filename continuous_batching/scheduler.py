@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.admission import Admission, HeldBack
-from continuous_batching.batch import Batch, Sampled
+from continuous_batching.batch import NO_BATCH, Batch, Sampled
 from continuous_batching.bounds import Bounds, Gate
 from continuous_batching.compaction import Compaction
 from continuous_batching.counters import Counters
 from continuous_batching.door import GiveUp, check_budget, check_request, check_resize, check_samples
 from continuous_batching.endings import Endings
+from continuous_batching.flight import Flight
 from continuous_batching.followers import Followers
 from continuous_batching.policies.policy import Busy, Policy
 from continuous_batching.preemption import Preemption
@@ -19,7 +20,7 @@ from continuous_batching.request import Request
 from continuous_batching.residency import Residency
 from continuous_batching.searches import Searches
 from continuous_batching.slots import SlotPool
-from continuous_batching.tables import EMPTY, EMPTY_ENTRIES
+from continuous_batching.tables import EMPTY
 from continuous_batching.victims import Victim, youngest
 from kv_cache.pages import Index, PagePool
 
@@ -84,14 +85,14 @@ class Scheduler:
         self._num_arrived = 0
         self._row_of: dict[str, int] = {}
         held = self.residency, self._searches, self.counters
-        self.preemption = Preemption(self.waiting, *held, victim, self._row_of)
+        self.flight = Flight(slots)
+        self.preemption = Preemption(self.waiting, *held, victim, self._row_of, self.flight)
         self._admission = Admission(
             self.waiting, *held, policy, self.preemption, self._row_of, outrank=outrank
         )
-        self._scheduled_s = self._committed_s = 0.0
+        self._outrank = outrank
+        self._committed_s = 0.0
         self._followers = Followers(self.residency, self.waiting, self._row_of)
-        self._in_flight = EMPTY  # rows of the batch between schedule and commit
-        self._ending: dict[int, str] = {}  # rows in flight that were ended meanwhile, and why
 
     @property
     def has_work(self) -> bool:
@@ -127,8 +128,7 @@ class Scheduler:
     def end(self, request_id: str, reason: str) -> Request | None:
         """End a request now, wherever it is; None if it is not here (any more).
 
-        Between schedule and commit a row of the batch is in flight: it ends with its commit, and its
-        token of this step is dropped.
+        A token of it that is in flight is dropped, and its row is freed when that is committed.
         """
         request = self.waiting.find(request_id)
         if request is not None:
@@ -145,26 +145,41 @@ class Scheduler:
         row = self._row_of.get(request_id)
         if row is None:
             return None
-        if np.isin(self._searches.rows_of(row), self._in_flight).any():
-            self._ending[row] = reason
-            ended: Request = self.slots.requests[row]
-            return ended
         return self._finish(row, reason)
 
     def expire(self, now_s: float) -> list[Request]:
-        """End who has waited or taken too long, before a step is scheduled; those in flight end with their
-        commit, the others are returned."""
+        """End who has waited or taken too long, before a step is scheduled; returns them."""
         over = [request for request in self._gate.over(now_s) if self.end(request.id, "timeout")]
-        expired = [request for request in over if request.finish_reason is not None]
-        for request in expired:
+        for request in over:
             request.finish_s = now_s
-        return expired
+        return over
+
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether the next batch can be made while the last is in flight.
+
+        Not where it depends on which tokens come: forks, beams, what edits logits; nor where a row may be
+        preempted, for pages or by rank, because its request would not know its last token.
+        """
+        slots, tables, busy = self.slots, self.residency.tables, self.slots.busy
+        if len(self.flight) != 1 or len(self._followers) or len(self._searches):
+            return False
+        if (self._outrank and len(self.waiting)) or not slots.plain[self.flight.last.owners].all():
+            return False
+        missing = int(tables.missing(busy, slots.num_tokens[busy] + 1).sum())
+        return missing + len(tables.forked) <= tables.num_available
 
     def schedule(self, now_s: float) -> Batch:
-        """Admit, share the budget, make room, and only then make the batch; it may be empty."""
-        assert not len(self._in_flight), "schedule was called twice without a commit"
+        """Admit, share the budget, make room, and only then make the batch; it may be empty.
+
+        With a batch in flight, only where `can_look_ahead` says so.
+        """
+        ahead = len(self.flight) > 0
+        if ahead:
+            assert self.can_look_ahead, "the next batch depends on the one in flight"
+            self.flight.advance()
+        self.residency.withheld = self.flight.withheld() if ahead else EMPTY
         self.residency.prefix.history.now_s = now_s
-        self._scheduled_s = now_s
         if len(self.waiting):
             self._admission.admit(self.max_batch_tokens, now_s)
             self._gate.measure(now_s)
@@ -173,7 +188,7 @@ class Scheduler:
             self._searches.part()
         rows = self.residency.runnable()
         if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
-            return Batch(EMPTY, EMPTY, EMPTY, EMPTY, EMPTY, EMPTY_ENTRIES)
+            return NO_BATCH
         self._compaction.step(self.counters.steps)
         starts = slots.num_computed[rows]
         todo = slots.num_tokens[rows] - starts
@@ -187,26 +202,33 @@ class Scheduler:
         rows, starts, stops = self.preemption.make_room(rows, starts, stops)
         sampled = np.flatnonzero(stops == slots.num_tokens[rows])
         owners = rows[sampled]
-        self._in_flight = rows
+        in_flight = rows
         if len(self._followers):
             sampled, owners = self._followers.fork(rows, sampled)
-            self._in_flight = np.union1d(rows, owners)
-        return Batch(rows, starts, stops, sampled, owners, *self.residency.tables.take_changes())
+            in_flight = np.union1d(rows, owners)
+        if not len(rows):  # as above
+            return NO_BATCH
+        changes, unknown = self.residency.tables.take_changes(), self.flight.is_unknown(rows)
+        batch = Batch(rows, starts, stops, sampled, owners, *changes, unknown)
+        self.flight.launch(batch, in_flight, now_s)
+        return batch
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
         """Book what the device computed; returns the requests that ended with it."""
-        slots = self.slots
-        in_flight, self._in_flight = self._in_flight, EMPTY
-        slots.num_computed[batch.slots] = batch.stops
-        rows, tokens = batch.owners, sampled.tokens
-        failed = rows[tokens < 0]  # nobody may come to hold what they computed, not even within this commit
-        self.residency.publish_prompts(in_flight[~np.isin(in_flight, failed)] if len(failed) else in_flight)
-        ends, self._ending = self._ending, {}
+        slots, outrun = self.slots, self.flight.outrun
+        in_flight, scheduled_s = self.flight.land(batch)
+        rows, failed = batch.owners, batch.owners[sampled.tokens < 0]
+        # nobody may come to hold what a failed row computed, not even within this commit
+        wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
+        self.residency.publish_prompts(in_flight[~np.isin(in_flight, wrong)] if wrong else in_flight)
+        if outrun:
+            counted = np.flatnonzero(~np.isin(rows, list(outrun)))
+            rows, sampled = rows[counted], sampled.take(counted)
+        ends: dict[int, str] = {}
         if self._searches:
             rows, sampled = self._searches.advance(rows, sampled, ends, now_s)
-            tokens = sampled.tokens
         at = slots.num_tokens[rows]
-        slots.token_ids[rows, at] = tokens
+        slots.token_ids[rows, at] = sampled.tokens
         slots.num_tokens[rows] = at + 1
         for index, logprobs in sampled.logprobs.items():
             slots.requests[rows[index]].logprobs.append(logprobs)
@@ -216,26 +238,29 @@ class Scheduler:
         counters.steps += 1
         counters.computed_tokens += batch.num_tokens
         counters.sampled_tokens += len(batch.owners)
-        self._policy.observe(batch, now_s - max(self._scheduled_s, self._committed_s))
+        self._policy.observe(batch, now_s - max(scheduled_s, self._committed_s))
         self._committed_s = now_s
         if self.waiting.shares:
             self.waiting.shares.charge_answers(batch.owners)
-        return self._end_rows(rows, tokens, ends, now_s)
+        finished = self._end_rows(rows, sampled.tokens, ends, now_s)
+        if outrun:
+            for row, has_failed in self.flight.take_landed().items():
+                self.residency.vacate(row, failed=has_failed or row in failed)
+        return finished
 
     def compact(self) -> int:
         """Bring all held pages to the low end before the next batch; returns how many move."""
-        assert not len(self._in_flight), "pages moved under a batch in flight"
+        assert not len(self.flight), "pages moved under a batch in flight"
         return self.residency.tables.compact(self.pool.num_pages)
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
-        """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot
-        be.
+        """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.
 
         What is held is moved to the low end first. A smaller pool may need pages that are held now:
         `give_up` says whether idle cached pages may be evicted ("cached"), and rows preempted
         ("running"), for it. Every request that was accepted still fits.
         """
-        assert not len(self._in_flight), "pages were cut off under a batch in flight"
+        assert not len(self.flight), "pages were cut off under a batch in flight"
         pool, prefix, tables, slots = self.pool, self.residency.prefix, self.residency.tables, self.slots
         accepted = [*self.waiting.requests, *slots.requests[slots.busy], *self._followers.requests]
         check_resize(num_pages, give_up, pool, prefix.num_idle, slots.page_size, accepted)
@@ -247,21 +272,18 @@ class Scheduler:
     def _end_rows(self, rows: Index, tokens: Index, ends: dict[int, str], now_s: float) -> list[Request]:
         """End what these tokens end, beside what is to end already."""
         over = self._endings.of(rows, tokens)
-        for row in rows[np.isin(rows, list(ends)) & (tokens >= 0)].tolist() if ends else []:
-            self.slots.num_tokens[row] -= 1  # ended while in flight: the token comes too late
-        for row, reason in over.items():
-            if reason == "error":  # whatever else ended it, its pages are wrong
-                ends[row] = "error"
-            else:
-                ends.setdefault(row, reason)
-        finished = [self._finish(row, reason) for row, reason in ends.items()]
+        finished = [self._finish(row, reason) for row, reason in (ends | over).items()]
         for request in finished:
             request.finish_s = now_s
         return finished
 
     def _finish(self, row: int, reason: str) -> Request:
-        rows = self._searches.rows_of(row)
-        request, *_ = [self.residency.leave(each, failed=reason == "error") for each in rows]
+        rows, failed = self._searches.rows_of(row), reason == "error"
+        in_flight = any(self.flight.holds(each) for each in rows) if len(self.flight) else False
+        for each in rows if in_flight else ():
+            self.flight.outrun_by(each, failed=failed)
+        leave = self.residency.settle if in_flight else self.residency.leave
+        request, *_ = [leave(each, failed=failed) for each in rows]
         self._searches.end(request)
         del self._row_of[request.id]
         self._followers.part(request)
@@ -271,10 +293,8 @@ class Scheduler:
         return request
 
     def _check(self, request: Request) -> None:
-        known = request.id in self._row_of or request.id in self._followers
-        if known or self.waiting.find(request.id) is not None:
-            raise ValueError(
-                f"request {request.id} is being served already; give each request an id of its own"
-            )
+        name = request.id
+        if name in self._row_of or name in self._followers or self.waiting.find(name) is not None:
+            raise ValueError(f"request {name} is being served already; give each request an id of its own")
         stops = self._endings.stop_tokens(request.params)
         check_request(request, self._vocab_size, stops, self.slots, self.pool)

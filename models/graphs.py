@@ -45,7 +45,7 @@ class Captured:
     """One captured step."""
 
     graph: Any
-    pinned: Tensor  # int32 [COLUMNS + max_pages, R], written by the host
+    pinned: tuple[Tensor, Tensor]  # int32 [COLUMNS + max_pages, R], written by the host in turn
     sent: Tensor  # the same on the device
     metadata: AttentionMetadata
     logits: Tensor  # [R, V]
@@ -61,6 +61,7 @@ class DecodeGraphs:
         self.sizes = ladder(min(most, slots.num_slots), slots.page_size)
         self.device = torch.get_device_module(attention.device)
         self.steps: dict[int, Captured] = {}
+        self._turn = 0  # a step may be filled in while the one before it still travels
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is decodes alone, and not too many."""
@@ -79,14 +80,22 @@ class DecodeGraphs:
         self.device.synchronize()
         self.steps.clear()
 
-    def run(self, batch: Batch) -> Tensor:
-        """Logits [S, V] of a batch that `takes` allows; they hold until the next run."""
+    def run(self, batch: Batch, unknown: Tensor | None) -> Tensor:
+        """Logits [S, V] of a batch that `takes` allows; they hold until the next run.
+
+        `unknown` [U] are the values of the tokens of the spans `batch.unknown`.
+        """
         count = batch.num_spans
         step = self.steps[next(size for size in self.sizes if size >= count)]
-        host = step.pinned.numpy()
+        self._turn ^= 1
+        pinned = step.pinned[self._turn]
+        host = pinned.numpy()
         self._fill(host[:, :count], batch)
         _fill_up(host[:, count:])
-        step.sent.copy_(step.pinned, non_blocking=True)
+        step.sent.copy_(pinned, non_blocking=True)
+        if unknown is not None:
+            at = torch.from_numpy(batch.unknown).to(unknown.device, non_blocking=True)
+            step.sent[0].index_copy_(0, at, unknown.int())
         self.attention.replay(step.graph, step.metadata, host[3].tolist())
         return step.logits[:count]
 
@@ -100,9 +109,9 @@ class DecodeGraphs:
 
     def _captured(self, size: int, pool: Any) -> Captured:
         shape = (COLUMNS + self.slots.max_pages, size)
-        pinned = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
-        _fill_up(pinned.numpy())
-        sent = pinned.to(self.attention.device)
+        pinned = tuple(torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(2))
+        _fill_up(pinned[0].numpy())
+        sent = pinned[0].to(self.attention.device)
         self._step(sent)  # operators compile, and allocate what they keep, which a capture must not
         graph = getattr(self.device, GRAPHS[self.attention.device.type])()
         with self.device.graph(graph, pool=pool):

@@ -9,10 +9,11 @@ Legend: R sampled rows, L those that want log-probabilities, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous_batching.batch import Candidates
@@ -25,17 +26,39 @@ Tensors = dict[str, Tensor]
 _NUM_TOP = 20  # the most log-probabilities that a request may ask for
 
 
-def fetch(tensors: Tensors) -> Arrays:
-    """Bring tensors of small integers and of float32 to the host in one copy."""
+def fetch(tensors: Tensors) -> Callable[[], Arrays]:
+    """Begin to bring tensors of small integers and of float32 to the host in one copy; what is returned waits
+    for it.
+    """
     flat = [each.view(torch.int32) if each.is_floating_point() else each.int() for each in tensors.values()]
-    whole = torch.cat([each.flatten() for each in flat]).cpu().numpy()
+    arrival = bring(torch.cat([each.flatten() for each in flat]))
     ends = np.cumsum([each.numel() for each in flat])
-    return {
-        name: (piece.view(np.float32) if tensor.is_floating_point() else piece.astype(np.int64)).reshape(
-            tensor.shape
-        )
-        for (name, tensor), piece in zip(tensors.items(), np.split(whole, ends[:-1]))
-    }
+
+    def arrived() -> Arrays:
+        return {
+            name: (piece.view(np.float32) if tensor.is_floating_point() else piece.astype(np.int64)).reshape(
+                tensor.shape
+            )
+            for (name, tensor), piece in zip(tensors.items(), np.split(arrival(), ends[:-1]))
+        }
+
+    return arrived
+
+
+def bring(tensor: Tensor) -> Callable[[], NDArray[np.generic]]:
+    """Begin to copy a tensor to the host; what is returned waits for it."""
+    if tensor.device.type == "cpu":
+        return tensor.numpy
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.get_device_module(tensor.device).Event()
+    event.record()
+
+    def arrived() -> NDArray[np.generic]:
+        event.synchronize()
+        return host.numpy()
+
+    return arrived
 
 
 def asked_logprobs(rows: Index, slots: SlotPool) -> list[tuple[int, int]]:

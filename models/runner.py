@@ -5,6 +5,7 @@ Legend: R sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -19,13 +20,14 @@ from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
 from models.decoder import Decoder
 from models.graphs import DecodeGraphs
+from models.sampler import Chosen
 
 
 class RowSampler(Protocol):
     """Chooses one token a row; models/sampler.py is the one in use."""
 
-    def run(self, logits: Tensor, rows: Index, slots: SlotPool) -> Sampled:
-        """Logits [R, V] of the slot rows [R] -> their tokens."""
+    def start(self, logits: Tensor, rows: Index, slots: SlotPool) -> Chosen:
+        """Logits [R, V] of the slot rows [R] -> their tokens, which are not waited for."""
         ...
 
 
@@ -39,37 +41,60 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.decoder, self.cache, self.attention = decoder, cache, attention
         self.sampler, self.slots = sampler, slots
+        # The token that each row got last: the next step may begin before the host knows it
+        self._last = torch.zeros(slots.num_slots, dtype=torch.int64, device=attention.device)
 
     def capture(self, most: int) -> None:
         """From now on run steps of up to `most` decodes, and nothing else, as captured graphs."""
         self.graphs = DecodeGraphs(self.decoder, self.cache, self.attention, self.slots, most)
         self.graphs.capture()
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> Sampled:
         """Make the batch's page copies, then compute its spans; one token for each of `batch.owners`."""
+        return self._begin(batch).wait()
+
+    @torch.inference_mode()
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """The same, without waiting for the device: what is returned does. The next batch finds the tokens
+        there.
+        """
+        chosen = self._begin(batch)
+        if len(batch.owners):
+            self._last[self._to_device(batch.owners)] = chosen.tokens.clamp(min=0)
+        return chosen.wait
+
+    @torch.inference_mode()
+    def _begin(self, batch: Batch) -> Chosen:
         self.cache.apply(batch.copies)
+        unknown = None
+        if len(batch.unknown):
+            unknown = self._last[self._to_device(batch.slots[batch.unknown])]
         if self.graphs is not None and self.graphs.takes(batch):
-            logits, last = self.graphs.run(batch), batch.sampled
+            logits, last = self.graphs.run(batch, unknown), batch.sampled
             every_row = np.array_equal(last, np.arange(batch.num_spans))
             logits = logits if every_row else logits[self._to_device(last)]
         else:
-            hidden, last = self._forward(batch), np.cumsum(batch.stops - batch.starts)[batch.sampled] - 1
+            hidden = self._forward(batch, unknown)
+            last = np.cumsum(batch.stops - batch.starts)[batch.sampled] - 1
             logits = self.decoder.logits(hidden[self._to_device(last)]) if len(last) else hidden[:0]
         if not len(last):
-            return Sampled(np.empty(0, np.int64))
-        return self.sampler.run(logits, batch.owners, self.slots)
+            return Chosen(self._last[:0], lambda: Sampled(np.empty(0, np.int64)))
+        return self.sampler.start(logits, batch.owners, self.slots)
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """Hidden states [T, hidden] of all tokens."""
+    def _forward(self, batch: Batch, unknown: Tensor | None) -> Tensor:
+        """Hidden states [T, hidden] of all tokens; `unknown` [U] are the last of spans `batch.unknown`."""
         slots = self.slots
         inputs = slots.inputs(batch)
         rope_lens = None
         if self.config.rope.kind == "dynamic":
             num_prompt = np.repeat(slots.num_prompt[batch.slots], batch.stops - batch.starts)
             rope_lens = self._to_device(np.maximum(num_prompt, inputs.positions + 1))
+        token_ids = self._to_device(inputs.token_ids)
+        if unknown is not None:
+            last = np.cumsum(batch.stops - batch.starts)[batch.unknown] - 1
+            token_ids[self._to_device(last)] = unknown.to(token_ids.dtype)
         return self.decoder(
-            self._to_device(inputs.token_ids),
+            token_ids,
             self._to_device(inputs.positions),
             self.attention.plan(batch, slots.page_table),
             self.cache,

@@ -11,6 +11,9 @@ Legend: R sampled rows, W those of them that need more than the best token, V vo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,7 +25,7 @@ from kv_cache.pages import Index
 from models.edits import Arrays, apply_edits, gather_edits, needs_edit
 from models.filters import draw, tile_size, top_k_threshold, top_p_threshold
 from models.fused import Fused
-from models.logprobs import Beams, asked_logprobs, fetch, likeliest, read_likeliest
+from models.logprobs import Beams, asked_logprobs, bring, fetch, likeliest, read_likeliest
 
 Tensors = dict[str, Tensor]
 
@@ -47,6 +50,14 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What was chosen, on its way to the host."""
+
+    tokens: Tensor  # int64 [R] on the device; -1 where the logits were not finite
+    wait: Callable[[], Sampled]
+
+
 class Sampler:
     """Chooses tokens from logits by each row's sampling parameters.
 
@@ -65,6 +76,10 @@ class Sampler:
 
     def run(self, logits: Tensor, rows: Index, slots: SlotPool) -> Sampled:
         """Tokens for logits [R, V] of the slot rows [R], each for position `slots.num_tokens` of its row."""
+        return self.start(logits, rows, slots).wait()
+
+    def start(self, logits: Tensor, rows: Index, slots: SlotPool) -> Chosen:
+        """The same, without waiting for the device."""
         assert logits.shape == (len(rows), self._vocab_size), f"logits are {tuple(logits.shape)}"
         drawn = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
         plain = bool(slots.plain[rows].all())
@@ -77,7 +92,9 @@ class Sampler:
 
         tokens, finite = self._fused.greedy(logits)
         if not len(work) and not asked and not beams:
-            return Sampled(torch.where(finite, tokens, -1).cpu().numpy())
+            tokens = torch.where(finite, tokens, -1)
+            arrival = bring(tokens)
+            return Chosen(tokens, lambda: Sampled(arrival()))
         host: Arrays = {"work": work, "asked": np.array([index for index, _ in asked], dtype=np.int64)}
         host |= self._parameters(rows[work], drawn[work], slots)
         if edited.any():
@@ -94,9 +111,14 @@ class Sampler:
             up |= likeliest(logits, tokens, sent["asked"])
         if beams:
             up |= beams.candidates(logits, sent)
-        got = fetch(up)
-        logprobs = read_likeliest(got, asked) if asked else {}
-        return Sampled(got["tokens"], logprobs, beams.read(got) if beams else {})
+        arrived = fetch(up)
+
+        def wait() -> Sampled:
+            got = arrived()
+            logprobs = read_likeliest(got, asked) if asked else {}
+            return Sampled(got["tokens"], logprobs, beams.read(got) if beams else {})
+
+        return Chosen(up["tokens"], wait)
 
     def _parameters(self, rows: Index, drawn: NDArray[np.bool_], slots: SlotPool) -> Arrays:
         """What drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""

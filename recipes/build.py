@@ -71,7 +71,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits)
     sampler = Sampler(config.eos_token_ids, config.vocab_size, fused)
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
-    engine = Engine(scheduler, runner, clock)
+    engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     sizing = _measure(recipe, config, sizing, engine, runner, machine)
     _log(recipe, config, sizing, fused, attention)

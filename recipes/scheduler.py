@@ -151,6 +151,10 @@ class SchedulerSection:
     max_wait_ms: float | None = key(
         "static: how long the first of a batch waits for the others", default=None, least=0, most=_DAY_MS
     )
+    overlap: bool = key(
+        "make the next step while the device is at this one, wherever it can be known; answers stay the same",
+        default=False,
+    )
     record: Path | None = key(
         "a new file for what the scheduler is told and decides, to be read by `scripts.replay`; it holds"
         " prompts as token ids",
@@ -165,6 +169,7 @@ class SchedulerSection:
 _READ_WHERE: dict[str, tuple[str, tuple[object, ...], bool]] = {
     "batch_size": ("policy", ("static",), True),
     "max_wait_ms": ("policy", ("static",), True),
+    "overlap": ("policy", ("stall_free", "split", "prefill_first", "orca"), False),
     "prompt_share": ("policy", ("split",), True),
     "max_long_prefills": ("policy", ("stall_free", "split"), False),
     "chunk_tokens": ("chunk", ("fixed",), False),

@@ -24,6 +24,7 @@ from scripts import verb
 from scripts.mutants.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from scripts.mutants.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from scripts.mutants.fault import Fault
+from scripts.mutants.flight_faults import FLIGHT_FAULTS
 from scripts.mutants.prefix_faults import PREFIX_FAULTS
 from scripts.mutants.residency_faults import RESIDENCY_FAULTS
 from scripts.mutants.resting_faults import RESTING_FAULTS
@@ -38,6 +39,7 @@ FAULTS = (
     *RESIDENCY_FAULTS,
     *SCHEDULE_FAULTS,
     *SEARCH_FAULTS,
+    *FLIGHT_FAULTS,
     *ANSWER_FAULTS,
 )
 ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "serving", "tests")
@@ -45,7 +47,10 @@ ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "s
 BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"
 HOST_TESTS = (
     *(CACHE + name for name in ("test_pages.py", "test_prefix.py", "test_history.py", "test_resting.py")),
-    *(BATCHING + name for name in ("test_scheduler.py", "test_residency.py", "test_flight.py")),
+    *(
+        BATCHING + name
+        for name in ("test_scheduler.py", "test_residency.py", "test_flight.py", "test_overlap.py")
+    ),
     *(BATCHING + name for name in ("test_resting.py", "test_resting_schedules.py", "test_small_pools.py")),
     CACHE + "test_model.py",
     BATCHING + "test_machine.py",

@@ -97,8 +97,8 @@ SEARCH_FAULTS = (
     Fault(
         "search_ended_under_its_batch",
         SCHEDULER,
-        "if np.isin(self._searches.rows_of(row), self._in_flight).any():",
-        "if row in self._in_flight:",
+        "in_flight = any(self.flight.holds(each) for each in rows)",
+        "in_flight = self.flight.holds(row)",
         "the rows of a search are freed while the device computes some of them",
     ),
 )

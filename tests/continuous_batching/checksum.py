@@ -7,6 +7,8 @@ overwritten, freed too early or read before it was computed changes every later 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from continuous_batching.batch import Batch, Candidates, Sampled
@@ -102,6 +104,7 @@ class ChecksumRunner:
         self.host = np.full((host_pool.num_pages if host_pool else 0, slots.page_size), POISON)
         self.cache = np.full(pool.num_pages * slots.page_size, POISON)
         self.page_table = np.zeros_like(slots.page_table)
+        self.last = np.full(slots.num_slots, -1)  # each row's last token, where only a device has it
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
         self.num_steps = 0
 
@@ -111,6 +114,8 @@ class ChecksumRunner:
         rows, indexes, pages = batch.new_pages
         self.page_table[rows, indexes] = pages
         inputs = self.slots.inputs(batch)
+        token_ids, ends = inputs.token_ids.copy(), np.cumsum(batch.stops - batch.starts)
+        token_ids[ends[batch.unknown] - 1] = self.last[batch.slots[batch.unknown]]
         assert len(np.unique(inputs.write_index)) == len(inputs.write_index), "two tokens in one place"
         assert (inputs.write_index >= self.slots.page_size).all(), "wrote to the null page"
         at, size = 0, self.slots.page_size
@@ -123,7 +128,7 @@ class ChecksumRunner:
             for position in range(start, stop):
                 assert inputs.write_index[at] == places[position]
                 assert inputs.positions[at] == position
-                previous = key(int(inputs.token_ids[at]), position, previous)
+                previous = key(int(token_ids[at]), position, previous)
                 self.cache[places[position]] = previous
                 at += 1
             last.append(self.cache[places])
@@ -144,6 +149,12 @@ class ChecksumRunner:
         logprobs = outlook(keys).astype(np.float32)
         tokens = np.argsort(-logprobs, kind="stable")[: params.beam_width + 1 + len(params.stop_token_ids)]
         return Candidates(tokens, logprobs[tokens], logprobs[tokens])
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """The host learns the tokens when it waits for them."""
+        sampled = self.run(batch)
+        self.last[batch.owners] = sampled.tokens
+        return lambda: sampled
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         self._copy(copies)

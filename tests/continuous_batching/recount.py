@@ -43,7 +43,7 @@ def recount(scheduler: Scheduler) -> None:
     busy = slots.busy
     assert len(set(busy.tolist())) == len(busy) == slots.num_slots - slots.num_free
     assert (np.diff(slots.number[busy]) > 0).all(), "busy is not oldest first"
-    settled = np.setdiff1d(busy, scheduler._in_flight)  # a fork's first token is on its way
+    settled = np.setdiff1d(busy, scheduler.flight.rows)  # a fork's first token is on its way
     assert (slots.num_computed[settled] < slots.num_tokens[settled]).all()
     assert (slots.num_tokens[busy] < slots.limit[busy]).all()
     assert (slots.num_pages[busy] * slots.page_size >= slots.num_computed[busy]).all()
@@ -67,13 +67,13 @@ def recount(scheduler: Scheduler) -> None:
 
     # a page that may be written (beyond what is computed) is nobody else's
     for row in busy.tolist():
-        if row in scheduler.residency.tables.forked or row in scheduler._in_flight:
+        if row in scheduler.residency.tables.forked or row in scheduler.flight.rows:
             continue  # it gets a copy before it writes; or what it writes may be forked already
         writable = slots.pages(row)[slots.num_computed[row] // slots.page_size :]
         assert (pool.holders[writable] == 1).all(), f"row {row} may write to a shared page"
 
     # a request is in one place
-    running = {slots.requests[row].id for row in busy.tolist()}
+    running = {slots.requests[row].id for row in busy.tolist() if row not in scheduler.flight.outrun}
     waiting = {request.id for request in scheduler.waiting.requests}
     assert not running & waiting
     assert set(scheduler._row_of) == running

@@ -30,8 +30,7 @@ def test_a_fork_that_is_aborted_before_its_first_commit_ends_with_it() -> None:
     assert len(batch.owners) == len(batch.slots) == 2
     assert engine.abort(follower.id) is follower
     recount(engine.scheduler)
-    finished = engine.scheduler.commit(batch, engine.runner.run(batch), 0.0)
-    assert finished == [follower]
+    assert engine.scheduler.commit(batch, engine.runner.run(batch), 0.0) == []
     assert (follower.finish_reason, follower.answer.tolist()) == ("abort", [])
     recount(engine.scheduler)
     run_out(engine)

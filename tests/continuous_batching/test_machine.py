@@ -226,7 +226,7 @@ class Engines(RuleBasedStateMachine):
         assert bool(counters.refound_tokens) <= bool(counters.preemptions)
 
     def teardown(self) -> None:
-        if not hasattr(self, "known") or len(self.scheduler._in_flight):
+        if not hasattr(self, "known") or len(self.scheduler.flight):
             return  # an operation failed midway
         for _ in range(200 * len(self.known) + 10):
             if not self.engine.has_work:

@@ -196,7 +196,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 def test_a_commit_without_a_batch_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write(path, [Header(1, {}), Committed(0.0, b"")])
-    with pytest.raises(Divergence, match="without a batch"):
+    with pytest.raises(Divergence, match="a commit without a batch"):
         list(replay(entries(path), scheduler()))
 
 

@@ -177,7 +177,7 @@ def test_bad_requests_are_refused_and_change_nothing(request_: Request, message:
     run_out(engine)
 
 
-def test_ends_between_schedule_and_commit_wait_for_the_commit() -> None:
+def test_a_row_that_ends_between_schedule_and_commit_is_freed_by_the_commit() -> None:
     engine = make()
     scheduler = engine.scheduler
     requests = [ask("a", 6, 9), ask("b", 6, 9)]
@@ -186,11 +186,11 @@ def test_ends_between_schedule_and_commit_wait_for_the_commit() -> None:
     spans(engine)
     batch = scheduler.schedule(0.0)
     assert scheduler.end("a", "abort") is requests[0]
-    assert requests[0].finish_reason is None
-    recount(scheduler)
-    finished = scheduler.commit(batch, engine.runner.run(batch), 1.0)
-    assert finished == [requests[0]]
     assert requests[0].finish_reason == "abort"
+    recount(scheduler)
+    assert len(engine.slots.busy) == 2, "the device still writes to its pages"
+    assert scheduler.commit(batch, engine.runner.run(batch), 1.0) == []
+    assert len(engine.slots.busy) == 1
     assert requests[0].answer.tolist() == alone(requests[0].prompt.tolist(), 1), "this step's came too late"
     recount(scheduler)
     run_out(engine)

@@ -113,6 +113,7 @@ def expected(request: Request) -> list[int]:
 def try_resize(engine: Engine, change: int, give_up: GiveUp) -> None:
     """Resize if it is allowed; a refusal changes nothing."""
     pool = engine.scheduler.pool
+    engine.drain()
     before = pool.num_pages, pool.num_held, len(engine.slots.busy)
     refusal = ""
     try:
@@ -145,11 +146,16 @@ def try_add(engine: Engine, family: list[Request]) -> bool:
 
 
 def serve(
-    scheduler: Scheduler, runner: ChecksumRunner, plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
+    scheduler: Scheduler,
+    runner: ChecksumRunner,
+    plan: list[Arrival],
+    resizes: dict[int, tuple[int, GiveUp]],
+    *,
+    overlap: bool = False,
 ) -> dict[str, Request]:
     """Run a schedule to its end, recounting the ledger after every operation."""
     now = 0.0
-    engine = Engine(scheduler, runner, clock=lambda: now)
+    engine = Engine(scheduler, runner, clock=lambda: now, overlap=overlap)
     leaders = [arrival.request(number) for number, arrival in enumerate(plan)]
     families = [[leader, *leader.followers] for leader in leaders]
     runner.fail = {each.id for family, arrival in zip(families, plan) if arrival.fails for each in family}
@@ -213,12 +219,16 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
         st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
         max_size=3,
     ),
+    overlap=st.booleans(),
 )
 def test_every_schedule_gives_the_tokens_of_each_request_alone(
-    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
+    made: tuple[Scheduler, ChecksumRunner],
+    plan: list[Arrival],
+    resizes: dict[int, tuple[int, GiveUp]],
+    overlap: bool,
 ) -> None:
     scheduler, runner = made
-    ended = serve(scheduler, runner, plan, resizes)
+    ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
     assert not len(scheduler.slots.busy)
     assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from continuous_batching.counters import Counters
+from continuous_batching.flight import Flight
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.residency import Residency
 from continuous_batching.slots import SlotPool
@@ -307,7 +308,7 @@ class World:
                 pool=self.pool,
                 residency=self.residency,
                 waiting=SimpleNamespace(requests=waiting),
-                _in_flight=np.empty(0, dtype=np.int64),
+                flight=Flight(self.slots),
                 _row_of=running,
             )
         )

@@ -18,6 +18,7 @@ from kv_cache.storage import KVCache
 from models import weights
 from models.decoder import Decoder
 from models.runner import ModelRunner
+from models.sampler import Chosen
 from recipes import families as recipe_families
 from tests.devices import Kind, Way, on_each, operators
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make, wide
@@ -33,10 +34,10 @@ class Recorder:
     seen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     stops: dict[int, int] = field(default_factory=dict)
 
-    def run(self, logits: Tensor, rows: np.ndarray, slots: SlotPool) -> Sampled:
+    def start(self, logits: Tensor, rows: np.ndarray, slots: SlotPool) -> Chosen:
         for row, line in zip(rows.tolist(), logits):
             self.seen[row, self.stops[row] - 1] = line.float().log_softmax(-1).cpu()
-        return Sampled(np.zeros(len(rows), np.int64))
+        return Chosen(logits[:, 0].long(), lambda: Sampled(np.zeros(len(rows), np.int64)))
 
 
 def make_decoder(path: Path, dtype: torch.dtype, page_size: int, pair: Pair) -> Decoder:
