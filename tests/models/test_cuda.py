@@ -112,3 +112,30 @@ def test_a_linear_gives_a_row_the_same_bits_wherever_it_stands(
     whole = fused.linear(x, packed)
     for rows in (slice(0, 1), slice(77, 78), slice(3, 140), slice(60, 66)):
         assert torch.equal(fused.linear(x[rows], packed), whole[rows])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@pytest.mark.parametrize("batch_invariant", ["false", "true"])
+def test_captured_steps_give_the_same_tokens(batch_invariant: str) -> None:
+    captured = engine("device.kind=cuda", "device.graphs=3", f"device.batch_invariant={batch_invariant}")
+    ours = serve(captured, requests(12))
+    expected = serve(engine("device.attention=reference", "device.threads=1"), requests(12))
+    assert [request.answer.tolist() for request in ours] == [request.answer.tolist() for request in expected]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no CUDA device")
+@pytest.mark.parametrize("graphs", [0, 3])
+def test_log_probabilities_in_bfloat16_are_near_those_of_the_cpu(graphs: int) -> None:
+    narrow = "model.dtype=bfloat16"
+    ours = serve(engine("device.kind=cuda", f"device.graphs={graphs}", narrow), requests(12, logprobs=5))
+    plain = engine("device.attention=reference", "device.threads=1", narrow)
+    expected = serve(plain, requests(12, logprobs=5))
+    for one, other in zip(ours, expected):
+        first, second = dict(one.logprobs[0].top), dict(other.logprobs[0].top)
+        common = sorted(first.keys() & second.keys())
+        assert len(common) >= 4
+        assert [first[token] for token in common] == pytest.approx(
+            [second[token] for token in common], rel=2e-2
+        )
