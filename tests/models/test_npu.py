@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import sys
 from collections import Counter
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from attention.products import product
 from continuous_batching.engine import Engine
@@ -113,6 +117,22 @@ def test_without_the_scatter_of_pages_rows_are_scattered(
     assert calls["npu_scatter_nd_update_"] == 2 * 2 * len(bench.shape.windows)
 
 
+def test_captured_steps_give_the_same_tokens_and_ask_for_no_operator(
+    calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = serve(engine_of())
+    engine = engine_of("device.graphs=4")
+    replayed = []
+    replay = torch.npu.NPUGraph.replay
+    monkeypatch.setattr(torch.npu.NPUGraph, "replay", lambda graph: replayed.append(1) or replay(graph))
+    calls.clear()
+    answers, steps = serve(engine, calls)
+    assert answers == expected
+    assert {count for only_decodes, count in steps if not only_decodes} == {NUM_LAYERS}
+    assert {count for only_decodes, count in steps if only_decodes} == {0, NUM_LAYERS}  # above the ladder too
+    assert len(replayed) == sum(not count for _, count in steps) > 5
+
+
 def test_more_graphs_than_streams_are_refused() -> None:
     deep = "model.config={model_type: llama, vocab_size: 64, hidden_size: 64, num_hidden_layers: 99,"
     deep += " num_attention_heads: 1, num_key_value_heads: 1, intermediate_size: 64, eos_token_id: 2}"
@@ -159,3 +179,72 @@ def test_every_start_and_every_result_says_virtual(
     assert json.loads(answers.read_text())["device"] == "VIRTUAL"
     benchmark.main(["offline", "recipes/tiny/cpu.yaml", *npu, "--trace", str(trace), "--json"])
     assert "VIRTUAL" in json.loads(capsys.readouterr().out)["machine"]["device"]
+
+
+class Lines:
+    """Which lines of some files' functions run while this is entered."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.wanted = {str(path): lines_of(compile(path.read_text(), str(path), "exec")) for path in paths}
+        self.seen: dict[str, set[int]] = {path: set() for path in self.wanted}
+
+    def __enter__(self) -> Lines:
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def missing(self) -> dict[str, list[int]]:
+        return {
+            path: sorted(lines - self.seen[path])
+            for path, lines in self.wanted.items()
+            if lines - self.seen[path]
+        }
+
+    def _called(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._ran if frame.f_code.co_filename in self.seen else None
+
+    def _ran(self, frame: FrameType, event: str, _: object) -> Any:
+        self.seen[frame.f_code.co_filename].add(frame.f_lineno)
+        return self._ran
+
+
+def lines_of(code: CodeType) -> set[int]:
+    """The lines of all functions in a module's code, their first ones left out."""
+    found: set[int] = set()
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            found |= lines_of(each)
+            if each.co_flags & inspect.CO_OPTIMIZED:  # a function; a class runs when it is imported
+                found |= {line for *_, line in each.co_lines() if line and line > each.co_firstlineno}
+    return found
+
+
+def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    start(section("npu"))
+    import torch_npu
+
+    from models.npu import chip
+
+    files = [path for path in ROOT.glob("*/npu.py") if path.parent.name != "virtual_npu"]
+    with Lines(files) as lines:
+        serve(engine_of("device.graphs=2"))
+        fused, attention = operators("npu", "fused", shape(page_size=32))
+        attention.check_graphs(3)
+        attention.product = product("950", "")  # type: ignore[attr-defined]
+        monkeypatch.delattr(torch_npu, "npu_scatter_pa_kv_cache")
+        Bench(attention).step({0: 20, 3: 1})
+        fused.pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
+        fused.check_int8(torch.bfloat16)
+        ones = torch.ones(16, 32, dtype=torch.int8, device="npu:0")
+        packed = fused.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
+        fused.linear_int8(torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0"), packed)
+        heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
+        fused.rotary(heads, heads.clone(), angles, angles)
+        monkeypatch.setattr(torch.npu, "is_available", lambda: False)
+        with pytest.raises(ValueError, match="finds no NPU"):
+            chip()
+    assert len(files) == 2
+    assert all(lines.wanted.values())
+    assert lines.missing() == {}

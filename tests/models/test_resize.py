@@ -77,7 +77,7 @@ def test_resizes_compactions_and_swaps_change_no_token(
     disturbed("cpu", PAGE_SIZE, undisturbed, host_gib, victim)
 
 
-@pytest.mark.parametrize("graphs", [0])
+@pytest.mark.parametrize("graphs", [0, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (3, 8))])
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
 def test_nor_do_they_on_another_device(undisturbed: list[list[int]], pair: Pair, graphs: int) -> None:
     disturbed(pair[0], 2 * PAGE_SIZE, undisturbed, 0.01, "youngest", f"device.graphs={graphs}")
