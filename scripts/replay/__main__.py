@@ -3,7 +3,8 @@
     python -m scripts.replay FILE                       decide every step again; the first difference, if any
     python -m scripts.replay FILE --explain REQUEST_ID  one request's story
     python -m scripts.replay FILE --trace OUT.json      a time line for Perfetto or chrome://tracing
-    python -m scripts.replay FILE --policy NAME         what if another policy had served these requests
+    python -m scripts.replay FILE --policy NAME [scheduler.KEY=VALUE ...]
+                                                        what if another policy had served these requests
 
 A recording is made with `scheduler.record=FILE` in the recipe. Exit 1: a decision came out otherwise.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any
+
+import yaml
 
 from continuous_batching.recording import Added, DamagedRecording, Entry, Header, read_entries
 from continuous_batching.replay import Divergence, Event, Replayed, replay
@@ -30,6 +33,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m scripts.replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     top.add_argument("file", help="a recording")
+    top.add_argument(
+        "changes", nargs="*", metavar="scheduler.KEY=VALUE", help="with --policy: what else is other"
+    )
     purpose = top.add_mutually_exclusive_group()
     purpose.add_argument("--explain", metavar="REQUEST_ID", help="tell one request's story")
     purpose.add_argument("--trace", metavar="OUT.json", help="write a time line")
@@ -63,7 +69,11 @@ class Recording:
 
 def main(argv: list[str]) -> int:
     """Replay; raises ValueError or OSError for an unusable file."""
-    options = parser().parse_args(argv)
+    options = parser().parse_intermixed_args(argv)
+    if options.changes and options.policy is None:
+        raise ValueError(
+            f"{options.changes[0]}: a recording is replayed as it was; with --policy NAME it may change"
+        )
     with open(options.file, "rb") as file:
         recording = Recording(file, options.file)
         scheduler = scheduler_from(recording.facts)
@@ -88,23 +98,35 @@ def act(
             count = perfetto.write(output, perfetto.Tracer(scheduler).events(events))
         print(f"{count} events in {options.trace}; open it in ui.perfetto.dev")
     elif options.policy is not None:
-        compare(options.policy, recording, scheduler, events)
+        changes = {"policy": options.policy} | dict(map(change, options.changes))
+        compare(changes, recording, scheduler, events)
     else:
         steps = [event.number for event in events if isinstance(event, Replayed)]
         print(f"{len(recording.added)} requests, {len(steps)} steps: every decision is the same")
 
 
-def compare(policy: str, recording: Recording, scheduler: Scheduler, events: Iterator[Event]) -> None:
+def change(text: str) -> tuple[str, Any]:
+    """The key and the value of scheduler.KEY=VALUE."""
+    name, equals, value = text.partition("=")
+    section, _, leaf = name.partition(".")
+    if section != "scheduler" or not leaf or not equals:
+        raise ValueError(f"{text}: give scheduler.KEY=VALUE, such as scheduler.batch_size=8")
+    return leaf, yaml.safe_load(value)
+
+
+def compare(
+    changes: dict[str, Any], recording: Recording, scheduler: Scheduler, events: Iterator[Event]
+) -> None:
     """Print how the requests fared, and how they would have."""
     recorded, steps = what_if.served(events, scheduler)
     costs = what_if.fit(steps)
     answered = [each for each in recording.added if all(recorded[one.id].token_s for one in each.samples)]
     columns = {"as recorded": what_if.summary(recorded)}
     section = recording.facts["scheduler"]
-    for name, chosen in (("modelled", section["policy"]), ("what if", policy)):
-        other = scheduler_from({**recording.facts, "scheduler": {**section, "policy": chosen}})
+    for name, scheduling in (("modelled", section), ("what if", section | changes)):
+        other = scheduler_from(recording.facts | {"scheduler": scheduling})
         fates = what_if.simulate(other, recorded, answered, costs)
-        columns[f"{name}: {chosen}"] = what_if.summary(fates)
+        columns[f"{name}: {scheduling['policy']}"] = what_if.summary(fates)
     print(f"{'':18}" + "".join(f"{name:>24}" for name in columns))
     for row in columns["as recorded"]:
         print(f"{row:18}" + "".join(f"{column.get(row, float('nan')):24.2f}" for column in columns.values()))

@@ -97,6 +97,12 @@ def test_what_if_serves_the_same_requests(recording: Path, capsys: pytest.Captur
     assert served[1:] == ["10.00"] * 3
     with pytest.raises(ValueError, match=r"scheduler\.policy"):
         main([str(recording), "--policy", "fastest"])
+    with pytest.raises(ValueError, match=r"scheduler\.batch_size: required"):
+        main([str(recording), "--policy", "static"])
+    with pytest.raises(ValueError, match="with --policy NAME it may change"):
+        main([str(recording), "scheduler.batch_size=3"])
+    main([str(recording), "--policy", "static", "scheduler.batch_size=3", "scheduler.max_wait_ms=5"])
+    assert "what if: static" in capsys.readouterr().out
 
 
 def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
