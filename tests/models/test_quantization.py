@@ -57,6 +57,7 @@ def test_products_are_exact_at_the_ends_of_the_range(fused: type[Fused], inputs:
         rows = torch.randint(-127, 128, (num_rows, inputs), generator=generator, dtype=torch.int8)
         weight = torch.randint(-128, 128, (33, inputs), generator=generator, dtype=torch.int8)
         rows[0], weight[0], weight[1] = 127, -128, 127
+        weight[1, 0] = 126  # so that the sum is odd, which float32 cannot hold beyond 2**24
         packed = operators.pack_int8(weight.clone(), torch.ones(33), None)
         exact = rows.to(torch.int64) @ weight.to(torch.int64).t()
         assert torch.equal(operators.int8_product(rows, packed[0]).long(), exact)
@@ -156,7 +157,7 @@ def test_bytes_are_counted_as_they_are_held(name: str, tmp_path: Path) -> None:
     for quantization_ in (
         None,
         Quantization(is_stored=False),
-        Quantization(("re:.*self_attn", "lm_head"), False),
+        Quantization(("re:.*self_attn",), False),
     ):
         decoder = bare(replace(config, quantization=quantization_))
         weights.random(decoder, 0)

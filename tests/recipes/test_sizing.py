@@ -12,6 +12,7 @@ from attention.reference import Attention, AttentionShape
 from kv_cache.storage import KVCache
 from models.decoder import Decoder
 from models.fused import Fused
+from models.quantization import Quantization
 from recipes.devices import host_memory_bytes
 from recipes.keys import RecipeError
 from recipes.ledger import GIB, report
@@ -215,3 +216,8 @@ def test_int8_weights_are_counted_with_their_scales() -> None:
     weights = 2 * (64 * (64 + 32 + 32 + 64) + 64 * 96 * 3)  # two layers
     scales = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
     assert plain.weight_bytes - in_int8.weight_bytes == 3 * weights - 4 * scales
+
+
+def test_random_weights_of_a_quantised_model_are_quantised_when_they_are_drawn() -> None:
+    recipe = made({"quantization_config": Quantization().in_json()})
+    assert model_config(recipe).quantization == Quantization(is_stored=False)

@@ -85,6 +85,7 @@ def test_all_else_is_copied(quantised: Path) -> None:
             assert (after[name].dtype, scale.dtype) == (torch.int8, torch.float32)
             assert ((after[name] * scale - tensor.float()).abs() <= scale * 0.5001).all()
     assert {file.name for file in quantised.iterdir()} == {file.name for file in TINY.iterdir()}
+    assert (quantised / SINGLE).stat().st_mode == (TINY / SINGLE).stat().st_mode
     assert (quantised / "tokenizer.model").read_bytes() == (TINY / "tokenizer.model").read_bytes()
     said = json.loads((quantised / "config.json").read_text())
     assert said.pop("quantization_config")["format"] == "int-quantized"
