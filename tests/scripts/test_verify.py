@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from scripts.verify import __main__ as verify
 from scripts.verify import tokens
 from scripts.verify.__main__ import Outcome, Part
 from serving.offline import Record
+from tests.devices import has_npu
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0"]
 WELL = Part("tokens", "are they?", ("scripts.doctor", "--help"))
@@ -116,3 +120,19 @@ def test_a_cpu_gives_what_a_cpu_gives(capsys: pytest.CaptureFixture[str]) -> Non
     for each in told:
         assert each["num_same"] == 32
         assert each["num_right"] >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+def test_the_stand_in_passes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "scripts/verify_npu.sh", "--virtual", "--calls", "2", "--output", str(tmp_path)],
+        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("VIRTUAL: ")
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    told = json.loads((folder / "report.json").read_text())
+    assert [part["is_right"] for part in told["parts"] if part["counts"]] == [True] * 4
+    assert "VIRTUAL" in told["parts"][-1]["result"]["machine"]["device"]
