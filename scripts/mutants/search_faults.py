@@ -95,10 +95,10 @@ SEARCH_FAULTS = (
         "every step leaks the pages of beams that nobody continues",
     ),
     Fault(
-        "search_ended_under_its_batch",
+        "beams_stay_in_flight",
         SCHEDULER,
-        "in_flight = any(self.flight.holds(each) for each in rows)",
-        "in_flight = self.flight.holds(row)",
-        "the rows of a search are freed while the device computes some of them",
+        "        for each in rows if in_flight else ():\n",
+        "        for each in rows[:1] if in_flight else ():\n",
+        "the rows of a search that ended under its batch are never free again",
     ),
 )

@@ -147,9 +147,10 @@ def run(
     made: tuple[Scheduler, ChecksumRunner],
     plan: list[Arrival],
     changes: dict[int, tuple[int, GiveUp]],
+    overlap: bool,
 ) -> None:
     scheduler, runner = made
-    ended = serve(scheduler, runner, plan, changes)
+    ended = serve(scheduler, runner, plan, changes, overlap=overlap)
     hunted = {name: each for name, each in ended.items() if each.params.beam_width}
     for request in hunted.values():
         check_search(request, runner.fail)
@@ -164,22 +165,28 @@ PLANS = st.tuples(st.lists(hunts, min_size=1, max_size=5), st.lists(arrivals, ma
 )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(made=schedulers(), plan=PLANS, changes=resizes)
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(made=schedulers(), plan=PLANS, changes=resizes, overlap=st.booleans())
 def test_every_schedule_gives_each_search_what_it_finds_alone(
-    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], changes: dict[int, tuple[int, GiveUp]]
+    made: tuple[Scheduler, ChecksumRunner],
+    plan: list[Arrival],
+    changes: dict[int, tuple[int, GiveUp]],
+    overlap: bool,
 ) -> None:
-    run(made, plan, changes)
+    run(made, plan, changes, overlap)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @settings(max_examples=4000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(made=schedulers(), plan=PLANS, changes=resizes)
+@given(made=schedulers(), plan=PLANS, changes=resizes, overlap=st.booleans())
 def test_thousands_of_schedules_give_each_search_what_it_finds_alone(
-    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], changes: dict[int, tuple[int, GiveUp]]
+    made: tuple[Scheduler, ChecksumRunner],
+    plan: list[Arrival],
+    changes: dict[int, tuple[int, GiveUp]],
+    overlap: bool,
 ) -> None:
-    run(made, plan, changes)
+    run(made, plan, changes, overlap)
 
 
 def make(num_slots: int = 8, num_pages: int = 60, **options: Any) -> Engine:
@@ -277,6 +284,20 @@ def test_a_search_waits_for_all_its_rows_and_nobody_overtakes_it() -> None:
     check_search(request, set())
     assert short.finish_s is not None
     assert request.first_token_s is not None
+
+
+def test_a_search_is_promised_pages_for_all_its_beams() -> None:
+    engine = make(num_pages=1 + 8)
+    other = Request("o", np.arange(13), SamplingParams(max_tokens=2))
+    request = search("a", num_prompt=9, max_tokens=3, width=4)
+    engine.add(other)
+    engine.add(request)
+    engine.step()
+    assert engine.slots.num_free == 7  # 4 of 8 pages are free; it needs 3, and one more for each other beam
+    assert engine.scheduler.held_back == "pages"
+    run_out(engine)
+    check_search(request, set())
+    assert engine.scheduler.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("num_steps", range(7))
