@@ -19,17 +19,22 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.build import build
 from recipes.reader import load
 from recipes.recipe import ROOT
-from tests.models.families import VARIANTS, VOCABULARY, fresh_rope, make
+from tests.devices import Kind, Way, on_each, settings
+from tests.models.families import VARIANTS, VOCABULARY, Variant, fresh_rope, make, wide
+
+Pair = tuple[Kind, Way]
 
 NUM_REQUESTS, NUM_NEW, LONGEST = 32, 48, 300
+ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # for other devices
 
 
-def make_engine(path: Path, attention: str) -> Engine:
+def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
+    kind, attention = pair
     overrides = {
         "model.path": path,
         "model.dtype": "float32",
         "device.attention": attention,
-        "device.threads": 1,
+        "device.graphs": graphs,
         "cache.page_size": 16,
         "cache.num_pages": 70,
         "cache.memory_gib": "null",
@@ -37,7 +42,8 @@ def make_engine(path: Path, attention: str) -> Engine:
         "scheduler.max_batch_tokens": 96,
         "scheduler.max_request_tokens": LONGEST + NUM_NEW,
     }
-    return build(load(ROOT / "recipes/any/cpu.yaml", [f"{key}={value}" for key, value in overrides.items()]))
+    texts = [*settings(kind), *(f"{key}={value}" for key, value in overrides.items())]
+    return build(load(ROOT / "recipes/any/cpu.yaml", texts))
 
 
 def make_prompts(seed: int) -> list[list[int]]:
@@ -97,16 +103,39 @@ class Case:
     expected: list[tuple[list[int], torch.Tensor]]
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    model, path = make(request.param, tmp_path_factory.mktemp("checkpoint"))
-    prompts = make_prompts(seed=len(request.param.name))
+def case_of(variant: Variant, folder: Path) -> Case:
+    model, path = make(variant, folder)
+    prompts = make_prompts(seed=len(variant.name))
     return Case(path, prompts, [generated(model, prompt) for prompt in prompts])
 
 
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return case_of(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(
+    scope="module", params=[each for each in VARIANTS if each.name in ELSEWHERE], ids=lambda each: each.name
+)
+def wide_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    variant = next(each for each in VARIANTS if each.name == request.param)
+    return case_of(wide(variant), tmp_path_factory.mktemp("checkpoint"))
+
+
 @pytest.mark.parametrize("attention", ["reference", "fused"])
-def test_greedy_tokens_are_those_of_transformers(case: Case, attention: str) -> None:
-    requests = serve(make_engine(case.path, attention), case.prompts)
+def test_greedy_tokens_are_those_of_transformers(case: Case, attention: Way) -> None:
+    check(make_engine(case.path, ("cpu", attention)), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize("pair", on_each("fused")[1:])
+def test_so_they_are_on_other_devices(wide_case: Case, pair: Pair, graphs: int) -> None:
+    check(make_engine(wide_case.path, pair, graphs), wide_case)
+
+
+def check(engine: Engine, case: Case) -> None:
+    requests = serve(engine, case.prompts)
     for request, (tokens, logprobs) in zip(requests, case.expected):
         assert request.answer.tolist() == tokens, f"request {request.id}"
         assert len(request.logprobs) == NUM_NEW
