@@ -150,6 +150,30 @@ def test_half_precision_comes_back_in_its_type(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), oracle(dense)[0], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("window", [1, 16, 17, 40])
+def test_what_lies_before_a_window_is_not_read(window: int) -> None:
+    """A request may give back the pages that its window has left, and the table may say anything there."""
+    arguments, dense = paged(np.random.default_rng(window), lens=[(1, 70), (5, 90)], window=window)
+    for row, (count, keys) in enumerate([(1, 70), (5, 90)]):
+        first = keys - count - (window - 1)
+        for cache in (arguments["key"], arguments["value"]):
+            page = int(arguments["block_table"][row, first // 16])
+            cache[page, : first % 16] = torch.nan
+        arguments["block_table"][row, : first // 16] = 10_000
+    close(*V2(FP32, **arguments), dense)
+
+
+def test_rows_that_see_nothing_come_out_as_zero_where_that_is_asked_for() -> None:
+    query, key = torch.randn(1, 3, 2, 64), torch.randn(1, 4, 2, 64)
+    hidden = torch.zeros(3, 4, dtype=torch.bool)
+    hidden[1] = True
+    shared: dict[str, Any] = {"num_query_heads": 2, "input_layout": "BSND", "softmax_scale": 0.125}
+    out, _ = V2(FP32, query, key, key, atten_mask=hidden, sparse_mode=1, inner_precise=2, **shared)
+    bare, _ = V2(FP32, query, key, key, **shared)
+    assert not out[0, 1].any()
+    torch.testing.assert_close(out[0, ::2], bare[0, ::2])
+
+
 def test_the_mask_may_lie_anywhere_in_memory() -> None:
     arguments, _ = paged(np.random.default_rng(6))
     room = torch.zeros(MASK.numel() + 1, dtype=torch.int8)

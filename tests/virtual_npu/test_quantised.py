@@ -44,6 +44,12 @@ def test_products_of_int8_are_exact(inner: int, transposed: bool) -> None:
     assert (rounded.double() != want).float().mean() < 0.1
 
 
+def test_a_sum_beyond_what_float32_holds_is_exact() -> None:
+    x1, x2 = torch.full((1, 3001), 127, dtype=torch.int8), torch.full((3001, 1), 127, dtype=torch.int8)
+    out = KERNELS["npu::npu_quant_matmul"](x1, x2, torch.ones(1), output_dtype=3)
+    assert out.item() == 3001 * 127 * 127  # odd, and above 2**24
+
+
 def test_a_bias_that_is_no_integer_comes_after_the_scales() -> None:
     one = torch.ones(2, 3, dtype=torch.int8)
     out = KERNELS["npu::npu_quant_matmul"](
@@ -89,6 +95,11 @@ def test_top_k_top_p_row_by_row(given: tuple[str, ...]) -> None:
         want = torch.full((50,), -torch.inf)
         want[kept] = logits[row][kept]
         assert torch.equal(out[row], want)
+
+
+def test_one_is_kept_whatever_p_says() -> None:
+    out = KERNELS["npu::npu_top_k_top_p"](torch.tensor([[1.0, 5.0, 2.0]]), p=torch.zeros(1))
+    assert out.tolist() == [[-torch.inf, 5.0, -torch.inf]]
 
 
 def test_equals_of_the_least_kept_are_kept() -> None:

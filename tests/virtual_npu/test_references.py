@@ -125,6 +125,13 @@ def test_a_split_cache_holds_heads_in_columns_of_sixteen(name: str) -> None:
     assert torch.equal(nz, cache)
 
 
+def test_padding_may_fall_on_one_place_of_page_0() -> None:
+    key, cache = torch.randn(3, 2, 32), torch.zeros(4, 16, 2, 32)
+    slots = torch.tensor([0, 20, 0])
+    KERNELS["npu::npu_scatter_pa_kv_cache"](key, key, cache, cache.clone(), slots, cache_mode="Norm")
+    assert torch.equal(cache[1, 4], key[1])
+
+
 def test_scatter_nd_update() -> None:
     cache, rows, index = torch.zeros(6, 2, 4), torch.randn(2, 2, 4), torch.tensor([[4], [1]])
     assert KERNELS["npu::npu_scatter_nd_update_"](cache, index, rows) is cache
