@@ -118,8 +118,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     scope="module", params=[each for each in VARIANTS if each.name in ELSEWHERE], ids=lambda each: each.name
 )
 def wide_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    variant = next(each for each in VARIANTS if each.name == request.param)
-    return case_of(wide(variant), tmp_path_factory.mktemp("checkpoint"))
+    return case_of(wide(request.param), tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.mark.parametrize("attention", ["reference", "fused"])
