@@ -40,9 +40,12 @@ class TenantShares:
     def join(self, request: Request, is_long: bool) -> None:
         """A request of a tenant waits."""
         tenant = self._tenant(request.tenant)
-        if not self._num_waiting.any() and self._last in self._index:
-            self._floor = max(self._floor, self.served(self._last))
         if not self._num_waiting[tenant].any():
+            waiting = self._num_waiting.any(axis=1)
+            if waiting.any():
+                self._floor = max(self._floor, float(self._served[waiting].min()))
+            elif self._last in self._index:
+                self._floor = max(self._floor, self.served(self._last))
             self._served[tenant] = max(self._served[tenant], self._floor)
             self._joined[tenant] = request.number
         self._num_waiting[tenant, int(is_long)] += 1
@@ -59,8 +62,6 @@ class TenantShares:
         least = served.min(initial=np.inf)
         if least == np.inf:
             return None
-        if not short_only:
-            self._floor = max(self._floor, float(least))
         equal = np.flatnonzero(served == least)
         return self._names[int(equal[np.argmin(self._joined[equal])])]
 

@@ -176,7 +176,7 @@ def _seconds(name: str, value: Any) -> float:
 
 def _timeout(name: str, value: Any) -> float:
     if (timeout_s := _number(name, value)) <= 0:
-        raise _wrong(name, value, "above 0")
+        raise _wrong(name, value, "above 0 seconds")
     return timeout_s
 
 

@@ -26,6 +26,7 @@ from scripts.mutants.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from scripts.mutants.fault import Fault
 from scripts.mutants.flight_faults import FLIGHT_FAULTS
 from scripts.mutants.prefix_faults import PREFIX_FAULTS
+from scripts.mutants.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from scripts.mutants.residency_faults import RESIDENCY_FAULTS
 from scripts.mutants.resting_faults import RESTING_FAULTS
 from scripts.mutants.schedule_faults import SCHEDULE_FAULTS
@@ -40,6 +41,7 @@ FAULTS = (
     *SCHEDULE_FAULTS,
     *SEARCH_FAULTS,
     *FLIGHT_FAULTS,
+    *QUEUE_FAULTS,
     *ANSWER_FAULTS,
 )
 ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "serving", "tests")
@@ -57,8 +59,13 @@ HOST_TESTS = (
     BATCHING + "test_weak_keys.py",
     BATCHING + "test_searches.py",
 )
+QUEUE_TESTS = tuple(
+    BATCHING + name for name in ("test_policies.py", "test_orders.py", "test_bounds.py", "test_adaptive.py")
+)
 DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py")
 TESTS_OF = {  # all others: HOST_TESTS
+    **dict.fromkeys(QUEUES, QUEUE_TESTS),
+    OUTRANK: (BATCHING + "test_orders.py", *HOST_TESTS),
     STORAGE: DEVICE_TESTS,
     RUNNER: DEVICE_TESTS,
     ATTENTION: ("tests/attention/test_attention.py", "tests/attention/test_cpu.py"),

@@ -42,6 +42,7 @@ def test_every_field_arrives(texts: dict[str, Text]) -> None:
             "tenant": "us",
             "cache_salt": "salt",
             "priority": -3,
+            "timeout_s": 2.5,
         },
         text,
     )
@@ -49,6 +50,7 @@ def test_every_field_arrives(texts: dict[str, Text]) -> None:
     assert request.prompt.tolist() == text.encode("Hello")
     assert (request.arrival_s, request.tenant, request.cache_salt) == (2.0, "us", "salt")
     assert request.priority == -3
+    assert request.timeout_s == 2.5
     assert request.params == SamplingParams(
         max_tokens=30,
         min_tokens=2,
@@ -156,6 +158,7 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
         ({"tenant": "a", "user": "b"}, "tenant and user are two names of one field"),
         ({"cache_salt": 5}, "cache_salt is 5; it must be a string"),
         ({"tenant": ["x" * 100]}, "it must be a string"),
+        ({"timeout_s": 0}, "timeout_s is 0; it must be above 0"),
         ({"priority": 2**31}, "priority is 2147483648; it must be an integer from -2147483647 to 2147483647"),
     ],
 )
