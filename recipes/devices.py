@@ -139,7 +139,8 @@ class Npu(Accelerator):
         from models.npu import NpuFused
 
         if self.asked.attention == "reference":
-            return NpuFused(self.product), Attention(shape, self.device)
+            fused = NpuFused(self.product) if self.product.is_fused else Fused()  # the first 910 has none
+            return fused, Attention(shape, self.device)
         attention = NpuAttention(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
         return NpuFused(self.product), attention
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from recipes.ledger import GIB, report
 from recipes.reader import load
 from recipes.recipe import ROOT
 from recipes.sizing import model_config, size
+from tests.devices import has_npu
 from tests.recipes import published
 
 RECIPES = sorted(ROOT.glob("recipes/*/*_910*.yaml"))
@@ -90,3 +93,17 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
     assert "weights 8.79 GiB" in lines
     assert main(["show", path, "device.memory_gib=12"]) == 2
     assert "cache.memory_fraction: 0.9 of the 12.00 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_serves_the_tiny_model_on_the_stand_in(path: Path) -> None:
+    small = ["cache.num_pages=64", "cache.memory_fraction=null"]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.generate", str(path), "model.path=recipes/tiny/weights", *small,
+         "device.virtual=true", "--prompt", "348+275=", "--max-tokens", "6"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["623"]), done.stderr
