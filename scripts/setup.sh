@@ -43,36 +43,45 @@ if [[ -n ${PYTHON:-} ]] || ! works; then
     fi
 fi
 
-stale=()
+usual=() # what pip installs as it comes
 for file in "${wanted[@]}"; do
-    sha256sum --check --status ".venv/$file.sha256" 2>/dev/null || stale+=("$file")
-done
-pip=("$python" -m pip install --disable-pip-version-check --no-input --progress-bar off -qq)
-usual=()
-for file in "${stale[@]}"; do
     [[ $file == requirements-npu.txt ]] || usual+=("$file")
 done
-if ((${#usual[@]})); then
-    torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' requirements.txt)
-    echo "setup: installing ${usual[*]} (the first time takes some minutes)"
-    "${pip[@]}" "$torch" # first, so that nothing else brings another torch
-    "${pip[@]}" "${usual[@]/#/--requirement=}"
-fi
+is_new() { ! sha256sum --check --status ".venv/$1.sha256" 2>/dev/null; }
+is_wanted() { [[ " ${wanted[*]} " == *" $1 "* ]]; }
+done_with() {
+    for file in "$@"; do
+        sha256sum "$file" >".venv/$file.sha256"
+    done
+}
+
+pip=("$python" -m pip install --disable-pip-version-check --no-input --progress-bar off -qq)
+for file in "${usual[@]}"; do
+    if is_new "$file"; then
+        torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' requirements.txt)
+        echo "setup: installing ${usual[*]} (the first time takes some minutes)"
+        "${pip[@]}" "$torch" # first, so that nothing else brings another torch
+        "${pip[@]}" "${usual[@]/#/--requirement=}"
+        done_with "${usual[@]}"
+        break
+    fi
+done
 
 # torch loads torch_npu by itself, and fails where there is no CANN: there it lies where only the virtual NPU looks
-if [[ " ${stale[*]} " == *" requirements-npu.txt "* ]]; then
+if is_wanted requirements-npu.txt; then
     beside=.venv/virtual_npu
-    echo "setup: installing torch_npu"
     if [[ -n ${ASCEND_HOME_PATH:-}${ASCEND_TOOLKIT_HOME:-} || -d /usr/local/Ascend/ascend-toolkit ]]; then
-        rm -rf "$beside"
-        "${pip[@]}" --no-deps --requirement=requirements-npu.txt
+        if is_new requirements-npu.txt || [[ -d $beside ]]; then
+            echo "setup: installing torch_npu"
+            "${pip[@]}" --no-deps --requirement=requirements-npu.txt
+            rm -rf "$beside"
+        fi
     else
-        "${pip[@]}" --no-deps --upgrade --target "$beside" --requirement=requirements-npu.txt
+        if is_new requirements-npu.txt; then
+            echo "setup: installing torch_npu"
+            "${pip[@]}" --no-deps --upgrade --target "$beside" --requirement=requirements-npu.txt
+        fi
+        [[ ! -d $beside ]] || "$python" -m virtual_npu.libraries || die "the virtual NPU has no libraries"
     fi
+    done_with requirements-npu.txt
 fi
-if [[ " ${wanted[*]} " == *" requirements-npu.txt "* && -d .venv/virtual_npu ]]; then
-    "$python" -m virtual_npu.libraries || die "the virtual NPU has no libraries"
-fi
-for file in "${stale[@]}"; do
-    sha256sum "$file" >".venv/$file.sha256"
-done

@@ -92,7 +92,7 @@ class Call:
 
         on_host = [self._host(each, originals) for each in args]
         named = {name: self._host(each, originals) for name, each in kwargs.items() if name != "pin_memory"}
-        if not self.mixed and any(view is each and each.dim() for view, each in originals.values()):
+        if not self.mixed and self.of_host(originals):
             raise RuntimeError(
                 f"{self.name}: Expected all tensors to be on the same device, but found at least "
                 "two devices, npu:0 and cpu!"
@@ -107,6 +107,10 @@ class Call:
         if isinstance(value, (list, tuple)):
             return [self._host(each, originals) for each in value]
         return CPU if isinstance(value, torch.device) else value
+
+    def of_host(self, originals: Originals) -> bool:
+        """Whether a tensor of the host is among the arguments; a scalar may be."""
+        return any(view is each and each.dim() for view, each in originals.values())
 
     def returned(self, on_host: list[Any], named: dict[str, Any]) -> Any:
         """The arguments that the operator returns, where it makes no tensor; else None."""

@@ -129,9 +129,15 @@ def _boot(chip: str, memory_bytes: int | None) -> Device:
     if library.virtual_npu_memory(memory_bytes or 0):
         raise MemoryError(library.aclGetRecentErrMsg().decode())
     os.environ["TASK_QUEUE_ENABLE"] = "0"  # calls reach the device in the thread that makes them, in order
-    sys.path.append(str(libraries.wheel()))
-    with redirect_stdout(StringIO()) as said:
-        import torch_npu  # noqa: F401 - its import is its start
+    site = str(libraries.wheel())
+    sys.path.append(site)
+    try:
+        with redirect_stdout(StringIO()) as said:
+            import torch_npu  # noqa: F401 - its import is its start
+    finally:
+        sys.path.remove(
+            site
+        )  # a child process that is given this path would load torch_npu without the stand-ins
     for line in said.getvalue().splitlines():
         if "ASCEND_HOME_PATH" not in line:  # there is no CANN, which is the point
             log.warning("torch_npu: %s", line)

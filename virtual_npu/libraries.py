@@ -58,6 +58,7 @@ def build() -> Path:
             shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=site) as made:
         _compile(site, Path(made))
+        Path(made).chmod(0o755)
         try:
             Path(made).rename(folder)
         except OSError:  # another process was quicker

@@ -80,6 +80,10 @@ class Recorder:
         """
         originals: Originals = {}
         on_host, named = call.to_host(args, kwargs, originals)
+        if call.is_aten and call.name != "aten::copy_" and call.of_host(originals):
+            raise RuntimeError(
+                f"virtual NPU: {call.name} reads a tensor of the host, and cannot wait its turn with it"
+            )
         if not call.mixed:  # a scalar of the host goes into the operator's arguments, as it is now
             frozen = {key: view.clone() for key, (view, each) in originals.items() if each is view}
             on_host, named = swapped(on_host, frozen), swapped(named, frozen)

@@ -87,6 +87,7 @@ def test_streams_fork_and_join_in_a_capture():
         (lambda x: x.copy_(torch.ones(4)), "needs the host to wait"),
         (lambda x: x.nonzero(), "needs the host to wait"),
         (lambda x: x[x > 0], "needs the host to wait"),
+        (lambda x: x[torch.tensor([1])], "reads a tensor of the host"),
         (lambda x: x.add_(torch.ones(3, device="npu")), "broadcast"),
         (lambda _: torch.npu.synchronize(), "host waits for the device during a capture"),
         (
