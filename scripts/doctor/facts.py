@@ -105,7 +105,8 @@ def gather() -> Facts:
         glibc=numbers(platform.libc_ver()[1]),
         encoding=locale.getpreferredencoding(False),
         year=time.gmtime().tm_year,
-        in_container=Path("/.dockerenv").exists() or "container" in environment,
+        in_container=any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv")))
+        or bool({"container", "KUBERNETES_SERVICE_HOST"} & set(environment)),
         is_root=os.geteuid() == 0,
         groups=tuple(_group(number) for number in sorted({os.getegid(), *os.getgroups()})),
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
