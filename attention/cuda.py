@@ -172,7 +172,8 @@ class CudaAttention(Attention):
             query, layer_keys, layer_values, output, launch.tiles, metadata.page_table, *parts,
             *_strides(query), metadata.page_table.stride(0), shape.scale * math.log2(math.e),
             NUM_KV=shape.num_kv_heads, GROUP=self.group, HEAD_DIM=shape.head_dim, PADDED_DIM=self.padded_dim,
-            PAGE=shape.page_size, ROWS=metadata.num_rows, STEP=self.step, WINDOW=window or 0,
+            PAGE=shape.page_size, RUN=math.gcd(shape.page_size, self.step), ROWS=metadata.num_rows,
+            STEP=self.step, WINDOW=window or 0,
             CHUNK=CHUNK if self.batch_invariant else 0, OPERAND=kernel_dtype(shape.dtype),
             num_warps=self.num_warps, num_stages=3, **options,
         )  # fmt: skip

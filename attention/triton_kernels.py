@@ -54,13 +54,14 @@ def attend_tiles(
     query, keys, values, output, tiles, page_table, part_sums, part_peaks, part_totals,
     query_row, query_head, table_row, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PAGE: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    OPERAND: tl.constexpr,
+    PAGE: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of queries and one kv head: to `output` [T, H, D], or to parts [X, H, D].
 
     `scale` is for powers of two. WINDOW 0: all positions. CHUNK 0: positions in one run; else each CHUNK of
-    them by itself, the results joined in order. OPERAND is the type in which matrices are multiplied.
+    them by itself, the results joined in order. RUN divides PAGE and STEP. OPERAND is the type in which
+    matrices are multiplied.
     """
     program = tl.program_id(0)
     head = program % NUM_KV
@@ -83,7 +84,7 @@ def attend_tiles(
     if CHUNK == 0:
         peak, total, sums = _read(
             rows, last, low, high, table, head, keys, values, scale,
-            NUM_KV, HEAD_DIM, PADDED_DIM, PAGE, ROWS, STEP, WINDOW, OPERAND,
+            NUM_KV, HEAD_DIM, PADDED_DIM, PAGE, RUN, ROWS, STEP, WINDOW, OPERAND,
         )  # fmt: skip
     else:
         peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -92,7 +93,7 @@ def attend_tiles(
         for chunk in range(low // CHUNK * CHUNK, high, CHUNK):
             chunk_peak, chunk_total, chunk_sums = _read(
                 rows, last, tl.maximum(low, chunk), tl.minimum(high, chunk + CHUNK), table, head, keys,
-                values, scale, NUM_KV, HEAD_DIM, PADDED_DIM, PAGE, ROWS, STEP, WINDOW, OPERAND,
+                values, scale, NUM_KV, HEAD_DIM, PADDED_DIM, PAGE, RUN, ROWS, STEP, WINDOW, OPERAND,
             )  # fmt: skip
             peak, old, new = _weights(peak, chunk_peak)
             total = total * old + chunk_total * new
@@ -112,7 +113,7 @@ def attend_tiles(
 def _read(
     rows, last, low, high, table, head, keys, values, scale,
     NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr,
+    RUN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Rows [Q, D] over positions low to high - 1, each row up to its `last` [Q].
 
@@ -128,7 +129,9 @@ def _read(
     for start in range(low // STEP * STEP, high, STEP):
         position = start + offset
         exists = (position >= low) & (position < high)
-        page = tl.load(table + position // PAGE, mask=exists, other=0).to(tl.int64)
+        run = start + tl.arange(0, STEP // RUN) * RUN  # where runs of positions of one page begin
+        page = tl.load(table + run // PAGE, mask=run < high, other=0).to(tl.int64)
+        page = tl.reshape(tl.broadcast_to(page[:, None], [STEP // RUN, RUN]), [STEP])
         at = ((page * PAGE + position % PAGE) * NUM_KV + head) * HEAD_DIM
         key = tl.load(keys + at[None, :] + dim[:, None], mask=exists[None, :] & is_dim[:, None], other=0.0)
         value = tl.load(

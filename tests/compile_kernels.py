@@ -75,6 +75,7 @@ def attention(capability: int, dtype: str, head_dim: int, few: bool, batch_invar
         "HEAD_DIM": head_dim,
         "PADDED_DIM": ours.padded_dim,
         "PAGE": 16,
+        "RUN": 16,
         "ROWS": ours._num_rows(1 if few else 100),
         "STEP": ours.step,
         "WINDOW": 0,
