@@ -21,6 +21,7 @@ from torch import Tensor
 from attention.products import Product
 from attention.reference import Attention, AttentionMetadata, AttentionShape, StaticDecodes
 from continuous_batching.batch import Batch
+from kv_cache.transfer import to_device
 
 CAUSAL, BAND = 3, 4  # sparse_mode: up to the last key, and of these the last pre_tokens + 1
 MASK_SIDE = 2048  # both modes take this one mask, whatever the lengths
@@ -81,7 +82,7 @@ class NpuAttention(Attention):
     def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> NpuMetadata:
         """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
         width = -(-int(batch.stops.max()) // self.shape.page_size)
-        table = self._to_device(page_table[batch.slots, :width])
+        table = to_device(page_table[batch.slots, :width], self.device)
         ends = np.cumsum(batch.stops - batch.starts)
         parts = []
         for first, last in self.product.cuts(batch.stops - batch.starts):
@@ -95,7 +96,7 @@ class NpuAttention(Attention):
                 )
             )
         index = self.write_index(batch, page_table).astype(np.int32)
-        return NpuMetadata(self._to_device(index), (), tuple(parts))
+        return NpuMetadata(to_device(index, self.device), (), tuple(parts))
 
     def write(
         self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: NpuMetadata

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous_batching.batch import Batch, ragged_ranges
+from kv_cache.transfer import to_device
 
 QUERY_ROWS = 256  # query positions whose scores are held at once: a long prompt's mask is quadratic
 
@@ -97,7 +98,7 @@ class Attention:
         num_pages = -(-batch.stops // self.shape.page_size)
         first_rows = np.cumsum(batch.stops - batch.starts) - (batch.stops - batch.starts)
         spans = tuple(
-            Span(row, start, stop, self._to_device(page_table[slot, :pages].astype(np.int64)))
+            Span(row, start, stop, to_device(page_table[slot, :pages].astype(np.int64), self.device))
             for slot, row, start, stop, pages in zip(
                 batch.slots.tolist(),
                 first_rows.tolist(),
@@ -106,7 +107,7 @@ class Attention:
                 num_pages.tolist(),
             )
         )
-        return AttentionMetadata(self._to_device(self.write_index(batch, page_table)), spans)
+        return AttentionMetadata(to_device(self.write_index(batch, page_table), self.device), spans)
 
     def write_index(self, batch: Batch, page_table: NDArray[np.int32]) -> NDArray[np.int64]:
         """The cache place, page * B + offset, of every token of the step, in packed order. [T]"""
@@ -185,6 +186,3 @@ class Attention:
             hidden |= position <= last - window
         weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
         return torch.einsum("kgtl,lkd->tkgd", weights, values.float()).flatten(1, 2).to(query.dtype)
-
-    def _to_device(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)

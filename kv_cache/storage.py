@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kv_cache.pages import Index, PageCopy
+from kv_cache.transfer import to_device
 
 CHUNK_BYTES = 4 * 2**20  # copied at a time: read once from memory, then written from the processor's cache
 WIDE = torch.complex128  # as which a CPU moves pages; of all types it holds the most bytes
@@ -163,7 +164,7 @@ def _return(host: Tensor, read: Index, device: Tensor, written: Index) -> None:
 
 
 def _index(pages: Index, like: Tensor) -> Tensor:
-    return torch.from_numpy(pages).to(like.device, non_blocking=True)
+    return to_device(pages, like.device)
 
 
 def _ends(pages: Index) -> tuple[int, int]:

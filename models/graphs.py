@@ -21,6 +21,7 @@ from attention.reference import Attention, AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from kv_cache.storage import KVCache
+from kv_cache.transfer import to_device
 from models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -94,8 +95,7 @@ class DecodeGraphs:
         _fill_up(host[:, count:])
         step.sent.copy_(pinned, non_blocking=True)
         if unknown is not None:
-            at = torch.from_numpy(batch.unknown).to(unknown.device, non_blocking=True)
-            step.sent[0].index_copy_(0, at, unknown.int())
+            step.sent[0].index_copy_(0, to_device(batch.unknown, unknown.device), unknown.int())
         self.attention.replay(step.graph, step.metadata, host[3].tolist())
         return step.logits[:count]
 

@@ -18,6 +18,7 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
+from kv_cache.transfer import to_device
 from models.decoder import Decoder
 from models.graphs import DecodeGraphs
 from models.sampler import Chosen
@@ -111,4 +112,4 @@ class ModelRunner:
             self.graphs.capture()
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(array).to(self.attention.device, non_blocking=True)
+        return to_device(array, self.attention.device)
