@@ -237,3 +237,49 @@ def test_graphs_run_out_of_streams():
     capture(1_800)  # what vllm-ascend asks for at most
     with pytest.raises(RuntimeError, match="captured streams are held by graphs"):
         capture(2_048)
+
+
+def attention(kv_lens: list[int]) -> dict[str, object]:
+    """Two decodes over pages of 128 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        torch.randn(*shape, generator=generator).half().npu() for shape in [(2, 4, 128), *[(6, 128, 256)] * 2]
+    ]
+    mask = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
+    return dict(zip(("query", "key", "value"), drawn)) | {
+        "atten_mask": mask.npu(),
+        "actual_seq_lengths": [1, 2],
+        "actual_seq_lengths_kv": kv_lens,
+        "block_table": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device="npu"),
+        "num_heads": 4,
+        "num_key_value_heads": 2,
+        "scale": 0.1,
+        "input_layout": "TND",
+        "block_size": 128,
+        "sparse_mode": 3,
+    }
+
+
+def test_torch_npu_updates_attention_by_itself():
+    import torch_npu
+
+    call, graph = attention([1, 1]), torch.npu.NPUGraph()
+    with torch.npu.graph(graph, auto_dispatch_capture=True):
+        attended = torch_npu.npu_fused_infer_attention_score(**call)[0]
+    for kv_lens in ([100, 200], [256, 3]):
+        graph.replay()
+        graph.update([{"actual_seq_lengths_kv": kv_lens}])
+        torch.npu.synchronize()
+        expected = torch_npu.npu_fused_infer_attention_score(**call | {"actual_seq_lengths_kv": kv_lens})[0]
+        assert torch.equal(attended, expected)
+
+
+def test_a_capture_outside_a_task_group_would_freeze_the_lengths():
+    import torch_npu
+
+    call = attention([1, 1])
+    with (
+        pytest.raises(ValueError, match="capture-form"),
+        torch.npu.graph(torch.npu.NPUGraph()),
+    ):
+        torch_npu.npu_fused_infer_attention_score(**call)

@@ -60,14 +60,18 @@ aclError aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *activ
     return ACL_SUCCESS;
 }
 
-aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) { return *can = 0, ACL_SUCCESS; }
+aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) {
+    return *can = 0, ACL_SUCCESS;
+}
 aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t *value) {
     *value = 24; /* the one kind torch_npu asks for: cores */
     return ACL_SUCCESS;
 }
 int aclGetDeviceCapability(uint32_t device, int kind, int64_t *value) { return *value = 24, ACL_SUCCESS; }
 
-int aclGetCompileopt(int option, char *value, size_t size) { return snprintf(value, size, "disable"), ACL_SUCCESS; }
+int aclGetCompileopt(int option, char *value, size_t size) {
+    return snprintf(value, size, "disable"), ACL_SUCCESS;
+}
 size_t aclGetCompileoptSize(int option) { return sizeof "disable"; }
 
 int snprintf_s(char *to, size_t room, size_t count, const char *format, ...) {
@@ -88,12 +92,16 @@ aclError aclrtSetOpWaitTimeout(uint32_t timeout) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t timeout) { return ACL_SUCCESS; }
 static int64_t options[64];
 aclError aclrtSetSysParamOpt(aclSysParamOpt option, int64_t value) {
-    if (option < 0 || option >= 64) return refuse(ACL_ERROR_INVALID_PARAM, "there is no option %d", (int)option);
+    if (option < 0 || option >= 64)
+        return refuse(ACL_ERROR_INVALID_PARAM, "there is no option %d", (int)option);
     return options[option] = value, ACL_SUCCESS;
 }
-aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt option, int64_t value) {
+    return aclrtSetSysParamOpt(option, value);
+}
 aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t *value) {
-    if (option < 0 || option >= 64) return refuse(ACL_ERROR_INVALID_PARAM, "there is no option %d", (int)option);
+    if (option < 0 || option >= 64)
+        return refuse(ACL_ERROR_INVALID_PARAM, "there is no option %d", (int)option);
     return *value = options[option], ACL_SUCCESS;
 }
 aclError aclrtSetStreamOverflowSwitch(aclrtStream stream, uint32_t flag) { return ACL_SUCCESS; }

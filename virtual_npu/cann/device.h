@@ -46,8 +46,11 @@ struct stream {
     /* update of a task group */
     struct group *updated;
     struct tasks update;
-    uint64_t updates, settled;                           /* finished updates, and those that the host waited for */
-    struct { struct stream *stream; uint64_t updates; } seen[8]; /* updates of others that come before */
+    uint64_t updates, settled; /* finished updates, and those that the host waited for */
+    struct {
+        struct stream *stream;
+        uint64_t updates;
+    } seen[8]; /* updates of others that come before */
     size_t num_seen;
     struct stream *next;
 };
@@ -89,11 +92,27 @@ int submit(struct stream *stream, struct task task);
 int settle(struct stream *stream);
 void count_busy(void);
 
-/* graphs.c; the lock is held */
+/* events.c; the lock is held */
+void mark(struct stream *stream, struct event *event);      /* recorded, now */
+void see(struct stream *stream, const struct event *event); /* what its recorder did is done */
+struct event *event_of(const void *word);
+bool reached(const struct task *task);
+
+/* graphs.c and groups.c; the lock is held */
 bool capturing_anywhere(void);
 bool forbidden_in_capture(void); /* for calls that stop the host, in this thread */
 int capture(struct stream *stream, struct task task);
+int broken(struct graph *graph, int code, const char *text); /* it cannot be replayed, for this reason */
 int join_capture(struct stream *stream, const struct event *event);
 int replace(struct stream *stream, struct task task);
 int in_order(struct stream *stream, const struct task *task);
 extern int (*run_kernel)(uint64_t kernel);
+extern void (*forget_kernel)(uint64_t kernel);
+
+#define LOCKED(expression)                                                                                   \
+    do {                                                                                                     \
+        pthread_mutex_lock(&lock);                                                                           \
+        int code_ = (expression);                                                                            \
+        pthread_mutex_unlock(&lock);                                                                         \
+        return code_;                                                                                        \
+    } while (0)

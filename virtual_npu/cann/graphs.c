@@ -1,10 +1,11 @@
-/* Capture, task groups, their update and replay, with what a device would refuse, hang on or compute wrongly. */
+/* Capture and replay, with what a device would refuse. */
 #include "device.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* A device has about 2,048 streams and every graph keeps those it was captured on; vllm-ascend plans with 1,920 */
+/* A device has about 2,048 streams and every graph keeps those it was captured on; vllm-ascend plans with
+ * 1,920 */
 enum { MAX_CAPTURED_STREAMS = 1920 };
 
 struct graph *graphs;
@@ -21,12 +22,13 @@ bool forbidden_in_capture(void) {
     if (thread_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED) return false;
     for (const struct graph *each = graphs; each; each = each->next)
         if (each->capturing && (each->mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL ||
-                                (each->mode == ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL && pthread_equal(each->thread, pthread_self()))))
+                                (each->mode == ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL &&
+                                 pthread_equal(each->thread, pthread_self()))))
             return true;
     return false;
 }
 
-static int broken(struct graph *graph, int code, const char *text) {
+int broken(struct graph *graph, int code, const char *text) {
     snprintf(graph->broken, sizeof graph->broken, "%s", text);
     return refuse(code, "%s", text);
 }
@@ -40,12 +42,16 @@ static void join(struct stream *stream, struct graph *graph) {
 int capture(struct stream *stream, struct task task) {
     struct graph *graph = stream->graph;
     struct event *event = task.event;
-    if (task.kind == REPLAY) return broken(graph, ACL_ERROR_RT_STREAM_CAPTURED, "a graph is replayed inside the capture of another");
+    if (task.kind == REPLAY)
+        return broken(graph, ACL_ERROR_RT_STREAM_CAPTURED,
+                      "a graph is replayed inside the capture of another");
     if (task.kind == COPY) {
-        bool host = !(within_device(task.source) || within_pinned(task.source)) || !(within_device(task.target) || within_pinned(task.target));
+        bool host = !(within_device(task.source) || within_pinned(task.source)) ||
+                    !(within_device(task.target) || within_pinned(task.target));
         if (host)
             return broken(graph, ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
-                          "a copy during a capture from or to host memory that is not pinned: the device would stop the host for it");
+                          "a copy during a capture from or to host memory that is not pinned: the device "
+                          "would stop the host for it");
     }
     if (task.kind == RECORD && !event->external) {
         event->graph = graph;
@@ -56,8 +62,10 @@ int capture(struct stream *stream, struct task task) {
     if (task.kind == WAIT && !event->external) {
         if (event->graph != graph)
             return broken(graph, ACL_ERROR_RT_CAPTURE_DEPENDENCY,
-                          "a captured stream waits for an event from outside its graph: use torch.npu.ExternalEvent, or wait before the capture");
-        if (event->recorder->num_captured == event->num_captured) event->recorder->num_joined = event->num_captured;
+                          "a captured stream waits for an event from outside its graph: use "
+                          "torch.npu.ExternalEvent, or wait before the capture");
+        if (event->recorder->num_captured == event->num_captured)
+            event->recorder->num_joined = event->num_captured;
         return ACL_SUCCESS;
     }
     stream->num_captured++;
@@ -70,7 +78,8 @@ int capture(struct stream *stream, struct task task) {
 int join_capture(struct stream *stream, const struct event *event) {
     if (!event->graph || event->external) return ACL_SUCCESS;
     if (!event->graph->capturing)
-        return refuse(ACL_ERROR_RT_EVENT_CAPTURED, "a stream waits for an event that was recorded in a capture, and nowhere else");
+        return refuse(ACL_ERROR_RT_EVENT_CAPTURED,
+                      "a stream waits for an event that was recorded in a capture, and nowhere else");
     join(stream, event->graph);
     count_busy();
     return ACL_SUCCESS;
@@ -93,28 +102,40 @@ aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode mode) {
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
     int code = ACL_SUCCESS, held = 0;
-    for (const struct graph *each = graphs; each; each = each->next) held += each->dead ? 0 : each->num_streams;
-    if (stream->graph) code = refuse(ACL_ERROR_RT_STREAM_CAPTURED, "a capture begins on a stream that is captured already");
+    for (const struct graph *each = graphs; each; each = each->next)
+        held += each->dead ? 0 : each->num_streams;
+    if (stream->graph)
+        code = refuse(ACL_ERROR_RT_STREAM_CAPTURED, "a capture begins on a stream that is captured already");
     else if (stream->queue.first < stream->queue.count)
-        code = refuse(ACL_ERROR_RT_STREAM_NOT_COMPLETE, "a capture begins on a stream that waits for an event nothing has recorded");
+        code = refuse(ACL_ERROR_RT_STREAM_NOT_COMPLETE,
+                      "a capture begins on a stream that waits for an event nothing has recorded");
     else if (held >= MAX_CAPTURED_STREAMS)
-        code = refuse(ACL_ERROR_RT_NO_STREAM_RESOURCE, "%d captured streams are held by graphs, and a device has no more: "
-                      "capture fewer graphs, or reset those no longer used", held);
-    else open_capture(stream, mode);
+        code = refuse(ACL_ERROR_RT_NO_STREAM_RESOURCE,
+                      "%d captured streams are held by graphs, and a device has no more: "
+                      "capture fewer graphs, or reset those no longer used",
+                      held);
+    else
+        open_capture(stream, mode);
     pthread_mutex_unlock(&lock);
     return code;
 }
 
 static int close_capture(struct stream *stream, aclmdlRI *model) {
     struct graph *graph = stream->graph;
-    if (!graph) return refuse(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "a capture ends on a stream that is not captured");
-    if (graph->origin != stream) return refuse(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED, "a capture ends on a stream it did not begin on");
+    if (!graph)
+        return refuse(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "a capture ends on a stream that is not captured");
+    if (graph->origin != stream)
+        return refuse(ACL_ERROR_RT_STREAM_CAPTURE_UNMATCHED,
+                      "a capture ends on a stream it did not begin on");
     int code = ACL_SUCCESS;
-    if (graph->open) code = broken(graph, ACL_ERROR_RT_MODEL_CAPTURED, "a capture ends inside a task group: graph_task_group_end is missing");
+    if (graph->open)
+        code = broken(graph, ACL_ERROR_RT_MODEL_CAPTURED,
+                      "a capture ends inside a task group: graph_task_group_end is missing");
     for (struct stream *each = all_streams(); each; each = each->next) {
         if (each->graph != graph) continue;
         if (each != stream && each->num_joined != each->num_captured)
-            code = broken(graph, ACL_ERROR_RT_STREAM_UNJOINED, "a capture ends while a stream that joined it has not been waited for");
+            code = broken(graph, ACL_ERROR_RT_STREAM_UNJOINED,
+                          "a capture ends while a stream that joined it has not been waited for");
         each->graph = NULL;
     }
     graph->capturing = false;
@@ -138,7 +159,9 @@ aclError aclmdlRICaptureGetInfo(aclrtStream handle, aclmdlRICaptureStatus *statu
     return ACL_SUCCESS;
 }
 
-aclError aclmdlRIGetId(aclmdlRI model, uint32_t *id) { return *id = ((struct graph *)model)->id, ACL_SUCCESS; }
+aclError aclmdlRIGetId(aclmdlRI model, uint32_t *id) {
+    return *id = ((struct graph *)model)->id, ACL_SUCCESS;
+}
 
 aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode *mode) {
     int before = thread_mode;
@@ -153,12 +176,17 @@ static struct graph *known(const void *model) {
 }
 
 static int replay(struct graph *graph, struct stream *stream) {
-    if (!graph || graph->dead) return refuse(ACL_ERROR_RT_INVALID_HANDLE, "a graph is replayed that does not exist");
-    if (graph->capturing) return refuse(ACL_ERROR_RT_MODEL_CAPTURED, "a graph is replayed while it is captured");
-    if (graph->broken[0]) return refuse(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, "the capture of this graph failed: %s", graph->broken);
+    if (!graph || graph->dead)
+        return refuse(ACL_ERROR_RT_INVALID_HANDLE, "a graph is replayed that does not exist");
+    if (graph->capturing)
+        return refuse(ACL_ERROR_RT_MODEL_CAPTURED, "a graph is replayed while it is captured");
+    if (graph->broken[0])
+        return refuse(ACL_ERROR_RT_STREAM_CAPTURE_INVALIDATED, "the capture of this graph failed: %s",
+                      graph->broken);
     for (const struct stream *each = all_streams(); each; each = each->next)
         if (each->updated && each->updated->graph == graph)
-            return refuse(ACL_ERROR_RT_MODEL_RUNNING, "a graph is replayed while a task group of it is being updated: "
+            return refuse(ACL_ERROR_RT_MODEL_RUNNING,
+                          "a graph is replayed while a task group of it is being updated: "
                           "call graph_task_update_end first");
     graph->num_replays++;
     int code = submit(stream, (struct task){.kind = REPLAY, .graph = graph});
@@ -172,7 +200,7 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
     return code;
 }
 
-static void (*forget_kernel)(uint64_t kernel);
+void (*forget_kernel)(uint64_t kernel);
 void virtual_npu_forget_with(void (*function)(uint64_t)) { forget_kernel = function; }
 
 aclError aclmdlRIDestroy(aclmdlRI model) {
@@ -180,8 +208,10 @@ aclError aclmdlRIDestroy(aclmdlRI model) {
     struct graph *graph = known(model);
     int code = ACL_SUCCESS;
     struct tasks tasks = {0};
-    if (!graph || graph->dead) code = refuse(ACL_ERROR_RT_INVALID_HANDLE, "a graph is destroyed that does not exist");
-    else if (graph->num_replays > 0) code = refuse(ACL_ERROR_RT_MODEL_RUNNING, "a graph is destroyed while it is replayed");
+    if (!graph || graph->dead)
+        code = refuse(ACL_ERROR_RT_INVALID_HANDLE, "a graph is destroyed that does not exist");
+    else if (graph->num_replays > 0)
+        code = refuse(ACL_ERROR_RT_MODEL_RUNNING, "a graph is destroyed while it is replayed");
     else {
         graph->dead = true;
         tasks = graph->tasks;
@@ -192,132 +222,4 @@ aclError aclmdlRIDestroy(aclmdlRI model) {
         if (tasks.items[i].kind == KERNEL && forget_kernel) forget_kernel(tasks.items[i].kernel);
     free(tasks.items);
     return code;
-}
-
-/* Task groups */
-
-aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {
-    pthread_mutex_lock(&lock);
-    struct graph *graph = stream_of(handle)->graph;
-    int code = ACL_SUCCESS;
-    if (!graph) code = refuse(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "a task group begins on a stream that is not captured");
-    else if (graph->open) code = broken(graph, ACL_ERROR_RT_MODEL_CAPTURED, "a task group begins inside a task group");
-    else {
-        struct group *group = calloc(1, sizeof *group);
-        *group = (struct group){.graph = graph, .first = graph->tasks.count, .next = graph->groups};
-        graph->groups = graph->open = group;
-    }
-    pthread_mutex_unlock(&lock);
-    return code;
-}
-
-aclError aclmdlRICaptureTaskGrpEnd(aclrtStream handle, aclrtTaskGrp *group) {
-    pthread_mutex_lock(&lock);
-    struct graph *graph = stream_of(handle)->graph;
-    int code = ACL_SUCCESS;
-    if (!graph || !graph->open) code = refuse(ACL_ERROR_RT_STREAM_NOT_CAPTURED, "a task group ends that did not begin");
-    else {
-        graph->open->stop = graph->tasks.count;
-        *group = graph->open;
-        graph->open = NULL;
-    }
-    pthread_mutex_unlock(&lock);
-    return code;
-}
-
-static struct group *group_of(const void *handle) {
-    for (const struct graph *graph = graphs; graph; graph = graph->next)
-        for (struct group *each = graph->groups; each; each = each->next)
-            if (each == handle && !graph->dead) return each;
-    return NULL;
-}
-
-/* Has a replay that is under way passed this task already? */
-static bool passed(const struct graph *graph, size_t task) {
-    for (const struct stream *each = all_streams(); each; each = each->next)
-        for (size_t i = each->queue.first; i < each->queue.count; i++)
-            if (each->queue.items[i].kind == REPLAY && each->queue.items[i].graph == graph && each->queue.items[i].next > task) return true;
-    return false;
-}
-
-aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_handle) {
-    pthread_mutex_lock(&lock);
-    struct stream *stream = stream_of(handle);
-    struct group *group = group_of(group_handle);
-    int code = ACL_SUCCESS;
-    if (!group) code = refuse(ACL_ERROR_RT_INVALID_HANDLE, "a task group is updated that no living graph has");
-    else if (group->graph->capturing) code = refuse(ACL_ERROR_RT_MODEL_CAPTURED, "a task group is updated while its graph is captured");
-    else if (stream->graph) code = refuse(ACL_ERROR_RT_STREAM_CAPTURED, "a task group is updated on a stream that is captured");
-    else if (stream->updated) code = refuse(ACL_ERROR_RT_PARAM_INVALID, "a task group is updated inside the update of another");
-    else if (passed(group->graph, group->first))
-        code = refuse(ACL_ERROR_RT_MODEL_RUNNING, "a task group is updated that the running replay has already begun or done");
-    else stream->updated = group;
-    count_busy();
-    pthread_mutex_unlock(&lock);
-    return code;
-}
-
-/* The kernel that the next one of an update replaces; 0: there is none */
-uint64_t virtual_npu_replaced(aclrtStream handle) {
-    pthread_mutex_lock(&lock);
-    const struct stream *stream = stream_of(handle);
-    size_t place = stream->updated ? stream->updated->first + stream->update.count : 0;
-    bool there = stream->updated && place < stream->updated->stop;
-    uint64_t kernel = there ? stream->updated->graph->tasks.items[place].kernel : 0;
-    pthread_mutex_unlock(&lock);
-    return kernel;
-}
-
-int replace(struct stream *stream, struct task task) {
-    if (task.kind != KERNEL) return refuse(ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP, "only operators belong into the update of a task group");
-    append(&stream->update, task);
-    return ACL_SUCCESS;
-}
-
-aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
-    pthread_mutex_lock(&lock);
-    struct stream *stream = stream_of(handle);
-    struct group *group = stream->updated;
-    int code = ACL_SUCCESS;
-    size_t expected = group ? group->stop - group->first : 0, count = stream->update.count;
-    if (!group) code = refuse(ACL_ERROR_RT_PARAM_INVALID, "an update ends that did not begin");
-    else if (count != expected)
-        code = refuse(ACL_ERROR_RT_MODEL_UPDATE_FAILED, "the task group holds %zu operators and its update %zu", expected, count);
-    else {
-        for (size_t i = 0; i < count; i++) {
-            struct task *old = &group->graph->tasks.items[group->first + i];
-            uint64_t kernel = old->kernel;
-            old->kernel = stream->update.items[i].kernel;
-            stream->update.items[i].kernel = kernel; /* to be forgotten */
-        }
-        group->updater = stream;
-        group->update = ++stream->updates;
-    }
-    struct tasks done = stream->update;
-    stream->update = (struct tasks){0};
-    stream->updated = NULL;
-    count_busy();
-    pthread_mutex_unlock(&lock);
-    for (size_t i = 0; i < done.count; i++) forget_kernel(done.items[i].kernel);
-    free(done.items);
-    return code;
-}
-
-/* Does the stream that replays come after the last update of the task's group? */
-int in_order(struct stream *stream, const struct task *task) {
-    const struct group *group = task->group;
-    if (!group || !group->updater || group->updater == stream || group->updater->settled >= group->update) return ACL_SUCCESS;
-    for (size_t i = 0; i < stream->num_seen; i++)
-        if (stream->seen[i].stream == group->updater && stream->seen[i].updates >= group->update) return ACL_SUCCESS;
-    return refuse(ACL_ERROR_RT_MODEL_EXECUTE, "a replay runs a task group whose update nothing orders before it: the device may still use "
-                  "the old arguments. Let the graph wait for an ExternalEvent that the update stream records after graph_task_update_end");
-}
-
-/* Is a task group open in the capture of this stream? */
-int virtual_npu_in_group(aclrtStream handle) {
-    pthread_mutex_lock(&lock);
-    const struct graph *graph = stream_of(handle)->graph;
-    int answer = graph && graph->open;
-    pthread_mutex_unlock(&lock);
-    return answer;
 }

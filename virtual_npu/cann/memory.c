@@ -66,7 +66,6 @@ int virtual_npu_holds(const void *address) {
     return answer;
 }
 
-
 bool within_device(const void *address) { return within(&device, address); }
 bool within_pinned(const void *address) { return within(&pinned, address); }
 
@@ -74,8 +73,9 @@ static int take(struct range *range, void **address, size_t size, size_t limit, 
     size = (size / GRANULE + (size % GRANULE != 0)) * GRANULE;
     if (size == 0) size = GRANULE;
     if (size > limit || range->used > limit - size)
-        return refuse(ACL_ERROR_RT_MEMORY_ALLOCATION, "out of memory: %zu bytes of %zu are in use, %zu more are asked for",
-                      range->used, limit, size);
+        return refuse(ACL_ERROR_RT_MEMORY_ALLOCATION,
+                      "out of memory: %zu bytes of %zu are in use, %zu more are asked for", range->used,
+                      limit, size);
     size_t start = 0, at = 0;
     while (at < range->num_regions && range->regions[at].start - start < size) {
         start = range->regions[at].start + range->regions[at].size;
@@ -106,15 +106,17 @@ static int give_back(struct range *range, void *address) {
     return ACL_SUCCESS;
 }
 
-
 aclError aclrtMalloc(void **address, size_t size, aclrtMemMallocPolicy policy) {
     pthread_mutex_lock(&lock);
     int code = take(&device, address, size, memory_bytes, capturing_anywhere());
     pthread_mutex_unlock(&lock);
     return code;
 }
-aclError aclrtMallocAlign32(void **address, size_t size, aclrtMemMallocPolicy policy) { return aclrtMalloc(address, size, policy); }
-aclError aclrtMallocWithCfg(void **address, size_t size, aclrtMemMallocPolicy policy, aclrtMallocConfig *config) {
+aclError aclrtMallocAlign32(void **address, size_t size, aclrtMemMallocPolicy policy) {
+    return aclrtMalloc(address, size, policy);
+}
+aclError aclrtMallocWithCfg(void **address, size_t size, aclrtMemMallocPolicy policy,
+                            aclrtMallocConfig *config) {
     return aclrtMalloc(address, size, policy);
 }
 
@@ -131,7 +133,9 @@ aclError aclrtMallocHost(void **address, size_t size) {
     pthread_mutex_unlock(&lock);
     return code;
 }
-aclError aclrtMallocHostWithCfg(void **address, uint64_t size, aclrtMallocConfig *config) { return aclrtMallocHost(address, size); }
+aclError aclrtMallocHostWithCfg(void **address, uint64_t size, aclrtMallocConfig *config) {
+    return aclrtMallocHost(address, size);
+}
 
 aclError aclrtFreeHost(void *address) {
     pthread_mutex_lock(&lock);

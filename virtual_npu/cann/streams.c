@@ -1,11 +1,12 @@
-/* Streams and events: a stream does its tasks at once, until it meets an event that nothing has recorded. From then on
- * they wait in its queue, as they would on the device; a host that waits for such a stream would hang, and is told so. */
+/* Streams: a stream does its tasks at once, until it meets an event that nothing has recorded. From then on
+ * they wait in its queue, as they would on the device; a host that waits for such a stream would hang, and is
+ * told so. */
 #include "device.h"
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-int virtual_npu_busy; /* streams that capture, update or wait: while it is 0, kernels run without a question */
+int virtual_npu_busy; /* streams that capture, update or wait: while it is 0, kernels run without a question
+                       */
 int (*run_kernel)(uint64_t kernel);
 static struct stream *streams, first_stream = {.id = 0};
 static int num_streams;
@@ -18,12 +19,6 @@ struct stream *stream_of(aclrtStream handle) { return handle ? handle : &first_s
 struct stream *all_streams(void) {
     first_stream.next = streams;
     return &first_stream;
-}
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 
 void append(struct tasks *tasks, struct task task) {
@@ -39,54 +34,6 @@ void count_busy(void) {
     for (struct stream *each = all_streams(); each; each = each->next)
         busy += each->graph || each->updated || each->queue.first < each->queue.count || each->running;
     __atomic_store_n(&virtual_npu_busy, busy, __ATOMIC_SEQ_CST);
-}
-
-static void see(struct stream *stream, const struct event *event) {
-    if (!event->recorder) return;
-    size_t i = 0;
-    while (i < stream->num_seen && stream->seen[i].stream != event->recorder) i++;
-    if (i == 8) i = 0; /* more updating streams than any program has: the oldest is forgotten */
-    if (i == stream->num_seen) stream->num_seen++;
-    stream->seen[i].stream = event->recorder;
-    stream->seen[i].updates = event->updates;
-}
-
-/* A word of device memory that streams write and wait for; torch_npu makes its external events of them */
-struct word {
-    const void *address;
-    struct event event; /* who wrote it last */
-    struct word *next;
-};
-static struct word *words;
-
-static struct event *event_of(const void *address) {
-    struct word *each = words;
-    while (each && each->address != address) each = each->next;
-    if (!each) {
-        each = calloc(1, sizeof *each);
-        each->address = address;
-        each->next = words;
-        words = each;
-    }
-    return &each->event;
-}
-
-static bool reached(const struct task *task) {
-    uint64_t there = *(const uint64_t *)task->target, wanted = task->count;
-    switch (task->value) {
-    case ACL_STREAM_WAIT_VALUE_GEQ: return (int64_t)(there - wanted) >= 0;
-    case ACL_STREAM_WAIT_VALUE_EQ: return there == wanted;
-    case ACL_STREAM_WAIT_VALUE_AND: return there & wanted;
-    default: return ~(there | wanted);
-    }
-}
-
-static void mark(struct stream *stream, struct event *event) {
-    event->recorded = true;
-    event->graph = NULL;
-    event->time_ns = now_ns();
-    event->recorder = stream;
-    event->updates = stream->updates;
 }
 
 enum { DONE, BLOCKED, FAILED };
@@ -182,23 +129,18 @@ int submit(struct stream *stream, struct task task) {
 int settle(struct stream *stream) {
     while (stream->running && !pthread_equal(stream->runner, pthread_self())) pthread_cond_wait(&idle, &lock);
     if (stream->graph)
-        return refuse(ACL_ERROR_RT_STREAM_CAPTURED, "the host waits for a stream that is being captured: a graph cannot hold that");
+        return refuse(ACL_ERROR_RT_STREAM_CAPTURED,
+                      "the host waits for a stream that is being captured: a graph cannot hold that");
     if (forbidden_in_capture())
-        return refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "the host waits for the device during a capture");
+        return refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
+                      "the host waits for the device during a capture");
     if (stream->queue.first < stream->queue.count)
-        return refuse(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT, "the host waits for a stream that waits for an event nothing has recorded: "
+        return refuse(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+                      "the host waits for a stream that waits for an event nothing has recorded: "
                       "on the device this hangs. Record the event (after the task update) first");
     stream->settled = stream->updates;
     return ACL_SUCCESS;
 }
-
-#define LOCKED(expression)                  \
-    do {                                    \
-        pthread_mutex_lock(&lock);          \
-        int code_ = (expression);           \
-        pthread_mutex_unlock(&lock);        \
-        return code_;                       \
-    } while (0)
 
 aclError aclrtCreateStreamWithConfig(aclrtStream *handle, uint32_t priority, uint32_t flag) {
     struct stream *stream = calloc(1, sizeof *stream);
@@ -212,12 +154,18 @@ aclError aclrtCreateStreamWithConfig(aclrtStream *handle, uint32_t priority, uin
 aclError aclrtCreateStream(aclrtStream *handle) { return aclrtCreateStreamWithConfig(handle, 0, 0); }
 aclError aclrtDestroyStream(aclrtStream handle) { return stream_of(handle)->dead = true, ACL_SUCCESS; }
 aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
-aclError aclrtStreamGetId(aclrtStream handle, int32_t *id) { return *id = stream_of(handle)->id, ACL_SUCCESS; }
-aclError aclrtSetStreamAttribute(aclrtStream handle, aclrtStreamAttr kind, aclrtStreamAttrValue *value) { return ACL_SUCCESS; }
+aclError aclrtStreamGetId(aclrtStream handle, int32_t *id) {
+    return *id = stream_of(handle)->id, ACL_SUCCESS;
+}
+aclError aclrtSetStreamAttribute(aclrtStream handle, aclrtStreamAttr kind, aclrtStreamAttrValue *value) {
+    return ACL_SUCCESS;
+}
 aclError aclrtSetStreamFailureMode(aclrtStream handle, uint64_t mode) { return ACL_SUCCESS; }
 
 aclError aclrtSynchronizeStream(aclrtStream handle) { LOCKED(settle(stream_of(handle))); }
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) { return aclrtSynchronizeStream(handle); }
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) {
+    return aclrtSynchronizeStream(handle);
+}
 
 static int settle_all(void) {
     int code = ACL_SUCCESS;
@@ -232,103 +180,56 @@ aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {
     const struct stream *stream = stream_of(handle);
     bool waits = stream->running || stream->queue.first < stream->queue.count;
     *status = waits ? ACL_STREAM_STATUS_NOT_READY : ACL_STREAM_STATUS_COMPLETE;
-    int code = stream->graph ? refuse(ACL_ERROR_RT_STREAM_CAPTURED, "a stream is asked for its state while it is captured") : ACL_SUCCESS;
+    int code = stream->graph ? refuse(ACL_ERROR_RT_STREAM_CAPTURED,
+                                      "a stream is asked for its state while it is captured")
+                             : ACL_SUCCESS;
     pthread_mutex_unlock(&lock);
     return code;
 }
 
-aclError aclrtCreateEventExWithFlag(aclrtEvent *handle, uint32_t flag) {
-    struct event *event = calloc(1, sizeof *event); /* never freed: a queue or graph may still name it */
-    event->external = flag & ACL_EVENT_EXTERNAL;
-    return *handle = event, ACL_SUCCESS;
-}
-aclError aclrtCreateEventWithFlag(aclrtEvent *handle, uint32_t flag) { return aclrtCreateEventExWithFlag(handle, flag); }
-aclError aclrtDestroyEvent(aclrtEvent handle) { return ACL_SUCCESS; }
-
-aclError aclrtRecordEvent(aclrtEvent handle, aclrtStream stream) {
-    LOCKED(submit(stream_of(stream), (struct task){.kind = RECORD, .event = handle}));
-}
-aclError aclrtResetEvent(aclrtEvent handle, aclrtStream stream) {
-    LOCKED(submit(stream_of(stream), (struct task){.kind = RESET, .event = handle}));
-}
-aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent handle) {
-    LOCKED(submit(stream_of(stream), (struct task){.kind = WAIT, .event = handle}));
-}
-
-aclError aclrtValueWrite(void *address, uint64_t value, uint32_t flag, aclrtStream stream) {
-    LOCKED(submit(stream_of(stream), (struct task){.kind = WRITE, .target = address, .count = value}));
-}
-aclError aclrtValueWait(void *address, uint64_t value, uint32_t flag, aclrtStream stream) {
-    LOCKED(submit(stream_of(stream), (struct task){.kind = AWAIT, .target = address, .count = value, .value = flag}));
-}
-
-aclError aclrtSynchronizeEvent(aclrtEvent handle) {
-    struct event *event = handle;
-    pthread_mutex_lock(&lock);
-    int code = ACL_SUCCESS;
-    if (event->graph)
-        code = refuse(ACL_ERROR_RT_EVENT_CAPTURED, "the host waits for an event that was recorded in a capture");
-    else if (forbidden_in_capture())
-        code = refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "the host waits for an event during a capture");
-    else if (!event->recorded)
-        code = refuse(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT, "the host waits for an event that nothing has recorded: on the device this hangs");
-    else if (event->recorder->settled < event->updates)
-        event->recorder->settled = event->updates;
-    pthread_mutex_unlock(&lock);
-    return code;
-}
-
-aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus *status) {
-    pthread_mutex_lock(&lock);
-    *status = ((struct event *)handle)->recorded ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
-    pthread_mutex_unlock(&lock);
-    return ACL_SUCCESS;
-}
-aclError aclrtQueryEventWaitStatus(aclrtEvent handle, aclrtEventWaitStatus *status) {
-    return *status = ACL_EVENT_WAIT_STATUS_COMPLETE, ACL_SUCCESS;
-}
-
-aclError aclrtEventElapsedTime(float *ms, aclrtEvent start, aclrtEvent end) {
-    const struct event *from = start, *to = end;
-    if (!from->recorded || !to->recorded)
-        return refuse(ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID, "time is asked between events of which one is not recorded");
-    return *ms = ((int64_t)to->time_ns - (int64_t)from->time_ns) * 1e-6f, ACL_SUCCESS;
-}
-aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t *time_us) {
-    return *time_us = ((struct event *)event)->time_ns / 1000, ACL_SUCCESS;
-}
-
-aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t count, aclrtMemcpyKind kind, aclrtStream stream) {
-    if (count > room) return refuse(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes are copied to a place of %zu", count, room);
-    LOCKED(submit(stream_of(stream), (struct task){.kind = COPY, .target = target, .source = source, .count = count}));
+aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t count, aclrtMemcpyKind kind,
+                          aclrtStream stream) {
+    if (count > room)
+        return refuse(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes are copied to a place of %zu", count, room);
+    LOCKED(submit(stream_of(stream),
+                  (struct task){.kind = COPY, .target = target, .source = source, .count = count}));
 }
 aclError aclrtMemcpy(void *target, size_t room, const void *source, size_t count, aclrtMemcpyKind kind) {
-    if (count > room) return refuse(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes are copied to a place of %zu", count, room);
+    if (count > room)
+        return refuse(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes are copied to a place of %zu", count, room);
     pthread_mutex_lock(&lock);
-    int code = forbidden_in_capture() ? refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a synchronous copy during a capture") : ACL_SUCCESS;
+    int code = forbidden_in_capture()
+                   ? refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "a synchronous copy during a capture")
+                   : ACL_SUCCESS;
     pthread_mutex_unlock(&lock);
     if (!code) memmove(target, source, count);
     return code;
 }
 aclError aclrtMemsetAsync(void *target, size_t room, int32_t value, size_t count, aclrtStream stream) {
-    LOCKED(submit(stream_of(stream), (struct task){.kind = FILL, .target = target, .value = value, .count = count}));
+    LOCKED(submit(stream_of(stream),
+                  (struct task){.kind = FILL, .target = target, .value = value, .count = count}));
 }
-aclError aclrtMemset(void *target, size_t room, int32_t value, size_t count) { return memset(target, value, count), ACL_SUCCESS; }
+aclError aclrtMemset(void *target, size_t room, int32_t value, size_t count) {
+    return memset(target, value, count), ACL_SUCCESS;
+}
 aclError aclrtLaunchHostFunc(aclrtStream stream, aclrtHostFunc function, void *argument) {
     LOCKED(submit(stream_of(stream), (struct task){.kind = CALL, .function = function, .target = argument}));
 }
-aclError aclrtLaunchCallback(aclrtCallback function, void *argument, aclrtCallbackBlockType block, aclrtStream stream) {
+aclError aclrtLaunchCallback(aclrtCallback function, void *argument, aclrtCallbackBlockType block,
+                             aclrtStream stream) {
     return aclrtLaunchHostFunc(stream, function, argument);
 }
 aclError aclrtSubscribeReport(uint64_t thread, aclrtStream stream) { return ACL_SUCCESS; }
 aclError aclrtUnSubscribeReport(uint64_t thread, aclrtStream stream) { return ACL_SUCCESS; }
 aclError aclrtProcessReport(int32_t timeout) { return ACL_ERROR_WAIT_CALLBACK_TIMEOUT; }
 
-/* What a kernel on this stream has to do: 0 run, 1 be captured, 2 wait its turn, 3 replace one of a task group */
+/* What a kernel on this stream has to do: 0 run, 1 be captured, 2 wait its turn, 3 replace one of a task
+ * group */
 int virtual_npu_state(aclrtStream handle) {
     pthread_mutex_lock(&lock);
     const struct stream *stream = stream_of(handle);
-    bool waits = stream->queue.first < stream->queue.count && !(stream->running && pthread_equal(stream->runner, pthread_self()));
+    bool waits = stream->queue.first < stream->queue.count &&
+                 !(stream->running && pthread_equal(stream->runner, pthread_self()));
     int state = stream->updated ? 3 : stream->graph ? 1 : waits ? 2 : 0;
     pthread_mutex_unlock(&lock);
     return state;
