@@ -1,14 +1,19 @@
-"""Random traces over every policy, chunk control and queue order: what must hold holds for all of them."""
+"""Random traces over every policy, chunk control and queue order: what must hold holds for all of them.
+
+Some requests search with beams, and the next step may be scheduled while this one runs.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from continuous_batching.adaptive import Adaptive
+from continuous_batching.batch import Batch
 from continuous_batching.chunks import Chunks, Fixed, Staged
 from continuous_batching.engine import Engine, Step
 from continuous_batching.lanes import Lanes
@@ -29,7 +34,7 @@ from continuous_batching.slots import SlotPool
 from continuous_batching.tenants import TenantShares
 from continuous_batching.victims import fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, searched
 from tests.continuous_batching.recount import recount
 
 LONGEST = 48
@@ -45,7 +50,7 @@ POLICIES = ["stall_free", "split", "prefill_first", "orca", "static"]
 class Trace:
     """All that one run is made of, drawn from a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, searches: bool = True) -> None:
         random = np.random.default_rng(seed)
         # each policy with each order comes round; the rest is drawn
         policy, order = POLICIES[seed % 5], list(ORDERS)[seed // 5 % 4]
@@ -93,6 +98,10 @@ class Trace:
         self.runner = ChecksumRunner(slots, self.scheduler.pool, host_pool)
         self.requests = [self._request(random, number) for number in range(int(random.integers(2, 12)))]
         self.cost_s = random.uniform(0.5, 1.5, 4000)  # of each step
+        self.overlap = policy != "static" and bool(random.integers(2))
+        self.searches = searches and num_slots > 1 and bool(random.integers(2))
+        for request in self.requests[::3] if self.searches else ():
+            request.params = replace(request.params, beam_width=2)
 
     def _request(self, random: np.random.Generator, number: int) -> Request:
         prompt = np.arange(int(random.integers(1, 31)))  # a common beginning
@@ -124,14 +133,14 @@ class Clock:
 def serve(trace: Trace, recorder: Recorder | None = None) -> tuple[bytes, dict[str, Request]]:
     """Run a trace to its end; the digest of all decisions, and who ended."""
     scheduler, clock, chain, digest = trace.scheduler, Clock(), Chain(), b""
-    engine = Engine(scheduler, trace.runner, clock)
+    engine = Engine(scheduler, trace.runner, clock, overlap=trace.overlap)
     engine.recorder = recorder
     pending = sorted(trace.requests, key=lambda request: (request.arrival_s, request.number))
     ended: dict[str, Request] = {}
     num_looks = 0
     while pending or engine.has_work:
         while pending and pending[0].arrival_s <= clock.now_s:
-            engine.add(pending.pop(0))
+            add(engine, pending.pop(0))
         waiting = {request.id: request for request in scheduler.waiting.requests}
         step = engine.step()
         num_looks += 1
@@ -149,20 +158,25 @@ def serve(trace: Trace, recorder: Recorder | None = None) -> tuple[bytes, dict[s
     return digest, ended
 
 
+def add(engine: Engine, request: Request) -> None:
+    """Add a request; a search whose beams could never all fit is asked again without them."""
+    try:
+        engine.add(request)
+    except ValueError:
+        if not request.params.beam_width:
+            raise
+        request.params = replace(request.params, beam_width=0)
+        engine.add(request)
+
+
 def check_step(trace: Trace, step: Step, waiting: dict[str, Request]) -> None:
     """Budgets hold, and who was left waiting stands behind who was not."""
     scheduler, batch = trace.scheduler, step.batch
-    lens = batch.stops - batch.starts
     assert batch.num_tokens <= scheduler.max_batch_tokens
-    prompts = batch.starts < scheduler.slots.num_prompt[batch.slots]
-    if trace.policy == "split":
-        assert lens[lens > 1].sum() <= scheduler._policy._prompt_tokens
-    if trace.policy == "prefill_first":
-        assert (lens > 1).all() or (lens == 1).all()
-    if trace.policy in ("orca", "prefill_first"):
-        assert (batch.stops[prompts] == scheduler.slots.num_prompt[batch.slots[prompts]]).all() or (
-            len(batch.sampled) == batch.num_spans
-        )
+    if not (
+        trace.overlap or trace.searches
+    ):  # else rows changed hands meanwhile, or beams wait for each other
+        check_policy(trace, batch)
     if trace.in_order:
         still = {request.id for request in scheduler.waiting.requests if request.num_preemptions == 0}
         left = [scheduler.waiting.place(waiting[name]) for name in still & waiting.keys()]
@@ -174,13 +188,34 @@ def check_step(trace: Trace, step: Step, waiting: dict[str, Request]) -> None:
         assert max(came, default=(-math.inf, 0)) < min(left, default=(math.inf, 0)), "somebody was overtaken"
 
 
+def check_policy(trace: Trace, batch: Batch) -> None:
+    """A policy keeps its own word."""
+    lens, slots = batch.stops - batch.starts, trace.scheduler.slots
+    prompts = batch.starts < slots.num_prompt[batch.slots]
+    if trace.policy == "split":
+        assert lens[lens > 1].sum() <= trace.scheduler._policy._prompt_tokens
+    if trace.policy == "prefill_first":
+        assert (lens > 1).all() or (lens == 1).all()
+    if trace.policy in ("orca", "prefill_first"):
+        whole = batch.stops[prompts] == slots.num_prompt[batch.slots[prompts]]
+        assert whole.all() or len(batch.sampled) == batch.num_spans
+
+
+def expected(request: Request) -> list[int]:
+    """Its answer when it is alone."""
+    prompt, params = request.prompt.tolist(), request.params
+    if params.beam_width:
+        return searched(prompt, params, frozenset())[0][0]
+    return alone(prompt, params.max_tokens)
+
+
 def check(seed: int) -> None:
     """One trace: everybody gets the tokens that it gets alone, nothing is left behind."""
     trace = Trace(seed)
     _, ended = serve(trace)
     assert ended.keys() == {request.id for request in trace.requests}
     for request in trace.requests:
-        assert request.answer.tolist() == alone(request.prompt.tolist(), request.params.max_tokens)
+        assert request.answer.tolist() == expected(request)
     scheduler = trace.scheduler
     assert not len(scheduler.slots.busy)
     assert scheduler.pool.num_held == scheduler.residency.prefix.num_idle
@@ -209,11 +244,11 @@ def test_the_same_trace_is_decided_the_same_twice() -> None:
 def test_a_recording_of_any_policy_and_order_is_decided_the_same_again(tmp_path: Path) -> None:
     for seed in range(2000, 2040):
         recorder = Recorder(tmp_path / str(seed), {})
-        trace = Trace(seed)
+        trace = Trace(seed, searches=False)
         for request in trace.requests[::3]:
             request.timeout_s = 12.0
         serve(trace, recorder)
         recorder.close()
         with open(tmp_path / str(seed), "rb") as file:
-            steps = list(replay(read_entries(file), Trace(seed).scheduler))
+            steps = list(replay(read_entries(file), Trace(seed, searches=False).scheduler))
         assert len(steps) > trace.scheduler.counters.steps, "its steps, and what came in"
