@@ -146,7 +146,7 @@ def test_what_has_ended_is_not_remembered() -> None:
     assert len(engine.scheduler._gate._due) < 200
 
 
-STATES = ["waiting", "chunking", "decoding", "swapped", "forked", "following", "in_flight"]
+STATES = ["waiting", "chunking", "decoding", "swapped", "forked", "following", "searching", "in_flight"]
 
 
 def bring(engine: Engine, state: str) -> str:
@@ -160,7 +160,10 @@ def bring(engine: Engine, state: str) -> str:
         return "z"
     engine.add(ask("old", 4, 20))
     num_samples = 3 if state in ("forked", "following") else 1
-    engine.add(ask("z", 40 if state == "chunking" else 14, num_samples=num_samples))
+    z = ask("z", 40 if state == "chunking" else 14, num_samples=num_samples)
+    if state == "searching":
+        z.params = SamplingParams(max_tokens=8, beam_width=2)
+    engine.add(z)
     engine.step()
     if state == "following":
         return "z2"
@@ -171,6 +174,8 @@ def bring(engine: Engine, state: str) -> str:
     row = scheduler._row_of["z"]
     if state == "chunking":
         assert 0 < engine.slots.num_computed[row] < 40
+    if state == "searching":
+        assert len(scheduler._searches.rows_of(row)) == 2
     if state == "forked":
         assert "z1" in scheduler._row_of
         return "z1"
@@ -195,7 +200,7 @@ def test_whoever_is_cancelled_frees_its_pages_within_two_steps(state: str, by: s
     else:
         everybody = [*scheduler.waiting.requests, *engine.slots.requests[engine.slots.busy]]
         everybody += scheduler._followers.requests
-        (request,) = (each for each in everybody if each.id == name)
+        request = next(each for each in everybody if each.id == name)
         request.timeout_s = 0.0
         scheduler._gate.watch(request)
     for _ in range(2):
