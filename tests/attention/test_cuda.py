@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -189,8 +188,13 @@ def test_a_request_of_nan_stays_alone() -> None:
     assert torch.equal(ours[2], clean[2])
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
-def test_bits_depend_on_the_request_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seed", "length", "num_cuts"),
+    [(0, 80, 3), *(pytest.param(seed, 100 + 9 * seed, 12, marks=pytest.mark.slow) for seed in range(1, 6))],
+)
+def test_bits_depend_on_the_request_alone(
+    seed: int, length: int, num_cuts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same positions as one prompt alone, and cut at random, among neighbours, shared out or not."""
     multiply_rows_alone(monkeypatch)
     monkeypatch.setattr(cuda, "CHUNK", 64)
@@ -198,16 +202,16 @@ def test_bits_depend_on_the_request_alone(seed: int, monkeypatch: pytest.MonkeyP
     windows = (50,) if seed % 2 else (None,)
     sized = shape(num_kv_heads=1, windows=windows, dtype=[torch.float32, torch.bfloat16][seed // 2 % 2])
     world, attention = World(sized, 3, 150, seed), CudaAttention(sized, DEVICE, batch_invariant=True)
-    length = int(rng.integers(100, 150))
     alone = world.run(attention, {2: (0, length)})[2]
-    for _ in range(3 if seed else 1):
-        cuts = sorted({0, length, length - 1, *rng.integers(1, length, 2).tolist()})
-        for start, stop in pairwise(cuts):
-            attention.num_processors = int(rng.choice([1, 4, 64]))
-            neighbours = drawn(rng, 2, 100)
-            order = rng.permutation([2, *neighbours]).tolist()
-            spans = {slot: (start, stop) if slot == 2 else neighbours[slot] for slot in order}
-            assert torch.equal(world.run(attention, spans)[2], alone[start:stop]), (start, stop)
+    cuts = [(length - 1, length)] + [
+        sorted(rng.choice(length, 2, replace=False)) for _ in range(num_cuts - 1)
+    ]
+    for start, stop in cuts:
+        attention.num_processors = int(rng.choice([1, 4, 64]))
+        neighbours = drawn(rng, 2, length)
+        order = rng.permutation([2, *neighbours]).tolist()
+        spans = {slot: (start, stop) if slot == 2 else neighbours[slot] for slot in order}
+        assert torch.equal(world.run(attention, spans)[2], alone[start:stop]), (start, stop)
 
 
 @pytest.mark.parametrize(
