@@ -226,7 +226,7 @@ class Scheduler:
             rows, sampled = rows[counted], sampled.take(counted)
         ends: dict[int, str] = {}
         if self._searches:
-            rows, sampled = self._searches.advance(rows, sampled, ends, now_s)
+            rows, sampled, ends = self._searches.advance(rows, sampled, now_s)
         at = slots.num_tokens[rows]
         slots.token_ids[rows, at] = sampled.tokens
         slots.num_tokens[rows] = at + 1

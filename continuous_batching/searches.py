@@ -138,32 +138,29 @@ class Searches:
         search = self._search_of.get(row)
         return [row] if search is None else search.seats
 
-    def advance(
-        self, rows: Index, sampled: Sampled, ending: dict[int, str], now_s: float
-    ) -> tuple[Index, Sampled]:
+    def advance(self, rows: Index, sampled: Sampled, now_s: float) -> tuple[Index, Sampled, dict[int, str]]:
         """Choose for every search among the candidates of its beams, and book what was chosen.
 
-        Searches that end are added to `ending`, by the row of their request; one that is there already ends
-        with what it had. Returns the rows [R] and the sampled tokens of all that is no beam.
+        Returns the rows [R] and the sampled tokens of all that is no beam, and the searches that end: the row
+        of their request, with the reason.
         """
+        ends: dict[int, str] = {}
         index_of = {row: index for index, row in enumerate(rows.tolist())}
         for search in self._running():
             if search.rows[0] not in index_of:
                 continue
             at, leader = [index_of[row] for row in search.rows], search.seats[0]
             if (sampled.tokens[at] < 0).any():
-                ending[leader] = "error"
+                ends[leader] = "error"
                 self._slots.num_tokens[search.seats] += 1  # the token that failed, which `leave` takes back
-            elif leader not in ending:
-                if search.leader.first_token_s is None:
-                    search.leader.first_token_s = now_s
-                self._step(search, [sampled.candidates[index] for index in at], self._tops(sampled, at))
-                if search.is_over:
-                    ending[leader] = search.hypotheses[0].finish_reason
-        single = [index for row, index in index_of.items() if row not in self._search_of]
-        asked = [(at, sampled.logprobs.get(index)) for at, index in enumerate(single)]
-        logprobs = {at: entry for at, entry in asked if entry is not None}
-        return rows[single], Sampled(sampled.tokens[single], logprobs)
+                continue
+            if search.leader.first_token_s is None:
+                search.leader.first_token_s = now_s
+            self._step(search, [sampled.candidates[index] for index in at], self._tops(sampled, at))
+            if search.is_over:
+                ends[leader] = search.hypotheses[0].finish_reason
+        single = np.flatnonzero(~np.isin(rows, list(self._search_of)))
+        return rows[single], sampled.take(single), ends
 
     def suspend(self, row: int) -> Request:
         """Free all rows of a search; each beam's computed pages stay findable while nobody needs them."""
