@@ -132,7 +132,10 @@ class Npu(Accelerator):
     @property
     def name(self) -> str:
         kind = f"{self.chip} ({self.product.name})"
-        return f"VIRTUAL {kind}: a stand-in, whose figures say nothing" if self.asked.virtual else kind
+        if not self.asked.virtual:
+            return kind
+        wide = ", and takes float32 as no product does" if self.asked.virtual_fp32 else ""
+        return f"VIRTUAL {kind}: a stand-in, whose figures say nothing{wide}"
 
     def operators(self, shape: AttentionShape) -> tuple[Fused, Attention]:
         from attention.npu import NpuAttention

@@ -184,7 +184,10 @@ def test_every_start_and_every_result_says_virtual(
     assert any("VIRTUAL" in line for line in caplog.messages)
     assert json.loads(answers.read_text())["device"] == "VIRTUAL"
     benchmark.main(["offline", "recipes/tiny/cpu.yaml", *npu, "--trace", str(trace), "--json"])
-    assert "VIRTUAL" in json.loads(capsys.readouterr().out)["machine"]["device"]
+    device = json.loads(capsys.readouterr().out)["machine"]["device"]
+    assert device.startswith("VIRTUAL Ascend910B1 (910B): ")
+    assert device.endswith(", and takes float32 as no product does")
+    assert "float32" not in start(section("npu", virtual_fp32=False)).name
 
 
 class Lines:
