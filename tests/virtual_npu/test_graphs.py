@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -283,3 +284,30 @@ def test_a_capture_outside_a_task_group_would_freeze_the_lengths():
         torch.npu.graph(torch.npu.NPUGraph()),
     ):
         torch_npu.npu_fused_infer_attention_score(**call)
+
+
+def test_threads_replay_and_allocate_side_by_side():
+    x, graph, wrong = column(1), torch.npu.NPUGraph(), []
+    with torch.npu.graph(graph):
+        y = x * 2
+
+    def replay() -> None:
+        for _ in range(100):
+            graph.replay()
+            torch.npu.synchronize()
+            wrong.extend(each for each in y.tolist() if each != 2)
+
+    def allocate() -> None:
+        with torch.npu.stream(torch.npu.Stream()):
+            for _ in range(100):
+                total = torch.ones(64, device="npu").sum().item()
+                wrong.extend([total] * (total != 64))
+                torch.npu.empty_cache()  # which waits for the device, and holds Python's lock
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (replay, allocate)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong

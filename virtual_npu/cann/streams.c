@@ -1,7 +1,9 @@
 /* Streams: a stream does its tasks at once, until it meets an event that nothing has recorded. From then on
  * they wait in its queue, as they would on the device; a host that waits for such a stream would hang, and is
  * told so. */
+#define _GNU_SOURCE
 #include "device.h"
+#include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -125,9 +127,20 @@ int submit(struct stream *stream, struct task task) {
     return code;
 }
 
+/* Kernels need Python's lock: a thread that holds it cannot wait for one, as torch's allocator does in empty_cache.
+ * Nor need it, for what another thread's replay uses is not the allocator's to free. */
+static bool holds_python(void) {
+    static int (*check)(void);
+    if (!check) check = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    return check && check();
+}
+
 /* The host waits for a stream */
 int settle(struct stream *stream) {
-    while (stream->running && !pthread_equal(stream->runner, pthread_self())) pthread_cond_wait(&idle, &lock);
+    while (stream->running && !pthread_equal(stream->runner, pthread_self())) {
+        if (holds_python()) return ACL_SUCCESS;
+        pthread_cond_wait(&idle, &lock);
+    }
     if (stream->graph)
         return refuse(ACL_ERROR_RT_STREAM_CAPTURED,
                       "the host waits for a stream that is being captured: a graph cannot hold that");
