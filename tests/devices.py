@@ -1,6 +1,6 @@
-"""On which devices do the tests run? The CPU, an NPU (real, or else virtual) and CUDA, each if it is here.
+"""On which devices do the tests run? The CPU, the virtual NPU and CUDA, each if it is here.
 
-Operators come from where recipes get them. The virtual NPU takes float32 for these tests.
+Operators come from where recipes get them. The virtual NPU takes float32 for these tests, as no real one does.
 """
 
 from __future__ import annotations
