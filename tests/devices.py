@@ -1,6 +1,6 @@
 """On which devices do the tests run? The CPU, the virtual NPU and CUDA, each if it is here.
 
-Operators come from where recipes get them. The virtual NPU takes float32 for these tests, as no real one does.
+Operators come from where recipes get them. The virtual NPU takes float32 here, as no real one does.
 """
 
 from __future__ import annotations
