@@ -39,6 +39,7 @@ class Device:
         self.kernels = Kernels(memory, self.recorder)
         self.num_kernels = self.kernels.register()
         self.num_operators = len(OPERATORS)
+        self.conditions: Conditions | None = None
 
     def implement(
         self, name: str, function: Callable[..., Any], captured: Callable[..., Any] | None = None
@@ -54,6 +55,9 @@ class Device:
 
     def contract(self, conditions: Conditions) -> None:
         """Let the operators of `virtual_npu.operators` answer under these conditions."""
+        if conditions == self.conditions:
+            return
+        self.conditions = conditions
         for each in OPERATORS:
             self.implement(each.qualified, partial(each, conditions), partial(each.check_capture, conditions))
 
