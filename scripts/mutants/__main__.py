@@ -44,7 +44,16 @@ FAULTS = (
     *QUEUE_FAULTS,
     *ANSWER_FAULTS,
 )
-ROOMS = ("kv_cache", "continuous_batching", "attention", "models", "recipes", "serving", "tests")
+ROOMS = (
+    "kv_cache",
+    "continuous_batching",
+    "attention",
+    "models",
+    "recipes",
+    "serving",
+    "virtual_npu",
+    "tests",
+)
 
 BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"
 HOST_TESTS = (
