@@ -1,0 +1,94 @@
+"""May a benchmark's result be believed?
+
+    python -m scripts.audit FILE [--json]       FILE is what a benchmark printed with --json
+    python -m scripts.audit --sources           the sources' own tables, row by row
+    python -m scripts.audit --laws              what is held against what
+
+Ends with 0 where a result passes, 1 where a law refuses it, 2 where the file cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from scripts import verb
+from simulation.audit.gate import LAWS, Verdict, audit
+from simulation.audit.sources import rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m scripts.audit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    what = top.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", nargs="?", type=Path, metavar="FILE")
+    what.add_argument("--sources", action="store_true", help="audit the sources' tables")
+    what.add_argument("--laws", action="store_true", help="name each law and what it says")
+    top.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    return top
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The result in a file; raises ValueError or OSError for a file that holds none."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no object; it must be one result of a benchmark")  # noqa: TRY004
+    return fields
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """One law a line, the refused ones first, with the numbers that each read."""
+    for outcome in ("refused", "pass", "not checkable"):
+        for ruling in verdict.of(outcome):
+            used = ", ".join(f"{name} {number:g}" for name, number in ruling.used.items())
+            why = ruling.why or ruling.law.statement
+            print(f"{outcome:14} {ruling.law.name:18} {why}" + (f"  [{used}]" if used else ""))
+
+
+def print_sources() -> None:
+    """Each row, and each law that it breaks."""
+    source = ""
+    for row in rows():
+        if row.source != source:
+            source = row.source
+            print(source)
+        for ruling in row.verdict.of("refused"):
+            print(f"  {row.name:30} {ruling.law.name:18} {ruling.why}")
+        if row.verdict.passed:
+            print(f"  {row.name:30} {'pass':18}")
+
+
+def main(argv: list[str]) -> int:
+    """Audit; raises ValueError or OSError for a file that cannot be used."""
+    options = parser().parse_args(argv)
+    if options.laws:
+        for law in LAWS:
+            print(f"{law.name:18} {law.statement}")
+        return 0
+    if options.sources:
+        if options.json:
+            found = [{"source": row.source, "row": row.name, **row.verdict.describe()} for row in rows()]
+            print(json.dumps(found, indent=2))
+        else:
+            print_sources()
+        return 0
+    try:
+        verdict = audit(read(options.file))
+    except ValueError as error:
+        raise ValueError(f"{options.file}: {error}") from error
+    if options.json:
+        print(json.dumps(verdict.describe(), indent=2))
+    else:
+        print_verdict(verdict)
+    return 0 if verdict.passed else 1
+
+
+if __name__ == "__main__":
+    verb.run(main)

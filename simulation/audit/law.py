@@ -1,0 +1,118 @@
+"""What is a law, and what does one say of a result?
+
+A law reads the figures that it needs by name, and what it read stands in its ruling. A figure that is absent
+is never assumed: the law is then not checkable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["pass", "refused", "not checkable"]
+Fields = Mapping[str, Any]
+
+
+class NotCheckable(Exception):
+    """A law does not apply; says why."""
+
+
+class Figures:
+    """The figures of one result; a dotted name reaches into it, as in `ttft_ms.p50`."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields
+        self.used: dict[str, float] = {}
+
+    def number(self, name: str) -> float:
+        """A figure; raises NotCheckable if it is absent or null, ValueError if it is no finite number."""
+        value = self.given(name)
+        if value is None:
+            raise NotCheckable(f"{name} is absent")
+        return value
+
+    def given(self, name: str) -> float | None:
+        """A figure, or None if it is absent."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{name} is {value!r}; it must be a finite number")
+        self.used[name] = float(value)
+        return float(value)
+
+    def raw(self, name: str) -> Any:
+        """Whatever stands under a name, or None."""
+        value: Any = self.fields
+        for part in name.split("."):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{name} is looked for in {value!r}, which is no object")  # noqa: TRY004
+            value = value.get(part)
+            if value is None:
+                return None
+        return value
+
+    def records(self) -> list[Fields]:
+        """The requests' own records; raises NotCheckable if none were kept."""
+        kept = self.raw("records")
+        if kept is None:
+            raise NotCheckable("records is absent")
+        if not isinstance(kept, list) or not all(isinstance(each, Mapping) for each in kept):
+            raise ValueError("records must be a list of objects, one for each request")
+        return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """What must be true of every result; `check` says what is wrong with one, or None.
+
+    A law `about` an object meets only the results that have it.
+    """
+
+    name: str
+    statement: str
+    check: Callable[[Figures], str | None]
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What one law said, and the figures that it read."""
+
+    law: Law
+    outcome: Outcome
+    why: str
+    used: dict[str, float] = field(default_factory=dict)
+
+
+def rule(law: Law, fields: Fields) -> Ruling:
+    """Hold one result to one law; raises ValueError for a figure that cannot be read."""
+    figures = Figures(fields)
+    try:
+        wrong = law.check(figures)
+    except NotCheckable as reason:
+        return Ruling(law, "not checkable", str(reason), figures.used)
+    return Ruling(law, "refused" if wrong else "pass", wrong or "", figures.used)
+
+
+def exceeds(what: str, value: float, bound: str, most: float, slack: float) -> str | None:
+    """What is wrong where `value` is above `most` by more than `slack`."""
+    if value <= most + slack:
+        return None
+    times = f", {value / most:.3g} times" if most > 0 else ""
+    return f"{what} is {value:.6g}, above {bound}, {most:.6g}{times}"
+
+
+def differs(what: str, value: float, other: str, expected: float, slack: float) -> str | None:
+    """What is wrong where two figures of the same thing are further apart than `slack`."""
+    if abs(value - expected) <= slack:
+        return None
+    times = f", {value / expected:.3g} times" if expected > 0 else ""
+    return f"{what} is {value:.6g}, but {other} is {expected:.6g}{times}"
+
+
+def first(wrongs: Sequence[str | None]) -> str | None:
+    """All that is wrong, in one line."""
+    return "; ".join(wrong for wrong in wrongs if wrong) or None

@@ -1,0 +1,158 @@
+"""What do the requests' own records say of the figures?
+
+A record has `id`, `arrival_s`, `first_token_s`, `finish_s`, `prompt_tokens`, `max_tokens`, `output_tokens`,
+`finish_reason` and perhaps `token_times_s`. Answers that ended by "stop" or "length" are completed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulation.audit.law import Fields, Figures, Law, NotCheckable, differs, exceeds, first
+from simulation.audit.summary import LITTLE_SLACK, SLACK
+
+SHOWN = 3  # of the requests that break a law, by name
+PARTS = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "min": 0, "max": 100}
+RECOUNT_SLACK_MS = 0.02  # of times told in microseconds
+
+
+def value(record: Fields, name: str) -> float:
+    """A number of a record; raises NotCheckable if it is absent, ValueError if it is none."""
+    found = record.get(name)
+    if found is None:
+        raise NotCheckable(f"{name} of request {record.get('id')} is absent")
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        raise ValueError(f"{name} of request {record.get('id')} is {found!r}; it must be a finite number")
+    return float(found)
+
+
+def done(figures: Figures) -> list[Fields]:
+    """The records of completed requests; raises NotCheckable if there are none."""
+    found = [each for each in figures.records() if each.get("finish_reason") in ("stop", "length")]
+    if not found:
+        raise NotCheckable("no record is of a completed request")
+    figures.used["completed records"] = len(found)
+    return found
+
+
+def column(records: list[Fields], name: str) -> NDArray[np.float64]:
+    """One number of each record."""
+    return np.array([value(record, name) for record in records])
+
+
+def _named(wrongs: list[str]) -> str | None:
+    shown = "; ".join(wrongs[:SHOWN])
+    return f"{shown}; and {len(wrongs) - SHOWN} more" if len(wrongs) > SHOWN else shown or None
+
+
+def clock(figures: Figures) -> str | None:
+    """Arrival, first token and end follow one another, and so do tokens."""
+    wrongs, measured_from_s = [], figures.given("measured_from_s")
+    for record in done(figures):
+        times_s = [value(record, name) for name in ("arrival_s", "first_token_s", "finish_s")]
+        tokens_s = record.get("token_times_s") or []
+        if times_s != sorted(times_s) or list(tokens_s) != sorted(tokens_s):
+            wrongs.append(f"request {record.get('id')} goes back in time: {times_s}")
+        if measured_from_s is not None and times_s[0] < measured_from_s:
+            wrongs.append(
+                f"request {record.get('id')} came at {times_s[0]:g} s, in the warm-up, and is counted"
+            )
+    return _named(wrongs)
+
+
+def tokens(figures: Figures) -> str | None:
+    """Each answer has as many tokens as were asked for, or stopped before; all of them add up."""
+    completed = done(figures)
+    wrongs = []
+    for record in completed:
+        given, most = value(record, "output_tokens"), value(record, "max_tokens")
+        exact = record["finish_reason"] == "length"
+        times = record.get("token_times_s")
+        if not 1 <= given <= most or (exact and given != most) or value(record, "prompt_tokens") < 1:
+            asked = f"{most:g} asked for, ended by {record['finish_reason']}"
+            wrongs.append(f"request {record.get('id')} has {given:g} tokens, {asked}")
+        elif times is not None and len(times) != given:
+            wrongs.append(f"request {record.get('id')} has {given:g} tokens at {len(times)} times")
+    for name in ("prompt_tokens", "output_tokens"):
+        told, count = figures.given(name), float(column(completed, name).sum())
+        if told is not None and (wrong := differs(name, told, "their sum over the records", count, 0)):
+            wrongs.append(wrong)
+    return _named(wrongs)
+
+
+def every_request(figures: Figures) -> str | None:
+    """One record for each request, none twice."""
+    records = figures.records()
+    ids = [str(record.get("id")) for record in records]
+    wrong = None if len(set(ids)) == len(ids) else f"{len(ids) - len(set(ids))} ids stand more than once"
+    told, completed = figures.given("completed"), len(done(figures))
+    return first(
+        [
+            wrong,
+            differs("requests", figures.number("requests"), "the number of records", len(ids), 0),
+            None if told is None else differs("completed", told, "their number in the records", completed, 0),
+        ]
+    )
+
+
+def recount(figures: Figures) -> str | None:
+    """Duration and latencies, computed anew."""
+    completed = done(figures)
+    arrival_s, begin_s, end_s = (
+        column(completed, name) for name in ("arrival_s", "first_token_s", "finish_s")
+    )
+    num_gaps = column(completed, "output_tokens") - 1
+    longer = num_gaps > 0
+    of_one = (end_s - begin_s)[longer] / num_gaps[longer]
+    latencies = {"ttft_ms": begin_s - arrival_s, "e2e_ms": end_s - arrival_s, "tpot_ms": of_one}
+    wrongs = []
+    if (told := figures.given("duration_s")) is not None and len(completed) == len(figures.records()):
+        taken_s = float(end_s.max() - arrival_s.min())
+        slack = SLACK / 2 * taken_s + 0.0001
+        wrongs.append(differs("duration_s", told, "from first arrival to last token", taken_s, slack))
+    for name, found_s in latencies.items():
+        for part in ("mean", *PARTS) if len(found_s) else ():
+            told = figures.given(f"{name}.{part}")
+            found = 1e3 * float(found_s.mean() if part == "mean" else np.percentile(found_s, PARTS[part]))
+            if told is not None:
+                slack = SLACK * found + RECOUNT_SLACK_MS
+                wrongs.append(differs(f"{name}.{part}", told, "the records'", found, slack))
+    return first(wrongs)
+
+
+def at_once(figures: Figures) -> str | None:
+    """Requests between their first and last token never outnumber the slots."""
+    most, completed = figures.number("slots"), done(figures)
+    if figures.number("preemptions"):
+        raise NotCheckable("preempted requests wait between their tokens, and are in no slot")
+    begin_s, end_s = column(completed, "first_token_s"), column(completed, "finish_s")
+    kept = end_s > begin_s
+    times = np.concatenate([end_s[kept], begin_s[kept]])
+    change = np.concatenate([np.full(kept.sum(), -1), np.full(kept.sum(), 1)])
+    together = int(np.cumsum(change[np.lexsort((change, times))]).max(initial=0))  # ends come first
+    return exceeds("the most requests at once", together, "slots", most, 0)
+
+
+def in_system(figures: Figures) -> str | None:
+    """N by Little from the records' own times."""
+    completed = done(figures)
+    if len(completed) != len(figures.records()):
+        raise NotCheckable("some requests have no end, and were in the system too")
+    waited_s = column(completed, "finish_s") - column(completed, "arrival_s")
+    expected = float(waited_s.sum()) / figures.number("duration_s")
+    steps, held = figures.given("steps"), figures.number("mean_in_system")
+    slack = LITTLE_SLACK * max(held, expected) + (len(completed) / steps if steps else 0.0)
+    return differs("mean_in_system", held, "the sum of W / duration", expected, slack)
+
+
+LAWS = (
+    Law("clock", "arrival <= first token <= end, and none came in the warm-up", clock),
+    Law("every request", "one record for each request, and none twice", every_request),
+    Law("tokens by request", "each answer has the tokens that were asked for; they add up", tokens),
+    Law("recount", "latencies and duration are those of the records, within 2 %", recount),
+    Law("at once", "never more requests between first and last token than slots", at_once),
+    Law("Little, records", "N = the sum of W over the duration, within 5 % and a step", in_system),
+)

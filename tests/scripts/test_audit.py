@@ -1,0 +1,73 @@
+"""The command tells what the gate says, by its words and by how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.audit import main
+from simulation.audit.gate import LAWS
+from simulation.audit.sources import rows
+from tests.simulation.queue import honest
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "result.json"
+
+
+def test_a_result_passes_or_is_refused_with_the_law_and_the_numbers(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = honest(1)
+    file.write_text(json.dumps(result))
+    assert main([str(file)]) == 0
+    assert "refused" not in capsys.readouterr().out
+    file.write_text(json.dumps(result | {"offered_per_s": 0.5}))
+    assert main([str(file)]) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("refused        served <= offered  requests_per_s is ")
+    assert "offered_per_s 0.5" in line
+    assert main([str(file), "--json"]) == 1
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["outcome"] == "refused"
+    assert list(verdict["refused"]) == ["served <= offered"]
+
+
+def test_each_row_of_the_sources_is_told_with_its_laws(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--sources"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(row.name in line for line in lines) for row in rows())
+    assert main(["--sources", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {each["outcome"] for each in told} == {"refused"}
+
+
+def test_laws_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--laws"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(LAWS)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not JSON"), ("[1]", "holds no object"), ("{}", "no law can be checked")],
+)
+def test_an_unusable_file_is_said_to_be_one(content: str, message: str, file: Path) -> None:
+    file.write_text(content)
+    with pytest.raises(ValueError, match=rf"result.json.*{message}"):
+        main([str(file)])
+
+
+def test_how_the_command_ends(file: Path) -> None:
+    def status(content: str) -> int:
+        file.write_text(content)
+        command = [sys.executable, "-m", "scripts.audit", str(file)]
+        return subprocess.run(command, capture_output=True).returncode
+
+    assert status('{"requests_per_s": 4, "offered_per_s": 5}') == 0
+    assert status('{"requests_per_s": 40, "offered_per_s": 5}') == 1
+    assert status('{"requests_per_s": "40"}') == 2
