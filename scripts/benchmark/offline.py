@@ -14,6 +14,7 @@ from recipes.build import build
 from recipes.devices import start
 from recipes.reader import read
 from scripts.benchmark import machine
+from scripts.benchmark.audited import accounts, hardware, with_verdict
 from scripts.benchmark.timeline import Timeline, summarise
 from serving.offline import Job, Record, read_jobs, run_jobs
 from serving.text import Text
@@ -64,7 +65,7 @@ def run(
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(trace_path, text)  # before the model is built: a bad file fails at once
     engine = build(recipe)
-    results = []
+    results: list[dict[str, object]] = []
     for number in range(1 + num_runs):
         jobs = load_trace(trace_path, text)
         timeline, records = serve(engine, text, jobs)
@@ -74,24 +75,36 @@ def run(
         cache = cache_figures(engine)
         forget_prefixes(engine)
         if number:
-            results.append(summarise(engine, [job.request for job in jobs if isinstance(job, Job)], timeline))
+            requests = [job.request for job in jobs if isinstance(job, Job)]
+            figures = summarise(engine, requests, timeline)
+            duration_s = float(str(figures["duration_s"]))
+            results.append(figures | accounts(engine, requests, timeline.steps, duration_s))
     results.sort(key=lambda result: float(str(result["output_tokens_per_s"])))
-    return {
+    where = machine.describe(start(recipe.device).name)
+    result = {
         "recipe": recipe_path,
         "overrides": list(overrides),
         "profile": profile,
         "trace": Path(trace_path).name,
-        "machine": machine.describe(start(recipe.device).name),
+        "machine": where,
         "runs_output_tokens_per_s": [result["output_tokens_per_s"] for result in results],
         "cache_after_all_runs": cache,
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
+        "warm_up_runs": 1,
+        "warm_up_counted": 0,
+        **hardware(engine.runner.config, where, on_host=recipe.device.kind == "cpu"),
         **results[num_runs // 2],
     }
+    return with_verdict(result)
 
 
 def print_table(result: dict[str, object]) -> None:
     """Figures of one run, one a line."""
     for name, value in result.items():
-        if isinstance(value, dict):
+        if name == "records":
+            continue  # one line for each request is for programs
+        if name == "verdict" and isinstance(value, dict):
+            value = "; ".join([value["outcome"], *(f"{law}: {why}" for law, why in value["refused"].items())])
+        elif isinstance(value, dict):
             value = ", ".join(f"{key} {each}" for key, each in value.items())
         print(f"{name:22} {value}")

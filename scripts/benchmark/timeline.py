@@ -25,6 +25,9 @@ class StepRecord:
     num_tokens: list[int]
     decodes: list[bool]  # whether the span computed a sampled token, not a part of the prompt
     held_pages: int  # pages that rows hold, idle cached pages not among them
+    num_running: int  # requests in slots, those that this step ended among them
+    num_waiting: int
+    num_ended: int
 
 
 @dataclass(slots=True)
@@ -49,6 +52,9 @@ class Timeline:
                 num_tokens=(batch.stops - batch.starts).tolist(),
                 decodes=(batch.starts >= slots.num_prompt[batch.slots]).tolist(),
                 held_pages=pool.num_pages - 1 - pool.num_free - prefix.num_idle,
+                num_running=len(slots.busy) + len(step.finished),
+                num_waiting=len(engine.scheduler.waiting),
+                num_ended=len(step.finished),
             )
         )
         for row in batch.owners.tolist():

@@ -14,7 +14,9 @@ from recipes.reader import read
 from recipes.sizing import model_config
 from scripts.benchmark import device, host, kv, queues
 from scripts.benchmark.__main__ import main
-from scripts.benchmark.timeline import percentiles
+from scripts.benchmark.audited import means_over_time
+from scripts.benchmark.timeline import StepRecord, percentiles
+from simulation.audit.gate import audit
 
 RECIPE = "recipes/tiny/cpu.yaml"
 
@@ -100,6 +102,21 @@ def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest
     assert cache["held_pages"] == 0
     assert cache["idle_pages"] > 0
     assert cache["hit_rate"] == pytest.approx(result["prefix_hit_rate"], abs=0.01)
+    assert result["verdict"] == audit(result).describe(), "the file can be audited as it is"
+    assert list(result["verdict"]["refused"]) == ["samples"], "six requests are few"
+    assert {"Little", "Little, records", "recount", "tokens by request"} <= {*result["verdict"]["passed"]}
+    main(["offline", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace)])
+    table = capsys.readouterr().out
+    assert "verdict                refused; samples: 6 requests were answered; 30 are the least\n" in table
+    assert "records" not in table
+
+
+def test_means_over_time_count_idle_time_and_no_gap_between_steps() -> None:
+    def step(start_s: float, end_s: float, running: int, waiting: int, ended: int) -> StepRecord:
+        return StepRecord(start_s, end_s, [0], ["a"], [1], [True], 0, running, waiting, ended)
+
+    steps = [step(0, 1, 2, 1, 1), step(1.5, 2, 2, 0, 2), step(8, 9, 1, 0, 1)]
+    assert means_over_time(steps, 10.0) == {"mean_running": 0.5, "mean_in_system": 0.6}
 
 
 def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:

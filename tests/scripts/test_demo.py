@@ -27,5 +27,5 @@ def test_the_demo_prints_answers_and_a_table_of_both_ways_and_draws_them(
 def test_bars_join_steps_that_follow_each_other_and_part_prompts_from_answers() -> None:
     timeline = Timeline(Counters())
     for at, decode in [(0, False), (1, True), (2, True), (5, True)]:
-        timeline.steps.append(StepRecord(at, at + 1, [3], ["a"], [1], [decode], 0))
+        timeline.steps.append(StepRecord(at, at + 1, [3], ["a"], [1], [decode], 0, 1, 0, 0))
     assert bars(timeline) == {(3, "a", False): [(0, 1)], (3, "a", True): [(1, 2), (5, 1)]}
