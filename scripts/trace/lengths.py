@@ -1,0 +1,56 @@
+"""How long are prompts and answers?"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
+
+
+def lengths(text: str) -> Draw:
+    """How to draw lengths, from `N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SIGMA` or `file:PATH`."""
+    if text.startswith("file:"):
+        return _from_file(Path(text.removeprefix("file:")))
+    kind, *values = text.split(":") if ":" in text else ("uniform", text, text)
+    try:
+        if kind == "uniform":
+            least, most = (int(value) for value in values)
+            if 1 <= least <= most:
+                return lambda random, count: random.integers(least, most, count, endpoint=True)
+        elif kind == "lognormal":
+            mean, sigma = (float(value) for value in values)
+            if 1 <= mean < math.inf and 0 <= sigma < math.inf:
+                return lambda random, count: _lognormal(random, count, mean, sigma)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no length; write N, uniform:LEAST:MOST, lognormal:MEAN:SIGMA or file:PATH,"
+        " of at least 1 token"
+    )
+
+
+def _lognormal(random: np.random.Generator, count: int, mean: float, sigma: float) -> NDArray[np.int64]:
+    drawn = random.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)  # whose mean is `mean`
+    return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+
+def _from_file(path: Path) -> Draw:
+    """Any of the lengths in a file, one a line, as often as it stands there."""
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip().isdecimal() or int(line) < 1:
+            raise argparse.ArgumentTypeError(f"{path}: line {number}: {line!r} is no length of at least 1")
+        found.append(int(line))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{path} holds no length")
+    return lambda random, count: random.choice(np.array(found, np.int64), count)
