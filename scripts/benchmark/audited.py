@@ -19,20 +19,25 @@ Result = dict[str, object]
 def accounts(
     engine: Engine, requests: Sequence[Request], steps: Sequence[StepRecord], duration_s: float
 ) -> Result:
-    """What the laws need beside the figures. A request of several samples, or one that failed, counts
-    otherwise in the engine than among the figures: then there are no means over time and no records."""
+    """What the laws need beside the figures.
+
+    The figures know one answer of each request. Where some failed or were searched for, there are no records;
+    where the engine did not end just these requests, each in a step (there are more samples, or stop strings,
+    which end a request between steps), there are no means over time either.
+    """
     done = [r for r in requests if r.finish_reason in DONE]
     lens = [len(r.answer) for r in done]
     arrivals_s = [r.arrival_s for r in requests]
     spread_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
-    plain = len(done) == len(requests) and not any(r.followers or r.hypotheses for r in requests)
+    plain = len(done) == len(requests) and not any(r.hypotheses for r in requests)
+    in_steps = sum(step.num_ended for step in steps) == len(requests)
     return {
         "offered_per_s": round((len(requests) - 1) / spread_s, 4) if spread_s > 0 else None,
         "slots": engine.slots.num_slots,
         "max_tokens_per_step": 1,
         "least_output_tokens": min(lens, default=None),
         "most_output_tokens": max(lens, default=None),
-        **(means_over_time(steps, duration_s) if plain else {}),
+        **(means_over_time(steps, duration_s) if plain and in_steps else {}),
         **({"records": records(requests)} if plain else {}),
     }
 

@@ -111,6 +111,19 @@ def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest
     assert "records" not in table
 
 
+def test_samples_that_the_figures_leave_out_are_not_audited_as_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"id": "a", "prompt_token_ids": [7] * 20, "max_tokens": 5, "n": 3, "ignore_eos": True}
+    trace.write_text(json.dumps(line) + "\n")
+    main(["offline", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert "mean_in_system" not in result
+    assert list(result["verdict"]["refused"]) == ["samples"]
+    assert "mean_in_system is absent" in result["verdict"]["not_checkable"]["Little"]
+
+
 def test_means_over_time_count_idle_time_and_no_gap_between_steps() -> None:
     def step(start_s: float, end_s: float, running: int, waiting: int, ended: int) -> StepRecord:
         return StepRecord(start_s, end_s, [0], ["a"], [1], [True], 0, running, waiting, ended)
