@@ -98,6 +98,38 @@ def test_a_row_that_failed_and_was_outrun_is_never_found() -> None:
     check(good)
 
 
+def test_a_row_that_failed_and_was_outrun_publishes_nothing_of_its_prompt() -> None:
+    engine = make()
+    Device(engine)
+    engine.runner.fail = {"bad"}  # in its first step alone
+    start = engine.runner.start
+
+    def fail_once(batch: Batch) -> Callable[[], Sampled]:
+        wait = start(batch)
+        engine.runner.fail = set()
+        return wait
+
+    engine.runner.start = fail_once
+    bad, good = ask("bad", 9, 12), ask("good", 9, 12)
+    prefix, published = engine.scheduler.residency.prefix, []
+    publish = prefix.publish
+
+    def told(keys, *others):
+        published.extend(keys)
+        return publish(keys, *others)
+
+    prefix.publish = told
+    engine.add(bad)
+    engine.add(good)
+    step = engine.step()
+    assert step is not None
+    assert step.finished == [bad]
+    assert len(engine.slots.busy) == 2, "the device is at its second step"
+    run_out(engine)
+    assert set(published) == set(good.page_keys)
+    check(good)
+
+
 def test_a_row_that_fails_after_it_was_outrun_keeps_its_answer_and_loses_its_pages() -> None:
     engine = make()
     Device(engine)
@@ -134,6 +166,27 @@ def test_an_abort_under_a_batch_ends_now_and_frees_its_row_with_the_batch(num_st
     assert finished == [again, other]
     check(again, other)
     assert len(request.answer) == num_steps
+
+
+def test_an_answer_ends_before_a_token_that_nobody_knows() -> None:
+    engine = make()
+    scheduler, runner = engine.scheduler, engine.runner
+    request, other = ask("a", 9, 12), ask("b", 9, 12)
+    engine.add(request)
+    engine.add(other)
+    first = scheduler.schedule(0.0)
+    sampled = runner.start(first)
+    second = scheduler.schedule(0.0)
+    assert second.unknown.tolist() == [0, 1]
+    assert scheduler.end("a", "abort") is request
+    assert request.answer.tolist() == []
+    waited = runner.start(second)
+    for batch, wait in ((first, sampled), (second, waited)):
+        assert scheduler.commit(batch, wait(), 0.0) == []
+    recount(scheduler)
+    assert request.answer.tolist() == []
+    run_out(engine)
+    check(other)
 
 
 @pytest.mark.parametrize(
