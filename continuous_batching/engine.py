@@ -147,6 +147,8 @@ class Engine:
     def _start(self, now_s: float) -> Started | None:
         batch = self.scheduler.schedule(now_s)
         if not batch.num_spans:
+            if self.recorder is not None and len(self.scheduler.flight):
+                self.recorder.looked(now_s)
             return None
         if self.recorder is not None:
             self.recorder.scheduled(batch, now_s, self.scheduler.held_back)

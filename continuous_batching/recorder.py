@@ -20,6 +20,7 @@ from continuous_batching.recording import (
     Ended,
     Entry,
     Header,
+    Looked,
     Resized,
     Sample,
     Scheduled,
@@ -93,6 +94,10 @@ class Recorder:
                 held_back,
             )
         )
+
+    def looked(self, now_s: float) -> None:
+        """With a batch in flight, no other was made."""
+        self._write(Looked(now_s))
 
     def committed(self, sampled: Sampled, now_s: float) -> None:
         """The device answered."""

@@ -95,6 +95,12 @@ class Offer(msgspec.Struct, array_like=True, frozen=True):
     scores: bytes
 
 
+class Looked(msgspec.Struct, tag="L", array_like=True, frozen=True):
+    """With a batch in flight, nothing more was to be computed yet; a request may have got its row."""
+
+    now_s: float
+
+
 class Committed(msgspec.Struct, tag="C", array_like=True, frozen=True):
     """What the device answered, and when."""
 
@@ -103,7 +109,7 @@ class Committed(msgspec.Struct, tag="C", array_like=True, frozen=True):
     offers: list[Offer] = []
 
 
-Entry = Header | Added | Ended | Resized | Scheduled | Committed
+Entry = Header | Added | Ended | Resized | Scheduled | Looked | Committed
 
 
 class DamagedRecording(ValueError):

@@ -19,6 +19,7 @@ from continuous_batching.recording import (
     Ended,
     Entry,
     Header,
+    Looked,
     Resized,
     Scheduled,
     answered,
@@ -100,6 +101,9 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
                 raise Divergence(f"step {number}: {_difference(entry, batch, last)}")
             last = batch
             started.append((batch, entry))
+        elif isinstance(entry, Looked):
+            if scheduler.schedule(entry.now_s).num_spans:
+                raise Divergence(f"after step {number}: a batch was made where there was nothing to compute")
         else:
             assert isinstance(entry, Committed), "an entry of another kind"
             if not started:

@@ -200,7 +200,7 @@ class _Run:
         for row, token in zip(rows.tolist(), step.sampled.tokens.tolist()):
             request: Request = self._engine.slots.requests[row]
             reader = self._readers.get(request.id)
-            if reader is None or request.finish_reason in ("stop", "error"):
+            if reader is None or request.finish_reason not in (None, "length"):
                 continue  # the token that ends an answer is no part of its text
             reader.read(token)
             if reader.detokenizer.stopped is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -41,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
     purpose.add_argument("--trace", metavar="OUT.json", help="write a time line")
     purpose.add_argument("--policy", metavar="NAME", help="what if this policy had served the same requests")
     return top
+
+
+BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")
 
 
 class Recording:
@@ -119,10 +123,22 @@ def compare(
 ) -> None:
     """Print how the requests fared, and how they would have."""
     recorded, steps = what_if.served(events, scheduler)
+    if not steps:
+        raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
     costs = what_if.fit(steps)
-    answered = [each for each in recording.added if all(recorded[one.id].token_s for one in each.samples)]
+    ids: Counter[str] = Counter(one.id for each in recording.added for one in each.samples)
+    answered = [
+        each
+        for each in recording.added
+        if not each.samples[0].params.beam_width
+        and all(len(recorded[one.id].request.answer) and ids[one.id] == 1 for one in each.samples)
+    ]
+    if not answered:
+        raise ValueError(
+            "no request of this recording can be served again: none was answered, or all are searches"
+        )
     columns = {"as recorded": what_if.summary(recorded)}
-    section = recording.facts["scheduler"]
+    section = recording.facts["scheduler"] | dict.fromkeys(BOUNDS)  # all that came is served
     for name, scheduling in (("modelled", section), ("what if", section | changes)):
         other = scheduler_from(recording.facts | {"scheduler": scheduling})
         fates = what_if.simulate(other, recorded, answered, costs)
@@ -132,7 +148,7 @@ def compare(
         print(f"{row:18}" + "".join(f"{column.get(row, float('nan')):24.2f}" for column in columns.values()))
     left_out = len(recording.added) - len(answered)
     if left_out:
-        print(f"{left_out} requests without a token are left out of the modelled columns")
+        print(f"{left_out} requests (unanswered, searches, of one id) are left out of the modelled columns")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Trace events as Chrome's and Perfetto's viewers read them: https://perfetto.dev/
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
@@ -25,6 +26,7 @@ class Tracer:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._origin_s: float | None = None
+        self._idle_s = -math.inf
         self._stays: dict[int, tuple[str, float, float]] = {}  # slot -> request, since and until when
 
     def events(self, replayed: Iterable[Event]) -> Iterator[TraceEvent]:
@@ -44,7 +46,9 @@ class Tracer:
 
     def _step(self, step: Replayed) -> Iterator[TraceEvent]:
         batch, scheduler = step.batch, self._scheduler
-        at_us, lasted_us = self._us(step.start_s), 1e6 * (step.end_s - step.start_s)
+        start_s = max(step.start_s, self._idle_s)  # it may be made while the one before it runs
+        self._idle_s = step.end_s
+        at_us, lasted_us = self._us(start_s), 1e6 * (step.end_s - start_s)
         yield {
             "ph": "X",
             "name": f"step {step.number}",

@@ -54,12 +54,14 @@ def served(events: Iterable[Event], scheduler: Scheduler) -> tuple[dict[str, Fat
     """What became of each request of a replay on `scheduler`, and what each step cost."""
     found: dict[str, Fate] = {}
     steps: list[Timed] = []
+    idle_s = -np.inf  # since when the device has nothing to do: a step may be made before
     for event in events:
         if isinstance(event, Request):
             for each in (event, *event.followers):
                 found[each.id] = Fate(each, [])
         elif isinstance(event, Replayed):
-            steps.append((features(event.batch), event.end_s - event.start_s))
+            steps.append((features(event.batch), event.end_s - max(event.start_s, idle_s)))
+            idle_s = event.end_s
             for owner in event.owner_ids:
                 found[owner].token_s.append(event.end_s)
     return found, steps

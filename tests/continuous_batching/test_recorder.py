@@ -22,6 +22,7 @@ from continuous_batching.recording import (
     DamagedRecording,
     Entry,
     Header,
+    Looked,
     Scheduled,
     read_entries,
 )
@@ -51,11 +52,15 @@ def scheduler(num_slots: int = 3, num_pages: int = 9, budget: int = 6, static: b
     )
 
 
-def record(path: Path, made: Scheduler, seed: int, num_requests: int, beam_width: int = 0) -> list[Request]:
+def record(
+    path: Path, made: Scheduler, seed: int, num_requests: int, beam_width: int = 0, overlap: bool = False
+) -> list[Request]:
     """Serve random requests with aborts and resizes in between, recording all of it."""
     random = np.random.default_rng(seed)
     now = 0.0
-    engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now)
+    engine = Engine(
+        made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now, overlap=overlap
+    )
     engine.recorder = Recorder(path, FACTS)
     finished: list[Request] = []
     to_come = num_requests
@@ -95,12 +100,12 @@ def write(path: Path, changed: list[Entry]) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32), static=st.booleans(), budget=st.integers(3, 20))
+@given(seed=st.integers(0, 2**32), static=st.booleans(), budget=st.integers(3, 20), overlap=st.booleans())
 def test_a_replay_decides_the_same(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, static: bool, budget: int
+    tmp_path_factory: pytest.TempPathFactory, seed: int, static: bool, budget: int, overlap: bool
 ) -> None:
     path = tmp_path_factory.mktemp("recording") / "file"
-    finished = record(path, scheduler(budget=budget, static=static), seed, 6)
+    finished = record(path, scheduler(budget=budget, static=static), seed, 6, overlap=overlap)
     recorded = entries(path)
     events = list(replay(recorded, scheduler(budget=budget, static=static)))
     steps = [event for event in events if isinstance(event, Replayed)]
@@ -109,6 +114,24 @@ def test_a_replay_decides_the_same(
     assert again == [(each.id, each.finish_reason, each.answer.tolist()) for each in finished]
     added = [event for event in events if isinstance(event, Request)]
     assert len(added) == 6
+
+
+def test_a_look_ahead_that_finds_nothing_is_replayed(tmp_path: Path) -> None:
+    """It gives a newcomer its row, which waits for a page that is in flight."""
+    made = scheduler(num_pages=40)
+    now = 0.0
+    engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now, overlap=True)
+    engine.recorder = Recorder(tmp_path / "file", FACTS)
+    for name, first, max_tokens in (("q", 60, 3), ("a", 0, 1), ("b", 0, 3)):
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        engine.add(Request(name, np.arange(first, first + 9), params))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    recorded = entries(tmp_path / "file")
+    assert any(isinstance(entry, Looked) for entry in recorded)
+    steps = [each for each in replay(recorded, scheduler(num_pages=40)) if isinstance(each, Replayed)]
+    assert sum(len(step.finished) for step in steps) == 3
 
 
 def test_a_replay_searches_the_same(tmp_path: Path) -> None:
