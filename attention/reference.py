@@ -168,7 +168,7 @@ class Attention:
 
     def plan_static(self, decodes: StaticDecodes) -> AttentionMetadata:
         """As `plan`, for a step that is captured: what it computes with is what `decodes` then holds."""
-        raise NotImplementedError
+        raise AssertionError("check_graphs refuses what has no plan for a captured step")
 
     def replay(self, graph: Any, metadata: AttentionMetadata, kv_lens: list[int]) -> None:
         """Run a captured step; `kv_lens` [R] are those on the device, for who wants them here."""

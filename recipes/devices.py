@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from recipes.recipe import DeviceSection
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-class Machine:
+class Machine(ABC):
     """A machine that is ready to compute on `device`."""
 
     device: torch.device
@@ -30,17 +31,17 @@ class Machine:
         self.asked = asked
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """What it is, for the log and for result files."""
-        raise NotImplementedError
 
+    @abstractmethod
     def operators(self, shape: AttentionShape) -> tuple[Fused, Attention]:
         """The device's own operators, or attention as it is defined where the recipe asks for that."""
-        raise NotImplementedError
 
+    @abstractmethod
     def memory_bytes(self) -> int:
         """What this process may use of the device's memory."""
-        raise NotImplementedError
 
 
 class Cpu(Machine):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ STEP_S = 0.02  # virtual
 BASE = "stall_free, fcfs"
 
 
-def variants(num_slots: int) -> dict[str, dict[str, object]]:
+def variants(num_slots: int) -> dict[str, dict[str, Any]]:
     """The scheduler's keys for each row, the one that the others are compared with first."""
     chunks = {"min_chunk_tokens": 32, "max_chunk_tokens": 512}
     return {
@@ -51,12 +52,12 @@ def variants(num_slots: int) -> dict[str, dict[str, object]]:
 class Bench:
     """One scheduler that is kept full."""
 
-    def __init__(self, num_slots: int, num_waiting: int, keys: dict[str, object]) -> None:
+    def __init__(self, num_slots: int, num_waiting: int, keys: dict[str, Any]) -> None:
         self._random = np.random.default_rng(0)
         self._answer = (num_slots // 2, num_slots + num_slots // 2)  # so that one in num_slots ends in a step
         longest = PROMPT_TOKENS[1] + self._answer[1]
         budget = max(2 * num_slots, longest) + 512
-        asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=budget, **keys)  # type: ignore[arg-type]
+        asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=budget, **keys)
         pages = 1 + num_slots * -(-longest // PAGE_SIZE)
         limits = Limits(pages, 0, longest, VOCAB_SIZE, (), None)
         self.scheduler: Scheduler = scheduler_of(
@@ -99,7 +100,7 @@ class Bench:
         return 1e6 * (time.perf_counter() - computed + scheduled - start)
 
 
-def run(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, object]]:
+def run(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, Any]]:
     """One row for each variant: microseconds a step, and how many times the first one's they are."""
     base_us = 0.0
     for name, keys in variants(num_slots).items():
@@ -120,7 +121,7 @@ def run(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, 
         }
 
 
-def print_table(rows: dict[int, list[dict[str, object]]], num_waiting: int) -> None:
+def print_table(rows: dict[int, list[dict[str, Any]]], num_waiting: int) -> None:
     """The rows of each number of slots."""
     for num_slots, variants_of in rows.items():
         head = f"{num_slots} slots, {num_waiting} waiting"
