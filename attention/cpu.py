@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.compiled import Compiled
+from attention.onednn import product_dtype, products
 from attention.reference import Attention, AttentionMetadata, AttentionShape
 from attention.tiles import Chunk, Prompt, Tiles
 from continuous_batching.batch import Batch, ragged_ranges
@@ -57,6 +58,7 @@ class CpuAttention(Attention):
         self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
         self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
         self.compile = compile
+        self._wide = product_dtype(shape.dtype)
         if compile:
             self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)))
             self._decode = Compiled(
@@ -184,9 +186,9 @@ class CpuAttention(Attention):
     ) -> None:
         """Two products a kv head, with all query heads that share it as rows of one matrix."""
         rows = self._rows(query, chunk.rows)
-        scores = torch.bmm(rows.flatten(1, 2), keys[:, :, chunk.keys])
+        scores = products(rows.flatten(1, 2), keys[:, :, chunk.keys], self._wide)
         weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last)
-        sums = torch.bmm(weights.flatten(1, 2), values[:, chunk.keys])
+        sums = products(weights.flatten(1, 2), values[:, chunk.keys], self._wide)
         self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
 
     def _rows(self, query: Tensor, tokens: Tensor) -> Tensor:

@@ -18,13 +18,12 @@ import torch_npu
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention.ascend import MASK_SIDE, ProductAttention
 from attention.products import Product
-from attention.reference import Attention, AttentionMetadata, AttentionShape, StaticDecodes
+from attention.reference import AttentionMetadata, AttentionShape, StaticDecodes
 from continuous_batching.batch import Batch
-from kv_cache.transfer import to_device
 
 CAUSAL, BAND = 3, 4  # sparse_mode: up to the last key, and of these the last pre_tokens + 1
-MASK_SIDE = 2048  # both modes take this one mask, whatever the lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class NpuMetadata(AttentionMetadata):
     workspaces: dict[int | None, Tensor] = field(default_factory=dict)  # of captured calls, by pre_tokens
 
 
-class NpuAttention(Attention):
+class NpuAttention(ProductAttention):
     """Attention on an NPU that has npu_fused_infer_attention_score."""
 
     def __init__(
@@ -66,37 +65,18 @@ class NpuAttention(Attention):
         *,
         takes_float32: bool = False,
     ) -> None:
-        super().__init__(shape, device)
-        self.product, self.takes_float32 = product, takes_float32
-        hidden = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1)
-        self.mask = hidden.to(self.device)
+        super().__init__(shape, device, product, takes_float32=takes_float32)
+        self.mask = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1).to(self.device)
         self.update_stream = torch.npu.Stream(self.device)
-
-    def check(self) -> None:
-        super().check()
-        self.product.check(self.shape, takes_float32=self.takes_float32)
-
-    def check_graphs(self, num_graphs: int) -> None:
-        self.product.check_graphs(num_graphs, len(self.shape.windows))
 
     def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> NpuMetadata:
         """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
-        width = -(-int(batch.stops.max()) // self.shape.page_size)
-        table = to_device(page_table[batch.slots, :width], self.device)
-        ends = np.cumsum(batch.stops - batch.starts)
-        parts = []
-        for first, last in self.product.cuts(batch.stops - batch.starts):
-            before = int(ends[first - 1]) if first else 0
-            parts.append(
-                Part(
-                    slice(before, int(ends[last - 1])),
-                    (ends[first:last] - before).tolist(),
-                    batch.stops[first:last].tolist(),
-                    table[first:last],
-                )
-            )
-        index = self.write_index(batch, page_table).astype(np.int32)
-        return NpuMetadata(to_device(index, self.device), (), tuple(parts))
+        table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
+        parts = tuple(
+            Part(rows, np.cumsum(lens[spans]).tolist(), batch.stops[spans].tolist(), table[spans])
+            for spans, rows in self.cuts(batch)
+        )
+        return NpuMetadata(self.places(batch, page_table), (), parts)
 
     def write(
         self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: NpuMetadata

@@ -1,7 +1,7 @@
 """What does each Ascend product's fused attention take?
 
 Sources: op-plugin, torch_npu.npu_fused_infer_attention_score and its v2; vllm-ascend, attention_v1.py and
-_310p/attention; CANN's own errors where these are silent.
+_310p/attention; CANN, PagedAttentionOperation; CANN's own errors where these are silent.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MOST_SPANS = 4096  # in one call of a packed batch
 MOST_HEADS, MOST_GROUP = 256, 64
 PAGE_STEP, MOST_PAGE = 16, 1024
 MOST_ROW = 65535  # kv heads x head dim
+ATB_PAGES = (128, 64)  # the first that fits is the one to choose
+ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
+ATB_MOST_PAGE = 128 * 128  # tokens x head dim
 MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more: vllm-ascend's bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """One line of products, by the name it has in a recipe.
-
-    The 310P has ATB's attention instead, over a cache of another layout, which nobody has written here yet.
-    """
+    """One line of products, by the name it has in a recipe."""
 
     name: str
     chip: str  # what one of them calls itself
@@ -37,6 +37,9 @@ class Product:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     head_dims: tuple[int, ...] = (64, 128)
     is_fused: bool = True  # has npu_fused_infer_attention_score
+    is_atb: bool = False  # has ATB's attention over pages in its place
+    has_swiglu: bool = True
+    most_spans: int = MOST_SPANS  # in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # products of int8 with a scale for each token
     most_graphs: int | None = None  # sizes that may be captured; None: what its streams allow
@@ -44,8 +47,8 @@ class Product:
     def check(self, shape: AttentionShape, *, takes_float32: bool = False) -> None:
         """Raise ValueError for a shape that fused attention of this product does not take."""
         plain = "or set device.attention to reference"
-        if not self.is_fused:
-            fused = ", ".join(each.name for each in PRODUCTS if each.is_fused)
+        if not (self.is_fused or self.is_atb):
+            fused = ", ".join(each.name for each in PRODUCTS if each.is_fused or each.is_atb)
             raise ValueError(
                 f"device.product is {self.name}, for which there is no fused attention here, but for {fused}:"
                 f" use one of these, {plain}"
@@ -56,6 +59,32 @@ class Product:
                 f"model.dtype is {_name(shape.dtype)}; fused attention of the {self.name} takes"
                 f" {' or '.join(names)}: set model.dtype to {names[0]}, {plain}"
             )
+        if self.is_atb:
+            self._check_atb(shape, plain)
+        else:
+            self._check_fused(shape, plain)
+
+    def _check_atb(self, shape: AttentionShape, plain: str) -> None:
+        dim, size = shape.head_dim, shape.page_size
+        if dim % ATB_DIM_STEP or not 0 < dim <= ATB_MOST_DIM:
+            raise ValueError(
+                f"the model's head_dim is {dim}; attention of the {self.name} takes a multiple of"
+                f" {ATB_DIM_STEP} to {ATB_MOST_DIM}: choose another model, {plain}"
+            )
+        sizes = [each for each in ATB_PAGES if each * dim <= ATB_MOST_PAGE]
+        if size not in sizes:
+            raise ValueError(
+                f"cache.page_size is {size}; attention of the {self.name} takes"
+                f" {' or '.join(map(str, sizes))} with heads of {dim}: set {sizes[0]}, {plain}"
+            )
+        for layer, window in enumerate(shape.windows):
+            if window is not None:
+                raise ValueError(
+                    f"layer {layer} of the model has a sliding window of {window}; attention of the"
+                    f" {self.name} has none: choose another model, {plain}"
+                )
+
+    def _check_fused(self, shape: AttentionShape, plain: str) -> None:
         if shape.head_dim not in self.head_dims:
             allowed = " or ".join(map(str, self.head_dims))
             raise ValueError(
@@ -106,7 +135,7 @@ class Product:
 
     def cuts(self, lens: Index) -> Iterator[tuple[int, int]]:
         """Spans [first, last) for each call, given the spans' lengths: as few calls as the product allows."""
-        edges = {0, len(lens), *range(0, len(lens), MOST_SPANS)}
+        edges = {0, len(lens), *range(0, len(lens), self.most_spans)}
         if not self.is_mixed:
             edges |= set((np.flatnonzero(np.diff(lens == 1)) + 1).tolist())
         ordered = sorted(edges)
@@ -120,7 +149,10 @@ PRODUCTS = (
         chips=r"Ascend310P\d",
         dtypes=(torch.float16,),
         is_fused=False,
+        is_atb=True,
+        has_swiglu=False,
         has_int8=False,
+        most_spans=2000,
     ),
     Product(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d"),
     Product(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d"),

@@ -10,7 +10,7 @@ page, N slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -72,6 +72,8 @@ class Attention:
     A subclass for a device overrides what it does faster, and `check` to refuse what it cannot do.
     """
 
+    sliced: ClassVar[bool] = True  # a slice of its pages is a view of them
+
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
         self.device = torch.device(device)
@@ -92,6 +94,15 @@ class Attention:
                     f"the sliding window of layer {layer} is {window}; it must be at least 1: "
                     "correct the model's configuration, or leave the window out"
                 )
+
+    def new_pages(self, count: int) -> Tensor:
+        """So many pages at zero, for the keys or the values of a layer: [P, B, K, D].
+
+        A subclass may order the places of a page in its own way.
+        """
+        shape = self.shape
+        page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
+        return torch.zeros(count, *page, dtype=shape.dtype, device=self.device)
 
     def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> AttentionMetadata:
         """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
@@ -135,7 +146,7 @@ class Attention:
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, K, D] at cache places `index` [n].
 
-        A subclass may order the places of a page in its own way: this is how others find them.
+        A subclass that orders the places of a page in its own way says so here.
         """
         return layer_keys.flatten(0, 1)[index], layer_values.flatten(0, 1)[index]
 

@@ -86,7 +86,7 @@ class Admission:
                 return
             spare -= wanted
             longs_left -= waiting.is_long(request)
-            row = self._enter(request, matched, reserved)
+            row = self._enter(request, matched, reserved, now_s)
             requests_left -= 1
             if not residency.is_blocked(row):
                 tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
@@ -109,10 +109,11 @@ class Admission:
         """Pages that are neither held nor promised to a row for what it knows already."""
         return self._residency.tables.num_available - self._residency.num_promised()
 
-    def _enter(self, request: Request, matched: Index, reserved: int) -> int:
+    def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
         """Give it a row, and count what a newcomer brings and finds."""
         residency, first_time = self._residency, not request.num_preemptions
         if first_time:
+            request.admitted_s = now_s
             residency.count_lookup(request, matched)
         self._waiting.remove(request)
         self._row_of[request.id] = row = residency.enter(request, matched, reserved)

@@ -39,6 +39,10 @@ class Batch:
     def num_tokens(self) -> int:
         return int(self.stops.sum() - self.starts.sum())
 
+    @property
+    def num_copied_pages(self) -> int:
+        return sum(len(each.sources) for each in self.copies)
+
 
 _NONE: Index = np.empty(0, dtype=np.int64)
 NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, (_NONE, _NONE, _NONE))
@@ -62,6 +66,8 @@ class Sampled:
         default_factory=dict
     )  # for those that asked, by index into tokens
     candidates: dict[int, Candidates] = field(default_factory=dict)  # for beams, by index into tokens
+    # By row, of those that asked: each prompt token that follows one of the batch, but those known before
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     def take(self, at: Index) -> Sampled:
         """The part for tokens `at`, which rise."""
@@ -72,6 +78,7 @@ class Sampled:
             self.tokens[at],
             {index_of[old]: each for old, each in self.logprobs.items() if old in index_of},
             {index_of[old]: each for old, each in self.candidates.items() if old in index_of},
+            self.prompt_logprobs,
         )
 
 

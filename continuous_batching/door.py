@@ -71,7 +71,7 @@ def check_request(
             f"{name} may grow to {longest} tokens; the limit is {slots.max_tokens}"
             " (scheduler.max_request_tokens): shorten the prompt or max_tokens"
         )
-    capacity = (pool.num_pages - 1) * slots.page_size + 1  # the last token is never cached
+    capacity = _capacity(slots, pool)
     if longest > capacity:
         raise ValueError(
             f"{name} may grow to {longest} tokens; the cache holds {capacity}:"
@@ -122,6 +122,15 @@ def most_pages(request: Request, page_size: int) -> int:
     longest = max(1, -(-(longest_tokens(request) - 1) // page_size))
     shared = request.num_prompt_tokens // page_size
     return longest + max(0, request.params.beam_width - 1) * (longest - shared)
+
+
+def longest_allowed(slots: SlotPool, pool: PagePool) -> int:
+    """The most tokens that any request may come to."""
+    return min(slots.max_tokens, _capacity(slots, pool))
+
+
+def _capacity(slots: SlotPool, pool: PagePool) -> int:
+    return (pool.num_pages - 1) * slots.page_size + 1  # the last token is never cached
 
 
 def longest_tokens(request: Request) -> int:

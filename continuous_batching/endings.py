@@ -28,10 +28,10 @@ class Endings:
         slots = self._slots
         failed = tokens < 0
         stopped = self._stop_mask[tokens] & ~slots.ignore_eos[rows]
-        for index in np.flatnonzero(slots.own_stops[rows]).tolist():
+        for index in slots.own_stops[rows].nonzero()[0].tolist():
             stopped[index] |= int(tokens[index]) in slots.requests[rows[index]].params.stop_token_ids
         over = failed | stopped | (slots.num_tokens[rows] >= slots.limit[rows])
         return {
             int(rows[index]): "error" if failed[index] else "stop" if stopped[index] else "length"
-            for index in np.flatnonzero(over).tolist()
+            for index in over.nonzero()[0].tolist()
         }

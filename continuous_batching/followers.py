@@ -13,6 +13,8 @@ from kv_cache.pages import Index
 class Followers:
     """Samples of one prompt: the leader computes it, its followers fork from it when it is computed.
 
+    What was asked to be told of the prompt is told once, in a list that they share.
+
     `row_of` is the scheduler's: the row of each running request, by its id.
     """
 
@@ -56,6 +58,7 @@ class Followers:
         slots, spans, owners = self._residency.slots, sampled.tolist(), rows[sampled].tolist()
         for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
             for follower in self._release(slots.requests[row]):
+                follower.num_scored = follower.num_prompt_tokens - 1  # with this batch
                 if slots.num_free:
                     self._row_of[follower.id] = self._residency.fork(row, follower)
                     spans.append(span)
@@ -69,7 +72,7 @@ class Followers:
         followers = self._release(leader)
         if followers:
             first = followers[0]
-            first.followers = followers[1:]
+            first.followers, first.num_scored = followers[1:], leader.num_scored
             self.add(first)
             self._waiting.push(first)
 
@@ -77,5 +80,6 @@ class Followers:
         """The followers of a request, which from now on stand alone."""
         followers, leader.followers = leader.followers, []
         for each in followers:
+            each.prompt_logprobs = leader.prompt_logprobs
             del self._leader_of[each.id]
         return followers

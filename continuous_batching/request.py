@@ -30,6 +30,7 @@ class SamplingParams:
     seed: int | None = None  # None: the engine draws one
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -38,7 +39,7 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = False  # as in transformers' generate
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _check("max_tokens", self.max_tokens, 1 <= self.max_tokens <= _MOST, f"from 1 to {_MOST}")
         _check(
             "min_tokens",
             self.min_tokens,
@@ -46,7 +47,7 @@ class SamplingParams:
             f"from 0 to max_tokens ({self.max_tokens})",
         )
         _check("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100")
-        _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _check("top_k", self.top_k, 0 <= self.top_k <= _MOST, f"from 0 (off) to {_MOST}")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
         _check(
@@ -60,12 +61,18 @@ class SamplingParams:
             _check(name, value, -2 <= value <= 2, "from -2 to 2")
         if self.seed is not None:
             _check("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0 <= self.logprobs <= 20, "from 0 to 20")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(name, value, value is None or 0 <= value <= 20, "from 0 to 20")
+        num_biases, num_ends = len(self.logit_bias), len(self.stop_token_ids)
+        _check("logit_bias", num_biases, num_biases <= _MOST_TOKENS, f"of at most {_MOST_TOKENS} tokens")
+        _check("stop_token_ids", num_ends, num_ends <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens")
         for token, bias in self.logit_bias.items():
             _check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "from -100 to 100")
         _check("stop", len(self.stop), len(self.stop) <= 16, "at most 16 strings")
         _check("stop", self.stop, all(self.stop), "strings of at least one character")
+        longest = max(map(len, self.stop), default=0)
+        _check("stop", longest, longest <= _LONGEST_STOP, f"strings of at most {_LONGEST_STOP} characters")
         self._check_beams()
 
     def _check_beams(self) -> None:
@@ -82,8 +89,13 @@ class SamplingParams:
             value = getattr(self, name)
             _check(name, value, value == off, _NOT_DRAWN)
         _check("stop", self.stop, not self.stop, "left out beside beam_width; stop_token_ids end a beam")
+        asked = self.prompt_logprobs
+        _check("prompt_logprobs", asked, asked is None, "left out beside beam_width; ask without it")
 
 
+_MOST = 2**31 - 1  # of numbers that become columns and tensors
+_MOST_TOKENS = 1024  # that a request may name: each of its samples carries them
+_LONGEST_STOP = 1024  # an answer's text is held back by as much
 _NOT_DRAWN = "left out beside beam_width: beams are searched, not drawn"
 
 
@@ -120,7 +132,7 @@ class Request:
     date when it leaves the slot (finished, preempted, aborted).
 
     `prompt` is any sequence of token ids; `cache_salt` parts the prefix cache between tenants;
-    `arrival_s`, `first_token_s` and `finish_s` are on the engine's clock.
+    `arrival_s`, `admitted_s`, `first_token_s` and `finish_s` are on the engine's clock.
     """
 
     id: str
@@ -141,8 +153,11 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)  # of its full pages, for the prefix cache
     num_cached_tokens: int = 0  # prompt tokens found computed when it was first admitted
     num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from its second token on, if asked
+    num_scored: int = 0  # how many of these were there when it last left its slot
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search that ended, best first; `tokens` has the best
+    admitted_s: float | None = None  # for the first time
     first_token_s: float | None = None
     finish_s: float | None = None
     finish_reason: str | None = None  # stop, length, abort, timeout, error
@@ -160,3 +175,19 @@ class Request:
     def answer(self) -> TokenIds:
         """The tokens produced so far, as of the last time it left its slot."""
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of its prompt were still to come when it last left its slot."""
+        return self.params.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
+
+    @property
+    def num_findable(self) -> int:
+        """How many of its tokens, from the first, need not be computed if they are found in the cache."""
+        return self.num_scored if self.is_scoring else len(self.tokens) - 1
+
+    def come_back(self, tokens: TokenIds, num_computed: int) -> None:
+        """Know what its row knew, which it leaves."""
+        self.tokens = tokens
+        del self.logprobs[len(self.answer) :]
+        self.num_scored = max(self.num_scored, min(num_computed, len(self.prompt) - 1))

@@ -204,9 +204,8 @@ class Residency:
 
     def _bring_back(self, row: int) -> None:
         slots = self.slots
-        request: Request = slots.requests[row]
-        request.tokens = slots.token_ids[row, : slots.num_tokens[row]].copy()
-        del request.logprobs[len(request.answer) :]
+        tokens = slots.token_ids[row, : slots.num_tokens[row]].copy()
+        slots.requests[row].come_back(tokens, int(slots.num_computed[row]))
 
     def _forget(self, row: int) -> None:
         self.prefix.forget(self.slots.pages(row)[: self.slots.num_published[row]])
@@ -233,8 +232,7 @@ class Residency:
         self.swap.forget(request)
 
     def _usable_keys(self, request: Request) -> list[bytes]:
-        """Its last known token is always computed, because the next one comes from it."""
-        return request.page_keys[: (len(request.tokens) - 1) // self.slots.page_size]
+        return request.page_keys[: request.num_findable // self.slots.page_size]
 
     def _start_from(self, row: int, pages: Index) -> None:
         """Let a row that has computed nothing itself continue from these cached pages."""

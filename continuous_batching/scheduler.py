@@ -107,9 +107,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; raises ValueError, with nothing changed, if it could never be served, and
         QueueFull, which is one, if too much waits before it."""
-        check_samples(request)
-        for each in (request, *request.followers):
-            self._check(each)
+        self.check(request)
         self._gate.check(request, len(self._followers))
         request.page_keys = self.residency.keys(request)
         for each in (request, *request.followers):
@@ -124,6 +122,15 @@ class Scheduler:
         if request.params.beam_width:
             self._num_arrived += self._searches.add(request)
         self.waiting.push(request)
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that could never be served, or not beside those that are here."""
+        check_samples(request)
+        for each in (request, *request.followers):
+            if each.id in self._row_of or each.id in self._followers or self.waiting.find(each.id):
+                raise ValueError(f"request {each.id} is being served already; give each an id of its own")
+            stops = self._endings.stop_tokens(each.params)
+            check_request(each, self._vocab_size, stops, self.slots, self.pool)
 
     def end(self, request_id: str, reason: str) -> Request | None:
         """End a request now, wherever it is; None if it is not here (any more).
@@ -200,7 +207,7 @@ class Scheduler:
         if self._searches:
             rows, starts, stops = self._searches.together(rows, starts, stops)
         rows, starts, stops = self.preemption.make_room(rows, starts, stops)
-        sampled = np.flatnonzero(stops == slots.num_tokens[rows])
+        sampled = (stops == slots.num_tokens[rows]).nonzero()[0]
         owners = rows[sampled]
         in_flight = rows
         if len(self._followers):
@@ -230,8 +237,7 @@ class Scheduler:
         at = slots.num_tokens[rows]
         slots.token_ids[rows, at] = sampled.tokens
         slots.num_tokens[rows] = at + 1
-        for index, logprobs in sampled.logprobs.items():
-            slots.requests[rows[index]].logprobs.append(logprobs)
+        slots.tell(rows, sampled)
         for row in rows[at == slots.num_prompt[rows]].tolist():
             slots.requests[row].first_token_s = now_s
         counters = self.counters
@@ -291,10 +297,3 @@ class Scheduler:
         if reason == "error":
             request.error = f"request {request.id}: the model's logits were not finite"
         return request
-
-    def _check(self, request: Request) -> None:
-        name = request.id
-        if name in self._row_of or name in self._followers or self.waiting.find(name) is not None:
-            raise ValueError(f"request {name} is being served already; give each request an id of its own")
-        stops = self._endings.stop_tokens(request.params)
-        check_request(request, self._vocab_size, stops, self.slots, self.pool)

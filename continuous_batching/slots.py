@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Batch, StepInputs, ragged_ranges
+from continuous_batching.batch import Batch, Sampled, StepInputs, ragged_ranges
 from continuous_batching.request import Request
 from kv_cache.pages import NULL_PAGE, Index
 
@@ -56,6 +56,8 @@ class SlotPool:
         self.own_stops = np.zeros(num_slots, dtype=np.bool_)  # the request has stop_token_ids
         self.plain = np.ones(num_slots, dtype=np.bool_)  # no penalty, bias, logprobs, min_tokens or beams
 
+        self.scoring = np.zeros(num_slots, dtype=np.bool_)  # log-probabilities of the prompt are wanted
+
         # The last request of each row: it stays readable after its end, until the row is taken again
         self.requests: NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         self.busy: Index = np.empty(0, dtype=np.int64)
@@ -104,14 +106,25 @@ class SlotPool:
             or params.min_tokens
             or params.beam_width
         )
+        self.scoring[row] = request.is_scoring
         at = int(np.searchsorted(self.number[self.busy], request.number))
-        self.busy = np.insert(self.busy, at, row)
+        self.busy = np.concatenate((self.busy[:at], [row], self.busy[at:]))
         return row
 
     def release(self, row: int) -> None:
         """Free a row whose pages and tokens have been taken care of."""
         self.busy = self.busy[self.busy != row]
         self._free.append(row)
+
+    def tell(self, rows: Index, sampled: Sampled) -> None:
+        """Hand the requests of the rows that tokens were sampled for the log-probabilities they asked for."""
+        for index, logprobs in sampled.logprobs.items():
+            self.requests[rows[index]].logprobs.append(logprobs)
+        for (
+            row,
+            found,
+        ) in sampled.prompt_logprobs.items():  # outrun or not: others may share them
+            self.requests[row].prompt_logprobs += found
 
     def pages(self, row: int) -> Index:
         """A copy of the pages of a row, in the order of its tokens."""

@@ -61,18 +61,19 @@ class PageTables:
         Idle cached pages are evicted where none is free.
         """
         slots = self.slots
-        short = int(counts.sum()) + self.num_copies(rows) - self.pool.num_free
+        total = int(counts.sum())
+        short = total + self.num_copies(rows) - self.pool.num_free
         if short > 0:
             self.evict(short)
         if self.forked:
             self._copy_on_write([row for row in rows.tolist() if row in self.forked])
-        growing = counts > 0
-        if not growing.any():
+        if not total:
             return
+        growing = counts > 0
         rows, counts = rows[growing], counts[growing]
         held = slots.num_pages[rows]
         owners, indexes = np.repeat(rows, counts), ragged_ranges(held, held + counts)
-        pages = self.pool.take(len(owners))
+        pages = self.pool.take(total)
         slots.page_table[owners, indexes] = pages
         slots.num_pages[rows] += counts
         self._new_pages.append((owners, indexes, pages))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,15 @@ def resized(column: NDArray[Any], num_pages: int, num_host_pages: int) -> NDArra
     return new
 
 
+Counted = TypeVar("Counted", bound=Hashable)
+
+
+def _less(counts: Counter[Counted], what: Counted) -> None:
+    counts[what] -= 1
+    if not counts[what]:
+        del counts[what]
+
+
 class Chains:
     """Full pages by the tokens that they hold and all tokens before them; knows nothing of holders.
 
@@ -42,7 +52,9 @@ class Chains:
         self._page_size = page_size
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._salt_of: dict[int, str] = {}  # of the first pages of chains only
+        self._salt_of: dict[int, str] = {}  # of the first pages of chains only, as the two counts of these
+        self._num_firsts: Counter[tuple[str, int]] = Counter()  # by salt and first token
+        self._num_equal: Counter[bytes] = Counter()  # by their tokens
         num_names = num_pages + num_host_pages
         self._tokens = np.zeros((num_names, page_size), dtype=np.int32)
         self._serial = np.zeros(num_names, dtype=np.int64)  # 0: the page is not here
@@ -114,16 +126,16 @@ class Chains:
     def why_missed(self, tokens: TokenIds, salt: str, matched: Index) -> Miss:
         """Why nothing of these tokens, a request's from its start, was found after `matched`."""
         at, size, parent = len(matched), self._page_size, self.tail(matched)
+        assert parent is not None, "a page that was found is here"
         wanted = tokens[at * size : (at + 1) * size]
-        nexts = np.flatnonzero((self._parent == (ROOT if parent is None else parent)) & (self._serial > 0))
-        nexts[nexts >= len(self._serial) - self._num_host_pages] -= len(self._serial)
-        alike = (self._tokens[nexts] == wanted).cumprod(axis=1).sum(axis=1)  # tokens in common
-        if at == 0:
-            here = np.array([self._salt_of[page] == salt for page in nexts.tolist()], dtype=np.bool_)
-            if (alike[~here] == size).any():
+        if parent == ROOT:
+            if self._num_equal[wanted.tobytes()]:  # of the same salt it would have been found
                 return "other_salt"
-            alike = alike[here]
-        return "unaligned" if alike.any() else "unseen"
+            begins_alike = self._num_firsts[salt, int(wanted[0])] > 0
+        else:
+            nexts = ((self._parent == parent) & (self._serial > 0)).nonzero()[0]
+            begins_alike = bool((self._tokens[nexts, 0] == wanted[0]).any())
+        return "unaligned" if begins_alike else "unseen"
 
     def uses(self, keys: Sequence[bytes]) -> bool:
         """Whether any of these keys, or two of them, would find one page."""
@@ -145,6 +157,8 @@ class Chains:
         self._key_of.update(zip(page_list, keys))
         if parent == ROOT:
             self._salt_of[page_list[0]] = salt
+            self._num_firsts[salt, int(tokens[0, 0])] += 1
+            self._num_equal[tokens[0].tobytes()] += 1
         serials = np.arange(self._next_serial, self._next_serial + len(pages))
         self._next_serial += len(pages)
         self._tokens[pages] = tokens
@@ -173,7 +187,10 @@ class Chains:
         keys = [self._key_of.pop(page) for page in pages]
         for page, key in zip(pages, keys):
             del self._page_of[key]
-            self._salt_of.pop(page, None)
+            if page in self._salt_of:
+                tokens = self._tokens[page]
+                _less(self._num_firsts, (self._salt_of.pop(page), int(tokens[0])))
+                _less(self._num_equal, tokens.tobytes())
         self._serial[np.array(pages, dtype=np.int64)] = 0
         return keys
 

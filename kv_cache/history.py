@@ -14,6 +14,7 @@ from kv_cache.chains import Miss, resized
 from kv_cache.pages import Index
 
 BOUNDS_S = (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0)  # upper bounds of an age's buckets; one more is open
+_BOUNDS_S = np.array(BOUNDS_S)
 
 
 class Ages:
@@ -25,7 +26,7 @@ class Ages:
 
     def observe(self, ages_s: NDArray[np.float64]) -> None:
         """Count some ages; an age of exactly a bound is in the bucket that ends there."""
-        self.counts += np.bincount(np.searchsorted(BOUNDS_S, ages_s), minlength=len(self.counts))
+        self.counts += np.bincount(_BOUNDS_S.searchsorted(ages_s), minlength=len(self.counts))
         self.sum_s += float(ages_s.sum())
 
 

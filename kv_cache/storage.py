@@ -6,7 +6,8 @@ Legend: P pages, B tokens a page, K kv heads, D head dim.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -22,9 +23,12 @@ WIDE = torch.complex128  # as which a CPU moves pages; of all types it holds the
 class KVCache:
     """Keys and values of all layers, allocated once; `keys[layer]` and `values[layer]` are [P, B, K, D].
 
-    Page 0 is the null page: no request ever owns it, so an operator may be given it as filler. All
-    places start at zero, but a page that comes back into use holds what its last owner left. With
-    `num_host_pages`, as many pages more lie in the host's memory, where no operator reads them.
+    `allocate`, given a number of pages, makes such a tensor, at zero, where the places of a page lie in
+    another order: only its first axis is told apart here. Where it is not `sliced`, a slice of it would be a
+    copy (as_strided of torch_npu makes one of its inner formats), and pages are reached by number alone.
+    Page 0 is the null page: no request ever owns it, so an operator may be given it as filler. A page that
+    comes back into use holds what its last owner left. With `num_host_pages`, as many pages more lie in the
+    host's memory, where no operator reads them.
     """
 
     def __init__(
@@ -38,23 +42,24 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         num_host_pages: int = 0,
+        allocate: Callable[[int], Tensor] | None = None,
+        sliced: bool = True,
     ) -> None:
-        page = (page_size, num_kv_heads, head_dim)
         device = torch.device(device)
-        pinned = device.type != "cpu"  # so that the device copies it by itself
 
-        def tensors(count: int, place: torch.device, *, pin_memory: bool = False) -> list[Tensor]:
-            return [
-                torch.zeros(count, *page, dtype=dtype, device=place, pin_memory=pin_memory)
-                for _ in range(num_layers)
-            ]
+        def plain(count: int) -> Tensor:
+            return torch.zeros(count, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
+
+        def on_host() -> Tensor:
+            pinned = device.type != "cpu"  # so that the device copies it by itself
+            page = self.keys[0].shape[1:]
+            return torch.zeros(num_host_pages, *page, dtype=dtype, pin_memory=pinned)
 
         self.num_pages = num_pages
         self.page_size = page_size
-        self.keys, self.values = tensors(num_pages, device), tensors(num_pages, device)
-        host = torch.device("cpu")
-        self._host_keys = tensors(num_host_pages, host, pin_memory=pinned)
-        self._host_values = tensors(num_host_pages, host, pin_memory=pinned)
+        self._allocate, self._sliced = allocate or plain, sliced
+        self.keys, self.values = ([self._allocate(num_pages) for _ in range(num_layers)] for _ in range(2))
+        self._host_keys, self._host_values = ([on_host() for _ in range(num_layers)] for _ in range(2))
 
     @staticmethod
     def page_bytes(
@@ -76,18 +81,23 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             pages = _flat(tensor)
             for read, written in _chunks(pages, sources, targets):
-                _copy(pages, read, pages, written)
+                _copy(pages, read, pages, written, sliced=self._sliced)
+
+    def clear_null_page(self) -> None:
+        """Bring page 0 back to zero, which work without requests has written."""
+        for tensor in (*self.keys, *self.values):
+            tensor.index_fill_(0, _index(np.zeros(1, np.int64), tensor), 0)
 
     def resize(self, num_pages: int) -> None:
         """Change the number of pages; the low ones keep what they hold. Tensors are copied one by one, and
         what is no longer needed goes back to the device, or to the machine.
         """
-        kept = min(num_pages, self.num_pages)
+        kept = np.arange(min(num_pages, self.num_pages))
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
-                new = old.new_empty(num_pages, *old.shape[1:])
-                new[:kept] = old[:kept]
-                new[kept:].zero_()
+                new = self._allocate(num_pages)
+                for read, written in _chunks(old, kept, kept):
+                    _copy(old, read, new, written, sliced=self._sliced)
                 tensors[layer] = new
         self.num_pages = num_pages
         del old, new
@@ -104,7 +114,7 @@ class KVCache:
             source, target = _flat(source, stays=stays), _flat(target, stays=stays)
             for read, written in _chunks(source, sources, targets):
                 if stays:
-                    _copy(source, read, target, written)
+                    _copy(source, read, target, written, sliced=self._sliced)
                 elif to_host:
                     _leave(source, read, target, written)
                 else:
@@ -120,22 +130,27 @@ def _give_back(device: torch.device) -> None:
 
 
 def _flat(tensor: Tensor, *, stays: bool = True) -> Tensor:
-    """A view of its pages as rows, of as few elements as can be where they stay on the CPU."""
-    pages = tensor.flatten(1)
-    wide = stays and tensor.device.type == "cpu" and pages.shape[1] * pages.itemsize % WIDE.itemsize == 0
-    return pages.view(WIDE) if wide else pages
+    """A view of its pages as rows of as few elements as can be, where they stay on the CPU; else itself."""
+    wide = stays and tensor.device.type == "cpu" and _page_bytes(tensor) % WIDE.itemsize == 0
+    return tensor.flatten(1).view(WIDE) if wide else tensor
+
+
+def _page_bytes(pages: Tensor) -> int:
+    return math.prod(pages.shape[1:]) * pages.itemsize
 
 
 def _chunks(pages: Tensor, sources: Index, targets: Index) -> Iterator[tuple[Index, Index]]:
-    size = max(1, CHUNK_BYTES // (pages.shape[1] * pages.itemsize))
+    size = max(1, CHUNK_BYTES // _page_bytes(pages))
     for at in range(0, len(sources), size):
         yield sources[at : at + size], targets[at : at + size]
 
 
-def _copy(source: Tensor, read: Index, target: Tensor, written: Index) -> None:
-    """Copy rows on one device, in one pass where one side is a run, else through a copy that is cached."""
+def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, sliced: bool) -> None:
+    """Copy pages on one device, in one pass where one side is a run that may be `sliced`, else through a copy
+    that is cached.
+    """
     (low, high), (first, last) = _ends(read), _ends(written)
-    reads_run, writes_run = _is_run(read), _is_run(written)
+    reads_run, writes_run = sliced and _is_run(read), sliced and _is_run(written)
     if reads_run and writes_run:
         target[first:last].copy_(source[low:high])
     elif source is target and low < last and first < high:  # an operator refuses to write what it may read
@@ -157,7 +172,7 @@ def _leave(device: Tensor, read: Index, host: Tensor, written: Index) -> None:
 
 def _return(host: Tensor, read: Index, device: Tensor, written: Index) -> None:
     """Copy rows from the host to a device, without waiting for it."""
-    rows = device.new_empty(len(read), device.shape[1])
+    rows = torch.empty(len(read), *device.shape[1:], dtype=device.dtype, device=device.device)
     for start, stop in _runs(read):
         rows[start:stop].copy_(host[read[start] : read[stop - 1] + 1], non_blocking=True)
     device.index_copy_(0, _index(written, device), rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.compiled import Compiled
+from attention.onednn import product_dtype
 from models.fused import Fused, Packed
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ _FEW_ROWS, _MANY_ROWS = 8, 64  # how the rows of a step are rounded up, below 64
 
 def tune_process(threads: int | None) -> None:
     """Set this process's threads (None: one for each core it may use) and let its allocator keep memory."""
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    torch.set_num_threads(threads or (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1))
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         log.info("this C library has no mallopt: memory goes back and forth between process and kernel")
@@ -39,6 +41,7 @@ class CpuFused(Fused):
 
     def __init__(self, *, compile: bool = False) -> None:
         self.compile = compile
+        self._has_told = False
         plain = Fused()
         self._rms_norm, self._add_rms_norm = plain.rms_norm, plain.add_rms_norm
         self._rotary, self._swiglu, self._greedy = plain.rotary, plain.swiglu, plain.greedy
@@ -77,8 +80,15 @@ class CpuFused(Fused):
         return -(-num_tokens // step) * step
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Bring the weight into the order in which oneDNN reads it: 1.7 times as fast at 32 rows."""
-        if not _has_onednn(weight.dtype):
+        """Bring the weight into the type that is multiplied fastest, and into the order in which oneDNN reads
+        it: 1.7 times as fast at 32 rows.
+        """
+        dtype = product_dtype(weight.dtype)
+        if dtype != weight.dtype and not self._has_told:
+            self._has_told = True
+            log.info("weights of linears lie in float32: this processor multiplies no %s", weight.dtype)
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        if not torch.backends.mkldnn.is_available():
             return weight, bias
         return torch.ops.mkldnn._reorder_linear_weight(weight), bias
 
@@ -101,9 +111,10 @@ class CpuFused(Fused):
         num_rows = self.padded(len(x))
         if num_rows > len(x):
             return self.linear(F.pad(x, (0, 0, 0, num_rows - len(x))), packed)[: len(x)]
+        rows = x.to(weight.dtype)
         if not weight.is_mkldnn:
-            return F.linear(x, weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            return F.linear(rows, weight, bias).to(x.dtype)
+        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "").to(x.dtype)
 
 
 def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,14 +138,3 @@ def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _has_vnni() -> bool:
     return bool(torch.cpu._is_vnni_supported())
-
-
-def _has_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies this type natively on this processor."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32

@@ -23,7 +23,7 @@ from kv_cache.pages import Index
 from models.edits import Arrays, apply_edits, gather_edits, needs_edit
 
 Tensors = dict[str, Tensor]
-_NUM_TOP = 20  # the most log-probabilities that a request may ask for
+NUM_TOP = 20  # the most log-probabilities that a request may ask for
 
 
 def fetch(tensors: Tensors) -> Callable[[], Arrays]:
@@ -68,24 +68,31 @@ def asked_logprobs(rows: Index, slots: SlotPool) -> list[tuple[int, int]]:
     return [(index, num_top) for index, num_top in wanted if num_top is not None]
 
 
-def likeliest(logits: Tensor, tokens: Tensor, at: Tensor) -> Tensors:
-    """Of the rows `at` [L] of logits [R, V]: the chosen token's log-probability, and the likeliest tokens."""
-    scores = torch.log_softmax(logits[at].float(), dim=-1)
-    # As many for everybody: how equals are ordered must not depend on what a neighbour asked for
-    top = scores.topk(min(_NUM_TOP, scores.shape[1]), dim=-1)
-    chosen = scores.gather(1, tokens[at].clamp(min=0)[:, None])
-    return {"top_ids": top.indices, "top_values": torch.cat((chosen, top.values), dim=1)}
+def likeliest(logits: Tensor, tokens: Tensor, num_top: int = NUM_TOP) -> Tensors:
+    """Of logits [L, V]: the log-probabilities of tokens [L], and the likeliest tokens.
+
+    As many of these for everybody: how equals are ordered must not depend on what a neighbour asked for.
+    """
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    top = scores.topk(min(num_top, scores.shape[1]), dim=-1)
+    given = scores.gather(1, tokens.clamp(min=0)[:, None])
+    return {"top_ids": top.indices, "top_values": torch.cat((given, top.values), dim=1)}
 
 
 def read_likeliest(up: Arrays, asked: list[tuple[int, int]]) -> dict[int, TokenLogprobs]:
     """What `likeliest` found, by index into the rows; a failed row has none."""
-    result = {}
-    for (index, num_top), ids, values in zip(asked, up["top_ids"].tolist(), up["top_values"].tolist()):
-        token = int(up["tokens"][index])
-        if token >= 0:
-            best = sorted(zip(ids, values[1:]), key=lambda pair: (-pair[1], pair[0]))
-            result[index] = TokenLogprobs(token, values[0], tuple(best[:num_top]))
-    return result
+    indexes, num_tops = np.array(asked).T
+    told = told_of(up["tokens"][indexes], up, num_tops)
+    return {index: each for (index, _), each in zip(asked, told) if each.token >= 0}
+
+
+def told_of(tokens: Index, up: Arrays, num_tops: Index) -> list[TokenLogprobs]:
+    """What `likeliest` found of tokens [L], with so many of the best of each."""
+    ids, values = up["top_ids"], up["top_values"][:, 1:]
+    order = np.lexsort((ids, -values), axis=-1)
+    ids, values = np.take_along_axis(ids, order, 1).tolist(), np.take_along_axis(values, order, 1).tolist()
+    columns = zip(tokens.tolist(), up["top_values"][:, 0].tolist(), ids, values, num_tops.tolist())
+    return [TokenLogprobs(*given, tuple(zip(best[:num], top[:num]))) for *given, best, top, num in columns]
 
 
 class Beams:

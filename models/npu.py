@@ -12,10 +12,10 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from attention.ascend import FRACTAL_NZ
 from attention.products import Product
 from models.fused import Fused, Packed
 
-FRACTAL_NZ = 29  # the order in which the matrix unit reads a weight: 16 x 16 tiles, columns of tiles first
 TURNED_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 TURNED_BYTES = 180 * 1024  # of a token's heads, in float32, that its vector cores hold, five times over
 
@@ -72,8 +72,11 @@ class NpuFused(Fused):
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Turn query [T, H, D] and key [T, K, D], in place where they are contiguous; cos and sin [T, D]."""
         (_, heads, dim), kv_heads = query.shape, key.shape[1]
+        turned = dim in TURNED_DIMS and 5 * 4 * dim * (heads + kv_heads) <= TURNED_BYTES
+        if not (turned or self.product.is_fused):  # npu_rotary_mul of the 310P takes four axes
+            return super().rotary(query, key, cos, sin)
         cos, sin = cos[:, None], sin[:, None]
-        if dim in TURNED_DIMS and 5 * 4 * dim * (heads + kv_heads) <= TURNED_BYTES:
+        if turned:
             return torch_npu.npu_apply_rotary_pos_emb(
                 query.contiguous(), key.contiguous(), cos, sin, layout="TND", rotary_mode="half"
             )
@@ -81,4 +84,6 @@ class NpuFused(Fused):
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
+        if not self.product.has_swiglu:
+            return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)

@@ -6,6 +6,7 @@ Legend: R sampled rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
 from models.decoder import Decoder
 from models.graphs import DecodeGraphs
+from models.prompts import asked_of, score
 from models.sampler import Chosen
 
 
@@ -70,17 +72,22 @@ class ModelRunner:
         unknown = None
         if len(batch.unknown):
             unknown = self._last[self._to_device(batch.slots[batch.unknown])]
-        if self.graphs is not None and self.graphs.takes(batch):
+        asked, scored = asked_of(batch, self.slots), None
+        if self.graphs is not None and asked is None and self.graphs.takes(batch):
             logits, last = self.graphs.run(batch, unknown), batch.sampled
             every_row = np.array_equal(last, np.arange(batch.num_spans))
             logits = logits if every_row else logits[self._to_device(last)]
         else:
             hidden = self._forward(batch, unknown)
+            scored = None if asked is None else score(asked, hidden, self.decoder)
             last = np.cumsum(batch.stops - batch.starts)[batch.sampled] - 1
             logits = self.decoder.logits(hidden[self._to_device(last)]) if len(last) else hidden[:0]
-        if not len(last):
-            return Chosen(self._last[:0], lambda: Sampled(np.empty(0, np.int64)))
-        return self.sampler.start(logits, batch.owners, self.slots)
+        chosen = Chosen(self._last[:0], lambda: Sampled(np.empty(0, np.int64)))
+        if len(last):
+            chosen = self.sampler.start(logits, batch.owners, self.slots)
+        if scored is None:
+            return chosen
+        return Chosen(chosen.tokens, lambda: replace(chosen.wait(), prompt_logprobs=scored()))
 
     def _forward(self, batch: Batch, unknown: Tensor | None) -> Tensor:
         """Hidden states [T, hidden] of all tokens; `unknown` [U] are the last of spans `batch.unknown`."""

@@ -108,7 +108,7 @@ class Sampler:
             finite[sent["work"]] &= possible
         up = {"tokens": torch.where(finite, tokens, -1)}
         if asked:
-            up |= likeliest(logits, tokens, sent["asked"])
+            up |= likeliest(logits[sent["asked"]], tokens[sent["asked"]])
         if beams:
             up |= beams.candidates(logits, sent)
         arrived = fetch(up)

@@ -28,7 +28,7 @@ def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
         np.where(rows == 0, stop // 2, stop - 1),
     ):
         runner.run(_batch(rows, starts, np.full_like(rows, stop)))
-    _clear(runner)
+    runner.cache.clear_null_page()
 
 
 def capture(runner: ModelRunner, most: int) -> int:
@@ -38,7 +38,7 @@ def capture(runner: ModelRunner, most: int) -> int:
     memory.empty_cache()
     before = memory.memory_reserved(device)
     runner.capture(most)
-    _clear(runner)
+    runner.cache.clear_null_page()
     return max(0, int(memory.memory_reserved(device)) - before)
 
 
@@ -58,7 +58,7 @@ def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None
     slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # a row sets both anew when it is taken
     runner.run(_batch(rows, np.zeros_like(rows), lens))
     slots.temperature[rows], slots.top_p[rows] = 0.0, 1.0
-    _clear(runner)
+    runner.cache.clear_null_page()
     peak = _peak_bytes(device)
     return None if before is None or peak is None else max(0, peak - before)
 
@@ -87,12 +87,6 @@ def _process_bytes(name: str, *, reset_peak: bool = False) -> int | None:
     except OSError:
         return None
     return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{name}:"))
-
-
-def _clear(runner: ModelRunner) -> None:
-    """Leave the null page as it was."""
-    for tensor in (*runner.cache.keys, *runner.cache.values):
-        tensor[0].zero_()
 
 
 def _batch(rows: Index, starts: Index, stops: Index) -> Batch:

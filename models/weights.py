@@ -117,7 +117,8 @@ def checkpoint_files(path: Path) -> list[Path]:
             "convert the checkpoint, or set model.weights: random"
         )
     try:
-        names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        files = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+        names = sorted(Path(file).name for file in files)  # that are all in this folder
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
     absent = [name for name in names if not (path / name).is_file()]

@@ -7,13 +7,13 @@ python -m recipes keys                                           every key that 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from recipes.keys import RecipeError, in_yaml, keys_of, table
 from recipes.reader import placed, read
-from recipes.recipe import ROOT, Recipe
+from recipes.recipe import Recipe, from_root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,9 +61,8 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, os.PathLike):
-        path = os.path.relpath(value, ROOT)
-        return os.fspath(value) if path.startswith("..") else path
+    if isinstance(value, Path):
+        return from_root(value)
     if isinstance(value, dict):
         return f"{value.get('model_type')}, {len(value)} keys"
     return in_yaml(value)

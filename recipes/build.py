@@ -59,6 +59,8 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
         config.dtype,
         attention.device,
         num_host_pages=sizing.num_host_pages,
+        allocate=attention.new_pages,
+        sliced=attention.sliced,
     )
     limits = Limits(
         num_pages=sizing.num_pages,

@@ -139,14 +139,16 @@ class Npu(Accelerator):
         return f"VIRTUAL {kind}: a stand-in, whose figures say nothing{wide}"
 
     def operators(self, shape: AttentionShape) -> tuple[Fused, Attention]:
+        from attention.atb.npu import AtbAttention
         from attention.npu import NpuAttention
         from models.npu import NpuFused
 
+        has_none = not (self.product.is_fused or self.product.is_atb)  # the first 910
+        fused = Fused() if has_none else NpuFused(self.product)
         if self.asked.attention == "reference":
-            fused = NpuFused(self.product) if self.product.is_fused else Fused()  # the first 910 has none
             return fused, Attention(shape, self.device)
-        attention = NpuAttention(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
-        return NpuFused(self.product), attention
+        kind = AtbAttention if self.product.is_atb else NpuAttention
+        return fused, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
 
 
 def start(asked: DeviceSection) -> Machine:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from recipes.keys import RecipeError, key, keys_of
 from recipes.scheduler import SchedulerSection, contradictions
+from recipes.server import ServerSection
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository: what a recipe's paths are relative to
 KINDS_OF = {  # the keys of `device` that only some kinds of machine read
@@ -21,6 +23,12 @@ KINDS_OF = {  # the keys of `device` that only some kinds of machine read
     "virtual": ("npu",),
     "virtual_fp32": ("npu",),
 }
+
+
+def from_root(path: Path) -> str:
+    """A path as it would stand in a recipe: relative to the repository, unless it leads out of it."""
+    text = os.path.relpath(path, ROOT)
+    return os.fspath(path) if text.startswith("..") else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +146,7 @@ class Recipe:
     device: DeviceSection
     cache: CacheSection
     scheduler: SchedulerSection
+    server: ServerSection = field(default_factory=ServerSection)
 
     def __post_init__(self) -> None:
         for each in keys_of(Recipe):
@@ -149,6 +158,15 @@ class Recipe:
         """The value of a dotted key."""
         section, _, leaf = name.partition(".")
         return getattr(getattr(self, section), leaf)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """The value of every key by section, as JSON can say it: paths are text, from the repository on."""
+        told: dict[str, dict[str, Any]] = {}
+        for each in keys_of(Recipe):
+            section, _, leaf = each.name.partition(".")
+            value = self.value(each.name)
+            told.setdefault(section, {})[leaf] = from_root(value) if isinstance(value, Path) else value
+        return told
 
     def _contradictions(self) -> Iterator[RecipeError]:
         """Keys that each are in range and cannot stand together."""

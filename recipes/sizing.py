@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from attention.onednn import product_dtype
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig
 from models.huggingface import DTYPES
@@ -56,7 +59,7 @@ def size(
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = Sizing(
         num_parameters=config.num_parameters,
-        weight_bytes=config.weight_bytes,
+        weight_bytes=config.weight_bytes + _packed_bytes(recipe, config),
         page_bytes=page_bytes,
         num_pages=0,
         num_pages_fitting=0,
@@ -99,8 +102,11 @@ def estimate(recipe: Recipe, config: DecoderConfig) -> int:
     widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * config.intermediate_size
     span = min(num_tokens, max_positions(config))
     scores = config.num_heads * min(span, SCORED_ROWS) * span * (8 + config.dtype.itemsize)
+    item_bytes = config.dtype.itemsize
+    if recipe.device.kind == "cpu" and product_dtype(config.dtype) != config.dtype:
+        item_bytes += torch.float32.itemsize  # rows are widened, and what comes of them lies beside
     logits = num_slots * config.vocab_size * (config.dtype.itemsize + LOGIT_BYTES)
-    return STEP_BYTES + num_tokens * widths * config.dtype.itemsize + scores + logits
+    return STEP_BYTES + num_tokens * widths * item_bytes + scores + logits
 
 
 def max_positions(config: DecoderConfig) -> int:
@@ -111,6 +117,23 @@ def max_positions(config: DecoderConfig) -> int:
     if rope.kind in ("linear", "dynamic"):
         return int(config.max_positions * rope.factor)
     return config.max_positions
+
+
+def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
+    """What linears, but for their biases, take more as the device multiplies them: a CPU without bfloat16 has
+    them in float32, and the embedding stays beside a tied head in an order of its own.
+    """
+    device, dtype, num_bytes = recipe.device, config.dtype, 0
+    if device.kind == "cpu":
+        dtype = product_dtype(config.dtype)
+        plain = (each for each in config.linears() if config.form(each[0]) == "plain")
+        num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
+        num_bytes = num_elements * (dtype.itemsize - config.dtype.itemsize)
+        is_packed = torch.backends.mkldnn.is_available() or dtype != config.dtype
+    else:
+        is_packed = device.kind == "npu" and device.product != "910" and config.dtype != torch.float32
+    is_kept_twice = is_packed and config.tie_embeddings
+    return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
 
 
 def _slot_bytes(recipe: Recipe, longest_tokens: int) -> int:

@@ -22,7 +22,7 @@ from scripts.benchmark.offline import forget_prefixes, serve
 from scripts.benchmark.plot import save_slots
 from scripts.benchmark.timeline import Timeline, summarise
 from serving.offline import Job, Record
-from serving.requests import parse_request
+from serving.requests import parse_request, text_options
 from serving.text import Text
 
 RECIPE = "recipes/tiny/cpu.yaml"
@@ -61,7 +61,7 @@ def trace(num_requests: int, rate_per_s: float, text: Text) -> list[Job]:
             "temperature": 0,
             "arrival_s": at_s,
         }
-        jobs.append(Job(parse_request(fields, text), start=True))
+        jobs.append(Job(parse_request(fields, text), text_options(fields)))
         at_s += arrivals.expovariate(rate_per_s)
     return jobs
 

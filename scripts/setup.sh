@@ -45,7 +45,7 @@ fi
 
 usual=() # what pip installs as it comes
 for file in "${wanted[@]}"; do
-    [[ $file == requirements-npu.txt ]] || usual+=("$file")
+    [[ $file == requirements-npu.txt || $file == requirements-clients.txt ]] || usual+=("$file")
 done
 is_new() { ! sha256sum --check --status ".venv/$1.sha256" 2>/dev/null; }
 is_wanted() { [[ " ${wanted[*]} " == *" $1 "* ]]; }
@@ -84,4 +84,20 @@ if is_wanted requirements-npu.txt; then
         [[ ! -d $beside ]] || "$python" -m virtual_npu.libraries || die "the virtual NPU has no libraries"
     fi
     done_with requirements-npu.txt
+fi
+
+# these clients bring other versions of what .venv pins: theirs lie apart and come first, .venv's behind them
+if is_wanted requirements-clients.txt && is_new requirements-clients.txt; then
+    apart=.venv/clients
+    echo "setup: installing clients into $apart (some minutes)"
+    "$python" -m venv --clear "$apart"
+    packages() { "$1" -c 'import os, sysconfig; print(os.path.realpath(sysconfig.get_path("purelib")))'; }
+    packages "$python" >"$(packages "$apart/bin/python")/behind.pth"
+    "$apart/bin/python" "${pip[@]:1}" --requirement=requirements-clients.txt
+    if command -v npm >/dev/null; then
+        cp tests/serving/clients/package.json "$apart"
+        npm install --prefix "$apart" --silent --no-audit --no-fund ||
+            echo "setup: npm installs no openai; the client for Node.js is not tried" >&2
+    fi
+    done_with requirements-clients.txt
 fi

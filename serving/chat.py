@@ -8,6 +8,7 @@ legible, loop controls, and `{% generation %}` blocks, which count only in train
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -19,7 +20,18 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+)
+_MOST_S = 5.0  # of a thread's own time, to render a conversation
+
+_LOOK = "_look_at_the_clock"
 
 Message = dict[str, str]
 
@@ -27,23 +39,40 @@ Message = dict[str, str]
 class ChatTemplate:
     """A compiled template; `tokens` are the control tokens it may name: bos_token, eos_token, ..."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, tokens: Mapping[str, str], *, most_s: float = _MOST_S) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
-            self._template = environment.from_string(source)
+            self._template = jinja2.Template.from_code(
+                environment,
+                environment.compile(_watched(environment.parse(source))),
+                environment.make_globals(None),
+            )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {_line(error)}") from error
         self._tokens = dict(tokens)
+        self._most_s = most_s
 
     def render(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the assistant speaks next; ValueError if the template refuses it."""
+        until_s = time.thread_time() + self._most_s
+
+        def look() -> str:
+            if time.thread_time() > until_s:
+                raise ValueError(f"it took more than {self._most_s:g} s; send fewer or shorter ones")
+            return ""
+
         try:
             return self._template.render(
-                **self._tokens, messages=messages, tools=None, documents=None, add_generation_prompt=True
+                {_LOOK: look},
+                **self._tokens,
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
             )
         except _FAILURES as error:
             raise ValueError(f"the chat template refuses these messages: {_line(error)}") from error
@@ -62,7 +91,8 @@ def check_messages(messages: object) -> list[Message]:
 def _check_message(name: str, message: object) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f'{name} must be an object {{"role": ..., "content": ...}}')  # noqa: TRY004
-    unknown = sorted(set(message) - {"role", "content", "name"})
+    given = {key for key, value in message.items() if value is not None and value != []}
+    unknown = sorted(given - {"role", "content", "name"})
     if unknown:
         raise ValueError(f"{name}.{unknown[0]} is not supported; a message has role, content and name")
     if message.get("role") not in ROLES:
@@ -102,6 +132,14 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _watched(tree: nodes.Template) -> nodes.Template:
+    """The same, with a look at the clock in each round of each loop: a sandbox has no limit of time."""
+    for loop in [*tree.find_all(nodes.For)]:
+        call = nodes.Call(nodes.Name(_LOOK, "load"), [], [], None, None)
+        loop.body.insert(0, nodes.Output([call]).set_lineno(loop.lineno))
+    return tree
 
 
 def _raise(message: str) -> NoReturn:

@@ -10,17 +10,51 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from continuous_batching.request import SamplingParams
 from serving.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How an answer's tokens become its text; the engine does not care.
+
+    `start`: the answer is a text of its own (a chat's turn), not the rest of its prompt.
+    `include_stop_str_in_output`: what ended the answer belongs to its text, be it a string or a token.
+    """
+
+    start: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def detokenizer(self, text: Text, params: SamplingParams) -> Detokenizer:
+        """For one answer."""
+        return Detokenizer(
+            text,
+            params.stop,
+            min_tokens=params.min_tokens,
+            start=self.start,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop=self.include_stop_str_in_output,
+        )
+
+    def without_end(self, answer: list[int], finish_reason: str | None) -> list[int]:
+        """The tokens of an answer that belong to its text: not the one that ended it, unless wanted."""
+        ended = finish_reason == "stop" and not self.include_stop_str_in_output
+        return answer[:-1] if ended else answer
+
+
+PLAIN_TEXT = TextOptions()
 
 
 class Detokenizer:
     """The text of one answer, as it grows.
 
-    A stop string ends the text before itself; `stopped` then names it, and `num_tokens` says how many tokens
-    it took. Of several, the one that is complete first counts (of those, the longest), as if the text came
-    sign by sign: how it was cut into tokens makes no difference. Stop strings are looked for only after the
-    first `min_tokens` tokens. `start` is as in Text.decode.
+    A stop string ends the text before itself, or behind itself with `include_stop`; `stopped` then names it,
+    and `num_tokens` says how many tokens it took. Of several, the one that is complete first counts (of
+    those, the longest), as if the text came sign by sign: how it was cut into tokens makes no difference.
+    Stop strings are looked for only after the first `min_tokens` tokens. `start` is as in Text.decode.
     """
 
     def __init__(
@@ -31,6 +65,7 @@ class Detokenizer:
         min_tokens: int = 0,
         start: bool = True,
         skip_special_tokens: bool = True,
+        include_stop: bool = False,
     ) -> None:
         self.stopped: str | None = None
         self.num_tokens = 0
@@ -38,6 +73,7 @@ class Detokenizer:
         self._stop = stop
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
+        self._include_stop = include_stop
         self._spaces_to_drop = text.num_lead_spaces if start else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""  # may be the beginning of a stop string
@@ -76,8 +112,8 @@ class Detokenizer:
         self._held += text
         ends = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if ends:
-            _, at, self.stopped = min(ends)
-            shown, self._held = self._held[:at], ""
+            end, at, self.stopped = min(ends)
+            shown, self._held = self._held[: end if self._include_stop else at], ""
             return shown
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         cut = len(self._held) - keep

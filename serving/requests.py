@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from continuous_batching.request import Request, SamplingParams
+from serving.detokenizer import TextOptions
 from serving.samples import MOST_SAMPLES
-from serving.text import Text
+from serving.text import Text, check_unicode
 
 _Reader = Callable[[str, Any], Any]
 _LAST_ID = 2**31 - 1
+_LONGEST_NAME = 1024  # characters
 
 
 def parse_request(fields: object, text: Text | None) -> Request:
@@ -57,6 +59,12 @@ def parse_request(fields: object, text: Text | None) -> Request:
     )
     leader.followers = followers
     return leader
+
+
+def text_options(fields: Mapping[str, Any]) -> TextOptions:
+    """How the answers to a request that `parse_request` took are to be shown."""
+    given = {name: fields[name] for name in _SHOWING if fields.get(name) is not None}
+    return TextOptions(start=fields.get("messages") is not None, **given)
 
 
 def _prompt(values: dict[str, Any], text: Text | None) -> list[int]:
@@ -140,6 +148,14 @@ def _string(name: str, value: Any) -> str:
     return value
 
 
+def _name(name: str, value: Any) -> str:
+    """A string that is kept, sent on, and may be shown."""
+    if len(_string(name, value)) > _LONGEST_NAME:
+        raise _wrong(name, value, f"at most {_LONGEST_NAME} characters long")
+    check_unicode(name, value)
+    return value
+
+
 def _integer(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _wrong(name, value, "an integer")
@@ -162,6 +178,10 @@ def _early(name: str, value: Any) -> bool | str:
     if value != "never" and not isinstance(value, bool):
         raise _wrong(name, value, 'true, false or "never"')
     return value
+
+
+def _top_k(name: str, value: Any) -> int:
+    return 0 if _integer(name, value) == -1 else int(value)  # -1: vLLM's way to say that it is off
 
 
 def _count_or_boolean(name: str, value: Any) -> int | bool:
@@ -190,15 +210,18 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
         raise _wrong(name, value, "a string or a list of strings")
+    for each in strings:
+        check_unicode(name, each)
     return tuple(strings)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise _wrong(name, value, "a list of token ids")
-    for index, token in enumerate(value):
-        if _integer(f"{name}[{index}]", token) not in range(_LAST_ID + 1):
-            raise _wrong(f"{name}[{index}]", token, "a token id")
+    if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > _LAST_ID):
+        for index, token in enumerate(value):  # which of them: a long prompt is not gone over one by one
+            if _integer(f"{name}[{index}]", token) not in range(_LAST_ID + 1):
+                raise _wrong(f"{name}[{index}]", token, "a token id")
     return tuple(value)
 
 
@@ -219,7 +242,7 @@ _SAMPLING: dict[str, _Reader] = {
     "max_tokens": _integer,
     "min_tokens": _integer,
     "temperature": _number,
-    "top_k": _integer,
+    "top_k": _top_k,
     "top_p": _number,
     "min_p": _number,
     "repetition_penalty": _number,
@@ -227,6 +250,7 @@ _SAMPLING: dict[str, _Reader] = {
     "frequency_penalty": _number,
     "seed": _integer,
     "logit_bias": _biases,
+    "prompt_logprobs": _integer,
     "stop": _strings,
     "stop_token_ids": _token_ids,
     "ignore_eos": _boolean,
@@ -234,12 +258,17 @@ _SAMPLING: dict[str, _Reader] = {
     "length_penalty": _number,
     "early_stopping": _early,
 }
+_SHOWING: dict[str, _Reader] = {
+    "skip_special_tokens": _boolean,
+    "include_stop_str_in_output": _boolean,
+}
 _READERS: dict[str, _Reader] = {
-    "id": _string,
+    "id": _name,
     "prompt": _string,
     "prompt_token_ids": _token_ids,
     "messages": _anything,  # Text.chat checks them
     **_SAMPLING,
+    **_SHOWING,
     "max_completion_tokens": _integer,
     "n": _integer,
     "best_of": _integer,
@@ -247,8 +276,8 @@ _READERS: dict[str, _Reader] = {
     "top_logprobs": _integer,
     "arrival_s": _seconds,
     "timeout_s": _timeout,
-    "tenant": _string,
-    "user": _string,
-    "cache_salt": _string,
+    "tenant": _name,
+    "user": _name,
+    "cache_salt": _name,
     "priority": _priority,
 }

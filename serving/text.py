@@ -19,12 +19,14 @@ class Text:
 
     `decode` never cleans up spaces, and an answer's undecodable bytes become U+FFFD, one for each maximal
     wrong sequence (Unicode 15, section 3.9). `eos_token_ids` are the tokenizer's; the model's own
-    configuration may name more.
+    configuration may name more. `longest_token` is in bytes: no token stands for more characters.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: dict[str, Any], template: str | None) -> None:
         self._vocabulary = vocabulary
-        tokens = {key: _content(settings[key]) for key in _SPECIAL_KEYS if settings.get(key)}
+        self._settings = settings
+        self._source = template
+        self._names = tokens = {key: _content(settings[key]) for key in _SPECIAL_KEYS if settings.get(key)}
         self._template = None if template is None else ChatTemplate(template, tokens)
         self._bos_token_id = vocabulary.find(tokens.get("bos_token", ""))
         eos = vocabulary.find(tokens.get("eos_token", ""))
@@ -36,6 +38,7 @@ class Text:
             self._add_bos = self._bos_token_id is not None  # as Llama's first releases, which do not say so
         self._control_ids = frozenset(vocabulary.control.values())
         self._bytes: dict[int, bytes] = {}
+        self.longest_token = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.size))
 
     @staticmethod
     def load(path: str | Path) -> Text | None:
@@ -43,7 +46,15 @@ class Text:
 
         None if it holds neither. Raises ValueError for files that cannot be used.
         """
-        folder = Path(path)
+        try:
+            return Text._read(Path(path))
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # of what is not as it must be
+            raise ValueError(
+                f"the tokenizer in {path} cannot be used ({error}); download it again"
+            ) from error
+
+    @staticmethod
+    def _read(folder: Path) -> Text | None:
         settings = _read_json(folder / "tokenizer_config.json")
         special = _special_names(settings)
         if (folder / "tokenizer.json").exists():
@@ -61,12 +72,18 @@ class Text:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, begun as the tokenizer's configuration says.
+    def describe(self) -> dict[str, Any]:
+        """What a tokenizer of the same kind elsewhere needs to know; its control tokens are plain strings."""
+        return {**self._settings, **self._names, "chat_template": self._source, "vocab_size": self.vocab_size}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt, begun as the tokenizer's configuration says if `add_special_tokens`.
 
         Control tokens written in a prompt count as such: who writes a prompt writes all of it.
         """
-        _check_unicode("prompt", text)
+        check_unicode("prompt", text)
+        if not add_special_tokens:
+            return self._vocabulary.encode(text)
         if self._add_bos is None:
             return self._vocabulary.encode(text, add_special_tokens=True)
         bos = [self._bos_token_id] if self._add_bos and self._bos_token_id is not None else []
@@ -83,13 +100,14 @@ class Text:
         checked = check_messages(messages)
         for index, message in enumerate(checked):
             for key, value in message.items():
-                _check_unicode(f"messages[{index}].{key}", value)
+                check_unicode(f"messages[{index}].{key}", value)
         shielded, spelt = _shield(checked, self._vocabulary.control)
         parts = any_of(spelt).split(self._template.render(shielded))
+        literally = {mark: self._vocabulary.encode_literally(name) for mark, name in spelt.items()}
         ids: list[int] = []
         for index, part in enumerate(parts):
-            if part in spelt:
-                ids += self._vocabulary.encode_literally(spelt[part])
+            if part in literally:
+                ids += literally[part]
             elif part:
                 ids += self._vocabulary.encode(part, start=not index)
         return ids
@@ -136,7 +154,8 @@ def _mark(number: int) -> str:
     return f"\ue000{number}\ue001"  # of the private use area
 
 
-def _check_unicode(name: str, text: str) -> None:
+def check_unicode(name: str, text: str) -> None:
+    """Raise ValueError for halves of surrogate pairs, which JSON can write and no encoding can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -184,4 +203,6 @@ def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
+    if not isinstance(template, str | None):
+        raise TypeError("chat_template is no text")
     return template

@@ -12,7 +12,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# How long an example takes says more of the machine's neighbours than of us
+settings.register_profile("untimed", settings.default, deadline=None)
+settings.load_profile("untimed")
+
 # For those who ask only whether a test fails: `pytest --hypothesis-profile=no_shrink`
 settings.register_profile(
-    "no_shrink", phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False, print_blob=False
+    "no_shrink",
+    phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,
+    print_blob=False,
+    deadline=None,
 )

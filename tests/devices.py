@@ -1,6 +1,7 @@
-"""On which devices do the tests run? The CPU, the virtual NPU and CUDA, each if it is here.
+"""On which devices do the tests run? The CPU, an NPU and CUDA, each if it is here.
 
-Operators come from where recipes get them. The virtual NPU takes float32 here, as no real one does.
+Operators come from where recipes get them. The NPU is a real one where there is one, else the stand-in,
+which takes float32 here, as no real one does.
 """
 
 from __future__ import annotations
@@ -22,30 +23,56 @@ from recipes.recipe import DeviceSection
 Kind = Literal["cpu", "npu", "cuda"]
 Way = Literal["reference", "fused"]
 
-_OWN: dict[Kind, dict[str, Any]] = {
-    "cpu": {"threads": 1},
-    "npu": {"virtual": True, "virtual_fp32": True},
-    "cuda": {},
-}
+STAND_IN = Path(sys.prefix, "virtual_npu", "torch_npu")  # where `scripts/setup.sh npu` puts torch_npu for it
 
 
 @cache
+def npu() -> Literal["real", "virtual"] | None:
+    """The NPU of these tests, if there is any: torch_npu lies beside torch where CANN is, and finds one."""
+    stand_in = sys.modules.get("virtual_npu.device")
+    if stand_in is not None and stand_in._started:
+        return "virtual"
+    is_beside_torch = importlib.util.find_spec("torch_npu") is not None
+    if is_beside_torch and finds_npu():
+        return "real"
+    return "virtual" if is_beside_torch or STAND_IN.is_dir() else None
+
+
+def finds_npu() -> bool:
+    """Whether torch_npu can be imported as it is, with the CANN of this machine, and has a device."""
+    try:
+        import torch_npu  # noqa: F401 - it gives torch its npu
+    except (ImportError, OSError):  # there is no CANN
+        return False
+    return torch.npu.is_available()
+
+
 def has_npu() -> bool:
-    """Whether torch_npu is here, so that there is an NPU at least in this machine's memory."""
-    beside = Path(sys.prefix, "virtual_npu", "torch_npu")  # where `scripts/setup.sh npu` puts it
-    return beside.is_dir() or importlib.util.find_spec("torch_npu") is not None
+    """Whether there is an NPU, at least in this machine's memory."""
+    return npu() is not None
+
+
+stand_in_alone = pytest.mark.skipif(npu() != "virtual", reason="it is about the stand-in, which is not here")
+
+
+def own(kind: Kind) -> dict[str, Any]:
+    """What a recipe's device says in tests, beside its kind."""
+    if kind == "npu":
+        return {"virtual": True, "virtual_fp32": True} if npu() == "virtual" else {}
+    return {"threads": 1} if kind == "cpu" else {}
 
 
 def section(kind: Kind, attention: Way = "fused", **more: Any) -> DeviceSection:
     """The device of a recipe for tests."""
-    return DeviceSection(kind=kind, attention=attention, **_OWN[kind] | more)
+    return DeviceSection(kind=kind, attention=attention, **own(kind) | more)
 
 
 def settings(kind: Kind) -> list[str]:
-    """The same as overrides of a recipe."""
+    """The same as overrides of a recipe, whose model a real NPU has in bfloat16."""
     return [
         f"device.kind={kind}",
-        *(f"device.{key}={str(value).lower()}" for key, value in _OWN[kind].items()),
+        *(f"device.{key}={str(value).lower()}" for key, value in own(kind).items()),
+        *(["model.dtype=bfloat16"] if kind == "npu" and npu() == "real" else []),
     ]
 
 
@@ -55,7 +82,9 @@ def machine(kind: Kind, attention: Way = "fused") -> Machine:
 
 
 def operators(kind: Kind, attention: Way, shape: AttentionShape) -> tuple[Fused, Attention]:
-    """What a recipe would compute with."""
+    """What a recipe would compute with; skips the test where that takes no float32."""
+    if (kind, attention, npu()) == ("npu", "fused", "real") and shape.dtype == torch.float32:
+        pytest.skip("fused attention of a real NPU takes no float32")
     return machine(kind, attention).operators(shape)
 
 

@@ -1,7 +1,8 @@
 """What the README says is so: its commands run and print what it shows, its tables are those of the code.
 
-Each `bash` block runs as it stands in a copy of the tree; `bash slow` takes minutes and compiles. A `text`
-block after it shows lines that it prints, whatever the numbers, with `...` for what is left out.
+Each `bash` block runs as it stands in a copy of the tree; `bash slow` takes a minute, and `bash figures`,
+which compile, many: these run with THOROUGH=1. A `text` block after it shows lines that it prints, whatever
+the numbers, with `...` for what is left out.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ import pytest
 from recipes.keys import table
 from recipes.recipe import ROOT, Recipe
 from serving.requests import parse_request
+from tests.thorough import THOROUGH
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "out")
 Tables = list[list[list[str]]]
 
-SLOW = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the recipes of the figures compile"),
-]
+MARKS = {
+    "bash": [],
+    "bash slow": [pytest.mark.slow],
+    "bash figures": [
+        pytest.mark.slow,
+        pytest.mark.timeout(3600),
+        pytest.mark.skipif(not THOROUGH, reason="many minutes: THOROUGH=1 asks for them"),
+        pytest.mark.skipif(shutil.which("g++") is None, reason="the recipes of the figures compile"),
+    ],
+}
 
 
 @cache
@@ -58,7 +65,7 @@ def commands() -> list[object]:
     found = blocks(README)
     after = [content if kind == "text" else "" for kind, content in found[1:]] + [""]
     return [
-        pytest.param(content, shown, id=title(content), marks=[] if kind == "bash" else SLOW)
+        pytest.param(content, shown, id=title(content), marks=MARKS[kind])
         for (kind, content), shown in zip(found, after)
         if kind.startswith("bash")
     ]
@@ -71,7 +78,7 @@ def numbers(path: Path) -> list[list[list[list[str]]]]:
 
 def title(block: str) -> str:
     """A block's first command, in short."""
-    command = re.search(r"(?:bash|python -m) \S+(?: [a-z]\S+)?", block)
+    command = re.search(r"(?:bash|python(?: -m)?) \S+(?: [a-z]\S+)?", block)
     assert command, block
     return command[0]
 

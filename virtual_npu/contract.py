@@ -37,7 +37,8 @@ class ContractError(ValueError):
 class Conditions:
     """What a call finds around it.
 
-    `held` tells which pages some request holds (None: nobody can say, and it is not asked for). `fp32` lets
+    `held` tells which pages some request holds, `on_device` whether a tensor lies in the device's memory
+    (None: nobody can say, and it is not asked for). `fp32` lets
     float32 through the rules on dtype, and nothing else. `faithful` computes the known silent failures as the
     hardware does, wrong, where they are otherwise refused.
     """
@@ -47,6 +48,7 @@ class Conditions:
     faithful: bool = False
     capture: Callable[[], Capture] = lambda: "none"
     held: Callable[[], Collection[int]] | None = None
+    on_device: Callable[[Tensor], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)

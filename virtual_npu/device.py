@@ -34,9 +34,9 @@ class Device:
 
     def __init__(self, chip: str, memory_bytes: int | None, library: ctypes.CDLL) -> None:
         self.chip, self.memory_bytes, self.library = chip, memory_bytes, library
-        memory = Memory(library.virtual_npu_base(), library.virtual_npu_span())
+        self.memory = Memory(library.virtual_npu_base(), library.virtual_npu_span())
         self.recorder = Recorder(library)
-        self.kernels = Kernels(memory, self.recorder)
+        self.kernels = Kernels(self.memory, self.recorder)
         self.num_kernels = self.kernels.register()
         self.num_operators = len(OPERATORS)
         self.conditions: Conditions | None = None
@@ -93,7 +93,15 @@ def start(
         _refuse_beside_others()
         device = _boot(chip, memory_bytes)
         _started.append(device)
-    device.contract(Conditions(product=CHIPS[chip], fp32=fp32, held=held, capture=device.capture))
+    device.contract(
+        Conditions(
+            product=CHIPS[chip],
+            fp32=fp32,
+            held=held,
+            capture=device.capture,
+            on_device=device.memory.holds,
+        )
+    )
     log.warning(
         "VIRTUAL NPU: npu:0 is a stand-in for an %s in this host's memory; its speed means nothing", chip
     )

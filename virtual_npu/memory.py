@@ -27,6 +27,10 @@ class Memory:
         raw = torch.frombuffer(everything, dtype=torch.uint8)
         self.all = {dtype: raw.view(dtype) for dtype in DTYPES}
 
+    def holds(self, view: Tensor) -> bool:
+        """Whether a CPU tensor is a view of the device's memory."""
+        return self.base <= view.data_ptr() < self.stop
+
     def view(self, tensor: Tensor) -> Tensor:
         """The same bytes, shape and strides on the CPU."""
         address = tensor.data_ptr()

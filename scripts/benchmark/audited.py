@@ -8,23 +8,21 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request
 from models.config import DecoderConfig
 from scripts.benchmark.device import Load, read_bytes
-from scripts.benchmark.timeline import StepRecord
-from simulation.audit.gate import audit
+from scripts.benchmark.timeline import StepRecord, Timeline
 from simulation.audit.profiles import named
 
 DONE = ("stop", "length")
 Result = dict[str, object]
 
 
-def accounts(
-    engine: Engine, requests: Sequence[Request], steps: Sequence[StepRecord], duration_s: float
-) -> Result:
+def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, duration_s: float) -> Result:
     """What the laws need beside the figures.
 
     The figures know one answer of each request. Where some failed or were searched for, there are no records;
     where the engine did not end just these requests, each in a step (there are more samples, or stop strings,
     which end a request between steps), there are no means over time either.
     """
+    steps = timeline.steps
     done = [r for r in requests if r.finish_reason in DONE]
     lens = [len(r.answer) for r in done]
     arrivals_s = [r.arrival_s for r in requests]
@@ -38,7 +36,7 @@ def accounts(
         "least_output_tokens": min(lens, default=None),
         "most_output_tokens": max(lens, default=None),
         **(means_over_time(steps, duration_s) if plain and in_steps else {}),
-        **({"records": records(requests)} if plain else {}),
+        **({"records": records(requests, timeline.token_times_s)} if plain else {}),
     }
 
 
@@ -51,13 +49,6 @@ def hardware(config: DecoderConfig, machine: Mapping[str, object], *, on_host: b
         "weight_bytes_per_step": read_bytes(config, Load(0, 0, 0, 0)),
         "kv_bytes_per_token": 2 * whole * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
     }
-
-
-def with_verdict(result: Result) -> Result:
-    """The result with what the gate says of it."""
-    kept = result.pop("records", None)
-    verdict = audit(result if kept is None else {**result, "records": kept}).describe()
-    return {**result, "verdict": verdict, **({} if kept is None else {"records": kept})}
 
 
 def means_over_time(steps: Sequence[StepRecord], duration_s: float) -> Result:
@@ -76,12 +67,18 @@ def means_over_time(steps: Sequence[StepRecord], duration_s: float) -> Result:
     return {"mean_running": round(running * per_s, 4), "mean_in_system": round(present * per_s, 4)}
 
 
-def records(requests: Sequence[Request]) -> list[Result]:
-    """What became of each request; times count from the first arrival."""
+def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
+    """What became of each request; times count from the first arrival. The tokens' own are told where each
+    token of the answer came in a step."""
     origin_s = min((r.arrival_s for r in requests), default=0.0)
 
     def since(time_s: float | None) -> float | None:
         return None if time_s is None else round(time_s - origin_s, 6)
+
+    def of_tokens(request: Request) -> Result:
+        times_s = token_times_s.get(request.id, ())
+        whole = len(times_s) == len(request.answer)
+        return {"token_times_s": [round(each - origin_s, 6) for each in times_s]} if whole else {}
 
     return [
         {
@@ -93,6 +90,7 @@ def records(requests: Sequence[Request]) -> list[Result]:
             "max_tokens": r.params.max_tokens,
             "output_tokens": len(r.answer),
             "finish_reason": r.finish_reason,
+            **of_tokens(r),
         }
         for r in requests
     ]

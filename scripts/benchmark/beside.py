@@ -6,6 +6,7 @@ Random weights differ; greedy tokens are then not compared, and nothing ends bef
 
 from __future__ import annotations
 
+import argparse
 import gc
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from recipes.reader import read
 from recipes.recipe import Recipe
 from recipes.sizing import model_config
 from scripts.benchmark import offline
+from scripts.benchmark.options import show
 from serving.offline import Job
 from serving.text import Text
 
@@ -93,3 +95,13 @@ def _serve(model: Any, jobs: Sequence[Job]) -> float:
     if num_tokens != wanted:
         raise ValueError(f"transformers gave {num_tokens} tokens where {wanted} were asked for")
     return num_tokens / taken
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `beside`."""
+    offline.add_trace_arguments(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    result = run(options.recipe, options.overrides, options.profile, options.trace, options.runs)
+    show(result, options, offline.print_table)

@@ -3,66 +3,37 @@
 A decode must read the weights and the pages of its requests once: its floor is these bytes over the rate at
 which the device copies. A prompt must be multiplied: its floor is the operations over the rate of one large
 matrix product. Both rates are measured in the same run, and a step is timed as the engine runs it, from its
-batch to its tokens on the host.
+batch to its tokens on the host. Attention is also timed by itself, and beside kernels of other libraries. On
+a machine without the recipe's device all cells of the table say "not measured".
 """
 
 from __future__ import annotations
 
-import re
+import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attention.reference import Attention
 from continuous_batching.batch import Batch
-from models.config import DecoderConfig
 from models.runner import ModelRunner
+from recipes import machine
 from recipes.build import build
 from recipes.devices import start
+from recipes.keys import RecipeError
 from recipes.reader import read
 from recipes.sizing import model_config
-from scripts.benchmark import machine
+from scripts.benchmark.candidates import cuda as candidates
+from scripts.benchmark.device_table import print_table
 from scripts.benchmark.kv import seconds
+from scripts.benchmark.loads import Load, cached_bytes, operations, pair, read_bytes
+from scripts.benchmark.options import add_json, add_recipe, show
 
 COPIED_BYTES, SIDE = {"cpu": 2**26, "other": 2**32}, {"cpu": 512, "other": 8192}
 WARM_UPS = 3
 NONE = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The spans of one step: so many decodes at one context, so many prompts of one length, or both."""
-
-    num_decodes: int = 0
-    context: int = 0
-    num_prompts: int = 0
-    prompt: int = 0
-
-    def __str__(self) -> str:
-        parts = []
-        if self.num_decodes:
-            parts.append(f"{self.num_decodes} decodes at {self.context}")
-        if self.num_prompts:
-            parts.append(f"{self.num_prompts} prompts of {self.prompt}")
-        return ", ".join(parts)
-
-    @property
-    def stops(self) -> list[int]:
-        return [self.context] * self.num_decodes + [self.prompt] * self.num_prompts
-
-    @property
-    def lens(self) -> list[int]:
-        return [1] * self.num_decodes + [self.prompt] * self.num_prompts
-
-
-def pair(text: str) -> tuple[int, int]:
-    """`32x1024`: so many, of so many tokens; raises ValueError."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if found is None:
-        raise ValueError(f"{text} is not of the form COUNTxTOKENS, as in 32x1024")
-    return int(found[1]), int(found[2])
 
 
 def rates(device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, float]:
@@ -92,31 +63,6 @@ def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> f
     return float(np.median([seconds(whole) for _ in range(WARM_UPS + repeats)][WARM_UPS:]))
 
 
-def read_bytes(config: DecoderConfig, load: Load) -> int:
-    """What a step must read: keys, values and all weights but an embedding, of which it takes few rows."""
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    return config.weight_bytes - config.dtype.itemsize * embedding + cached_bytes(config, load)
-
-
-def cached_bytes(config: DecoderConfig, load: Load) -> int:
-    """Keys and values that the spans of a step see, over all layers."""
-    seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
-    return config.dtype.itemsize * 2 * config.num_kv_heads * config.head_dim * seen
-
-
-def operations(config: DecoderConfig, load: Load) -> int:
-    """What a step must multiply and add: linears for each token, logits for each span, attention."""
-    table = config.vocab_size * config.hidden_size
-    linears = config.num_parameters - table * (1 if config.tie_embeddings else 2)
-    pairs = 0
-    for window in config.windows:
-        for length, stop in zip(load.lens, load.stops):
-            positions = np.arange(stop - length + 1, stop + 1)
-            pairs += int(positions.sum() if window is None else np.minimum(positions, window).sum())
-    spans = len(load.stops)
-    return 2 * (linears * sum(load.lens) + table * spans) + 4 * config.num_heads * config.head_dim * pairs
-
-
 def batch_of(runner: ModelRunner, load: Load) -> Batch:
     """The load over random tokens and scattered pages; raises ValueError if it does not fit."""
     slots, size = runner.slots, runner.slots.page_size
@@ -142,8 +88,11 @@ def step_s(runner: ModelRunner, load: Load, repeats: int) -> float:
 
 
 @torch.inference_mode()
-def attention_s(runner: ModelRunner, load: Load, repeats: int) -> float:
-    """Seconds that all layers take to write and read the cache, without what the host adds on CUDA."""
+def attention_s(runner: ModelRunner, load: Load, repeats: int, candidate: str | None = None) -> float:
+    """Seconds that all layers take to write and read the cache, without what the host adds on CUDA.
+
+    `candidate` reads it in place of the engine's own attention; raises ValueError where it cannot.
+    """
     batch, attention, cache = batch_of(runner, load), runner.attention, runner.cache
     metadata = attention.plan(batch, runner.slots.page_table)
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
@@ -154,10 +103,19 @@ def attention_s(runner: ModelRunner, load: Load, repeats: int) -> float:
         for count in heads
     )
 
+    def own(keys: Tensor, values: Tensor, layer: int) -> Tensor:
+        return attention.attend(query, keys, values, metadata, layer)
+
+    attend = own
+    if candidate is not None:
+        attend = candidates.made(candidate, query, batch, runner.slots.page_table, attention)
+        attention.write(key, value, cache.keys[0], cache.values[0], metadata)
+        candidates.check(attend, own, cache.keys[0], cache.values[0])
+
     def layers() -> None:
         for layer, (keys, values) in enumerate(zip(cache.keys, cache.values)):
             attention.write(key, value, keys, values, metadata)
-            attention.attend(query, keys, values, metadata, layer)
+            attend(keys, values, layer)
 
     if attention.device.type != "cuda" or type(attention) is Attention:  # which asks the host
         return median_s(layers, attention.device, repeats)
@@ -169,21 +127,40 @@ def attention_s(runner: ModelRunner, load: Load, repeats: int) -> float:
 
 
 def run(
-    recipe_path: str, overrides: Sequence[str], loads: Sequence[Load], mixed: Sequence[Load], repeats: int
+    recipe_path: str,
+    overrides: Sequence[str],
+    loads: Sequence[Load],
+    mixed: Sequence[Load],
+    repeats: int,
+    others: Sequence[str] = (),
 ) -> dict[str, object]:
-    """Each load against its floor, and each of `mixed` against its decodes and its prompts by themselves."""
+    """Each load against its floor, and each of `mixed` against its decodes and its prompts by themselves.
+
+    Attention of each load is timed with the kernels of `others` too.
+    """
     recipe = read(recipe_path, overrides).recipe
-    device = start(recipe.device)
+    result: dict[str, object] = {
+        "recipe": recipe_path,
+        "overrides": list(overrides),
+        "candidates": list(others),
+    }
+    try:
+        device = start(recipe.device)
+    except RecipeError as error:
+        nothing = [{"load": str(load), "not_measured": str(error)} for load in loads]
+        nothing += [{"load": str(load), "is_mixed": True, "not_measured": str(error)} for load in mixed]
+        return result | {"machine": machine.describe(), "rates": {}, "steps": nothing}
     measured = rates(device.device, model_config(recipe).dtype, repeats)  # before the cache takes the memory
     runner = build(recipe).runner
     assert isinstance(runner, ModelRunner), "a recipe builds a model"
     for tensor in (*runner.cache.keys, *runner.cache.values):
         tensor.normal_()  # a processor takes less power, and so runs faster, over zeros
-    steps = [_against_floor(runner, load, measured, repeats) for load in loads]
+    steps = [
+        _against_floor(runner, load, measured, repeats) | _others(runner, load, repeats, others)
+        for load in loads
+    ]
     steps += [_against_parts(runner, load, repeats) for load in mixed]
-    return {
-        "recipe": recipe_path,
-        "overrides": list(overrides),
+    return result | {
         "machine": machine.describe(device.name),
         "rates": {name: round(rate, 3) for name, rate in measured.items()},
         "steps": steps,
@@ -214,28 +191,58 @@ def _against_floor(
     }
 
 
+def _others(runner: ModelRunner, load: Load, repeats: int, others: Sequence[str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for other in others:
+        try:
+            found[f"{other}_ms"] = round(1e3 * attention_s(runner, load, repeats, other), 4)
+        except ValueError as error:
+            found[f"{other}_not_measured"] = str(error)
+    return found
+
+
 def _against_parts(runner: ModelRunner, load: Load, repeats: int) -> dict[str, object]:
     parts = [Load(load.num_decodes, load.context), Load(0, 0, load.num_prompts, load.prompt)]
     try:
         whole, *apart = [step_s(runner, each, repeats) for each in (load, *parts)]
     except ValueError as error:
-        return {"load": str(load), "not_measured": str(error)}
+        return {"load": str(load), "is_mixed": True, "not_measured": str(error)}
     return {
         "load": str(load),
+        "is_mixed": True,
         "step_ms": round(1e3 * whole, 4),
         "parts_ms": [round(1e3 * part, 4) for part in apart],
         "over_sum_of_parts": round(whole / sum(apart), 4),
     }
 
 
-def print_table(result: dict[str, object]) -> None:
-    """Figures, one line a load."""
-    for name in ("recipe", "machine", "rates"):
-        print(f"{name:10} {result[name]}")
-    steps = result["steps"]
-    assert isinstance(steps, list)
-    for step in steps:
-        figures = ", ".join(
-            f"{key.replace('_', ' ')} {value}" for key, value in step.items() if key != "load"
-        )
-        print(f"{step['load']:40} {figures}")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `device`."""
+    add_recipe(parser)
+    add = parser.add_argument
+    add("--decode", default="1x1024,32x1024,256x1024", metavar="COUNTxCONTEXT,...")
+    add("--prefill", default="4x4096", metavar="COUNTxTOKENS,...")
+    add("--mixed", default="32x1024+1x2048", metavar="DECODES+PROMPTS,...")
+    add("--repeats", type=int, default=20, metavar="N")
+    add(
+        "--candidates",
+        default="",
+        metavar="NAME,...",
+        help=f"time attention with these kernels too: {', '.join(candidates.NAMES)}",
+    )
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    alone = [Load(*pair(each)) for each in options.decode.split(",") if each]
+    alone += [Load(0, 0, *pair(each)) for each in options.prefill.split(",") if each]
+    mixed = []
+    for each in filter(None, options.mixed.split(",")):
+        decodes, _, prompts = each.partition("+")
+        mixed.append(Load(*pair(decodes), *pair(prompts)))
+    others = [each for each in options.candidates.split(",") if each]
+    if unknown := set(others) - set(candidates.NAMES):
+        known = ", ".join(candidates.NAMES)
+        raise ValueError(f"--candidates: {', '.join(sorted(unknown))} is not known; choose of {known}")
+    result = run(options.recipe, options.overrides, alone, mixed, options.repeats, others)
+    show(result, options, print_table)

@@ -7,8 +7,10 @@ prompts of 16 chunks each, so that a step also computes and publishes a chunk, a
 
 from __future__ import annotations
 
+import argparse
 import gc
 import time
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
+from recipes import machine
+from scripts.benchmark import queues
+from scripts.benchmark.options import add_json, numbers, show
 
 VOCAB_SIZE = 32_000
 CONTEXT_TOKENS = (1000, 1300)
@@ -89,3 +94,37 @@ def run(
         for num_slots in slots
         for page_size in page_sizes
     ]
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """A row for each number of slots and size of page."""
+    rows = result["host"]
+    columns = [name for name in rows[0] if name not in ("slots", "page_size")]
+    print("µs a step, p50 / p99".ljust(24) + "".join(name.replace("_", " ").rjust(36) for name in columns))
+    for row in rows:
+        texts = [f"{row[name]['p50_us']} / {row[name]['p99_us']}" for name in columns]
+        print(
+            f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24)
+            + "".join(text.rjust(36) for text in texts)
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `host`."""
+    add = parser.add_argument
+    add("--slots", type=numbers, default=[64, 256, 1024, 4096], metavar="N,N,...")
+    add("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
+    add("--chunk", type=int, default=512, metavar="TOKENS", help="the new prompt in each step")
+    add("--steps", type=int, default=300, metavar="N")
+    add("--waiting", type=int, metavar="N", help="instead: under each policy and order, while so many wait")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    if options.waiting is None:
+        rows = run(options.slots, options.page_sizes, options.chunk, options.steps)
+        show({"machine": machine.describe(), "host": rows}, options, print_table)
+        return
+    waited = {each: list(queues.run(each, options.waiting, options.steps)) for each in options.slots}
+    result = {"machine": machine.describe(), "waiting": options.waiting, "slots": waited}
+    show(result, options, lambda each: queues.print_table(each["slots"], options.waiting))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ from kv_cache.keys import page_keys
 from kv_cache.pages import PageCopy, PagePool
 from kv_cache.prefix import PrefixCache
 from kv_cache.storage import KVCache
+from recipes import machine
+from scripts.benchmark.options import add_json, numbers, show
 
 PROMPT_TOKENS = 32_768
 TAKEN_PAGES = 1024
@@ -175,3 +178,17 @@ def print_table(result: dict[str, object]) -> None:
                 print(f"{name.replace('_', ' '):14} {figures}")
         else:
             print(f"{name.replace('_', ' ')}: {value}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `kv`."""
+    add = parser.add_argument
+    add("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
+    add("--repeats", type=int, default=25, metavar="N")
+    add("--requests", type=int, default=1000, metavar="N", help="in the trace of lengths")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    pages = run(options.page_sizes, options.repeats, options.requests)
+    show({"machine": machine.describe(), **pages}, options, print_table)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from continuous_batching.engine import Engine
 from continuous_batching.gauges import read as read_gauges
 from kv_cache.storage import KVCache
+from recipes import machine
 from recipes.build import build
 from recipes.devices import start
 from recipes.reader import read
-from scripts.benchmark import machine
-from scripts.benchmark.audited import accounts, hardware, with_verdict
-from scripts.benchmark.timeline import Timeline, summarise
+from recipes.recipe import Recipe
+from scripts.benchmark.audited import accounts, hardware
+from scripts.benchmark.options import add_json, add_recipe, show
+from scripts.benchmark.timeline import Timeline, readings, summarise
+from scripts.benchmark.verdict import with_verdict
 from serving.offline import Job, Record, read_jobs, run_jobs
 from serving.text import Text
 
@@ -55,45 +59,69 @@ def cache_figures(engine: Engine) -> dict[str, object]:
 
 
 def run(
-    recipe_path: str, overrides: Sequence[str], profile: str | None, trace_path: str, num_runs: int
+    recipe_path: str,
+    overrides: Sequence[str],
+    profile: str | None,
+    trace_path: str,
+    num_runs: int,
+    plot: Path | None = None,
 ) -> dict[str, object]:
-    """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
-
-    The recipe, the versions and the machine stand beside the figures.
-    """
+    """What became of a trace; `plot` is a picture of it to be made."""
     recipe = read(recipe_path, overrides, profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(trace_path, text)  # before the model is built: a bad file fails at once
+    told = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
+    told["trace"] = Path(trace_path).name
+    return measure(told, recipe, text, lambda engine: load_trace(trace_path, text), num_runs, plot)
+
+
+def measure(
+    told: dict[str, object],
+    recipe: Recipe,
+    text: Text | None,
+    load: Callable[[Engine], list[Job | Record]],
+    num_runs: int,
+    plot: Path | None = None,
+) -> dict[str, object]:
+    """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
+
+    The versions and the machine stand beside the figures, with what is `told` of the run.
+    """
     engine = build(recipe)
-    results: list[dict[str, object]] = []
+    results: list[tuple[dict[str, object], Timeline, float]] = []
     for number in range(1 + num_runs):
-        jobs = load_trace(trace_path, text)
+        jobs = load(engine)
         timeline, records = serve(engine, text, jobs)
         refused = [record["error"] for record in records if "error" in record]
         if refused:
-            raise ValueError(f"{trace_path}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
+            raise ValueError(f"{told['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
         cache = cache_figures(engine)
         forget_prefixes(engine)
         if number:
             requests = [job.request for job in jobs if isinstance(job, Job)]
             figures = summarise(engine, requests, timeline)
             duration_s = float(str(figures["duration_s"]))
-            results.append(figures | accounts(engine, requests, timeline.steps, duration_s))
-    results.sort(key=lambda result: float(str(result["output_tokens_per_s"])))
+            figures |= accounts(engine, requests, timeline, duration_s)
+            results.append((figures, timeline, min(request.arrival_s for request in requests)))
+    results.sort(key=lambda result: float(str(result[0]["output_tokens_per_s"])))
+    figures, timeline, origin_s = results[num_runs // 2]
+    num_pages = engine.scheduler.pool.num_pages - 1
+    if plot is not None:
+        from scripts.benchmark.plot import save_run  # matplotlib
+
+        save_run(plot, timeline, origin_s, num_pages)
     where = machine.describe(start(recipe.device).name)
     result = {
-        "recipe": recipe_path,
-        "overrides": list(overrides),
-        "profile": profile,
-        "trace": Path(trace_path).name,
+        **told,
         "machine": where,
-        "runs_output_tokens_per_s": [result["output_tokens_per_s"] for result in results],
+        "runs_output_tokens_per_s": [each["output_tokens_per_s"] for each, _, _ in results],
         "cache_after_all_runs": cache,
+        "metrics": readings(timeline, origin_s, num_pages),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         "warm_up_runs": 1,
         "warm_up_counted": 0,
         **hardware(engine.runner.config, where, on_host=recipe.device.kind == "cpu"),
-        **results[num_runs // 2],
+        **figures,
     }
     return with_verdict(result)
 
@@ -101,10 +129,31 @@ def run(
 def print_table(result: dict[str, object]) -> None:
     """Figures of one run, one a line."""
     for name, value in result.items():
-        if name == "records":
-            continue  # one line for each request is for programs
+        if name in ("records", "metrics"):
+            continue  # one line for each request, or moment, is for programs
         if name == "verdict" and isinstance(value, dict):
             value = "; ".join([value["outcome"], *(f"{law}: {why}" for law, why in value["refused"].items())])
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {each}" for key, each in value.items())
         print(f"{name:22} {value}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `offline`."""
+    add_trace_arguments(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="slots and pages over time")
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served by what, and how often."""
+    add_recipe(parser, profile=True)
+    add = parser.add_argument
+    add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
+    add("--runs", type=int, default=1, metavar="N", help="counted runs; the median is told")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    given = (options.recipe, options.overrides, options.profile, options.trace, options.runs)
+    result = run(*given, options.plot)
+    show(result, options, print_table)

@@ -53,6 +53,27 @@ def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> N
     axes.invert_yaxis()
 
 
+def draw_pages(axes: Axes, timeline: Timeline, origin_s: float, num_pages: int) -> None:
+    """The share of pages that rows hold, step by step."""
+    times_s = [step.end_s - origin_s for step in timeline.steps]
+    axes.step(times_s, [step.held_pages / num_pages for step in timeline.steps], where="post")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("pages in use, share")
+    axes.set_xlabel("seconds since the first arrival")
+
+
+def save_run(path: Path, timeline: Timeline, origin_s: float, num_pages: int) -> None:
+    """Draw one run: slots over time, and below them pages."""
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(12, 6.5), gridspec_kw={"height_ratios": [3, 1]}
+    )
+    draw_slots(above, timeline, origin_s, "prompts dark, answers light")
+    draw_pages(below, timeline, origin_s, num_pages)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
     """Draw runs, each (title, timeline, time of its first arrival), one above the other on one time axis."""
     figure, all_axes = plt.subplots(len(runs), 1, sharex=True, figsize=(12, 4.2 * len(runs)), squeeze=False)

@@ -6,6 +6,7 @@ served twice in this process: by whole prompts beside the decodes (orca), and by
 
 from __future__ import annotations
 
+import argparse
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import Any
 import numpy as np
 
 from continuous_batching.request import Request, SamplingParams
+from recipes import machine
 from recipes.build import build
 from recipes.devices import start
 from recipes.reader import read
 from recipes.sizing import model_config
-from scripts.benchmark import machine, offline
+from scripts.benchmark import offline
+from scripts.benchmark.options import add_json, add_recipe, show
 from scripts.benchmark.timeline import percentiles
 from serving.offline import Job
 
@@ -100,3 +103,28 @@ def _serve(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, 
         "total_tokens_per_s": round(tokens / (last_s - first_s), 2),
         "steps": len(timeline.steps),
     }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `stall`."""
+    add_recipe(parser)
+    add = parser.add_argument
+    add("--prompt-tokens", type=int, default=4096, metavar="N")
+    add("--every", type=float, default=1.0, metavar="SECONDS", help="between two long prompts")
+    add("--prompts", type=int, default=10, metavar="N", help="long prompts")
+    add("--answers", type=int, default=16, metavar="N", help="that run beside them")
+    add("--answer-tokens", type=int, default=256, metavar="N")
+    add("--chunk", type=int, default=128, metavar="TOKENS")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    load = Load(
+        options.prompt_tokens,
+        options.every,
+        options.prompts,
+        options.answers,
+        options.answer_tokens,
+        options.chunk,
+    )
+    show(run(options.recipe, options.overrides, load), options, offline.print_table)

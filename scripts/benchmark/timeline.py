@@ -12,6 +12,7 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 
 Figures = dict[str, float]
+MOST_READINGS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,23 @@ class Timeline:
         )
         for row in batch.owners.tolist():
             self.token_times_s.setdefault(slots.requests[row].id, []).append(step.end_s)
+
+
+def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
+    """Gauges at the ends of at most MOST_READINGS steps, evenly chosen, as a server's metrics are kept."""
+    steps = timeline.steps[:: -(-len(timeline.steps) // MOST_READINGS) or 1]
+    return {
+        "columns": ["at_s", "running", "waiting", "kv_usage"],
+        "readings": [
+            [
+                round(step.end_s - origin_s, 4),
+                step.num_running,
+                step.num_waiting,
+                round(step.held_pages / num_pages, 4),
+            ]
+            for step in steps
+        ],
+    }
 
 
 def percentiles(values_s: Sequence[float]) -> Figures:

@@ -25,7 +25,9 @@ from scripts.mutants.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from scripts.mutants.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from scripts.mutants.fault import Fault
 from scripts.mutants.flight_faults import FLIGHT_FAULTS
+from scripts.mutants.npu_faults import NPU_FAULTS, NPU_TESTS_OF
 from scripts.mutants.prefix_faults import PREFIX_FAULTS
+from scripts.mutants.prompt_faults import FOLLOWERS, PROMPT_FAULTS, PROMPTS, REQUEST
 from scripts.mutants.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from scripts.mutants.residency_faults import RESIDENCY_FAULTS
 from scripts.mutants.resting_faults import RESTING_FAULTS
@@ -43,6 +45,8 @@ FAULTS = (
     *FLIGHT_FAULTS,
     *QUEUE_FAULTS,
     *ANSWER_FAULTS,
+    *PROMPT_FAULTS,
+    *NPU_FAULTS,
 )
 ROOMS = (
     "kv_cache",
@@ -50,6 +54,8 @@ ROOMS = (
     "attention",
     "models",
     "recipes",
+    "scripts",
+    "simulation",
     "serving",
     "virtual_npu",
     "tests",
@@ -71,9 +77,12 @@ HOST_TESTS = (
 QUEUE_TESTS = tuple(
     BATCHING + name for name in ("test_policies.py", "test_orders.py", "test_bounds.py", "test_adaptive.py")
 )
+PROMPT_TESTS = "tests/models/test_prompts.py"
 DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py")
 TESTS_OF = {  # all others: HOST_TESTS
     **dict.fromkeys(QUEUES, QUEUE_TESTS),
+    **dict.fromkeys((REQUEST, FOLLOWERS), (*HOST_TESTS, PROMPT_TESTS)),
+    PROMPTS: (PROMPT_TESTS,),
     OUTRANK: (BATCHING + "test_orders.py", *HOST_TESTS),
     STORAGE: DEVICE_TESTS,
     RUNNER: DEVICE_TESTS,
@@ -81,6 +90,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     SAMPLES: ("tests/serving/test_samples.py",),
     BEAMS: (BATCHING + "test_beams.py", BATCHING + "test_searches.py"),
     SEARCHES: (BATCHING + "test_searches.py",),
+    **NPU_TESTS_OF,
 }
 
 
@@ -137,10 +147,20 @@ def parser() -> argparse.ArgumentParser:
 def outcomes(faults: Sequence[Fault], jobs: int, timeout_s: float) -> Iterator[Outcome]:
     """What becomes of each fault, in their order, the sound tree before them."""
     with ThreadPoolExecutor(jobs) as workers:
-        yield from workers.map(lambda fault: judge(fault, timeout_s), (None, *faults))
+        sets = dict.fromkeys(tests_of(fault) for fault in faults)
+        every = tuple(dict.fromkeys(test for tests in sets for test in tests))
+        sound = workers.submit(judge, None, every, timeout_s * len(sets))  # it runs them all
+        found = workers.map(lambda fault: judge(fault, tests_of(fault), timeout_s), faults)
+        yield sound.result()
+        yield from found
 
 
-def judge(fault: Fault | None, timeout_s: float) -> Outcome:
+def tests_of(fault: Fault) -> tuple[str, ...]:
+    """The files of tests that are to kill it."""
+    return TESTS_OF.get(fault.file, HOST_TESTS)
+
+
+def judge(fault: Fault | None, tests: Sequence[str], timeout_s: float) -> Outcome:
     """Run the tests in a copy of the tree that has this fault."""
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant") as folder:
@@ -148,7 +168,7 @@ def judge(fault: Fault | None, timeout_s: float) -> Outcome:
         try:
             if fault is not None:
                 fault.plant(Path(folder))
-            killer, problem = run_tests(Path(folder), fault, timeout_s)
+            killer, problem = run_tests(Path(folder), tests, timeout_s)
         except ValueError as error:
             killer, problem = "", str(error)
     return Outcome(fault, killer, problem, time.monotonic() - start_s)
@@ -162,12 +182,8 @@ def copy_tree(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
-def run_tests(folder: Path, fault: Fault | None, timeout_s: float) -> tuple[str, str]:
+def run_tests(folder: Path, tests: Sequence[str], timeout_s: float) -> tuple[str, str]:
     """The test that fails first, and what stood in the way of a verdict; empty for none."""
-    if fault is None:
-        tests = tuple(dict.fromkeys(sum(TESTS_OF.values(), HOST_TESTS)))
-    else:
-        tests = TESTS_OF.get(fault.file, HOST_TESTS)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
     command += ["-m", "not slow", "--hypothesis-profile=no_shrink", "--tb=no", *tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -130,8 +130,8 @@ CACHE_FAULTS = (
     Fault(
         "resize_zeroes",
         STORAGE,
-        "                new[:kept] = old[:kept]\n",
-        "",
+        "_chunks(old, kept, kept)",
+        "_chunks(old, kept[:0], kept[:0])",
         "the keys and values of running requests are lost",
     ),
     Fault(

@@ -10,9 +10,9 @@ RESIDENCY, TABLES, SWAP = ROOM + "residency.py", ROOM + "tables.py", ROOM + "swa
 RESIDENCY_FAULTS = (
     Fault(
         "full_hit_computes_nothing",
-        RESIDENCY,
-        "(len(request.tokens) - 1) // self.slots.page_size",
-        "len(request.tokens) // self.slots.page_size",
+        ROOM + "request.py",
+        "else len(self.tokens) - 1",
+        "else len(self.tokens)",
         "a prompt that is cached whole leaves no token to sample from",
     ),
     Fault(

@@ -94,11 +94,11 @@ RESTING_FAULTS = (
         "after a resize nothing at rest is found, and its places are held for ever",
     ),
     Fault(
-        "host_named_from_the_front",
+        "missed_for_a_page_that_is_gone",
         CHAINS,
-        "        nexts[nexts >= len(self._serial) - self._num_host_pages] -= len(self._serial)\n",
+        "                _less(self._num_equal, tokens.tobytes())\n",
         "",
-        "a lookup that misses beside a resting page stops the engine",
+        "a miss is told as another tenant's page when that page is long gone",
     ),
     Fault(
         "resting_need_no_pages",
@@ -159,8 +159,8 @@ RESTING_FAULTS = (
     Fault(
         "bound_in_the_next_bucket",
         HISTORY,
-        "np.searchsorted(BOUNDS_S, ages_s)",
-        'np.searchsorted(BOUNDS_S, ages_s, side="right")',
+        "_BOUNDS_S.searchsorted(ages_s)",
+        '_BOUNDS_S.searchsorted(ages_s, side="right")',
         "an age of a bucket's upper bound is counted above it",
     ),
     Fault(

@@ -125,8 +125,8 @@ SCHEDULE_FAULTS = (
     Fault(
         "door_counts_the_null_page",
         DOOR,
-        "capacity = (pool.num_pages - 1) * slots.page_size + 1",
-        "capacity = pool.num_pages * slots.page_size + 1",
+        "return (pool.num_pages - 1) * slots.page_size + 1",
+        "return pool.num_pages * slots.page_size + 1",
         "a request is taken that can never fit, and blocks all",
     ),
     Fault(

@@ -26,6 +26,7 @@ from recipes.scheduling import scheduler_from
 from scripts import verb
 from scripts.replay import perfetto, what_if
 from scripts.replay.explain import Story
+from simulation.fitted import fit
 
 
 def parser() -> argparse.ArgumentParser:
@@ -125,7 +126,7 @@ def compare(
     recorded, steps = what_if.served(events, scheduler)
     if not steps:
         raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
-    costs = what_if.fit(steps)
+    costs = fit(steps)
     ids: Counter[str] = Counter(one.id for each in recording.added for one in each.samples)
     answered = [
         each

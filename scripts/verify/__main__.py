@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from recipes import machine
 from recipes.reader import load
 from recipes.recipe import ROOT
 from scripts import verb
-from scripts.benchmark import machine
 
 TRACE = "trace.jsonl"
 PART_S = 1800  # the longest that a part may take

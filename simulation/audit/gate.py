@@ -6,10 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from simulation.audit import claims, records, summary
+from simulation.audit import claims, names, records, served, summary
 from simulation.audit.law import Fields, Law, Outcome, Ruling, rule
+from simulation.audit.names import under_ours
 
-LAWS: tuple[Law, ...] = (*summary.LAWS, *records.LAWS, *claims.LAWS)
+LAWS: tuple[Law, ...] = (
+    *summary.LAWS,
+    *records.LAWS,
+    *served.LAWS,
+    *names.LAWS,
+    *claims.LAWS,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +44,9 @@ class Verdict:
 
 
 def audit(fields: Fields, laws: Iterable[Law] = LAWS) -> Verdict:
-    """Hold a result to the laws; raises ValueError for one with figures that cannot be read, or without any
-    that a law could check."""
+    """Hold a result to the laws, by whichever names; raises ValueError for one with figures that cannot be
+    read, or without any that a law could check."""
+    fields = under_ours(fields)
     met = [law for law in laws if not law.about or fields.get(law.about) is not None]
     verdict = Verdict([rule(law, fields) for law in met])
     if len(verdict.of("not checkable")) == len(verdict.rulings):

@@ -39,7 +39,9 @@ def load(name: str) -> Profile:
     if path.parent != FOLDER or not path.exists():
         names = ", ".join(each.stem for each in sorted(FOLDER.glob("*.json")))
         raise ValueError(f"{name!r} is no device profile; there are {names}")
-    return Profile(name=name, **json.loads(path.read_text(encoding="utf-8")))
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    del facts["step"]  # for `simulation.device`
+    return Profile(name=name, **facts)
 
 
 def named(device: str) -> str | None:

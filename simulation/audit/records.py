@@ -1,7 +1,8 @@
 """What do the requests' own records say of the figures?
 
 A record has `id`, `arrival_s`, `first_token_s`, `finish_s`, `prompt_tokens`, `max_tokens`, `output_tokens`,
-`finish_reason` and perhaps `token_times_s`. Answers that ended by "stop" or "length" are completed.
+`finish_reason` and perhaps `token_times_s`, or where a client saw them in pieces `piece_times_s` and, if it
+knows how many are in each, `piece_tokens`. Answers that ended by "stop" or "length" are completed.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ def column(records: list[Fields], name: str) -> NDArray[np.float64]:
     return np.array([value(record, name) for record in records])
 
 
+def times_of(record: Fields) -> list[float] | None:
+    """When its tokens came, or its pieces; None if that was not kept."""
+    kept = record.get("token_times_s", record.get("piece_times_s"))
+    return None if kept is None else list(kept)
+
+
 def _named(wrongs: list[str]) -> str | None:
     shown = "; ".join(wrongs[:SHOWN])
     return f"{shown}; and {len(wrongs) - SHOWN} more" if len(wrongs) > SHOWN else shown or None
@@ -53,7 +60,7 @@ def clock(figures: Figures) -> str | None:
     wrongs, measured_from_s = [], figures.given("measured_from_s")
     for record in done(figures):
         times_s = [value(record, name) for name in ("arrival_s", "first_token_s", "finish_s")]
-        tokens_s = record.get("token_times_s") or []
+        tokens_s = times_of(record) or []
         if times_s != sorted(times_s) or list(tokens_s) != sorted(tokens_s):
             wrongs.append(f"request {record.get('id')} goes back in time: {times_s}")
         if measured_from_s is not None and times_s[0] < measured_from_s:
@@ -76,6 +83,10 @@ def tokens(figures: Figures) -> str | None:
             wrongs.append(f"request {record.get('id')} has {given:g} tokens, {asked}")
         elif times is not None and len(times) != given:
             wrongs.append(f"request {record.get('id')} has {given:g} tokens at {len(times)} times")
+        elif (pieces := record.get("piece_tokens")) is not None and (
+            sum(pieces) != given or len(pieces) != len(record.get("piece_times_s") or [])
+        ):
+            wrongs.append(f"request {record.get('id')} has {given:g} tokens, and {sum(pieces):g} in pieces")
     for name in ("prompt_tokens", "output_tokens"):
         told, count = figures.given(name), float(column(completed, name).sum())
         if told is not None and (wrong := differs(name, told, "their sum over the records", count, 0)):
@@ -109,6 +120,11 @@ def recount(figures: Figures) -> str | None:
     of_one = (end_s - begin_s)[longer] / num_gaps[longer]
     latencies = {"ttft_ms": begin_s - arrival_s, "e2e_ms": end_s - arrival_s, "tpot_ms": of_one}
     wrongs = []
+    times = [times_of(record) for record in completed]
+    if all(each is not None for each in times):
+        latencies["itl_ms"] = np.concatenate([np.diff(each) for each in times if each])
+        if (told := figures.given("itl_gaps")) is not None:
+            wrongs.append(differs("itl_gaps", told, "the records'", len(latencies["itl_ms"]), 0))
     if (told := figures.given("duration_s")) is not None and len(completed) == len(figures.records()):
         taken_s = float(end_s.max() - arrival_s.min())
         slack = SLACK / 2 * taken_s + 0.0001

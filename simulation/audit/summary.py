@@ -108,6 +108,12 @@ def little(figures: Figures) -> str | None:
     return differs("mean_in_system", held, "X W = requests_per_s x e2e_ms.mean", expected, slack)
 
 
+def num_gaps(figures: Figures, completed: float) -> float:
+    """Gaps that the ITL is the mean of: as told, else one before each token but the first of an answer."""
+    told = figures.given("itl_gaps")
+    return max(0.0, figures.number("output_tokens") - completed) if told is None else told
+
+
 def decoding(figures: Figures) -> float:
     """How many requests are between first and last token, on average over time: at least this many.
 
@@ -118,7 +124,7 @@ def decoding(figures: Figures) -> float:
     gap_ms, tokens = figures.given("itl_ms.mean"), figures.given("output_tokens")
     count, duration_s = figures.given("completed"), figures.given("duration_s")
     if gap_ms is not None and tokens is not None and count is not None and duration_s:
-        return gap_ms / 1e3 * max(0.0, tokens - count) / duration_s
+        return gap_ms / 1e3 * num_gaps(figures, count) / duration_s
     gaps = figures.number("least_output_tokens") - 1
     return figures.number("requests_per_s") * figures.number("tpot_ms.mean") / 1e3 * gaps
 
@@ -189,7 +195,7 @@ def means(figures: Figures) -> str | None:
         told += 1
         count = 2.0 if name == "tpot_ms" or not completed else completed
         if name == "itl_ms":
-            count = tokens - completed if tokens and completed and tokens > completed + 1 else 2.0
+            count = 2.0 if tokens is None or completed is None else max(2.0, num_gaps(figures, completed))
         least, below = 0.0, 0.0
         for part, value in known.items():
             if value is not None and part != "max":
@@ -218,12 +224,12 @@ def first_before_last(figures: Figures) -> str | None:
 
 
 def gaps(figures: Figures) -> str | None:
-    """E2E - TTFT of all requests together is the sum of all gaps between tokens."""
+    """E2E - TTFT of all requests together is the sum of all gaps between tokens, or pieces (`itl_gaps`)."""
     completed = figures.number("completed")
     spent_ms = (figures.number("e2e_ms.mean") - figures.number("ttft_ms.mean")) * completed
-    num_gaps = max(0.0, figures.number("output_tokens") - completed)
-    all_ms = figures.number("itl_ms.mean") * num_gaps
-    slack = SLACK * max(spent_ms, all_ms) + ROUNDING_MS * (completed + num_gaps)
+    count = num_gaps(figures, completed)
+    all_ms = figures.number("itl_ms.mean") * count
+    slack = SLACK * max(spent_ms, all_ms) + ROUNDING_MS * (completed + count)
     return differs("(E2E - TTFT) x completed", spent_ms, "ITL x gaps, in ms,", all_ms, slack)
 
 
@@ -233,9 +239,9 @@ def tpot_of_gaps(figures: Figures) -> str | None:
     most, tpot_ms = figures.number("most_output_tokens"), figures.number("tpot_ms.mean")
     if least < 2:
         raise NotCheckable("some answers have a single token, and no TPOT")
-    num_gaps = figures.number("output_tokens") - completed
-    all_ms = figures.number("itl_ms.mean") * num_gaps
-    slack = SLACK * all_ms + ROUNDING_MS * num_gaps
+    count = num_gaps(figures, completed)
+    all_ms = figures.number("itl_ms.mean") * count
+    slack = SLACK * all_ms + ROUNDING_MS * count
     fewest, largest = tpot_ms * completed * (least - 1), tpot_ms * completed * (most - 1)
     return first(
         [

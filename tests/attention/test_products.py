@@ -12,6 +12,7 @@ from attention.products import MOST_SPANS, PRODUCTS, product
 from tests.attention.test_attention import shape
 
 NAMES = ["910B", "910C", "950"]
+ATB = {"dtype": torch.float16, "page_size": 128, "windows": (None, None)}
 
 
 def good(**changes: object):
@@ -48,9 +49,43 @@ def test_what_is_beyond_a_limit_is_refused(name, changes, words):
     assert refusal(name, **changes).startswith(words.format(name))
 
 
-@pytest.mark.parametrize("name", ["310P", "910"])
-def test_a_product_without_this_attention_is_refused(name):
-    assert refusal(name).startswith(f"device.product is {name}, for which there is no fused attention here")
+def test_a_product_without_this_attention_is_refused():
+    said = refusal("910")
+    assert said.startswith("device.product is 910, for which there is no fused attention here, but for 310P,")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"page_size": 64}, {"head_dim": 256, "page_size": 64}, {"head_dim": 80}]
+)
+def test_what_atb_takes_is_taken(sizes):
+    product("310P", "").check(good(**ATB | sizes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"dtype": torch.bfloat16},
+            "model.dtype is bfloat16; fused attention of the 310P takes float16: set",
+        ),
+        (
+            {"head_dim": 72},
+            "the model's head_dim is 72; attention of the 310P takes a multiple of 16 to 256:",
+        ),
+        ({"head_dim": 272}, "the model's head_dim is 272; "),
+        (
+            {"page_size": 32},
+            "cache.page_size is 32; attention of the 310P takes 128 or 64 with heads of 128:",
+        ),
+        (
+            {"head_dim": 256},
+            "cache.page_size is 128; attention of the 310P takes 64 with heads of 256: set 64",
+        ),
+        ({"windows": (None, 9)}, "layer 1 of the model has a sliding window of 9; attention of the 310P has"),
+    ],
+)
+def test_what_is_beyond_a_limit_of_atb_is_refused(changes, words):
+    assert refusal("310P", **ATB | {"head_dim": 128} | changes).startswith(words)
 
 
 def test_float32_is_taken_only_where_a_test_says_so():
@@ -91,12 +126,12 @@ def test_graphs_are_bounded_by_streams():
 @pytest.mark.parametrize("each", PRODUCTS, ids=lambda each: each.name)
 def test_every_span_is_in_one_call_and_no_call_holds_what_it_may_not(each):
     for lens in ([5], [1] * 3 + [7, 2], [7, 1, 1, 3, 1], [1] * (2 * MOST_SPANS) + [3]):
-        cuts = list(each.cuts(np.array(lens)))
+        cuts, most = list(each.cuts(np.array(lens))), each.most_spans
         assert [first for first, _ in cuts] == [0, *(last for _, last in cuts[:-1])]
         assert cuts[-1][1] == len(lens)
-        assert all(0 < last - first <= MOST_SPANS for first, last in cuts)
+        assert all(0 < last - first <= most <= MOST_SPANS for first, last in cuts)
         if each.is_mixed:
-            assert len(cuts) == -(-len(lens) // MOST_SPANS)
+            assert len(cuts) == -(-len(lens) // most)
         else:
             single = [{length == 1 for length in lens[first:last]} for first, last in cuts]
             assert all(len(kinds) == 1 for kinds in single)

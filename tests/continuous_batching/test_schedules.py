@@ -19,6 +19,7 @@ from continuous_batching.victims import fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
+from tests.thorough import cases
 
 MAX_TOKENS = 64
 EOS = 5
@@ -210,7 +211,9 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
             assert request.arrival_s <= request.first_token_s <= request.finish_s
 
 
-@settings(max_examples=2000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=cases(500, 2000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(
     made=schedulers(),
     plan=st.lists(arrivals, min_size=1, max_size=10),

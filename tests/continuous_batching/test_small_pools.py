@@ -16,6 +16,7 @@ from continuous_batching.victims import Victim, fewest_lost, lowest_priority, yo
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
+from tests.thorough import cases
 
 NUM_CLIENTS, LARGEST = 64, 64  # tokens, prompt and answer
 COMMON = np.random.default_rng(7).integers(0, VOCAB_SIZE, LARGEST).tolist()
@@ -157,4 +158,4 @@ def test_random_aborts_leak_nothing() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_random_aborts_leak_nothing() -> None:
-    storm(10_000, lambda engine: recount(engine.scheduler))
+    storm(cases(3_000, 10_000), lambda engine: recount(engine.scheduler))

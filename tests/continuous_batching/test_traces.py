@@ -36,6 +36,7 @@ from continuous_batching.victims import fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, searched
 from tests.continuous_batching.recount import recount
+from tests.thorough import cases
 
 LONGEST = 48
 ORDERS: dict[str, QueueOrder] = {
@@ -229,7 +230,7 @@ def test_every_policy_and_order_serves_everybody(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("first", range(0, 10_000, 500))
+@pytest.mark.parametrize("first", range(0, cases(1_000, 10_000), 500))
 def test_every_policy_and_order_serves_everybody_in_many_traces(first: int) -> None:
     for seed in range(first, first + 500):
         check(seed)

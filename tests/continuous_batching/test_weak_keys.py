@@ -21,6 +21,7 @@ from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, schedulers, serve
+from tests.thorough import cases
 
 
 class FourBits:
@@ -72,7 +73,9 @@ def test_colliding_keys_change_no_answer(made, plan, resizes) -> None:  # type: 
 
 @pytest.mark.slow
 @schedules
-@settings(max_examples=5000, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=cases(600, 5000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 def test_colliding_keys_change_no_answer_of_many_schedules(  # type: ignore[no-untyped-def]
     made, plan, resizes
 ) -> None:

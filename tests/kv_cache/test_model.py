@@ -19,10 +19,14 @@ import pytest
 
 from kv_cache import keys
 from tests.kv_cache.world import Setting, World, written
+from tests.thorough import THOROUGH
 
 SHARED = Setting(prompts=((1, 2, 3), (1, 2, 3), (1, 2, 4)), max_tokens=2)
 FORKED = Setting(prompts=((1, 2, 3), (1, 2, 3), (1, 2, 3)), follows={1: 0}, max_tokens=2)
 COLLIDING = Setting(prompts=((1, 2, 3), (1, 2, 3), (4, 5, 6)), salts=("", "b", ""), max_tokens=2)
+
+
+in_full = pytest.mark.skipif(not THOROUGH, reason="minutes each: THOROUGH=1 asks for them")
 
 
 class OneBit:
@@ -205,25 +209,29 @@ def test_tenants_and_colliding_keys_in_every_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
+@in_full
 def test_answers_of_two_tokens_that_share_a_beginning_in_every_order() -> None:
     explore(SHARED)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
+@in_full
 def test_samples_of_one_prompt_and_its_equal_in_every_order() -> None:
     explore(FORKED)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
+@in_full
 def test_samples_of_one_prompt_in_every_order_and_layout() -> None:
     explore(replace(FORKED, max_tokens=1, sees_layout=True, least_pages=5))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
+@in_full
 @pytest.mark.usefixtures("one_bit_keys")
 def test_tenants_and_colliding_keys_in_every_order_and_size() -> None:
     explore(COLLIDING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,7 +96,10 @@ def test_copies_are_made_in_their_order_and_pages_come_back_from_the_host() -> N
     assert held(cache) == [0, 1, 2, 5, 3, 4]
 
 
-@pytest.mark.parametrize("way", [storage._leave, storage._return, storage._copy])
+WAYS = [storage._leave, storage._return, *(partial(storage._copy, sliced=each) for each in (True, False))]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_between_device_and_host_brings_the_same(way: Way) -> None:
     source, target = torch.arange(36.0).view(12, 3), torch.zeros(12, 3)
     read, written = np.array([1, 2, 3, 8, 5, 6]), np.array([4, 5, 9, 1, 2, 3])
@@ -103,6 +107,12 @@ def test_every_way_between_device_and_host_brings_the_same(way: Way) -> None:
     want[written] = source[read]
     way(source, read, target, written)
     assert torch.equal(target, want)
+
+
+def test_a_run_is_copied_without_sending_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(1, 8, 16, 2, 8, torch.bfloat16)
+    monkeypatch.delattr(storage, "to_device")
+    cache.copy(np.array([1, 2]), np.array([5, 6]))
 
 
 def test_resize_keeps_the_low_pages_and_gives_the_rest_back() -> None:

@@ -50,6 +50,15 @@ def test_linear(dtype: torch.dtype, num_rows: int, bias: bool) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=NEAR[dtype], atol=10 * NEAR[dtype])
 
 
+def test_a_linear_without_bfloat16_is_that_of_float32_but_for_its_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    fused, weight, x = CpuFused(), some(torch.bfloat16, 48, 80), some(torch.bfloat16, 9, 80)
+    expected = (x.double() @ weight.double().T + weight[:, 0].double()).to(torch.bfloat16)
+    torch.testing.assert_close(fused.linear(x, fused.pack(weight, weight[:, 0])), expected, rtol=0.01, atol=0)
+
+
 def test_a_tied_weight_stays_readable_after_packing() -> None:
     weight = some(torch.float32, 32, 16)
     before = weight.clone()

@@ -16,14 +16,16 @@ import pytest
 import torch
 
 from attention.products import product
+from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from recipes.build import build
 from recipes.devices import start
 from recipes.reader import load
 from recipes.recipe import ROOT
+from tests.attention.test_atb import answering_as_310p, atb
 from tests.attention.test_attention import Bench, shape
-from tests.devices import has_npu, operators, section, settings
+from tests.devices import has_npu, operators, section, settings, stand_in_alone
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
 
@@ -147,6 +149,7 @@ def test_more_graphs_than_streams_are_refused() -> None:
         engine_of("model.path=null", deep, "model.weights=random", *many)
 
 
+@stand_in_alone
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -166,6 +169,7 @@ def test_what_does_not_go_is_refused_in_one_line(overrides: list[str], words: st
     assert "\n" not in str(caught.value)
 
 
+@stand_in_alone
 def test_every_start_and_every_result_says_virtual(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
@@ -230,13 +234,33 @@ def lines_of(code: CodeType) -> set[int]:
     return found
 
 
+def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run what an engine runs there alone."""
+    import torch_npu
+
+    from models.npu import NpuFused
+
+    bench = Bench(atb())
+    bench.step({0: 20, 3: 1})
+    bench.step({3: 1, 0: 1})
+    zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
+    bench.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
+    fused, heads = NpuFused(product("310P", "")), torch.ones(3, 2, 16, device="npu:0")
+    fused.rotary(heads, heads.clone(), heads[:, 0], heads[:, 0])
+    fused.swiglu(heads)
+    monkeypatch.delattr(torch_npu, "_npu_paged_attention_splitfuse_v2")
+    with pytest.raises(ValueError, match=r"install 2\.13"):
+        bench.attention.check()
+
+
+@stand_in_alone
 def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     start(section("npu"))
     import torch_npu
 
     from models.npu import chip
 
-    files = [path for path in ROOT.glob("*/npu.py") if path.parent.name != "virtual_npu"]
+    files = [path for path in ROOT.glob("*/**/npu.py") if "virtual_npu" not in path.parts]
     with Lines(files) as lines:
         serve(engine_of("device.graphs=2"))
         fused, attention = operators("npu", "fused", shape(page_size=32))
@@ -251,9 +275,11 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         fused.linear_int8(torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0"), packed)
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         fused.rotary(heads, heads.clone(), angles, angles)
+        with answering_as_310p():
+            _as_a_310p(monkeypatch)
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 2
+    assert len(files) == 3
     assert all(lines.wanted.values())
     assert lines.missing() == {}

@@ -10,14 +10,17 @@ import torch
 
 from attention.reference import Attention, AttentionShape
 from kv_cache.storage import KVCache
+from models.cpu import CpuFused
 from models.decoder import Decoder
 from models.fused import Fused
+from models.layers import Linear
 from models.quantization import Quantization
 from recipes.devices import host_memory_bytes
 from recipes.keys import RecipeError
 from recipes.ledger import GIB, report
 from recipes.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.sizing import estimate, max_positions, model_config, size
+from tests.devices import has_npu, operators, section
 
 LLAMA = {
     "model_type": "llama",
@@ -67,12 +70,46 @@ def refusal(recipe: Recipe, memory_bytes: int = 4 * GIB) -> str:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_ledger_equals_what_is_allocated(family, tied, dtype):
     recipe = made({"model_type": family, "tie_word_embeddings": tied}, dtype=dtype)
+    recipe = replace(recipe, device=DeviceSection(kind="cuda"))  # which has the weights as they are
     config, sizing = model_config(recipe), sized(recipe)
     shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, config.dtype, config.windows)
     decoder = Decoder(config, Fused(), Attention(shape))
     assert sizing.weight_bytes == sum(each.nbytes for each in decoder.parameters())
     cache = KVCache(2, sizing.num_pages, 16, 2, config.head_dim, config.dtype)
     assert sizing.cache_bytes == sum(each.nbytes for each in (*cache.keys, *cache.values))
+
+
+@pytest.mark.parametrize("has_bfloat16", {False, torch.ops.mkldnn._is_mkldnn_bf16_supported()})
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_cpu_packs_is_counted(tied, has_bfloat16, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
+    recipe = made({"tie_word_embeddings": tied}, dtype="bfloat16")
+    config, sizing = model_config(recipe), sized(recipe)
+    shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, config.dtype, config.windows)
+    decoder = Decoder(config, CpuFused(), Attention(shape))
+    decoder.pack()
+    packed = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
+    held = [*decoder.parameters(), *packed]
+    assert sizing.weight_bytes == sum(each.numel() * each.dtype.itemsize for each in held)
+    assert {each.dtype for each in packed} == {torch.bfloat16 if has_bfloat16 else torch.float32}
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+def test_a_tied_head_is_counted_again_where_the_device_has_it_in_an_order_of_its_own():
+    recipe = made({"tie_word_embeddings": True, "head_dim": 64}, dtype="bfloat16")
+    recipe = replace(recipe, device=section("npu"))
+    config, sizing = model_config(recipe), sized(recipe)
+    shape = AttentionShape(4, 2, 64, 16, 1.0, config.dtype, config.windows)
+    decoder = Decoder(config, *operators("npu", "fused", shape))
+    decoder.pack()
+    heads = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
+    held = {each.data_ptr(): each.nbytes for each in (*decoder.parameters(), *heads)}
+    assert sizing.weight_bytes == sum(held.values())
+    head = config.vocab_size * config.hidden_size * 2
+    assert config.weight_bytes == sizing.weight_bytes - head
+    wide = replace(recipe, model=replace(recipe.model, dtype="float32"))
+    assert sized(wide).weight_bytes == model_config(wide).weight_bytes
 
 
 def test_memory_is_turned_into_whole_pages():

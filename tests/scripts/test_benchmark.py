@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.reader import read
 from recipes.sizing import model_config
-from scripts.benchmark import device, host, kv, queues
+from scripts.benchmark import device, host, kv, queues, simulation
 from scripts.benchmark.__main__ import main
 from scripts.benchmark.audited import means_over_time
 from scripts.benchmark.timeline import StepRecord, percentiles
@@ -54,6 +55,16 @@ def test_requests_come_and_go_while_many_wait() -> None:
         bench.step_us()
     admitted = bench.scheduler.waiting.num_removed
     assert 50 < admitted - 8 < 150, "about one at each step"
+
+
+def test_the_simulation_benchmark_counts_what_it_simulates(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["simulation", "--slots", "4", "--requests", "20", "--output-tokens", "30", "--json"])
+    runs = json.loads(capsys.readouterr().out)["simulation"]
+    assert runs["decode"]["output_tokens"] == 4 * simulation.ANSWER_TOKENS
+    assert {(runs[each]["requests"], runs[each]["output_tokens"]) for each in runs if each != "decode"} == {
+        (20, 600)
+    }
+    assert all(run["output_tokens_per_cpu_s"] > 0 for run in runs.values())
 
 
 def test_the_kv_benchmark_measures_pages(
@@ -163,6 +174,40 @@ def test_the_device_benchmark_measures_steps_against_their_floors(capsys: pytest
         assert step["step_ms"] > 0
         assert step["share_of_copy_rate"] > 0
     assert mixed["over_sum_of_parts"] == pytest.approx(mixed["step_ms"] / sum(mixed["parts_ms"]), rel=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_its_device_every_figure_of_the_device_benchmark_is_not_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = "recipes/bench/qwen3_8b_cuda.yaml"
+    main(["device", recipe, "--candidates", "varlen_attn"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| ") and not line.startswith("| load")]
+    assert [len(row) for row in rows] == [8, 8, 8, 8, 4]
+    assert {cell.rstrip(" |") for row in rows for cell in row[1:]} == {"not measured"}
+    assert "rates: not measured" in lines
+    assert lines[-1].startswith("not measured: device.kind: torch ")
+    main(["device", recipe, "--json"])
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert all("finds no CUDA device" in step["not_measured"] for step in steps)
+    with pytest.raises(ValueError, match=r"device\.kind: 'gpu' is not allowed"):
+        main(["device", recipe, "device.kind=gpu"])
+    with pytest.raises(
+        ValueError, match="--candidates: xformers is not known; choose of varlen_attn, flashinfer"
+    ):
+        main(["device", recipe, "--candidates", "xformers"])
+
+
+def test_the_device_benchmark_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    loads = ["--decode", "1x40,99x64", "--prefill", "", "--mixed", "2x40+1x32", "--repeats", "1"]
+    main(["device", RECIPE, "device.compile=false", "device.threads=1", *loads, "--candidates", "flashinfer"])
+    lines = capsys.readouterr().out.splitlines()
+    one, beyond, mixed = (line for line in lines if " decodes at " in line and line.startswith("|"))
+    assert one.count("not measured") == 1
+    assert beyond.count("not measured") == 7
+    assert "not measured" not in mixed
+    assert "not measured: flashinfer reads pages on CUDA alone" in lines
 
 
 def test_floors_count_what_a_step_reads_and_multiplies() -> None:

@@ -6,11 +6,9 @@ import itertools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from scripts.generate import main as generate
-from scripts.replay import what_if
 from scripts.replay.__main__ import main
 
 RECIPE = "recipes/tiny/cpu.yaml"
@@ -112,12 +110,3 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("once upon a time", encoding="utf-8")
     with pytest.raises(ValueError, match="is no recording: the entry at byte 0"):
         main([str(tmp_path / "text")])
-
-
-def test_costs_are_found_again() -> None:
-    random = np.random.default_rng(0)
-    costs = np.array([2e-3, 1e-5, 0.0])
-    steps = [(np.array([1.0, *random.integers(1, 500, 2)]), 0.0) for _ in range(50)]
-    found = what_if.fit([(each, float(each @ costs)) for each, _ in steps])
-    assert np.allclose(found, costs, atol=1e-9)
-    assert (found >= 0).all()

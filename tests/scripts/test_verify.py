@@ -18,7 +18,7 @@ from scripts.verify import __main__ as verify
 from scripts.verify import tokens
 from scripts.verify.__main__ import Outcome, Part
 from serving.offline import Record
-from tests.devices import has_npu
+from tests.devices import stand_in_alone
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0"]
 WELL = Part("tokens", "are they?", ("scripts.doctor", "--help"))
@@ -124,7 +124,7 @@ def test_a_cpu_gives_what_a_cpu_gives(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.npu
-@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+@stand_in_alone
 def test_the_stand_in_passes(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "scripts/verify_npu.sh", "--virtual", "--calls", "2", "--output", str(tmp_path)],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import sentencepiece
 from tokenizers import (
@@ -20,6 +23,7 @@ from tokenizers import (
 )
 
 from serving.text import Text
+from tests.serving.server import TINY, Server, started
 
 CORPUS = [f"What is {n} plus {n * 3}? It is {n * 4}, of course." for n in range(200)] + [
     f"你好，世界！今天是第{n}天，天气很好。" for n in range(150)
@@ -130,3 +134,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def texts(folders: dict[str, Path]) -> dict[str, Text]:
     loaded = {kind: Text.load(folder) for kind, folder in folders.items()}
     return {kind: text for kind, text in loaded.items() if text is not None}
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Server]:
+    """A server for all tests that leave it as it is: the tiny model, called tiny."""
+    server = started((TINY, "server.max_requests=64", "--cors-origin", "https://page.example"))
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture(scope="session")
+def http(shared: Server) -> Iterator[httpx.Client]:
+    """Sees what the server really sends."""
+    with httpx.Client(base_url=shared.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(shared: Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's own, as it comes, but that it does not hide a failure by trying again."""
+    with openai.OpenAI(base_url=f"{shared.url}/v1", api_key="any", max_retries=0) as client:
+        yield client

@@ -125,6 +125,20 @@ def test_after_a_stop_string_nothing_more_is_shown(texts: dict[str, Text]) -> No
     assert detokenizer.flush() == ""
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(whole=SIGNS, stops=st.lists(SIGNS.filter(bool), min_size=1, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_a_stop_string_may_end_the_text_behind_itself(
+    texts: dict[str, Text], kind: str, whole: str, stops: list[str]
+) -> None:
+    text = texts[kind]
+    detokenizer = Detokenizer(text, tuple(stops), include_stop=True)
+    shown = "".join(detokenizer.push([token]) for token in text.encode(whole)) + detokenizer.flush()
+    whole = text.decode(text.encode(whole))  # what this vocabulary can say of it
+    before, found = slow_stop(whole, tuple(stops))
+    assert (shown, detokenizer.stopped) == (before + (found or ""), found)
+
+
 def test_stop_strings_count_only_after_min_tokens(texts: dict[str, Text]) -> None:
     text = texts["byte_level"]
     ids = text.encode("1,2,3,4")

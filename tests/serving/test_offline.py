@@ -55,6 +55,10 @@ class ScriptRunner:
             if self.slots.requests[row].params.logprobs is not None:
                 top = ((int(sampled.tokens[index]), -0.5), (0, -float("inf")))
                 sampled.logprobs[index] = TokenLogprobs(top[0][0], -0.5, top)
+            if self.slots.requests[row].params.prompt_logprobs is not None:
+                prompt = self.slots.requests[row].prompt.tolist()
+                told = [TokenLogprobs(token, float("nan"), ((8, -0.25),)) for token in prompt[1:]]
+                sampled.prompt_logprobs[int(row)] = told
         return sampled
 
     def _next(self, row: int) -> int:
@@ -137,6 +141,35 @@ def test_a_token_that_ends_an_answer_is_no_part_of_its_text(texts: dict[str, Tex
         assert record["token_ids"] == answer
         assert record["finish_reason"] == "stop"
         assert record["text"] == text.decode(answer[:-1])
+
+
+def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
+    record = serve([line("a", max_tokens=1, prompt_logprobs=1)], {"a": [9]}, None)["a"]
+    told = [{"token": token, "logprob": -9999.0, "top": [[8, -0.25]]} for token in (6, 7)]
+    assert record["prompt_logprobs"] == [None, *told]
+
+
+@pytest.mark.parametrize("stop", [None, "zzz", "two?"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_what_ended_an_answer_may_be_a_part_of_its_text(
+    texts: dict[str, Text], stop: str | None, skip: bool
+) -> None:
+    text = texts["byte_level"]
+    answer = [*text.encode("one two?"), EOS]
+    fields = {"include_stop_str_in_output": True, "skip_special_tokens": skip}
+    record = serve([line("a", max_tokens=20, stop=stop, **fields)], {"a": answer}, text)["a"]
+    assert record["finish_reason"] == "stop"
+    ends_by_token = stop != "two?"
+    assert record["token_ids"] == (answer if ends_by_token else answer[:-1])
+    assert record["text"] == "one two?" + ("<|im_end|>" if ends_by_token and not skip else "")
+
+
+def test_control_tokens_are_shown_if_wanted(texts: dict[str, Text]) -> None:
+    text = texts["byte_level"]
+    answer = [*text.encode("one"), 1, *text.encode("two"), EOS]
+    for stop in (None, "zzz"):
+        fields = {"max_tokens": 20, "stop": stop, "skip_special_tokens": False}
+        assert serve([line("a", **fields)], {"a": answer}, text)["a"]["text"] == "one<|im_start|>two"
 
 
 def test_without_a_tokenizer_answers_are_token_ids() -> None:

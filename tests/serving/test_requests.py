@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.request import SamplingParams
-from serving.requests import parse_request
+from serving.detokenizer import TextOptions
+from serving.requests import parse_request, text_options
 from serving.text import Text
 
 IDS = {"id": "a", "prompt_token_ids": [1, 2]}
@@ -141,7 +142,7 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
         ({"temperature": -1}, "temperature is -1.0; it must be from 0 to 100"),
         ({"top_p": 0}, "top_p is 0.0; it must be above 0, at most 1"),
         ({"top_k": 1.5}, "top_k is 1.5; it must be an integer"),
-        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be from 1 to 2147483647"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens is 5; it must be from 0 to max_tokens (4)"),
         ({"seed": 2**63}, "seed is 9223372036854775808; it must be from 0 to"),
         ({"ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
@@ -210,3 +211,20 @@ def test_anything_else_is_a_request_or_a_refusal(
 ) -> None:
     with contextlib.suppress(ValueError):
         assert len(parse_request(fields, None if bare else texts["byte_level"]).prompt)
+
+
+def test_how_an_answer_is_shown_is_parted_from_what_is_computed(texts: dict[str, Text]) -> None:
+    shown = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    assert parse_request(IDS | shown, None).params == SamplingParams()
+    assert text_options(IDS | shown) == TextOptions(False, False, True)
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "skip_special_tokens": None}
+    assert text_options(chat) == TextOptions(start=True)
+    with pytest.raises(ValueError, match="skip_special_tokens is 1; it must be true or false"):
+        parse_request(IDS | {"skip_special_tokens": 1}, None)
+
+
+def test_top_k_is_off_by_vllms_name_too() -> None:
+    asked = {"id": "a", "prompt_token_ids": [1], "top_k": -1}
+    assert parse_request(asked, None).params.top_k == 0
+    with pytest.raises(ValueError, match="top_k is -2"):
+        parse_request(asked | {"top_k": -2}, None)

@@ -241,7 +241,7 @@ def test_a_template_that_fails_is_a_refusal_of_one_line(tmp_path: Path, template
         ([{"role": "user", "content": None}], r"messages\[0\].content must be a string"),
         ([{"content": "a"}], r"messages\[0\].role must be one of system, developer, user"),
         ([{"role": "king", "content": "a"}], r"messages\[0\].role must be one of"),
-        ([{"role": "user", "content": "a", "tool_calls": []}], r"messages\[0\].tool_calls is not supported"),
+        ([{"role": "user", "content": "a", "tool_calls": [1]}], r"messages\[0\].tool_calls is not supported"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\].content\[0\] must be"),
         (
             [{"role": "user", "content": [{"type": "text"}]}],

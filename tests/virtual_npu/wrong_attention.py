@@ -124,6 +124,7 @@ ATTENTION = [
     Wrong("contiguous", to("block_table", strided), "block_table", "strided"),
     Wrong("page-size", put(block_size=17), "block_size", "is 17"),
     Wrong("page-size", lambda _: packed_base(page_size=8), "block_size", "is 8;"),
+    Wrong("page-size", lambda _: packed_base(page_size=24), "block_size", "is 24;"),
     Wrong("inner-precise", put(inner_precise=4), "inner_precise", "is 4"),
     Wrong("inner-precise", put(inner_precise=1), "inner_precise", "is 1", "own heads"),
     Wrong("scale", put(softmax_scale=0.0), "softmax_scale", "is 0.0"),
@@ -169,6 +170,12 @@ ATTENTION = [
         to("block_table", lambda table: spoil(table, (2, 1), 99)),
         "block_table",
         "page 99 in row 2",
+    ),
+    Wrong(
+        "page-ids",
+        lambda call: {"block_table": spoil(call["block_table"], (2, 1), call["key"].shape[0])},
+        "block_table",
+        "in row 2, of",
     ),
     Wrong(
         "page-ids",

@@ -42,6 +42,10 @@ ATB = [
     Wrong("lens", to("seq_len", Tensor.long), "seq_len", "int64"),
     Wrong("lens", to("seq_len", lambda lens: lens + 1), "seq_len", "adds up to"),
     Wrong("lens", to("context_lens", Tensor.long), "context_lens", "int64"),
+    Wrong("placed", put(), "seq_len", "on the device", conditions={**ON_310P, "on_device": lambda _: True}),
+    Wrong(
+        "placed", put(), "context_lens", "on the host", conditions={**ON_310P, "on_device": lambda _: False}
+    ),
     Wrong("keys", cut("key"), "key", "beside query"),
     Wrong(
         "cache", to("key_cache", lambda cache: cache.transpose(1, 2).contiguous()), "key_cache", "heads of"

@@ -14,6 +14,7 @@ from virtual_npu.operators.paging import holding_rules, page_id_rule, unwritten
 from virtual_npu.products import P310
 
 PAGED = "CANN PagedAttentionOperation"
+PLACED = "ascend-transformer-boost PagedAttentionFusionVariantPackParam"
 FIELD = "vllm-ascend _310p/attention"
 MASK_SIDE = 2048
 PAGE_ELEMENTS = 128 * 128  # of a head in a page, at most
@@ -89,6 +90,13 @@ def _lens(call: Call) -> Iterator[Breach]:
             yield name, f"{lens.tolist()[:8]}"
     if call["seq_len"] is not None and int(call["seq_len"].sum()) != query:
         yield "seq_len", f"one that adds up to {int(call['seq_len'].sum())} over {query} rows of query"
+
+
+def _placed(call: Call) -> Iterator[Breach]:
+    on_device, on_310p = call.conditions.on_device, call.conditions.product is P310
+    for name, wanted in (("seq_len", False), ("context_lens", on_310p)):
+        if on_device and call[name] is not None and on_device(call[name]) != wanted:
+            yield name, "on the host" if wanted else "on the device"
 
 
 def _context(call: Call) -> Iterator[Breach]:
@@ -177,6 +185,13 @@ FIRST = (
         FIELD + "/attention_v1.py",
         "count the padding in the last sequence, or cut the query",
         _lens,
+    ),
+    Rule(
+        "placed",
+        "lengths of queries lie on the host, and those of keys too, but for the 310P, where it is the device",
+        PLACED + "; op-plugin AtbCommon.cpp",
+        "leave them, or send them, there",
+        _placed,
     ),
 )
 KEYS = (

@@ -1,4 +1,4 @@
-"""Where was this measured? What a figure is worthless without."""
+"""On which machine, with which versions? What a figure is worthless without."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = ("numpy", "torch", "torch_npu", "triton", "transformers")
 
 
 def describe(device: str | None = None) -> dict[str, str | int]:
-    """The machine and the versions that matter, for every result file; `device` is what computed, by name."""
+    """The machine and the versions that matter; `device` is what computes, by name."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -23,7 +23,7 @@ def describe(device: str | None = None) -> dict[str, str | int]:
     return {
         **({} if device is None else {"device": device}),
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "python": platform.python_version(),
         **_versions(),
         "preloaded": " ".join(preloaded) or "nothing",

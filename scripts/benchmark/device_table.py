@@ -1,0 +1,57 @@
+"""How are the figures of single steps shown? As tables in Markdown; what is not there was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+NOT_MEASURED = "not measured"
+COLUMNS = {
+    "step_ms": "step, ms",
+    "tokens_per_s": "tokens/s",
+    "share_of_copy_rate": "of the copy rate",
+    "share_of_product_rate": "of the product rate",
+    "attention_ms": "attention, ms",
+    "attention_share_of_copy_rate": "of the copy rate",
+}
+MIXED_COLUMNS = {
+    "step_ms": "step, ms",
+    "parts_ms": "its parts apart, ms",
+    "over_sum_of_parts": "over their sum",
+}
+
+Step = Mapping[str, Any]
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Where, against what, a row a load, and why cells are empty."""
+    print(" ".join((result["recipe"], *result["overrides"])))
+    print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))
+    rates = ", ".join(f"{name} {value}" for name, value in result["rates"].items())
+    print("rates:", rates or NOT_MEASURED)
+    mixed = [step for step in result["steps"] if step.get("is_mixed")]
+    alone = [step for step in result["steps"] if not step.get("is_mixed")]
+    others = {f"{name}_ms": f"attention by {name}, ms" for name in result["candidates"]}
+    for steps, columns in ((alone, COLUMNS | others), (mixed, MIXED_COLUMNS)):
+        if steps:
+            print("", *table(steps, columns), sep="\n")
+    reasons = dict.fromkeys(
+        str(why) for step in result["steps"] for name, why in step.items() if name.endswith("not_measured")
+    )
+    if reasons:
+        print("", *(f"{NOT_MEASURED}: {why}" for why in reasons), sep="\n")
+
+
+def table(steps: Sequence[Step], columns: Mapping[str, str]) -> Iterator[str]:
+    """A row a step, under the columns' titles."""
+    yield f"| load | {' | '.join(columns.values())} |"
+    yield f"|---|{'---|' * len(columns)}"
+    for step in steps:
+        yield f"| {step['load']} | {' | '.join(cell(step.get(name)) for name in columns)} |"
+
+
+def cell(value: Any) -> str:
+    """A figure, or several, or what stands where there is none."""
+    if value is None:
+        return NOT_MEASURED
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,69 @@
+"""What must a device read and multiply in one step?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from models.config import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The spans of one step: so many decodes at one context, so many prompts of one length, or both."""
+
+    num_decodes: int = 0
+    context: int = 0
+    num_prompts: int = 0
+    prompt: int = 0
+
+    def __str__(self) -> str:
+        parts = []
+        if self.num_decodes:
+            parts.append(f"{self.num_decodes} decodes at {self.context}")
+        if self.num_prompts:
+            parts.append(f"{self.num_prompts} prompts of {self.prompt}")
+        return ", ".join(parts)
+
+    @property
+    def stops(self) -> list[int]:
+        return [self.context] * self.num_decodes + [self.prompt] * self.num_prompts
+
+    @property
+    def lens(self) -> list[int]:
+        return [1] * self.num_decodes + [self.prompt] * self.num_prompts
+
+
+def pair(text: str) -> tuple[int, int]:
+    """`32x1024`: so many, of so many tokens; raises ValueError."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise ValueError(f"{text} is not of the form COUNTxTOKENS, as in 32x1024")
+    return int(found[1]), int(found[2])
+
+
+def read_bytes(config: DecoderConfig, load: Load) -> int:
+    """What a step must read: keys, values and all weights but an embedding, of which it takes few rows."""
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return config.weight_bytes - config.dtype.itemsize * embedding + cached_bytes(config, load)
+
+
+def cached_bytes(config: DecoderConfig, load: Load) -> int:
+    """Keys and values that the spans of a step see, over all layers."""
+    seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
+    return config.dtype.itemsize * 2 * config.num_kv_heads * config.head_dim * seen
+
+
+def operations(config: DecoderConfig, load: Load) -> int:
+    """What a step must multiply and add: linears for each token, logits for each span, attention."""
+    table = config.vocab_size * config.hidden_size
+    linears = config.num_parameters - table * (1 if config.tie_embeddings else 2)
+    pairs = 0
+    for window in config.windows:
+        for length, stop in zip(load.lens, load.stops):
+            positions = np.arange(stop - length + 1, stop + 1)
+            pairs += int(positions.sum() if window is None else np.minimum(positions, window).sum())
+    spans = len(load.stops)
+    return 2 * (linears * sum(load.lens) + table * spans) + 4 * config.num_heads * config.head_dim * pairs

@@ -1,0 +1,50 @@
+"""How do the verbs read their options and show their results?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+def numbers(text: str) -> list[int]:
+    """A comma-separated list of positive integers."""
+    values = [int(each) for each in text.split(",")]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: each must be at least 1")
+    return values
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads an integer from `least` on."""
+
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least {least}")
+        return int(text)
+
+    return integer
+
+
+def add_recipe(parser: argparse.ArgumentParser, *, profile: bool = False) -> None:
+    """Which engine is built in this process."""
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    if profile:
+        parser.add_argument(
+            "--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency"
+        )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Whether programs read the result."""
+    parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
+
+
+def show(result: Any, options: argparse.Namespace, print_table: Callable[[Any], None]) -> None:
+    """Print a result as it was asked for."""
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print_table(result)

@@ -1,0 +1,1 @@
+"""What becomes of the sources' experiments where nothing impossible may be told?"""

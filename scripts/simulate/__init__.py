@@ -1,0 +1,1 @@
+"""What would a recipe serve on a machine that is not here?"""

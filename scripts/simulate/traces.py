@@ -1,0 +1,35 @@
+"""Which requests does a trace hold, for a recipe's model?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from continuous_batching.request import Request
+from recipes.recipe import Recipe
+from serving.requests import parse_request
+from serving.text import Text
+from simulation import trace
+
+
+def requests_of(
+    path: str, recipe: Recipe, vocab_size: int, *, skip_bad: bool
+) -> Callable[[], Iterator[Request]]:
+    """Opens a trace to be read from its start, as often as it is called."""
+    model = recipe.model.path
+    text = Text.load(model) if model is not None else None
+
+    def skip(reason: str) -> None:
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+
+    def parse(fields: dict[str, object]) -> Request:
+        return parse_request(fields, text)
+
+    def opened() -> Iterator[Request]:
+        with open(path, "rb") as file:
+            try:
+                yield from trace.read(file, vocab_size, parse, skip if skip_bad else None)
+            except trace.BadLine as error:
+                raise ValueError(f"{path}: {error}; --skip-bad leaves such lines out") from error
+
+    return opened

@@ -1,0 +1,67 @@
+"""Whose request is this?"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who sent a request: its tenant ("": its key names none), and what parts its pages from others'."""
+
+    tenant: str
+    salt: str
+
+
+ANYBODY = Client("", "")
+
+
+class Keys:
+    """The keys that open the server; with none, it is open to all who reach it."""
+
+    def __init__(self, tenant_of: Mapping[str, str], *, share_prefixes: bool = False) -> None:
+        self._known = []
+        for key, tenant in tenant_of.items():
+            digest = hashlib.sha256(key.encode()).digest()
+            salt = "" if share_prefixes else hashlib.sha256(b"salt" + digest).hexdigest()[:32]
+            self._known.append((digest, Client(tenant, salt)))
+
+    @staticmethod
+    def read(path: str) -> dict[str, str]:
+        """Keys and their tenants from a file: `KEY` or `KEY TENANT` a line; raises ValueError."""
+        tenant_of: dict[str, str] = {}
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) > 2:
+                raise ValueError(
+                    f"{path}:{number}: a line is KEY or KEY TENANT, and this has {len(words)} words"
+                )
+            if words[0] in tenant_of:
+                raise ValueError(f"{path}:{number}: this key stands there twice")
+            tenant_of[words[0]] = words[1] if len(words) == 2 else ""
+        if not tenant_of:
+            raise ValueError(f"{path} holds no key; write one a line")
+        return tenant_of
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether a request must bring one."""
+        return bool(self._known)
+
+    def client(self, authorization: str | None) -> Client | None:
+        """Who brings this header; None if nobody that is known. It takes as long for every wrong key."""
+        if not self._known:
+            return ANYBODY
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
+        found = None
+        for known, client in self._known:
+            if hmac.compare_digest(known, digest):
+                found = client
+        return found if scheme.lower() == "bearer" else None

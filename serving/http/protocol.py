@@ -1,0 +1,170 @@
+"""How much of a request is listened to before its path is known, and for how long?
+
+uvicorn's parser has no limit of its own on the first line and the headers of a request, nor on how slowly it
+comes: a client could fill the memory by a header that never ends, or hold connections that never ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from serving.http.errors import error_response
+
+MOST_HEAD_BYTES = 64 * 1024
+MOST_HEADERS = 100
+WHOLE_S = 60.0  # from a request's first byte, or from a connection's start, to its last
+
+_TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
+
+
+class Joined:
+    """A transport that keeps the head of a response until its first piece comes, at most for one turn of the
+    loop: a write of its own would wake the client for it, which takes longer than making the head.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Write it, and the head that was kept before it."""
+        if data.startswith(b"HTTP/1.1 ") and not self._head:
+            self._head = data
+            self._loop.call_soon(self.flush)
+        else:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+
+    def close(self) -> None:
+        """Close it when all is written."""
+        self.flush()
+        self._transport.close()
+
+    def flush(self) -> None:
+        """Keep the head no longer."""
+        if self._head and not self._transport.is_closing():
+            self.write(b"")
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection, of at most so many. An application may call `scope["state"]["cut_off"]` to drop it at
+    once, with all that its client has not read.
+    """
+
+    _in_head = False
+    _has_begun = False  # in the bytes at hand
+    _is_refused = False
+    _num_head_bytes = 0
+    _due: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, most_connections: int, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._most_connections = most_connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there."""
+        self._joined = Joined(transport, self.loop)
+        super().connection_made(cast(asyncio.Transport, self._joined))
+        self._hurry()
+        if len(self.connections) > self._most_connections:
+            self._refuse(503, f"there are {self._most_connections} connections already; try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._stop_hurrying()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes: of a head that does not end the parser tells nothing."""
+        self._has_begun = False
+        super().data_received(data)
+        if self._in_head and not self._has_begun:
+            self._count(len(data))
+        is_idle = self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+        if is_idle and self._due is None and self.timeout_keep_alive_task is None:
+            self._hurry()  # a line break between requests, or the rest of one that was refused
+
+    def eof_received(self) -> None:
+        """The client sends no more; the transport closes itself."""
+        self._joined.flush()
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self.scope["state"]["cut_off"] = self.transport.abort
+        self._in_head, self._has_begun, self._num_head_bytes = True, True, 0
+        self._hurry()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the path."""
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
+        super().on_header(name, value)
+        self._count(len(name) + len(value))
+        if len(self.headers) > MOST_HEADERS:
+            self._refuse(431, _TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        """The head has ended."""
+        self._in_head = False
+        if not self._is_refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of a request is there."""
+        self._stop_hurrying()
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MOST_HEAD_BYTES:
+            self._refuse(431, _TOO_LARGE)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP."""
+        self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self._is_refused:
+            return
+        self._is_refused = True
+        response = error_response(status, message)
+        lines = [STATUS_LINE[status].rstrip(), b"connection: close"]
+        lines += [name + b": " + value for name, value in response.raw_headers]
+        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+        self.transport.close()
+
+    def _hurry(self) -> None:
+        self._stop_hurrying()
+        self._due = self.loop.call_later(WHOLE_S, self._late)
+
+    def _stop_hurrying(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _late(self) -> None:
+        """Closes a connection whose request has not come; not while it waits for an answer to another."""
+        answers = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if answers or self.pipeline:
+            self._hurry()
+        elif self._in_head or (self.cycle is not None and not self.cycle.response_started):
+            self._refuse(408, f"the request has not come whole in {WHOLE_S:g} s; send it again")
+        else:
+            self.transport.close()

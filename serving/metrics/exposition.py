@@ -1,0 +1,80 @@
+"""What does Prometheus read?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from serving.metrics.histogram import Histogram
+from serving.metrics.metric import Metric as Ours
+from serving.metrics.metric import Value
+from serving.metrics.ours import OURS
+from serving.metrics.tally import Tally
+from serving.metrics.vllm import VLLM, cache_config
+
+__all__ = ["CONTENT_TYPE", "NAMESPACE", "Exposition"]
+NAMESPACE = "cb_"
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+
+
+class Exposition(Collector):
+    """A tally in Prometheus's words, in a registry of its own; made anew whenever it is read.
+
+    `engine_pid` tells the engine's process, if there is one, whose memory is measured beside our own.
+    """
+
+    def __init__(self, tally: Tally, model: str, engine_pid: Callable[[], int | None]) -> None:
+        self._tally = tally
+        self._labels = {"model_name": model, "engine": "0"}
+        self._reading: list[tuple[str, Ours, Value]] = []
+        self.read()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        ProcessCollector(f"{NAMESPACE}engine", lambda: engine_pid() or "none", registry=self._registry)
+
+    def read(self) -> None:
+        """Take the numbers: quickly, and where they do not change meanwhile."""
+        self._reading = [
+            (prefix + each.name, each, _copy(each.read(self._tally)))
+            for prefix, metrics in ((NAMESPACE, OURS), ("vllm:", VLLM))
+            for each in metrics
+        ]
+        self._config = self._labels | cache_config(self._tally)
+
+    def text(self) -> bytes:
+        """What was read last, in the format of CONTENT_TYPE; it takes milliseconds, in any thread."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric as it was read last."""
+        for name, metric, value in self._reading:
+            yield self._family(name, metric, value)
+        info = GaugeMetricFamily("vllm:cache_config_info", "How the cache is cut", labels=list(self._config))
+        info.add_metric(list(self._config.values()), 1)
+        yield info
+
+    def _family(self, name: str, metric: Ours, found: Value) -> Metric:
+        names, values = list(self._labels), list(self._labels.values())
+        if isinstance(found, Histogram):
+            histogram = HistogramMetricFamily(name, metric.help, labels=names)
+            histogram.add_metric(values, found.buckets(metric.scale), found.sum * metric.scale)
+            return histogram
+        by_label = isinstance(found, dict)
+        family = _FAMILIES[metric.kind](
+            name, metric.help, labels=[*names, metric.label] if by_label else names
+        )
+        for label, value in found.items() if by_label else [("", found)]:
+            family.add_metric([*values, label] if by_label else values, float(value))
+        return family
+
+
+def _copy(value: Value) -> Value:
+    if isinstance(value, Histogram):
+        return value.copy()
+    return dict(value) if isinstance(value, dict) else value

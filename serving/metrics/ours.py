@@ -1,0 +1,117 @@
+"""Which metrics has this server by names of its own?
+
+Seventeen names are of the servers that this one follows, with their buckets; where a unit is milliseconds or
+microseconds, a second metric has seconds, as Prometheus would have it.
+"""
+
+from __future__ import annotations
+
+from serving.metrics.metric import Metric, all_of
+from serving.metrics.tally import ABORTS, ENDS, HELD_BACK, LOOKUPS, REJECTS
+
+REQUESTS = (
+    Metric("requests_total", "counter", "Prompts that went to the engine", lambda t: t.num_requests),
+    Metric("requests_queued", "gauge", "Samples that wait", lambda t: t.gauges.waiting_requests),
+    Metric("requests_running", "gauge", "Samples in a slot", lambda t: t.gauges.running_requests),
+    Metric("samples_total", "counter", "Samples (n) that went to the engine", lambda t: t.num_samples),
+    Metric("samples_open", "gauge", "Samples whose end is not told", lambda t: t.num_open),
+    Metric("sample_ends_total", "counter", "Ends", lambda t: all_of(ENDS, t.ends), "reason"),
+    Metric("rejects_total", "counter", "Not taken", lambda t: all_of(REJECTS, t.rejects), "reason"),
+    Metric("aborts_total", "counter", "Cut off", lambda t: all_of(ABORTS, t.aborts), "reason"),
+    Metric("http_responses_total", "counter", "By status; 499: client gone", lambda t: t.responses, "code"),
+    Metric(
+        "requests_waiting_for",
+        "gauge",
+        "Samples that wait, by what the first of them waits for",
+        lambda t: all_of(HELD_BACK, {t.held_back: t.gauges.waiting_requests} if t.held_back else {}),
+        "reason",
+    ),
+    Metric(
+        "held_back_seconds_total",
+        "counter",
+        "For how long the first that waits has waited for what",
+        lambda t: all_of(HELD_BACK, t.held_back_s),
+        "reason",
+    ),
+)
+TIMES = (
+    Metric("request_latency_seconds", "histogram", "Arrival to end", lambda t: t.short_latency_s),
+    Metric("time_to_first_token_seconds", "histogram", "Arrival to first token", lambda t: t.first_token_s),
+    Metric("inter_token_latency_seconds", "histogram", "Token to token", lambda t: t.per_token_s),
+    Metric("queue_seconds", "histogram", "Arrival to admission", lambda t: t.queue_s),
+    Metric("prefill_seconds", "histogram", "Admission to first token", lambda t: t.prefill_s),
+    Metric("decode_seconds", "histogram", "First token to end", lambda t: t.decode_s),
+)
+STEPS = (
+    Metric("batch_size", "histogram", "Spans of a step, one for each sample in it", lambda t: t.spans),
+    Metric("batch_tokens", "histogram", "Tokens of a step", lambda t: t.tokens),
+    Metric("batch_utilization", "gauge", "Last step's part of its budget", lambda t: t.batch_utilization),
+    Metric("iteration_latency_ms", "histogram", "A step", lambda t: t.step_ms),
+    Metric("iteration_latency_seconds", "histogram", "A step", lambda t: t.step_ms, scale=1e-3),
+    Metric("scheduler_overhead_us", "histogram", "A step, less the runner", lambda t: t.overhead_us),
+    Metric(
+        "scheduler_overhead_seconds",
+        "histogram",
+        "A step, less the runner",
+        lambda t: t.overhead_us,
+        scale=1e-6,
+    ),
+    Metric("steps_total", "counter", "Steps", lambda t: t.counters["steps"]),
+    Metric("tokens_generated_total", "counter", "Tokens told to clients", lambda t: t.answer_tokens),
+    Metric("prefill_tokens_total", "counter", "Prompt tokens computed", lambda t: t.prefill_tokens),
+    Metric("decode_tokens_total", "counter", "Answer tokens computed", lambda t: t.decode_tokens),
+    Metric("speculative_accept_rate", "gauge", "Drafts accepted: none are made", lambda t: 0),
+    Metric("speculative_speedup", "gauge", "By drafts: none are made", lambda t: 1),
+)
+PAGES = (
+    Metric("kv_pages_free", "gauge", "Pages that nobody holds", lambda t: t.gauges.free_pages),
+    Metric("kv_pages_used", "gauge", "Pages of running samples", lambda t: t.gauges.held_pages),
+    Metric("kv_pages_cached", "gauge", "Pages in the prefix cache alone", lambda t: t.gauges.idle_pages),
+    Metric("kv_pages_shared", "gauge", "Used pages, of several samples", lambda t: t.shared_pages),
+    Metric(
+        "kv_fragmentation", "gauge", "Free pages below the highest held", lambda t: t.gauges.fragmentation
+    ),
+    Metric("kv_host_pages_free", "gauge", "Of the host's pool", lambda t: t.gauges.free_host_pages),
+    Metric("kv_host_pages_swapped", "gauge", "Of preempted samples", lambda t: t.gauges.swapped_host_pages),
+    Metric("kv_host_pages_resting", "gauge", "Evicted, to be found", lambda t: t.gauges.resting_host_pages),
+    Metric(
+        "kv_page_leak_total",
+        "counter",
+        "Pages whose holders a recount did not find; must stay 0",
+        lambda t: t.counters["wrong_pages"],
+    ),
+    Metric("preemption_total", "counter", "Preemptions", lambda t: t.counters["preemptions"]),
+    Metric("preempted_tokens_total", "counter", "To compute again", lambda t: t.counters["lost_tokens"]),
+    Metric("swap_in_total", "counter", "Pages", lambda t: t.counters["swapped_in_pages"]),
+    Metric("swap_out_total", "counter", "Pages", lambda t: t.counters["swapped_out_pages"]),
+    Metric("swaps_refused_total", "counter", "Host pool full", lambda t: t.counters["refused_swaps"]),
+    Metric("evicted_pages_total", "counter", "From the prefix cache", lambda t: t.counters["evicted_pages"]),
+    Metric("promoted_pages_total", "counter", "Back from the host", lambda t: t.counters["promoted_pages"]),
+    Metric("copied_pages_total", "counter", "On write", lambda t: t.counters["copied_pages"]),
+    Metric("compaction_pages_moved_total", "counter", "Pages", lambda t: t.counters["compacted_pages"]),
+    Metric(
+        "prefix_lookups_total",
+        "counter",
+        "Whole hits, and other lookups by why they ended",
+        lambda t: all_of(LOOKUPS, t.lookups.totals),
+        "result",
+    ),
+    Metric("prefix_hit_tokens_total", "counter", "Found cached", lambda t: t.counters["hit_tokens"]),
+    Metric("prefix_queried_tokens_total", "counter", "Looked for", lambda t: t.counters["prompt_tokens"]),
+)
+ENGINE = (
+    Metric("engine_up", "gauge", "1 while an engine can serve", lambda t: t.facts is not None),
+    Metric("engine_step_age_seconds", "gauge", "Since the last sign of life", lambda t: t.silent_s),
+    Metric(
+        "engine_restarts_total", "counter", "Engines after the first", lambda t: max(0, t.num_engines - 1)
+    ),
+    Metric("engine_start_seconds", "gauge", "How long the last start took", lambda t: t.start_s),
+    Metric(
+        "slots",
+        "gauge",
+        "Samples that may run at once",
+        lambda t: 0 if t.facts is None else t.facts.num_slots,
+    ),
+    Metric("log_lines_lost_total", "counter", "Could not be written", lambda t: t.num_lost_lines()),
+)
+OURS = (*REQUESTS, *TIMES, *STEPS, *PAGES, *ENGINE)

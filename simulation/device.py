@@ -1,0 +1,70 @@
+"""What does a step cost a device, part by part?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from simulation.audit.profiles import FOLDER, load
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device, from the `step` of a file of `simulation/profiles`.
+
+    What a step reaches is a rate times its efficiency; `basis` says how these are known. A matrix product
+    computes whole tiles of [rows, columns]. `link_gb_per_s` is of one device, one way; `link_us` is what a
+    message takes however short it is. `launch_us` is what the host takes to launch one operator, `graph_us`
+    a captured graph, `kernel_us` what an operator takes on the device however small it is, and `host_us` what
+    the host does between steps.
+    """
+
+    name: str
+    memory_gb_per_s: float
+    memory_gib: float
+    tflop_per_s: dict[str, float]  # by type
+    tile: tuple[int, int]
+    link_gb_per_s: float
+    link_us: float
+    launch_us: float
+    kernel_us: float
+    graph_us: float
+    host_us: float
+    matrix_efficiency: float
+    memory_efficiency: float
+    link_efficiency: float
+    basis: Literal["assumed", "measured"]
+    source: str
+
+    @classmethod
+    def load(cls, name: str) -> Device:
+        """The device of a profile; raises ValueError for one that is not there."""
+        profile = load(name)
+        facts = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["step"]
+        tile = tuple(facts.pop("tile"))
+        return cls(name=name, memory_gb_per_s=profile.memory_gb_per_s, tile=tile, **facts)
+
+    def flop_per_s(self, dtype: str) -> float:
+        """What products in a type reach; raises ValueError for a type that it does not have."""
+        if dtype not in self.tflop_per_s:
+            raise ValueError(
+                f"{self.name} has no rate for {dtype}, but for {', '.join(self.tflop_per_s)}; set model.dtype"
+            )
+        return self.tflop_per_s[dtype] * 1e12 * self.matrix_efficiency
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.memory_gb_per_s * 1e9 * self.memory_efficiency
+
+    def send_s(self, num_bytes: float) -> float:
+        """To another device."""
+        return self.link_us * 1e-6 + num_bytes / (self.link_gb_per_s * 1e9 * self.link_efficiency)
+
+    def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:
+        """A sum over devices, in a ring or, for a short message, by a tree's number of hops."""
+        if num_devices == 1:
+            return 0.0
+        moved = 2 * (num_devices - 1) / num_devices * num_bytes
+        hops = (num_devices - 1).bit_length()
+        return 2 * hops * self.link_us * 1e-6 + moved / (self.link_gb_per_s * 1e9 * self.link_efficiency)

@@ -1,0 +1,137 @@
+"""What would many engines make of a trace, with a router before them?"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from continuous_batching.request import Request
+from simulation.replica import Replica
+from simulation.serve import in_order
+
+Route = Literal["round_robin", "least_loaded", "prefix"]
+MOST_PREFIXES = 2**16  # that a router remembers
+AFFINITY_TOKENS = 128  # of a prompt, by which it finds the engine that may hold its pages
+CROWDED = 1.5  # times the mean load and more: the prefix is not worth waiting for
+
+
+class Router(Protocol):
+    """Chooses the engine for a request; `looks` says whether it needs the loads at that time."""
+
+    looks: bool
+
+    def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
+        """The number of an engine; `loads` are the requests in each."""
+        ...
+
+
+class RoundRobin:
+    """Each in turn."""
+
+    looks = False
+
+    def __init__(self) -> None:
+        self._next = -1
+
+    def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
+        """The next one."""
+        self._next = (self._next + 1) % len(loads)
+        return self._next
+
+
+class LeastLoaded:
+    """Who has the fewest requests, the first of several."""
+
+    looks = True
+
+    def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
+        """The one with the fewest."""
+        return int(loads.argmin())
+
+
+class PrefixAffinity:
+    """Who got the last prompt that began alike, unless it is crowded; else who has the fewest requests."""
+
+    looks = True
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[bytes, int] = OrderedDict()
+
+    def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
+        """The one that may hold its first pages."""
+        key = request.cache_salt.encode() + request.prompt[:AFFINITY_TOKENS].tobytes()
+        found = self._last.pop(key, None)
+        if found is None or loads[found] > CROWDED * loads.mean() + 1:
+            found = int(loads.argmin())
+        self._last[key] = found
+        if len(self._last) > MOST_PREFIXES:
+            self._last.popitem(last=False)
+        return found
+
+
+ROUTERS: dict[Route, type[RoundRobin | LeastLoaded | PrefixAffinity]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "prefix": PrefixAffinity,
+}
+
+
+class Fleet:
+    """Engines behind a router. Each is as far as it must be: up to the arrival that it or the router sees."""
+
+    def __init__(self, replicas: Sequence[Replica], router: Router) -> None:
+        self.replicas = replicas
+        self._router = router
+        self._loads = np.zeros(len(replicas), dtype=np.int64)
+        self._behind: list[tuple[float, int]] = []  # clocks of those with work, for a router that looks
+        self._is_behind = np.zeros(len(replicas), dtype=np.bool_)
+
+    def add(self, request: Request, at_s: float) -> None:
+        """Hand a request to one of them at a time that is not before the last."""
+        if self._router.looks:
+            self._catch_up(at_s)
+        number = self._router.choose(request, self._loads)
+        replica = self.replicas[number]
+        replica.advance(at_s)
+        replica.add(request)
+        self._loads[number] = replica.num_requests
+        if self._router.looks and not self._is_behind[number]:
+            self._is_behind[number] = True
+            heapq.heappush(self._behind, (replica.clock.now_s, number))
+
+    def advance(self, until_s: float) -> None:
+        """Bring all of them there."""
+        for replica in self.replicas:
+            replica.advance(until_s)
+
+    def close(self) -> None:
+        """Serve what is there to the end."""
+        self.advance(math.inf)
+        for replica in self.replicas:
+            replica.watch.close()
+
+    def _catch_up(self, until_s: float) -> None:
+        while self._behind and self._behind[0][0] < until_s:
+            _, number = self._behind[0]
+            replica = self.replicas[number]
+            replica.advance(until_s)
+            self._loads[number] = replica.num_requests
+            if replica.engine.has_work:
+                heapq.heapreplace(self._behind, (replica.clock.now_s, number))
+            else:
+                heapq.heappop(self._behind)
+                self._is_behind[number] = False
+
+
+def serve_fleet(trace: Iterable[Request], replicas: Sequence[Replica], route: Route = "round_robin") -> None:
+    """Serve requests, in order of arrival, to the end; the replicas' tallies have what came of it."""
+    fleet = Fleet(replicas, ROUTERS[route]())
+    for request in in_order(trace):
+        fleet.add(request, request.arrival_s)
+    fleet.close()

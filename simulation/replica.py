@@ -1,0 +1,99 @@
+"""How does one engine get on while others wait for it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from continuous_batching.engine import Engine, Runner, Step
+from continuous_batching.request import Request
+from continuous_batching.scheduler import Scheduler
+from simulation.clock import Clock
+from simulation.runner import CostModel, SimulatedRunner, Speaker
+from simulation.tally import Tally, Watch
+
+REST_S = 1e-3  # between looks at a policy that waits for a fuller batch; as `serving.offline` rests
+Observe = Callable[[Engine, Step], None]
+MakeRunner = Callable[[Clock], Runner]
+
+
+class Replica:
+    """The real engine and scheduler, on a virtual clock and a device that a cost model stands for.
+
+    `observe` sees every step until the next is made. What it counts goes to `tally`, which many may share.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        costs: CostModel,
+        tally: Tally,
+        *,
+        overlap: bool = False,
+        speaker: Speaker | None = None,
+        observe: Observe | None = None,
+        runner: MakeRunner | None = None,
+        is_counting_arrivals: bool = True,
+    ) -> None:
+        self.clock = Clock()
+        made = (
+            SimulatedRunner(self.clock, costs, scheduler.slots, speaker)
+            if runner is None
+            else runner(self.clock)
+        )
+        self.engine = Engine(scheduler, made, self.clock, overlap=overlap)
+        self._speaker = speaker
+        self.tally = tally
+        self.watch = Watch(self.engine, tally)
+        self._observe = observe
+        self._is_counting_arrivals = is_counting_arrivals
+
+    @property
+    def num_requests(self) -> int:
+        """How many are here, waiting or running."""
+        scheduler = self.engine.scheduler
+        return len(scheduler.waiting) + len(scheduler.slots.busy)
+
+    def add(self, request: Request) -> None:
+        """Take a request at the clock's time, which is its arrival or later. One that is refused has failed:
+        it is counted, and that is all.
+        """
+        if self._is_counting_arrivals:
+            self.tally.came(request)
+        try:
+            self.engine.add(request)
+        except ValueError as error:
+            request.finish_reason, request.error = "error", str(error)
+
+    def advance(self, until_s: float) -> None:
+        """Make steps until the clock is there; the last one may end later. Without work time just goes by,
+        but for the end of all times: then the clock stays."""
+        engine, clock = self.engine, self.clock
+        while clock.now_s < until_s:
+            if not engine.has_work:
+                if until_s < float("inf"):
+                    clock.now_s = until_s
+                return
+            self.step(until_s)
+
+    def step(self, until_s: float) -> Step | None:
+        """One step; None, after a rest that does not go beyond `until_s`, if nothing was computed."""
+        step = self.engine.step()
+        if step is None:
+            since_s = self.clock.now_s
+            self.clock.reach(min(since_s + REST_S, until_s))
+            self.watch.rest(since_s, self.clock.now_s)
+            return None
+        self.watch.step(step)
+        if self._speaker is not None:
+            self._stop(step)
+        if self._observe is not None:
+            self._observe(self.engine, step)
+        return step
+
+    def _stop(self, step: Step) -> None:
+        """End whose whole answer is there and who goes on: of a stop string only its reader knew."""
+        assert self._speaker is not None, "nobody knows the answers"
+        for request in self.engine.slots.requests[step.batch.owners]:
+            if request.finish_reason is None and self._speaker.is_over(request):
+                self.engine.finish(request.id)
+                self.tally.ended(request)

@@ -1,0 +1,164 @@
+"""How long would a step take, by what it multiplies, reads, sends and launches?
+
+Each product takes the longer of its multiplications, in whole tiles, and of reading its weights; attention
+the same of its scores and of the keys and values that it sees; what lies between them reads and writes the
+activations. Operators follow one another: nothing overlaps but the host's launches with the device's work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from continuous_batching.batch import Batch
+from continuous_batching.slots import SlotPool
+from simulation.device import Device
+from simulation.shape import Shape
+
+OPERATORS = 10  # of a layer: norms, products, rotary, write, attention, gate, residuals, where they are fused
+MOST_SIZES = 2**16  # of steps that are remembered
+ACTIVATIONS = 12  # times a layer's hidden states are read or written between its products
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one device group does of the model: `num_layers` of the layers, and the head if it is the last."""
+
+    num_layers: int
+    has_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What a step takes by the number of its tokens, spans and samples alone, before attention."""
+
+    share: float  # of the model's layers
+    products_s: float
+    activations_s: float
+    all_reduce_s: float
+    kernels_s: float
+    is_graph: bool
+    launch_s: float
+
+
+@dataclass(slots=True)
+class Roofline:
+    """A cost model for `tensor` devices that share each layer; `part` None: the whole model is theirs.
+
+    Steps of decodes alone run as captured graphs up to `graphs` rows, others operator by operator. With
+    `hides_host` the host's work between steps is done while the device is at one.
+    """
+
+    shape: Shape
+    device: Device
+    tensor: int = 1
+    graphs: int = 0
+    hides_host: bool = False
+    part: Part | None = None
+    _sizes: dict[tuple[int, int, int], _Size] = field(default_factory=dict)
+    _windows: list[tuple[int | None, int]] = field(init=False)  # of layers, and of how many
+
+    def __post_init__(self) -> None:
+        self._windows = list(Counter(self.shape.windows).items())
+
+    def step_s(self, batch: Batch, slots: SlotPool) -> float:
+        """Seconds of the whole step, and of the pages that are copied before it."""
+        num_tokens = batch.num_tokens
+        seen = self.seen(batch, num_tokens)
+        taken_s = self.time_s(num_tokens, batch.num_spans, len(batch.owners), *seen)
+        return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
+
+    def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
+        """Of all layers of the model together: tokens whose keys are read, and pairs that are scored."""
+        starts, stops = batch.starts, batch.stops
+        total = int(stops.sum())
+        if self._windows == [(None, self.shape.num_layers)] and num_tokens == batch.num_spans:
+            return float(self.shape.num_layers * total), float(self.shape.num_layers * total)
+        lens = stops - starts
+        context = pairs = 0.0
+        for window, count in self._windows:
+            if window is None:
+                context += count * float(total)
+                pairs += count * float((lens * (starts + stops + 1)).sum()) / 2
+            else:
+                near = np.minimum(stops, window + lens)
+                context += count * float(near.sum())
+                pairs += count * float((lens * np.minimum((starts + stops + 1) / 2, window)).sum())
+        return context, pairs
+
+    def time_s(
+        self, num_tokens: int, num_spans: int, num_sampled: int, context: float, pairs: float
+    ) -> float:
+        """Seconds of a step of these sizes; `context` and `pairs` as `seen` tells them."""
+        key = num_tokens, num_spans, num_sampled
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._size(*key)
+            if len(self._sizes) < MOST_SIZES:
+                self._sizes[key] = size
+        busy_s = size.products_s + size.share * self._attention_s(num_tokens, context, pairs)
+        busy_s += size.activations_s
+        busy_s += size.all_reduce_s
+        busy_s += size.kernels_s
+        host_s = 0.0 if self.hides_host else self.device.host_us * 1e-6
+        return host_s + (busy_s + size.launch_s if size.is_graph else max(busy_s, size.launch_s))
+
+    def _copies_s(self, batch: Batch, slots: SlotPool) -> float:
+        """Each byte is read and written; what goes to the host and back takes no longer here."""
+        shape = self.shape
+        share = self.part.num_layers / shape.num_layers if self.part else 1.0
+        share *= -(-shape.num_kv_heads // self.tensor) / shape.num_kv_heads
+        num_bytes = batch.num_copied_pages * slots.page_size * shape.kv_bytes_per_token * share
+        return 2 * num_bytes / self.device.bytes_per_s
+
+    def _size(self, num_tokens: int, num_spans: int, num_sampled: int) -> _Size:
+        shape, device = self.shape, self.device
+        part = self.part or Part(shape.num_layers, has_head=True)
+        operators = part.num_layers * (OPERATORS + (2 if self.tensor > 1 else 0)) + 4
+        hidden_bytes = num_tokens * shape.hidden_size * shape.dtype_bytes
+        is_graph = num_tokens == num_spans <= self.graphs
+        return _Size(
+            share=part.num_layers / shape.num_layers,
+            products_s=self._products_s(num_tokens, num_sampled if part.has_head else 0, part.num_layers),
+            activations_s=part.num_layers * ACTIVATIONS * hidden_bytes / device.bytes_per_s,
+            all_reduce_s=2 * part.num_layers * device.all_reduce_s(hidden_bytes, self.tensor),
+            kernels_s=operators * device.kernel_us * 1e-6,
+            is_graph=is_graph,
+            launch_s=(device.graph_us if is_graph else operators * device.launch_us) * 1e-6,
+        )
+
+    def _products_s(self, num_tokens: int, num_sampled: int, num_layers: int) -> float:
+        shape = self.shape
+        layers_s = num_layers * sum(
+            self._product_s(
+                num_tokens,
+                inputs if splits else inputs / self.tensor,
+                outputs / self.tensor if splits else outputs,
+                shape.product_dtype,
+                shape.product_bytes,
+            )
+            for inputs, outputs, splits in shape.linears
+        )
+        if not num_sampled:
+            return layers_s
+        outputs = shape.vocab_size / self.tensor
+        return layers_s + self._product_s(
+            num_sampled, shape.hidden_size, outputs, shape.dtype, shape.dtype_bytes
+        )
+
+    def _product_s(self, rows: int, inputs: float, outputs: float, dtype: str, weight_bytes: int) -> float:
+        height, width = self.device.tile
+        operations = 2 * (-(-rows // height) * height) * inputs * (-(-outputs // width) * width)
+        read = inputs * outputs * weight_bytes + rows * (inputs + outputs) * self.shape.dtype_bytes
+        return max(operations / self.device.flop_per_s(dtype), read / self.device.bytes_per_s)
+
+    def _attention_s(self, num_tokens: int, context: float, pairs: float) -> float:
+        shape, device = self.shape, self.device
+        heads = -(-shape.num_heads // self.tensor)
+        kv_heads = -(-shape.num_kv_heads // self.tensor)
+        width = kv_heads * shape.head_dim * shape.dtype_bytes
+        moved = 2 * width * (context + shape.num_layers * num_tokens)
+        operations = 4 * heads * shape.head_dim * pairs
+        return max(operations / device.flop_per_s(shape.dtype), moved / device.bytes_per_s)

@@ -1,0 +1,87 @@
+"""What does a device answer that is not there, and when?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.request import Request, TokenIds
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PageCopy
+from simulation.clock import Clock
+
+
+class CostModel(Protocol):
+    """How long a device is at a step."""
+
+    def step_s(self, batch: Batch, slots: SlotPool) -> float:
+        """Seconds from the batch to its tokens; the rows stand as they were when it was made."""
+        ...
+
+
+class Speaker:
+    """Says what each request was answered, token by token; -1, as of a failed step, where that is all."""
+
+    def __init__(self, slots: SlotPool, answers: Mapping[str, TokenIds]) -> None:
+        self._slots = slots
+        self._answers = answers
+        self._given: dict[str, int] = {}
+
+    def say(self, batch: Batch) -> Sampled:
+        """The next token of each request that a batch asks for."""
+        tokens = []
+        for row in batch.owners.tolist():
+            name = self._slots.requests[row].id
+            answer, at = self._answers[name], self._given.get(name, 0)
+            self._given[name] = at + 1
+            tokens.append(int(answer[at]) if at < len(answer) else -1)
+        return Sampled(np.array(tokens, dtype=np.int64))
+
+    def is_over(self, request: Request) -> bool:
+        """Whether a request has got its whole answer."""
+        return self._given.get(request.id, 0) >= len(self._answers[request.id])
+
+
+class SimulatedRunner:
+    """Answers every batch when the cost model says: by the speaker, or with token 0 for all that ask.
+
+    Without a speaker answers are as long as requests ask: give them `ignore_eos`, and no stop token 0. It is
+    one device, which does one step after the other.
+    """
+
+    def __init__(
+        self, clock: Clock, costs: CostModel, slots: SlotPool, speaker: Speaker | None = None
+    ) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._slots = slots
+        self._speaker = speaker
+        self._tokens = np.zeros(slots.num_slots, dtype=np.int64)
+        self._free_s = 0.0  # when the device has done all that was started
+
+    def run(self, batch: Batch) -> Sampled:
+        """The answer, at its time."""
+        return self.start(batch)()
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """Behind what was started before; waiting for it moves the clock."""
+        done_s = max(self._clock.now_s, self._free_s) + self._costs.step_s(batch, self._slots)
+        self._free_s = done_s
+
+        def wait() -> Sampled:
+            self._clock.reach(done_s)
+            return self.answer(batch)
+
+        return wait
+
+    def answer(self, batch: Batch) -> Sampled:
+        """The tokens of a batch."""
+        if self._speaker is not None:
+            return self._speaker.say(batch)
+        return Sampled(self._tokens[: len(batch.owners)])
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        """Nothing is held here."""

@@ -1,0 +1,56 @@
+"""What would an engine make of a trace, on a device that is not there?
+
+    run = serve(trace, scheduler, costs)
+    run.figures()["ttft_ms"]["p50"]
+
+Everything is decided by the real `Engine` and `Scheduler`; only time and tokens are made up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from continuous_batching.request import Request
+from continuous_batching.scheduler import Scheduler
+from simulation.replica import Observe, Replica
+from simulation.runner import CostModel
+from simulation.tally import Tally
+
+
+def serve(
+    trace: Iterable[Request],
+    scheduler: Scheduler,
+    costs: CostModel,
+    *,
+    overlap: bool = False,
+    keep_records: bool = False,
+    observe: Observe | None = None,
+) -> Tally:
+    """Serve requests, which come in order of arrival, to the end; raises ValueError if they do not.
+
+    Each answer has `max_tokens` tokens if the request says `ignore_eos`. The trace is read as it is served
+    and nothing is kept of a request that ended, so memory does not grow with the trace; with `keep_records`,
+    it does: `tally.records` has what became of each.
+    """
+    tally = Tally(records=[] if keep_records else None)
+    replica = Replica(scheduler, costs, tally, overlap=overlap, observe=observe)
+    for request in in_order(trace):
+        replica.advance(request.arrival_s)
+        replica.add(request)
+    replica.advance(math.inf)
+    replica.watch.close()
+    return tally
+
+
+def in_order(trace: Iterable[Request]) -> Iterable[Request]:
+    """The same; raises ValueError at a request that came before the last one."""
+    before_s = -math.inf
+    for request in trace:
+        if request.arrival_s < before_s:
+            raise ValueError(
+                f"request {request.id} arrives at {request.arrival_s:g} s, after one of {before_s:g} s;"
+                " sort the trace by arrival_s"
+            )
+        before_s = request.arrival_s
+        yield request

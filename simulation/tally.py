@@ -1,0 +1,264 @@
+"""What came of a run? The figures that a benchmark tells, counted as it goes on.
+
+Nothing is kept for each request, unless records are asked for: then six numbers and its name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from continuous_batching.engine import Engine, Step
+from continuous_batching.request import Request
+from kv_cache.pages import Index
+from simulation.sketch import Sketch
+
+Record = dict[str, Any]
+DONE = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What became of one request."""
+
+    id: str
+    arrival_s: float
+    first_token_s: float
+    finish_s: float
+    prompt_tokens: int
+    max_tokens: int
+    output_tokens: int
+    finish_reason: str
+
+    def record(self, origin_s: float) -> Record:
+        """As the gate recounts it; times count from `origin_s`."""
+        told = asdict(self)
+        for name in ("arrival_s", "first_token_s", "finish_s"):
+            told[name] = round(told[name] - origin_s, 6)
+        return told
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over all engines of a run; two of them add up. Times are seconds of the virtual clock."""
+
+    requests: int = 0
+    completed: int = 0
+    prompt_tokens: int = 0  # of completed requests, as output_tokens
+    output_tokens: int = 0
+    steps: int = 0
+    spans: int = 0
+    busy_s: float = 0.0  # of all devices
+    running_s: float = 0.0  # requests in slots, times seconds
+    waiting_s: float = 0.0
+    held_share: float = 0.0  # of the pool's pages, summed over steps
+    admitted_tokens: int = 0  # of prompts
+    hit_tokens: int = 0
+    preemptions: int = 0
+    copied_pages: int = 0
+    first_arrival_s: float = math.inf
+    last_arrival_s: float = -math.inf
+    last_finish_s: float = -math.inf
+    least_output_tokens: float = math.inf
+    most_output_tokens: int = 0
+    ttft: Sketch = field(default_factory=Sketch)
+    tpot: Sketch = field(default_factory=Sketch)
+    itl: Sketch = field(default_factory=Sketch)
+    e2e: Sketch = field(default_factory=Sketch)
+    records: list[Record] | None = None  # of each request that ended, if they are to be kept
+
+    def merge(self, other: Tally) -> None:
+        """Take in all that another counted."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(mine, Sketch):
+                mine.merge(theirs)
+            elif each.name == "records":
+                self.records = None if mine is None or theirs is None else mine + theirs
+            elif each.name.startswith(("first", "least")):
+                setattr(self, each.name, min(mine, theirs))
+            elif each.name.startswith(("last", "most")):
+                setattr(self, each.name, max(mine, theirs))
+            else:
+                setattr(self, each.name, mine + theirs)
+
+    def figures(self) -> dict[str, Any]:
+        """By the names of the offline benchmark, and what the gate asks for beside them."""
+        duration_s = self.last_finish_s - self.first_arrival_s if self.completed else 0.0
+        spread_s = self.last_arrival_s - self.first_arrival_s if self.requests else 0.0
+        per_s = 1 / duration_s if duration_s > 0 else 0.0
+        per_step = 1 / self.steps if self.steps else 0.0
+        return {
+            "requests": self.requests,
+            "completed": self.completed,
+            "failed": self.requests - self.completed,
+            "duration_s": round(duration_s, 4),
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "requests_per_s": round(self.completed * per_s, 3),
+            "output_tokens_per_s": round(self.output_tokens * per_s, 2),
+            "total_tokens_per_s": round((self.prompt_tokens + self.output_tokens) * per_s, 2),
+            "ttft_ms": self.ttft.milliseconds(),
+            "tpot_ms": self.tpot.milliseconds(),
+            "itl_ms": self.itl.milliseconds(),
+            "e2e_ms": self.e2e.milliseconds(),
+            "mean_batch": round(self.spans * per_step, 2),
+            "mean_page_use": round(self.held_share * per_step, 4),
+            "steps": self.steps,
+            "prefix_hit_rate": round(self.hit_tokens / max(1, self.admitted_tokens), 4),
+            "preemptions": self.preemptions,
+            "copied_pages": self.copied_pages,
+            "offered_per_s": round((self.requests - 1) / spread_s, 4) if spread_s > 0 else None,
+            "least_output_tokens": int(self.least_output_tokens) if self.completed else None,
+            "most_output_tokens": self.most_output_tokens if self.completed else None,
+            "mean_running": round(self.running_s * per_s, 4),
+            "mean_in_system": round((self.running_s + self.waiting_s) * per_s, 4),
+        }
+
+    def came(self, request: Request) -> None:
+        """A request was offered, whether it is accepted or not."""
+        self.requests += 1
+        self.first_arrival_s = min(self.first_arrival_s, request.arrival_s)
+        self.last_arrival_s = max(self.last_arrival_s, request.arrival_s)
+
+    def ended(self, request: Request) -> None:
+        """A request ended; only those that were answered count."""
+        if request.finish_reason not in DONE:
+            return
+        assert request.first_token_s is not None, "an answered request has its times"
+        assert request.finish_s is not None, "an answered request has its times"
+        self.answered(
+            Answered(
+                request.id,
+                request.arrival_s,
+                request.first_token_s,
+                request.finish_s,
+                request.num_prompt_tokens,
+                request.params.max_tokens,
+                len(request.answer),
+                request.finish_reason,
+            )
+        )
+
+    def answered(self, one: Answered) -> None:
+        """A request was answered."""
+        num_tokens = one.output_tokens
+        self.completed += 1
+        self.prompt_tokens += one.prompt_tokens
+        self.output_tokens += num_tokens
+        self.least_output_tokens = min(self.least_output_tokens, num_tokens)
+        self.most_output_tokens = max(self.most_output_tokens, num_tokens)
+        self.last_finish_s = max(self.last_finish_s, one.finish_s)
+        self.ttft.add(one.first_token_s - one.arrival_s)
+        self.e2e.add(one.finish_s - one.arrival_s)
+        if num_tokens > 1:
+            self.tpot.add((one.finish_s - one.first_token_s) / (num_tokens - 1))
+        if self.records is not None:
+            self.records.append(one.record(self.first_arrival_s))
+
+
+class Watch:
+    """Counts the steps of one engine into a tally, and remembers when each row got its last token."""
+
+    def __init__(self, engine: Engine, tally: Tally) -> None:
+        self.engine = engine
+        self.tally = tally
+        num_slots = engine.slots.num_slots
+        self._last_s = np.zeros(num_slots)
+        self._owner = np.full(num_slots, -1, dtype=np.int64)  # number of the request that this is of
+        self._parked: dict[int, float] = {}  # of preempted requests, by number
+        self._even: Index | None = None  # the busy rows, if all of them got their last tokens together
+        self._even_s = 0.0  # then
+        self._before_s, self._left = 0.0, 0
+        self._seen = (0, 0, 0)
+
+    def step(self, step: Step) -> None:
+        """Count one step, before the next one is made."""
+        tally, engine, batch = self.tally, self.engine, step.batch
+        scheduler = engine.scheduler
+        num_waiting, num_running = len(scheduler.waiting), len(engine.slots.busy) + len(step.finished)
+        taken_s = step.end_s - (self._before_s if self._left else step.start_s)
+        tally.running_s += num_running * taken_s
+        tally.waiting_s += num_waiting * taken_s
+        self._before_s, self._left = step.end_s, num_running + num_waiting - len(step.finished)
+        if batch.num_spans:
+            pool = scheduler.pool
+            held = pool.num_held - scheduler.residency.prefix.num_idle
+            tally.steps += 1
+            tally.spans += batch.num_spans
+            tally.copied_pages += batch.num_copied_pages
+            tally.busy_s += step.end_s - step.start_s
+            tally.held_share += held / (pool.num_pages - 1)
+            if len(batch.owners):
+                self.gaps(step)
+        for request in step.finished:
+            self.ended(request)
+            self._parked.pop(request.number, None)
+            self._owner[self._owner == request.number] = -1
+        if step.finished:
+            self._settle()
+
+    def ended(self, request: Request) -> None:
+        """Count a request that ended in this engine."""
+        self.tally.ended(request)
+
+    def rest(self, start_s: float, end_s: float) -> None:
+        """Count a time in which nothing was computed, and requests waited all the same."""
+        num_waiting, num_running = len(self.engine.scheduler.waiting), len(self.engine.slots.busy)
+        taken_s = end_s - (self._before_s if self._left else start_s)
+        self.tally.running_s += num_running * taken_s
+        self.tally.waiting_s += num_waiting * taken_s
+        self._before_s, self._left = end_s, num_running + num_waiting
+
+    def close(self) -> None:
+        """Count what the scheduler itself counted since this was last asked for."""
+        counters, seen = self.engine.scheduler.counters, self._seen
+        now = counters.prompt_tokens, counters.hit_tokens, counters.preemptions
+        self.tally.admitted_tokens += now[0] - seen[0]
+        self.tally.hit_tokens += now[1] - seen[1]
+        self.tally.preemptions += now[2] - seen[2]
+        self._seen = now
+
+    def gaps(self, step: Step) -> None:
+        """Since each row's last token; a row may hold another request than then."""
+        rows, end_s, busy = step.batch.owners, step.end_s, self.engine.slots.busy
+        if busy is self._even and len(rows) == len(busy):  # as from decode to decode: no row is looked at
+            self.tally.itl.add(end_s - self._even_s, len(rows))
+            self._even_s = end_s
+            return
+        self._settle()
+        numbers = self.engine.slots.number[rows]
+        is_new = numbers != self._owner[rows]
+        has_new = bool(is_new.any())
+        if has_new:
+            new, newcomers = rows[is_new], numbers[is_new]
+            for row, owner in zip(new.tolist(), self._owner[new].tolist()):
+                if owner >= 0:
+                    self._parked[owner] = float(self._last_s[row])
+            self._owner[new] = -1
+            self._last_s[new] = [self.since_s(number) for number in newcomers.tolist()]
+            self._owner[new] = newcomers
+        gaps_s = end_s - self._last_s[rows]
+        self._last_s[rows] = end_s
+        if has_new:
+            gaps_s = gaps_s[~np.isnan(gaps_s)]
+        if len(gaps_s):
+            self.tally.itl.add_all(gaps_s)
+        if len(rows) == len(busy) and np.array_equal(rows, busy):
+            self._even, self._even_s = busy, end_s
+
+    def _settle(self) -> None:
+        """Write down the times of rows that got their tokens together: they may part now."""
+        if self._even is not None:
+            self._last_s[self._even] = self._even_s
+            self._even = None
+
+    def since_s(self, number: int) -> float:
+        """When a request that is new to its row got its last token; not a number if it had none."""
+        for row in np.flatnonzero(self._owner == number).tolist():  # the row that it was preempted from
+            self._owner[row] = -1
+            return float(self._last_s[row])
+        return self._parked.pop(number, math.nan)

@@ -1,0 +1,143 @@
+"""Does attention on a 310P compute what a request alone would compute, over pages in its own order?
+
+On the stand-in, whose operators answer here as those of a 310P would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.ascend import FRACTAL_NZ
+from attention.products import product
+from attention.reference import AttentionShape
+from kv_cache.pages import PageCopy
+from kv_cache.storage import KVCache
+from tests.attention.test_attention import ROWS, Bench, shape
+from tests.devices import machine, stand_in_alone
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+
+
+@contextmanager
+def answering_as_310p() -> Iterator[None]:
+    """Let the stand-in's operators follow a 310P's contract in here."""
+    machine("npu")
+    import virtual_npu
+    from virtual_npu.products import P310
+
+    device = virtual_npu.start(fp32=True)
+    before = device.conditions
+    assert before is not None
+    device.contract(replace(before, product=P310))
+    try:
+        yield
+    finally:
+        device.contract(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _answers_as_310p() -> Iterator[None]:
+    with answering_as_310p():
+        yield
+
+
+def atb(**changes: Any) -> Any:
+    """Attention of a 310P; in float32, with two layers, over pages of 128."""
+    from attention.atb.npu import AtbAttention
+
+    sizes: AttentionShape = shape(**{"page_size": 128, "windows": (None, None), **changes})
+    return AtbAttention(sizes, "npu:0", product("310P", ""), takes_float32=True)
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_mixed_spans_decodes_and_leavers(page_size: int) -> None:
+    bench = Bench(atb(page_size=page_size), seed=page_size)
+    bench.step({2: 5})
+    bench.step({0: 33, 2: 1, 4: 1})
+    bench.step({4: 1, 0: 1, 2: 1})
+    bench.leave(0)
+    bench.step({1: 130, 4: 20, 0: 3, 2: 1})
+    bench.leave(1)
+    bench.leave(4)
+    for _ in range(3):
+        bench.step(dict.fromkeys((5, 4, 2, 1, 0), 1))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_heads": 4, "num_kv_heads": 4},
+        {"num_heads": 8, "num_kv_heads": 1, "head_dim": 128},
+        {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80},
+        {"head_dim": 256, "page_size": 64},
+        {"dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_heads_and_types(sizes: dict[str, Any]) -> None:
+    bench = Bench(atb(**sizes))
+    bench.step({0: 21, 3: 2})
+    bench.step({3: 1, 0: 1, 1: 18})
+    bench.step({3: 1, 0: 1, 1: 1})
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_schedules(seed: int) -> None:
+    rng, bench = np.random.default_rng(seed), Bench(atb(), seed)
+    for _ in range(6):
+        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)].tolist()
+        bench.step({row: int(rng.choice([1, 1, 1, rng.integers(2, 50)])) for row in rows})
+
+
+def test_a_batch_beyond_what_a_call_takes_is_cut() -> None:
+    attention = atb()
+    attention.product = replace(attention.product, most_spans=2)
+    bench = Bench(attention)
+    bench.step({0: 1, 1: 1, 2: 7, 3: 1, 4: 3})
+    bench.step(dict.fromkeys(range(5), 1))
+
+
+def test_the_cache_keeps_its_format_through_all_that_is_done_to_pages() -> None:
+    import torch_npu
+
+    attention = atb(dtype=torch.float16)
+    order = {"allocate": attention.new_pages, "sliced": attention.sliced}
+    cache = KVCache(1, 6, 128, 2, 64, torch.float16, "npu:0", num_host_pages=3, **order)
+    tensors = (*cache.keys, *cache.values)
+    assert tensors[0].shape == (6, 8, 128, 16)
+    assert sum(each.nbytes for each in tensors) == 6 * KVCache.page_bytes(1, 128, 2, 64, torch.float16)
+    for number in range(6):
+        for tensor in tensors:
+            tensor.index_fill_(0, torch.tensor([number], device="npu:0"), number)
+    cache.copy(np.array([1, 2]), np.array([4, 5]))
+    cache.apply([PageCopy(np.array([5, 3]), np.array([2, 1]), "to_host")])
+    cache.apply([PageCopy(np.array([1, 2]), np.array([2, 1]), "from_host")])
+    cache.clear_null_page()
+    cache.resize(5)
+    cache.resize(7)
+    for tensor in (*cache.keys, *cache.values):
+        assert torch_npu.get_npu_format(tensor) == FRACTAL_NZ
+        assert torch.equal(tensor.cpu(), tensor.cpu()[:, :1, :1, :1].expand_as(tensor))
+        assert tensor.cpu()[:, 0, 0, 0].tolist() == [0, 2, 3, 3, 1, 0, 0]
+
+
+def test_an_older_torch_npu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch_npu
+
+    monkeypatch.delattr(torch_npu, "_npu_paged_attention_splitfuse_v2")
+    with pytest.raises(ValueError, match=r"torch_npu is 2\.\d+.*, without .* for the 310P: install 2\.13"):
+        atb().check()
+
+
+def test_a_window_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="layer 1 of the model has a sliding window of 7; attention of the 310P"
+    ):
+        atb(windows=(None, 7)).check()

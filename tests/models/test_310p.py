@@ -1,0 +1,75 @@
+"""Does the whole engine answer on a 310P as it does on a processor, and by which operators?
+
+A process has one NPU for as long as it lives, so each of these runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from recipes.build import build
+from recipes.reader import load
+from recipes.recipe import ROOT
+from tests.devices import stand_in_alone
+from tests.models.test_npu import serve
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+
+SERVED = """
+import json, sys
+from collections import Counter
+from tests.models.test_npu import engine_of, serve
+
+engine = engine_of("device.product=310P", "cache.page_size=128", *sys.argv[1:])
+import torch_npu
+
+counted = Counter()
+for name in NAMES:
+    def call(*args, name=name, inner=getattr(torch_npu, name), **kwargs):
+        counted[name] += 1
+        return inner(*args, **kwargs)
+    setattr(torch_npu, name, call)
+answers, steps = serve(engine)
+print(json.dumps([answers, len(steps), sum(only for only, _ in steps), counted]))
+"""
+DECODES, SPANS, WRITES = "_npu_paged_attention", "_npu_paged_attention_splitfuse_v2", "_npu_reshape_and_cache"
+NUM_LAYERS = 4
+
+
+def served(*overrides: str) -> tuple[list[list[int]], int, int, dict[str, int]]:
+    """The answers on a virtual 310P, the steps, those of decodes alone, and the calls of each operator."""
+    code = SERVED.replace("NAMES", str((DECODES, SPANS, WRITES)))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *overrides], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found[0], found[1], found[2], found[3]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48"]
+    return serve(build(load(ROOT / "recipes/tiny/cpu.yaml", few)))[0]
+
+
+def test_an_engine_on_a_310p_gives_the_tokens_of_a_processor(expected: list[list[int]]) -> None:
+    answers, steps, decodes, calls = served()
+    assert answers == expected
+    assert 0 < decodes < steps
+    assert calls == {
+        DECODES: NUM_LAYERS * decodes,
+        SPANS: NUM_LAYERS * (steps - decodes),
+        WRITES: NUM_LAYERS * steps,
+    }
+
+
+@pytest.mark.slow
+def test_captured_and_overlapped_steps_give_the_same(expected: list[list[int]]) -> None:
+    answers, steps, decodes, calls = served("device.graphs=8", "scheduler.overlap=true")
+    assert answers == expected
+    assert calls == dict.fromkeys((SPANS, WRITES), NUM_LAYERS * (steps - decodes))

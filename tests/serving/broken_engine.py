@@ -1,0 +1,69 @@
+"""An engine's process that breaks where a test asks it to; else as serving/worker.py.
+
+A step raises, or a row's logits are not numbers, if a request's prompt holds one of the tokens below. The
+environment's BREAK is a folder: its file `ahead` tells by how many seconds the wall clock is ahead, at every
+look, and `broken` is there from when a step raised for ONCE.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import recipes.build
+from continuous_batching.engine import Engine
+from recipes.recipe import Recipe
+from serving import worker
+
+NAN, ONCE, ALWAYS = 777, 778, 779  # in no text of the tests
+
+
+def broken(build: Callable[[Recipe], Engine], folder: Path) -> Callable[[Recipe], Engine]:
+    """The same, for an engine that breaks."""
+
+    def build_broken(recipe: Recipe) -> Engine:
+        engine = build(recipe)
+        slots, forward = engine.slots, engine.runner._forward
+
+        def poisoned(batch: Any, unknown: Any) -> torch.Tensor:
+            prompts = [slots.requests[row].prompt.tolist() for row in batch.slots.tolist()]
+            held = {token for prompt in prompts for token in prompt}
+            if ALWAYS in held or (ONCE in held and not (folder / "broken").exists()):
+                (folder / "broken").touch()
+                raise RuntimeError("this step was to fail")
+            hidden = forward(batch, unknown)
+            ends = (batch.stops - batch.starts).cumsum() - 1
+            for end, prompt in zip(ends.tolist(), prompts):
+                if NAN in prompt:
+                    hidden[end] = torch.nan
+            return hidden
+
+        engine.runner._forward = poisoned
+        return engine
+
+    return build_broken
+
+
+def set_clock(folder: Path) -> Callable[[], None]:
+    """From now on the wall clock is ahead as the folder says; returns what undoes it."""
+    file = folder / "ahead"
+    true = time.time, time.time_ns
+    time.time = lambda: true[0]() + float(file.read_text() or 0)
+    time.time_ns = lambda: true[1]() + int(1e9 * float(file.read_text() or 0))
+
+    def undo() -> None:
+        time.time, time.time_ns = true
+
+    return undo
+
+
+if __name__ == "__main__":
+    recipes.build.build = broken(recipes.build.build, Path(os.environ["BREAK"]))
+    set_clock(Path(os.environ["BREAK"]))
+    sys.exit(worker.main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""A server of our own, in a process of its own, at a port of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import httpx
+
+from tests.test_imports import ROOT
+
+TINY = "recipes/tiny/cpu.yaml"
+
+
+class Server:
+    """`python -m scripts.serve` on the tiny model, until it is closed; `log` is what it has said."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        limits: dict[int, int] | None = None,  # of the system, by resource.RLIMIT_...
+    ) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "scripts.serve", *(arguments or (TINY,)), "--port", "0"],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+            preexec_fn=lambda: [resource.setrlimit(name, (n, n)) for name, n in (limits or {}).items()],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self._said = threading.Condition()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        line = self.wait_for(r"listening at (\S+),")
+        self.url = line[1]
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._said:
+                self.log.append(line.rstrip())
+                self._said.notify_all()
+
+    def wait_for(self, pattern: str, since: int = 0, timeout_s: float = 60) -> re.Match[str]:
+        """The first line of the log, from `since` on, that has it."""
+        until_s = time.monotonic() + timeout_s
+        with self._said:
+            while True:
+                found = [match for line in self.log[since:] if (match := re.search(pattern, line))]
+                if found:
+                    return found[0]
+                assert time.monotonic() < until_s, f"no {pattern!r} in {self.log[-5:]}"
+                self._said.wait(0.1)
+
+    def ready(self) -> Server:
+        """Once it takes requests."""
+        self.wait_until("/ready", 200)
+        return self
+
+    def wait_until(self, path: str, status: int, timeout_s: float = 60) -> None:
+        """Until a path answers so."""
+        until_s = time.monotonic() + timeout_s
+        while httpx.get(self.url + path, timeout=10).status_code != status:
+            assert time.monotonic() < until_s, f"{path} never gave {status}: {self.log[-5:]}"
+            time.sleep(0.02)
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the process of its last engine that was ready."""
+        found = [match for line in self.log if (match := re.search(r"ready .*process (\d+)", line))]
+        return int(found[-1][1])
+
+    def close(self) -> int:
+        """End it, and its exit status."""
+        self.process.terminate()
+        return self.wait()
+
+    def wait(self, timeout_s: float = 60) -> int:
+        """Until it has ended by itself; its exit status."""
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            self.process.kill()
+            self._listener.join()
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+
+
+def started(arguments: Sequence[str] = (TINY,)) -> Server:
+    """A server that takes requests."""
+    return Server(*arguments).ready()

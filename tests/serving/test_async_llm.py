@@ -1,0 +1,73 @@
+"""Do many callers in an event loop get what each would get alone?"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+
+from serving.async_llm import AsyncLLM
+from serving.failures import BadRequest
+from serving.llm import LLM, RequestOutput, SamplingParams
+
+RECIPE, SMALL = "recipes/tiny/cpu.yaml", ("scheduler.num_slots=4", "device.threads=1")
+PROMPTS = ["348+275=", "One day", "请介绍一下"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=8, logprobs=2, prompt_logprobs=1),
+    SamplingParams(n=3, seed=5, max_tokens=12, top_k=-1),
+    SamplingParams(seed=1, max_tokens=20, stop=["，", "9"], include_stop_str_in_output=True),
+]
+Value = TypeVar("Value")
+
+
+def with_llm(use: Callable[[AsyncLLM], Awaitable[Value]]) -> Value:
+    """What `use` makes of an engine that is ready."""
+
+    async def run() -> Value:
+        llm = AsyncLLM(RECIPE, SMALL)
+        llm.start()
+        try:
+            await llm.ready()
+            return await use(llm)
+        finally:
+            await llm.close()
+
+    return asyncio.run(run())
+
+
+async def outputs_of(llm: AsyncLLM, index: int) -> list[RequestOutput]:
+    return [each async for each in llm.generate(PROMPTS[index], PARAMS[index], str(index))]
+
+
+def test_answers_grow_to_those_of_a_program_by_itself() -> None:
+    async def use(llm: AsyncLLM) -> list[list[RequestOutput]]:
+        grown = await asyncio.gather(*(outputs_of(llm, index) for index in range(len(PROMPTS))))
+        with pytest.raises(BadRequest, match="top_p"):
+            await outputs_of_one(llm, SamplingParams(top_p=2))
+        stream = llm.generate("One day", SamplingParams(max_tokens=1500, ignore_eos=True), "long")
+        assert (await anext(stream)).finished is False
+        await stream.aclose()
+        while llm.num_requests:  # its slot comes back when the engine has heard of it
+            await asyncio.sleep(0.01)
+        return grown
+
+    grown = with_llm(use)
+    alone = LLM(RECIPE, *SMALL).generate(PROMPTS, PARAMS, use_tqdm=False)
+    for outputs, whole in zip(grown, alone):
+        last = outputs[-1]
+        assert last.finished
+        assert last.outputs == whole.outputs
+        assert (last.prompt, last.prompt_token_ids) == (whole.prompt, whole.prompt_token_ids)
+        assert last.prompt_logprobs == whole.prompt_logprobs
+        for before, after in itertools.pairwise(outputs):
+            assert not before.finished
+            for each, grew in zip(before.outputs, after.outputs):
+                assert grew.text.startswith(each.text)
+                assert grew.token_ids[: len(each.token_ids)] == each.token_ids
+
+
+async def outputs_of_one(llm: AsyncLLM, params: SamplingParams) -> list[RequestOutput]:
+    return [each async for each in llm.generate("1+1=", params, "one")]

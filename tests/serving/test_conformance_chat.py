@@ -1,0 +1,168 @@
+"""Chats, as OpenAI's own client sees them: the 18 things that clients rely on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tests.serving.server import Server
+
+HELLO = [{"role": "user", "content": "Hello"}]
+ANSWER = "Hello! Ask me for a sum, a count or a story."
+SUM = [{"role": "user", "content": "What is 12+30?"}]
+
+
+def ask(client: openai.OpenAI, messages: list[Any] = HELLO, **fields: Any) -> ChatCompletion:
+    """Greedily, unless the fields say otherwise."""
+    fields = {"temperature": 0, **fields}
+    return client.chat.completions.create(model="tiny", messages=messages, **fields)
+
+
+def text(answer: ChatCompletion, index: int = 0) -> str:
+    content = answer.choices[index].message.content
+    assert content is not None
+    return content
+
+
+def test_a_turn_is_an_assistants_text(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].message.role == "assistant"
+    assert text(answer) == ANSWER
+
+
+def test_content_may_be_parts(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "12+30?"}]
+    answer = ask(client, [{"role": "user", "content": parts}])
+    assert text(answer) == text(ask(client, [{"role": "user", "content": "What is\n12+30?"}]))
+
+
+def test_a_system_prompt_is_read(client: openai.OpenAI) -> None:
+    system = {"role": "system", "content": "You are a calculator."}
+    answer = ask(client, [system, *SUM])
+    assert "42" in text(answer)
+    assert answer.usage is not None
+    alone = ask(client, SUM).usage
+    assert alone is not None
+    assert answer.usage.prompt_tokens > alone.prompt_tokens
+
+
+def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
+    first = ask(client).choices[0].message.model_dump()  # with all that is None in it, as people do
+    assert "42" in text(ask(client, [*HELLO, first, *SUM]))
+
+
+def test_max_tokens_bounds_an_answer(client: openai.OpenAI) -> None:
+    answer = ask(client, max_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+    assert ANSWER.startswith(text(answer))
+
+
+def test_max_completion_tokens_wins(client: openai.OpenAI) -> None:
+    answer = ask(client, max_tokens=9, max_completion_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+def test_n_answers_have_their_indices(client: openai.OpenAI) -> None:
+    answer = ask(client, n=4, temperature=1.5, max_tokens=12)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 12
+
+
+def test_a_seed_repeats(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"temperature": 2, "seed": 7, "max_tokens": 12}
+    assert text(ask(client, **fields)) == text(ask(client, **fields))
+    assert text(ask(client, **fields)) != text(ask(client, **fields | {"seed": 8}))
+
+
+def test_a_seed_repeats_every_answer(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"temperature": 2, "seed": 7, "max_tokens": 12, "n": 3}
+    first, again = ask(client, **fields), ask(client, **fields)
+    texts = [text(first, index) for index in range(3)]
+    assert texts == [text(again, index) for index in range(3)]
+    assert len(set(texts)) == 3
+
+
+def test_a_stop_string_ends_before_itself(client: openai.OpenAI) -> None:
+    answer = ask(client, stop=" sum")
+    assert text(answer) == "Hello! Ask me for a"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].model_dump()["stop_reason"] == " sum"
+
+
+def test_the_first_of_four_stop_strings_counts(client: openai.OpenAI) -> None:
+    assert text(ask(client, stop=["story", "count", "zebra", "or"])) == "Hello! Ask me f"
+
+
+def test_a_stop_string_over_several_tokens_does_not_leak(client: openai.OpenAI) -> None:
+    pieces = client.chat.completions.create(
+        model="tiny", messages=HELLO, temperature=0, stop="me for a sum, a co", stream=True
+    )
+    told = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert told == "Hello! Ask "
+
+
+def test_a_stop_token_may_be_told(client: openai.OpenAI, http: httpx.Client) -> None:
+    exclamation = http.post("/tokenize", json={"prompt": "!", "add_special_tokens": False}).json()["tokens"]
+    body: dict[str, Any] = {"stop_token_ids": exclamation}
+    assert text(ask(client, extra_body=body)) == "Hello"
+    answer = ask(client, extra_body=body | {"include_stop_str_in_output": True})
+    assert text(answer) == "Hello!"
+    assert answer.choices[0].model_dump()["stop_reason"] == exclamation[0]
+
+
+def test_logprobs_have_their_shape(client: openai.OpenAI) -> None:
+    answer = ask(client, logprobs=True, top_logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == (answer.usage and answer.usage.completion_tokens)
+    told = b""
+    for entry in logprobs.content:
+        assert entry.bytes is not None
+        told += bytes(entry.bytes)
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].token == entry.token  # greedily
+        assert entry.top_logprobs[0].logprob == entry.logprob
+        assert sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-6
+    assert told.decode().removeprefix(" ").removesuffix("</s>") == ANSWER
+
+
+def test_a_bias_of_logits_bans_and_forces(client: openai.OpenAI, http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"prompt": "Hello猫", "add_special_tokens": False}).json()["tokens"]
+    assert not text(ask(client, logit_bias={str(ids[0]): -100})).startswith("Hello")
+    assert text(ask(client, logit_bias={str(ids[-1]): 100}, max_tokens=3)) == "猫猫猫"
+
+
+def test_penalties_lower_what_was_said(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"ignore_eos": True}
+    plain = text(ask(client, max_tokens=32, extra_body=body))
+    for changed in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 50.0}):
+        assert text(ask(client, max_tokens=32, extra_body=body | changed)) != plain
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(100, "stop"), (3, "length")])
+def test_the_reason_of_an_end_is_told(client: openai.OpenAI, limit: int, reason: str) -> None:
+    assert ask(client, max_tokens=limit).choices[0].finish_reason == reason
+
+
+def test_usage_is_exact(client: openai.OpenAI, http: httpx.Client, shared: Server) -> None:
+    messages = [{"role": "user", "content": "Count from 3 to 9, " * 8}]
+    count = http.post("/tokenize", json={"messages": messages}).json()["count"]
+    first, again = ask(client, messages, stop="5"), ask(client, messages, stop="5")
+    for answer, cached in ((first, 0), (again, count // 16 * 16)):
+        usage = answer.usage
+        assert usage is not None
+        assert usage.prompt_tokens == count
+        assert usage.total_tokens == count + usage.completion_tokens
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == cached

@@ -1,0 +1,208 @@
+"""Completions: the 14 things that clients rely on, and what is refused beside them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from openai.types import Completion
+from transformers import AutoModelForCausalLM
+
+from tests.test_imports import ROOT
+
+SUM = "348+275="
+
+
+def ask(client: openai.OpenAI, prompt: Any = SUM, **fields: Any) -> Completion:
+    """Greedily, unless the fields say otherwise."""
+    return client.completions.create(model="tiny", prompt=prompt, **{"temperature": 0, **fields})
+
+
+def ids(http: httpx.Client, prompt: str) -> list[int]:
+    found: list[int] = http.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+    return found
+
+
+def test_a_text_is_continued(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    assert answer.object == "text_completion"
+    assert answer.choices[0].text == "623"
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_texts_are_continued_in_their_order(client: openai.OpenAI) -> None:
+    answer = ask(client, [SUM, "12+30=", "1+1="])
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "623"), (1, "42"), (2, "2")]
+
+
+def test_token_ids_are_continued(client: openai.OpenAI, http: httpx.Client) -> None:
+    answer = ask(client, ids(http, SUM))
+    assert answer.choices[0].text == "623"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(ids(http, SUM))
+
+
+def test_lists_of_token_ids_are_continued(client: openai.OpenAI, http: httpx.Client) -> None:
+    answer = ask(client, [ids(http, SUM), ids(http, "12+30=")])
+    assert [choice.text for choice in answer.choices] == ["623", "42"]
+
+
+def test_several_answers_to_each_of_several_prompts(client: openai.OpenAI) -> None:
+    answer = ask(client, [SUM, "12+30="], n=2)
+    assert [(each.index, each.text) for each in answer.choices] == [
+        (0, "623"),
+        (1, "623"),
+        (2, "42"),
+        (3, "42"),
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_is_echoed(client: openai.OpenAI, http: httpx.Client, n: int) -> None:
+    assert [each.text for each in ask(client, echo=True, n=n).choices] == [f"{SUM}623"] * n
+    assert ask(client, ids(http, SUM)[1:], echo=True, n=n).choices[-1].text.startswith(SUM)
+
+
+def test_an_echo_tells_how_likely_the_prompt_was(client: openai.OpenAI, http: httpx.Client) -> None:
+    prompt = "猫 & 348+275="
+    answer = ask(client, prompt, echo=True, logprobs=2, max_tokens=1)
+    choice, logprobs = answer.choices[0], answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert logprobs.text_offset is not None
+    assert answer.usage is not None
+    num_prompt = answer.usage.prompt_tokens
+    assert len(logprobs.tokens) == num_prompt + 1
+    assert logprobs.tokens[0] == "<s>"
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.top_logprobs[0] is None
+    for name, offset in list(zip(logprobs.tokens, logprobs.text_offset))[1:]:
+        assert choice.text[offset:].startswith(name)
+
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "recipes/tiny/weights", dtype=torch.float32)
+    tokens = ids(http, prompt)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    following = [*tokens[1:], int(expected[-1].argmax())]
+    for position, token in enumerate(following):
+        found = logprobs.token_logprobs[position + 1]
+        assert found == pytest.approx(float(expected[position, token]), abs=2e-4)
+        best = max(logprobs.top_logprobs[position + 1].values())
+        assert best == pytest.approx(float(expected[position].max()), abs=2e-4)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_so_many_log_probabilities_are_told(client: openai.OpenAI, count: int) -> None:
+    answer = ask(client, logprobs=count)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["6", "2", "3", "</s>"]
+    assert logprobs.text_offset == [0, 1, 2, 3]
+    assert logprobs.top_logprobs is not None
+    assert logprobs.token_logprobs is not None
+    for tops, name, value in zip(logprobs.top_logprobs, logprobs.tokens, logprobs.token_logprobs):
+        assert len(tops) == max(count, 1)
+        assert tops[name] == max(tops.values()) == value
+
+
+def test_a_suffix_is_refused_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="suffix is not supported") as refused:
+        ask(client, suffix=" and so on")
+    assert refused.value.param == "suffix"
+
+
+def test_the_likeliest_of_several_samples_is_told(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": 8, "logprobs": 0}
+    every = ask(client, "One day", n=6, **fields)
+    best = ask(client, "One day", n=2, best_of=6, **fields)
+
+    def likelihood(choice: Any) -> float:
+        return math.fsum(choice.logprobs.token_logprobs)
+
+    ranked = sorted(every.choices, key=likelihood, reverse=True)
+    assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]
+    assert [choice.index for choice in best.choices] == [0, 1]
+    assert best.usage is not None
+    assert every.usage is not None
+    assert best.usage.completion_tokens == every.usage.completion_tokens  # all were computed
+    with pytest.raises(openai.BadRequestError, match="best_of is 2"):
+        ask(client, n=3, best_of=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_is_scored(http: httpx.Client, stream: bool) -> None:
+    body = {"prompt": SUM, "max_tokens": 0, "echo": True, "logprobs": 1}
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        lines = http.post("/v1/completions", json=body | options).text.split("\n\n")
+        events = [httpx.Response(200, text=line.removeprefix("data: ")).json() for line in lines[:-2]]
+        (choice,), usage = events[0]["choices"], events[-1]["usage"]
+        assert len(events) == 2
+    else:
+        answer = http.post("/v1/completions", json=body).json()
+        (choice,), usage = answer["choices"], answer["usage"]
+    assert choice["text"] == SUM
+    assert choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["token_logprobs"]) == usage["prompt_tokens"] == 9
+    assert usage["completion_tokens"] == 0
+
+
+def test_a_prompt_that_is_not_scored_in_time_says_so(http: httpx.Client) -> None:
+    body = {"prompt": SUM, "max_tokens": 0, "echo": True, "logprobs": 1, "timeout_s": 1e-9}
+    answer = http.post("/v1/completions", json=body).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (SUM, "timeout")
+    assert {len(entries) for entries in choice["logprobs"].values()} == {0}
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_each_sample_tells_its_prompt(http: httpx.Client) -> None:
+    body = {"prompt": ["猫 348+275=", "1+1="], "n": 3, "max_tokens": 2, "temperature": 0}
+    echoed = http.post("/v1/completions", json=body | {"echo": True, "logprobs": 2}).json()["choices"]
+    scored = http.post("/v1/completions", json=body | {"prompt_logprobs": 2}).json()["choices"]
+    for first in (0, 3):
+        assert echoed[first]["logprobs"]["token_logprobs"][1] is not None
+        assert all(each["logprobs"] == echoed[first]["logprobs"] for each in echoed[first : first + 3])
+        told = [each["prompt_logprobs"] for each in scored[first : first + 3]]
+        assert len(told[0]) == len(echoed[first]["logprobs"]["tokens"]) - 2
+        assert told == [told[0]] * 3
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", ""]])
+def test_an_empty_prompt_is_refused(client: openai.OpenAI, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="empty; it must hold at least one token"):
+        ask(client, prompt)
+
+
+def test_the_end_of_text_can_be_ignored(client: openai.OpenAI) -> None:
+    answer = ask(client, max_tokens=20, extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 20
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_an_answer_has_a_least_length(client: openai.OpenAI) -> None:
+    answer = ask(client, max_tokens=20, extra_body={"min_tokens": 12})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens >= 12
+
+
+def test_special_tokens_are_shown_if_wanted(client: openai.OpenAI) -> None:
+    body = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    assert ask(client, extra_body=body).choices[0].text == "623</s>"
+
+
+def test_a_prompts_log_probabilities_come_as_in_vllm(client: openai.OpenAI) -> None:
+    choice = ask(client, extra_body={"prompt_logprobs": 1}).choices[0].model_dump()
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert len(others) == 8
+    assert [next(iter(each.values()))["decoded_token"] for each in others] == list(SUM)
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs needs stream: false"):
+        ask(client, extra_body={"prompt_logprobs": 1}, stream=True)

@@ -1,0 +1,213 @@
+"""Refusals: the 12 things that clients rely on to know what to do next."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.server import TINY, Server
+
+COMPLETION = {"prompt": "One day", "max_tokens": 4}
+LONG = {"prompt": "One day", "max_tokens": 200, "ignore_eos": True, "stream": True}
+KEY = {"authorization": "Bearer secret"}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """What OpenAI's clients read."""
+    assert response.headers["content-type"] == "application/json"
+    assert set(response.json()) == {"error"}
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["code"] == response.status_code
+    return error
+
+
+def refused(http: httpx.Client, body: Any, path: str = "/v1/completions") -> dict[str, Any]:
+    """A request that cannot be served as it is."""
+    response = http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    return error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/completions", 400),
+        ("GET", "/v2", 404),
+        ("DELETE", "/health", 405),
+        ("POST", "/abort/x", 404),
+    ],
+)
+def test_every_refusal_has_openais_shape(http: httpx.Client, method: str, path: str, status: int) -> None:
+    response = http.request(method, path)
+    assert response.status_code == status
+    assert error_of(response)["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", "hot"), ("max_tokens", 1.5), ("stop", [1]), ("n", 0), ("top_p", 2), ("echo", "yes")],
+)
+def test_a_wrong_value_is_named(http: httpx.Client, field: str, value: Any) -> None:
+    error = refused(http, COMPLETION | {field: value})
+    assert error["param"] == field
+    assert error["message"].startswith(field)
+
+
+def test_too_long_a_prompt_is_told_the_limit(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.completions.create(model="tiny", prompt=[[5] * 2040], max_tokens=100)
+    assert "2140" in refusal.value.message
+    assert "2048" in refusal.value.message
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'; this server serves 'tiny'"):
+        client.completions.create(model="other", prompt="a")
+
+
+def test_an_unknown_route_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no /v1/embeddings"):
+        client.embeddings.create(model="tiny", input="a")
+
+
+def test_a_wrong_method_is_told_the_right_one(http: httpx.Client) -> None:
+    response = http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    error_of(response)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [5, 1024]},
+        {"prompt": [-1]},
+        {"prompt": "a", "logit_bias": {"99999": 1}},
+    ],
+)
+def test_a_token_id_out_of_range_is_refused(http: httpx.Client, body: dict[str, Any]) -> None:
+    assert any(number in refused(http, body)["message"] for number in ("1024", "-1", "99999"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temprature", 1, 'unknown field "temprature"; did you mean temperature?'),
+        ("guided_json", {}, 'unknown field "guided_json"; leave it out'),
+        ("response_format", {"type": "json_object"}, "response_format is not supported; leave it out"),
+        ("tools", [{"type": "function"}], "tools is not supported; leave it out"),
+    ],
+)
+def test_an_unknown_field_is_refused_by_name(
+    http: httpx.Client, field: str, value: Any, message: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], field: value}
+    error = refused(http, body, "/v1/chat/completions")
+    assert error["message"] == message
+    assert error["param"] == field
+
+
+def test_a_field_that_asks_for_nothing_is_let_pass(http: httpx.Client) -> None:
+    nothing = {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": None}
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2} | nothing
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[" * 9999, b"\xff"])
+def test_what_is_no_json_object_is_refused(http: httpx.Client, body: bytes) -> None:
+    response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "JSON" in error_of(response)["message"]
+    untyped = http.post("/v1/completions", content=json.dumps(COMPLETION))
+    assert "Content-Type: application/json" in error_of(untyped)["message"]
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    """With a key, a small queue and small bodies; what follows leads it from its start to its end."""
+    limits = ("server.max_requests=2", "server.max_body_mib=0.01")
+    server = Server(TINY, *limits, environment={"API_KEY": "secret"})
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture
+def guest(guarded: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=guarded.url, headers=KEY, timeout=60) as client:
+        yield client
+
+
+def test_a_server_that_starts_is_alive_and_not_ready(guest: httpx.Client) -> None:
+    assert guest.get("/health").json() == {"status": "starting"}
+    assert guest.get("/ready").status_code == 503
+    response = guest.post("/v1/completions", json=COMPLETION)
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert error_of(response)["message"] == "the engine is starting"
+
+
+def test_a_missing_or_wrong_key_is_refused(guarded: Server) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
+        response = httpx.get(f"{guarded.url}/v1/models", headers=headers)
+        assert response.status_code == 401
+        assert error_of(response)["type"] == "authentication_error"
+    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    wrong = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
+    with wrong, pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def test_too_long_a_body_is_refused(guest: httpx.Client) -> None:
+    response = guest.post("/v1/completions", json={"prompt": "a" * 20_000})
+    assert response.status_code == 413
+    assert "max_body_mib" in error_of(response)["message"]
+
+    def endless() -> Iterator[bytes]:
+        yield from [b"a" * 1000] * 20
+
+    headers = {"content-type": "application/json"}
+    assert guest.post("/v1/completions", content=endless(), headers=headers).status_code == 413
+
+
+def test_more_samples_than_the_server_ever_takes_are_refused(guarded: Server, guest: httpx.Client) -> None:
+    guarded.ready()
+    response = guest.post("/v1/completions", json=COMPLETION | {"n": 3})
+    assert response.status_code == 400  # and not 429, after which a client would come again for ever
+    assert "3 samples at once; the server takes 2" in error_of(response)["message"]
+
+
+def test_a_full_server_says_when_to_come_again(guarded: Server, guest: httpx.Client) -> None:
+    guarded.ready()
+    with guest.stream("POST", "/v1/completions", json=LONG | {"n": 2}) as running:
+        lines = running.iter_lines()  # kept: a response whose iterator is gone is closed
+        next(lines)
+        response = guest.post("/v1/completions", json=COMPLETION)
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert error_of(response)["type"] == "rate_limit_error"
+    for never in ({"n": 3}, {"prompt": ["a"] * 3}, {"prompt": ["a", "b"], "best_of": 2}):
+        assert "at once" in refused(guest, COMPLETION | never)["message"]  # however often it comes
+    patient = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="secret", max_retries=5)
+    with patient:  # comes again when it was told to
+        assert patient.completions.create(model="tiny", prompt="1+1=", temperature=0).choices[0].text == "2"
+
+
+def test_a_server_that_drains_takes_no_more(guarded: Server, guest: httpx.Client) -> None:
+    with guest.stream("POST", "/v1/completions", json=LONG) as running:
+        lines = running.iter_lines()
+        next(lines)
+        guarded.process.send_signal(signal.SIGTERM)
+        guarded.wait_for("ends: 1 requests may go on")
+        assert guest.get("/ready").status_code == 503
+        response = guest.post("/v1/completions", json=COMPLETION)
+        assert response.status_code == 503
+        assert error_of(response)["message"] == "the server is shutting down"
+        assert [line for line in lines if line][-1] == "data: [DONE]"

@@ -1,0 +1,163 @@
+"""Clients that do not read, do not write, or are too many cost nobody else."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from serving.http import connections, protocol, replies
+from tests.serving.faults import Served
+from tests.serving.server import TINY, Server
+from tests.serving.test_faults import SMALL
+
+# Slots and pages for all: nobody waits, and nobody is preempted
+ROOM = ("scheduler.num_slots=256", "scheduler.max_batch_tokens=512", "cache.num_pages=6144")
+LIMITS = ("server.max_unread_tokens=32", "server.spare_engine=false")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replies, "_LAST_S", 0.5)
+        patch.setattr(connections, "_SENT_BYTES", 2**12)
+        patch.setattr(protocol, "WHOLE_S", 2.0)
+        with Served(*SMALL, *ROOM, *LIMITS) as served:
+            yield served
+
+
+def connected(served: Served, room_bytes: int = 0) -> socket.socket:
+    """A client, with so much room for what it does not read."""
+    port = int(served.url.rpartition(":")[2])
+    client = socket.socket()
+    client.settimeout(10)
+    if room_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room_bytes)
+    client.connect(("127.0.0.1", port))
+    return client
+
+
+def request(body: dict[str, object]) -> bytes:
+    data = json.dumps(body).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n" % len(data) + data
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_token_leaves_in_one_write(served: Served, stream: bool) -> None:
+    with served.five_checks(neighbours=0), connected(served) as client:
+        client.sendall(request({"prompt": "1+1=", "max_tokens": 1, "stream": stream}))
+        answer = client.recv(1 << 16)  # each write wakes who waits here
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+        assert b'"finish_reason":"length"' in answer
+
+
+def test_who_sends_a_line_between_requests_is_not_kept_for_ever(served: Served) -> None:
+    with served.five_checks(neighbours=0), connected(served) as client:
+        client.sendall(request({"prompt": "1+1=", "max_tokens": 1}))
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+        client.sendall(b"\r\n")
+        assert client.recv(1 << 16) == b"", "closed, and nothing said"
+
+
+def test_who_asks_and_sends_no_more_is_answered(served: Served) -> None:
+    with served.five_checks(neighbours=0), connected(served) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.slow
+def test_a_connection_outlives_a_pause(served: Served) -> None:
+    with served.five_checks(neighbours=0), connected(served) as client:
+        for pause_s in (6.0, 0.0):  # a server's usual patience is 5 s
+            client.sendall(request({"prompt": "1+1=", "max_tokens": 1}))
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
+            time.sleep(pause_s)
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_who_does_not_read_is_cut_off(served: Served, number: int) -> None:
+    body = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 5}
+    cut = served.llm.tally.aborts["slow_reader"]
+    with served.five_checks():
+        clients = [connected(served, room_bytes=4096) for _ in range(number)]
+        for client in clients:
+            client.sendall(request(body))
+        until_s = time.monotonic() + 20 + number
+        while served.llm.tally.aborts["slow_reader"] < cut + number:
+            assert time.monotonic() < until_s, served.llm.tally.aborts
+            time.sleep(0.05)
+        until_s = time.monotonic() + 10
+        while served.held()["connections"] > 4:  # those of the neighbours
+            assert time.monotonic() < until_s, "a socket lingers"
+            time.sleep(0.05)
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comp", request({"prompt": "1+1="})[:-3]], ids=["nothing", "head", "body"]
+)
+def test_who_sends_half_a_request_is_not_waited_for(served: Served, sent: bytes) -> None:
+    with served.five_checks():
+        clients = [connected(served) for _ in range(20)]
+        for client in clients:
+            client.sendall(sent)
+        for client in clients:
+            answer = b"".join(iter(lambda: client.recv(4096), b""))  # noqa: B023 - used at once
+            assert answer.startswith(b"HTTP/1.1 408 " if sent else b"")
+            assert bool(answer) == bool(sent)
+            client.close()
+
+
+def test_who_is_gone_without_a_word_is_noticed_by_the_system(served: Served) -> None:
+    async def options() -> list[int]:
+        (connection,) = served.connections
+        accepted = connection.transport.get_extra_info("socket")
+        names = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE
+        alive = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        return [alive, *(accepted.getsockopt(socket.IPPROTO_TCP, name) for name in names)]
+
+    with served.five_checks(neighbours=0), connected(served):
+        until_s = time.monotonic() + 10
+        while not served.connections:
+            assert time.monotonic() < until_s
+        assert served.call(options()) == [1, 60_000, 30]
+
+
+@pytest.mark.slow
+def test_more_connections_than_descriptors() -> None:
+    """They are refused before the last descriptor is taken, and the server goes on."""
+    server = Server(TINY, "server.spare_engine=false", limits={resource.RLIMIT_NOFILE: 100}).ready()
+    port = int(server.url.rpartition(":")[2])
+    clients = []
+    for _ in range(150):
+        client = socket.create_connection(("127.0.0.1", port), timeout=10)
+        clients.append(client)
+    refused = 0
+    for client in clients:
+        client.setblocking(False)
+    until_s = time.monotonic() + 10
+    while refused < 150 - 36:
+        assert time.monotonic() < until_s, refused
+        refused = 0
+        for client in clients:
+            try:
+                refused += client.recv(4096, socket.MSG_PEEK).startswith(b"HTTP/1.1 503")
+            except BlockingIOError:
+                continue
+        time.sleep(0.05)
+    assert refused == 150 - 36
+    for client in clients:
+        client.close()
+    server.wait_until("/ready", 200)
+    assert server.close() == 0

@@ -1,0 +1,251 @@
+"""What breaks, breaks for those alone whom it concerns: five checks around each fault (see faults.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from serving import engine_process, supervisor
+from tests.serving import broken_engine
+from tests.serving.broken_engine import ALWAYS, NAN, ONCE
+from tests.serving.faults import PROMPTS, Served, ask, events
+
+SMALL = ("scheduler.num_slots=8", "scheduler.max_batch_tokens=64", "server.step_timeout_s=4")
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """How the engine breaks, see broken_engine.py."""
+    folder = tmp_path_factory.mktemp("break")
+    (folder / "ahead").write_text("0")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "_SPARE_AFTER_S", 0.0)
+        patch.setattr(engine_process, "WORKER", "tests.serving.broken_engine")
+        patch.setenv("BREAK", str(folder))
+        with Served(*SMALL) as served:
+            yield served
+
+
+async def leave(session: aiohttp.ClientSession, url: str, draw: random.Random) -> None:
+    """Ask, and go away: while it waits, in its prompt, or after some tokens; of a stream or not."""
+    prompt = [draw.randrange(300, 700) for _ in range(draw.choice((4, 40, 400)))]
+    body = LONG | {"prompt": prompt, "stream": draw.random() < 0.5, "n": draw.choice((1, 1, 1, 3))}
+    after_s, num_events = draw.uniform(0, 0.3), draw.randrange(8)
+    try:
+        async with asyncio.timeout(after_s), session.post(f"{url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for _ in events(response):
+                num_events -= 1
+                if num_events < 0:
+                    response.close()
+                    return
+    except TimeoutError:
+        return
+
+
+async def leave_often(url: str, number: int, seed: int = 0) -> None:
+    draw = random.Random(seed)
+    at_once = asyncio.Semaphore(48)
+
+    async def one(session: aiohttp.ClientSession) -> None:
+        async with at_once:
+            await leave(session, url, draw)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(one(session) for _ in range(number)))
+
+
+@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_who_goes_away_leaves_nothing_behind(served: Served, number: int) -> None:
+    aborted = served.llm.tally.aborts["disconnect"]
+    with served.five_checks():
+        asyncio.run(leave_often(served.url, number))
+    assert served.llm.tally.aborts["disconnect"] > aborted + number / 2
+
+
+async def lose(served: Served, number: signal.Signals, within_s: float) -> None:
+    """The engine gets a signal while eight streams are open."""
+    async with aiohttp.ClientSession() as session:
+        body = LONG | {"prompt": "One day", "stream": True, "max_tokens": 1500}
+        opened = [await session.post(f"{served.url}/v1/completions", json=body) for _ in range(4)]
+        for each in opened:
+            assert "choices" in await anext(events(each))
+        pid = served.llm.engine.pid
+        assert pid is not None
+        os.kill(pid, number)
+        lost_s = time.monotonic()
+        for each in opened:
+            *_, last = [event async for event in events(each)]
+            assert last["error"]["type"] == "service_unavailable_error"
+        assert time.monotonic() - lost_s < within_s
+        async with session.get(f"{served.url}/health") as health:
+            assert health.status == 503
+        refused = await ask(session, served.url, prompt="1+1=")
+        assert (refused.status, "started anew" in str(refused.error)) == (503, True)
+    served.call(served.llm.ready(), 60)
+
+
+COUNTS = [1, pytest.param(20, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("number", COUNTS)
+def test_a_killed_engine_is_told_at_once(served: Served, number: int) -> None:
+    with served.five_checks(survives=False):
+        for _ in range(number):
+            asyncio.run(lose(served, signal.SIGKILL, within_s=1.0))
+
+
+@pytest.mark.parametrize("number", COUNTS)
+def test_a_stopped_engine_is_ended(served: Served, number: int) -> None:
+    with served.five_checks(survives=False):
+        for _ in range(number):
+            asyncio.run(lose(served, signal.SIGSTOP, within_s=6.0))
+
+
+def test_an_asked_abort_is_told_to_the_reader(served: Served) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            body = LONG | {"prompt": "One day", "stream": True}
+            response = await session.post(f"{served.url}/v1/completions", json=body)
+            stream = events(response)
+            name = (await anext(stream))["id"]
+            async with session.post(f"{served.url}/abort/{name}") as aborted:
+                assert await aborted.json() == {"id": name, "aborted": 1}
+            *_, last = [event async for event in stream]
+            assert last["error"]["message"] == "the request was aborted"
+
+    with served.five_checks():
+        asyncio.run(run())
+
+
+def test_a_tokenizer_that_fails_fails_its_request_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = served.llm.text
+    assert text is not None
+    encode = text.encode
+
+    def fail(prompt: str, **more: Any) -> list[int]:
+        if "break" in prompt:
+            raise RuntimeError("the tokenizer is broken")
+        return encode(prompt, **more)
+
+    monkeypatch.setattr(text, "encode", fail)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            assert (await ask(session, served.url, prompt="break")).status == 500
+            lone = await ask(session, served.url, prompt="\ud800")
+            assert lone.status == 400
+
+    with served.five_checks():
+        asyncio.run(run())
+
+
+def test_the_wall_clock_may_be_set(served: Served, folder: Path) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            body = LONG | {"prompt": PROMPTS[1], "timeout_s": 60, "stream": True, "max_tokens": 100}
+            for hours in (1, -1, 0):
+                async with session.post(f"{served.url}/v1/completions", json=body) as response:
+                    stream = events(response)
+                    assert "choices" in await anext(stream)
+                    (folder / "ahead").write_text(str(3600 * hours))
+                    *_, last = [event async for event in stream]
+                    assert last["choices"][0]["finish_reason"] == "length"
+
+    num_engines = served.llm.tally.num_engines
+    undo = broken_engine.set_clock(folder)
+    try:
+        with served.five_checks():
+            asyncio.run(run())
+    finally:
+        undo()
+    assert served.llm.tally.num_engines == num_engines
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(served: Served) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            for stream in (True, False):
+                told = await ask(session, served.url, prompt=[300, NAN, 301], stream=stream)
+                assert (told.status, "logits were not finite" in str(told.error)) == (500, True)
+
+    with served.five_checks():
+        asyncio.run(run())
+
+
+def test_a_step_that_raises_ends_the_engine(served: Served) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            told = await ask(session, served.url, prompt=[300, ONCE, 301])
+            assert (told.status, "ended with status 1" in str(told.error)) == (503, True)
+            await asyncio.to_thread(served.call, served.llm.ready(), 60)
+            assert (await ask(session, served.url, prompt=[300, ONCE, 301])).is_whole
+
+    with served.five_checks(survives=False):
+        asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_an_engine_that_always_fails_is_started_ever_more_rarely(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        if asyncio.current_task() is served.llm.engine._life:
+            pauses.append(seconds)
+            seconds = 0
+        await sleep(seconds)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(3):
+                await asyncio.to_thread(served.call, served.llm.ready(), 60)
+                assert (await ask(session, served.url, prompt=[300, ALWAYS, 301])).status == 503
+
+    with served.five_checks(survives=False, neighbours=0):
+        assert (served.one(prompt="1+1=")).is_whole
+        monkeypatch.setattr(supervisor.asyncio, "sleep", pause)
+        asyncio.run(run())
+    assert pauses == [0.0, 1.0, 3.0]  # it had worked, until it first failed
+
+
+def test_ten_times_too_many_are_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = served.llm.recipe
+    few = dataclasses.replace(recipe, server=dataclasses.replace(recipe.server, max_requests=12))
+    monkeypatch.setattr(served.llm, "recipe", few)
+
+    async def run() -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            body = LONG | {"prompt": "One day", "max_tokens": 60}
+            asked = [session.post(f"{served.url}/v1/completions", json=body) for _ in range(120)]
+            responses = await asyncio.gather(*asked)
+            told = [await each.json() for each in responses]
+        accepted = [each for each, response in zip(told, responses) if response.status == 200]
+        assert 12 <= len(accepted) < 120
+        assert {each["usage"]["completion_tokens"] for each in accepted} == {60}
+        refused = [each for each in responses if each.status != 200]
+        assert {each.status for each in refused} == {429}
+        assert all(int(each.headers["retry-after"]) >= 1 for each in refused)
+
+    with served.five_checks(neighbours=0):
+        asyncio.run(run())

@@ -1,0 +1,96 @@
+"""The page that shows slots, pages and the queue."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.http.live import CACHED, FREE, HELD, SHARED, page_map
+from serving.messages import View
+from tests.serving.server import TINY, Server, started
+
+LONG = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = started([TINY, "server.drain_s=0"])
+    yield server
+    assert server.close() == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=50))
+def test_a_page_is_what_its_holders_make_it(users_and_cached: list[tuple[int, bool]]) -> None:
+    holders = bytes([0, *(users + cached for users, cached in users_and_cached)])
+    view = View([], holders, bytes([0, *(cached for _, cached in users_and_cached)]))
+    expected = [
+        SHARED if users > 1 else HELD if users else CACHED if cached else FREE
+        for users, cached in users_and_cached
+    ]
+    assert page_map(view).tolist() == expected
+
+
+def test_a_cell_of_many_pages_is_what_most_of_them_are() -> None:
+    holders = np.zeros(1 + 4096 * 4, dtype=np.uint8)
+    holders[1 : 1 + 3] = 1
+    holders[-4:] = 2
+    cells = page_map(View([], holders.tobytes(), bytes(len(holders))))
+    assert cells.tolist() == [HELD, *[FREE] * 4094, SHARED]
+
+
+def test_what_lies_where_is_told_while_a_request_runs(server: Server) -> None:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=30) as answer:
+        lines = answer.iter_lines()  # kept: a response whose iterator is gone is closed
+        first = json.loads(next(lines).removeprefix("data: "))
+        with httpx.stream("GET", f"{server.url}/live", timeout=30) as live:
+            assert live.headers["content-type"].startswith("text/event-stream")
+            events = (json.loads(line[6:]) for line in live.iter_lines() if line)
+            event = next(each for each in events if any(each["slots"]))
+    slot = next(each for each in event["slots"] if each)
+    assert first["id"] not in json.dumps(event), "who looks may be another than who asked"
+    assert slot["prompt"] < slot["tokens"]
+    assert len(base64.b64decode(event["pages"])) == event["num_pages"] == 1023
+    assert "One day" not in json.dumps(event)
+
+
+def test_it_is_drawn_in_a_browser_of_a_phone(server: Server) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="bash scripts/setup.sh browser")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium is installed")
+    request = LONG | {"n": 4}
+    with (
+        httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=60) as answer,
+        sync_api.sync_playwright() as playwright,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 375, "height": 700}, device_scale_factor=2)
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(server.url)
+        page.locator("#running").filter(has_text="4 of 32").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        for name in ("slots", "map"):
+            assert page.evaluate(
+                """(name) => { const canvas = document.getElementById(name);
+                const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+                return new Set(new Uint32Array(data.buffer)).size > 1; }""",
+                name,
+            )
+        assert page.text_content("#state") == "ready"
+        browser.close()
+    assert not errors
+    assert all(each.startswith(server.url) for each in requests)

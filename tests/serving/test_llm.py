@@ -1,0 +1,190 @@
+"""Does a Python program get what a file of requests gets, by the names it knows from vLLM?"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+from continuous_batching.batch import Batch, Sampled
+from recipes.build import build
+from recipes.reader import load
+from serving.llm import LLM, CompletionOutput, SamplingParams
+from serving.offline import read_jobs, run_jobs
+
+RECIPE = "recipes/tiny/cpu.yaml"
+SMALL = ("scheduler.num_slots=4", "scheduler.max_batch_tokens=32", "device.threads=1")
+PROMPTS = ["348+275=", "One day", "请介绍一下", "What is 5+6?"]
+PARAMS = [
+    {"temperature": 0, "max_tokens": 8, "logprobs": 2},
+    {"n": 3, "seed": 5, "max_tokens": 12, "top_k": 20},
+    {"seed": 1, "max_tokens": 20, "stop": ["，", "9"], "include_stop_str_in_output": True},
+    {"n": 2, "best_of": 3, "seed": 2, "temperature": 0.7, "prompt_logprobs": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(RECIPE, *SMALL)
+
+
+def test_answers_are_those_of_a_file(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS, [SamplingParams(**each) for each in PARAMS], use_tqdm=False)
+    lines = [
+        json.dumps(params | {"id": str(index), "prompt": prompt})
+        for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS))
+    ]
+    records = list(run_jobs(build(load(RECIPE, SMALL)), llm.text, read_jobs(lines, llm.text)))
+    assert [output.prompt for output in outputs] == PROMPTS
+    for index, output in enumerate(outputs):
+        expected = [record for record in records if record["id"] == str(index)]
+        expected.sort(key=lambda record: record.get("index", 0))
+        assert [each.token_ids for each in output.outputs] == [each["token_ids"] for each in expected]
+        assert [each.text for each in output.outputs] == [each["text"] for each in expected]
+        assert [each.finish_reason for each in output.outputs] == [r["finish_reason"] for r in expected]
+        assert [each.index for each in output.outputs] == list(range(PARAMS[index].get("n", 1)))
+        assert len(output.prompt_token_ids) == expected[0]["num_prompt_tokens"]
+        assert output.finished
+    assert outputs[2].outputs[0].text.endswith(str(outputs[2].outputs[0].stop_reason))
+    first, told = outputs[0].outputs[0], outputs[3].prompt_logprobs
+    assert first.logprobs is not None
+    assert [each["logprobs"][0]["logprob"] for each in records if each["id"] == "0"] == [
+        first.logprobs[0][first.token_ids[0]].logprob
+    ]
+    assert first.cumulative_logprob == sum(
+        entry[token].logprob for entry, token in zip(first.logprobs, first.token_ids)
+    )
+    assert told is not None
+    assert told[0] is None
+    assert len(told) == len(outputs[3].prompt_token_ids)
+    for entry, token in zip(told[1:], outputs[3].prompt_token_ids[1:]):
+        assert entry is not None
+        best = max(each.logprob for each in entry.values())
+        assert (entry[token].rank == 1) == (entry[token].logprob == best)
+
+
+def test_prompts_come_in_each_form(llm: LLM) -> None:
+    assert llm.text is not None
+    ids = llm.text.encode(PROMPTS[0])
+    forms: list[Any] = [PROMPTS[0], {"prompt": PROMPTS[0]}, {"prompt_token_ids": ids}]
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    outputs = llm.generate(forms, greedy, use_tqdm=False)
+    assert [output.prompt for output in outputs] == [PROMPTS[0], PROMPTS[0], None]
+    assert [output.prompt_token_ids for output in outputs] == [ids] * 3
+    assert {output.outputs[0].text for output in outputs} == {"623"}
+    (single,) = llm.generate(PROMPTS[0], greedy, use_tqdm=False)
+    assert single.outputs[0].text == "623"
+    assert (
+        single.outputs[0].logprobs is single.outputs[0].cumulative_logprob is single.prompt_logprobs is None
+    )
+    assert len({output.request_id for output in [*outputs, single]}) == 4
+
+
+def test_a_chat_goes_by_the_models_template(llm: LLM) -> None:
+    message = [{"role": "user", "content": "What is 348+275?"}]
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    (one,) = llm.chat(message, greedy, use_tqdm=False)
+    assert one.outputs[0].text == "348+275=623."
+    assert llm.text is not None
+    assert one.prompt_token_ids == llm.text.chat(message)
+    assert one.prompt is not None
+    assert "What is 348+275?" in one.prompt
+    outputs = llm.chat([message, [*message, {"role": "assistant", "content": "?"}, *message]], greedy)
+    assert outputs[0].outputs == one.outputs
+    assert len(outputs) == 2
+
+
+def test_a_search_answers_best_first(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(n=2, beam_width=4, max_tokens=8), use_tqdm=False)
+    assert [each.text for each in output.outputs] == ["623", "723"]
+    totals = [each.cumulative_logprob for each in output.outputs]
+    assert totals[0] is not None
+    assert totals[1] is not None
+    assert 0 > totals[0] > totals[1] > -math.inf
+
+
+def test_without_a_longest_answer_it_takes_what_there_is(llm: LLM) -> None:
+    tight = LLM(RECIPE, *SMALL, "scheduler.max_request_tokens=40")
+    endless = SamplingParams(max_tokens=None, ignore_eos=True, seed=1, n=2)
+    (output,) = tight.generate(PROMPTS[1], endless, use_tqdm=False)
+    longest = 40 - len(output.prompt_token_ids)
+    assert [len(each.token_ids) for each in output.outputs] == [longest, longest]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["a", ""], {}, r"prompts\[1\]: prompt is empty"),
+        (["a", 7], {}, r'prompts\[1\]: 7 is no prompt; give a string, {"prompt"'),
+        (["a", {"text": "a"}], {}, r"prompts\[1\]: {'text': 'a'} is no prompt"),
+        (["a", {"prompt_token_ids": [1, 99999]}], {}, r"prompts\[1\]: request \d+ holds the token id 99999"),
+        (["a", "a " * 3000], {}, r"prompts\[1\]: request \d+ may grow to"),
+        (["a", "a " * 3000], {"max_tokens": None}, r"prompts\[1\]: request \d+ may grow to"),
+        (["a"], {"temperature": -1}, r"prompts\[0\]: temperature is -1.0; it must be from 0 to 100"),
+        (["a"], {"top_k": -2}, r"prompts\[0\]: top_k is -2; it must be from 0 \(off\) to 2147483647"),
+    ],
+)
+def test_a_bad_prompt_is_named_before_anything_runs(
+    llm: LLM, prompts: list[Any], params: dict[str, Any], message: str
+) -> None:
+    steps = llm.engine.scheduler.counters.steps
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+    assert llm.engine.scheduler.counters.steps == steps
+    assert not llm.engine.has_work
+
+
+def test_sampling_params_are_as_many_as_prompts(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="1 sampling_params are given for 2 prompts; give as many"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_a_full_queue_is_waited_for() -> None:
+    bounded = LLM(RECIPE, *SMALL, "scheduler.max_waiting_requests=2")
+    outputs = bounded.generate([PROMPTS[0]] * 20, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == ["623"] * 20
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm: LLM) -> None:
+    class Impatient(tqdm):
+        def update(self, n: float | None = 1) -> None:
+            if n:
+                raise KeyboardInterrupt
+
+    wanted = [SamplingParams(max_tokens=2 + 8 * index) for index in range(9)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[1]] * 9, wanted, use_tqdm=Impatient)
+    assert not llm.engine.has_work
+
+
+def test_one_whose_logits_are_not_finite_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = LLM(RECIPE, *SMALL)
+    run = fresh.engine.runner.run
+
+    def failing(batch: Batch) -> Sampled:
+        sampled = run(batch)
+        names = [fresh.engine.slots.requests[row].id for row in batch.owners.tolist()]
+        return Sampled(np.where(np.array(names) == "1", -1, sampled.tokens))
+
+    monkeypatch.setattr(fresh.engine.runner, "run", failing)
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    good, bad = fresh.generate([PROMPTS[0]] * 2, greedy, use_tqdm=False)
+    assert good.outputs[0].text == "623"
+    assert bad.outputs == [CompletionOutput(0, "", [], None, None, "error", None)]
+
+
+def test_progress_counts_prompts(llm: LLM) -> None:
+    seen: list[tuple[int, float]] = []
+
+    class Bar(tqdm):
+        def close(self) -> None:
+            super().close()
+            seen.append((self.total, self.n))
+
+    wanted = [SamplingParams(n=3, max_tokens=4), SamplingParams(n=2, beam_width=3, max_tokens=4)]
+    llm.generate(PROMPTS[:2], wanted, use_tqdm=Bar)
+    assert seen[0] == (2, 2)

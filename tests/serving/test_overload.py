@@ -1,0 +1,59 @@
+"""Who is refused is told so at once, while those that were let in are served to their ends.
+
+python -m pytest -s tests/serving/test_overload.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import aiohttp
+import numpy as np
+import pytest
+
+from tests.serving.server import TINY, Server, started
+from tests.serving.test_shutdown import num_requests
+
+NUM_ACCEPTED = 64
+NUM_REFUSED = 9 * NUM_ACCEPTED  # ten times too many in all
+REST_S = 0.005  # of the one that comes again and again
+BODY = {"prompt": "One day", "max_tokens": 300, "ignore_eos": True}
+
+
+async def overload(server: Server) -> list[float]:
+    """How long each refusal took, in milliseconds."""
+    taken_ms = []
+    async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(limit=0)) as client:
+
+        async def served() -> int:
+            async with client.post("/v1/completions", json=BODY | {"stream": True}) as response:
+                assert response.status == 200
+                return (await response.text()).count('"text":')
+
+        accepted = [asyncio.ensure_future(served()) for _ in range(NUM_ACCEPTED)]
+        until_s = time.monotonic() + 30
+        while await num_requests(client, server.url) < NUM_ACCEPTED:
+            assert time.monotonic() < until_s, "they do not come in"
+            await asyncio.sleep(0.02)
+        while len(taken_ms) < NUM_REFUSED and not any(each.done() for each in accepted):
+            start_s = time.perf_counter()
+            async with client.post("/v1/completions", json=BODY) as response:
+                assert (response.status, response.headers["retry-after"]) == (429, "1")
+                await response.read()
+            taken_ms.append(1e3 * (time.perf_counter() - start_s))
+            await asyncio.sleep(REST_S)
+        assert set(await asyncio.gather(*accepted)) == {BODY["max_tokens"]}
+    return taken_ms
+
+
+@pytest.mark.slow
+def test_who_is_refused_is_told_at_once() -> None:
+    server = started([TINY, f"server.max_requests={NUM_ACCEPTED}"])
+    try:
+        taken_ms = asyncio.run(overload(server))
+    finally:
+        server.close()
+    assert taken_ms, "all was over before one was refused"
+    p50, p99 = np.percentile(taken_ms, [50, 99])
+    print(f"{len(taken_ms)} refusals: p50 {p50:.1f} ms, p99 {p99:.1f} ms, at most {max(taken_ms):.1f} ms")

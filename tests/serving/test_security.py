@@ -1,0 +1,287 @@
+"""Hostile requests: each gets its own refusal, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.serving.server import TINY, Server, started
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
+CANARY = "canary4711"
+CLIENT = httpx.Client(timeout=60, trust_env=False)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = started([TINY, "--log-requests"])
+    yield server
+    CLIENT.close()
+    answer = httpx.post(server.url + COMPLETIONS, json=SUM).json()
+    assert answer["choices"][0]["text"] == "623", "it does not serve any more"
+    assert not [
+        line for line in server.log if "Traceback" in line or "a defect" in line or "ended by" in line
+    ]
+    assert server.close() == 0
+
+
+def ask(server: Server, path: str, body: Any, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, (str, bytes)) else json.dumps(body)
+    return CLIENT.post(
+        server.url + path, content=content, headers={"content-type": "application/json"} | headers
+    )
+
+
+def refused(response: httpx.Response, status: int = 400) -> str:
+    """The message of a refusal, which is OpenAI's shape and one line."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert len(error["message"]) <= 500
+    assert not re.search(r'Traceback|File "|\.py', error["message"])
+    return str(error["message"])
+
+
+def spoken(server: Server, data: bytes, *, ends: bool = True) -> bytes:
+    """What the server answers to some bytes until it hangs up; `ends`: we say no more than these."""
+    place = urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+        try:
+            connection.sendall(data)
+            if ends:
+                connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while piece := connection.recv(65536):
+                answer += piece
+        except OSError:  # it hung up before it had heard all
+            return b""
+    return answer
+
+
+@pytest.mark.parametrize(
+    "value", [2**31, 2**63 - 1, 2**63, 2**64, pytest.param(10**4000, id="10**4000"), -1, -(2**63) - 1]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["top_k", "max_tokens", "seed", "n", "min_tokens", "logprobs", "priority", "best_of", "beam_width"],
+)
+def test_no_integer_is_too_large_to_be_refused(server: Server, name: str, value: int) -> None:
+    response = ask(server, COMPLETIONS, {"prompt": "1+1=", "max_tokens": 2, name: value})
+    taken = {"top_k": (-1,), "seed": (2**31, 2**63 - 1), "priority": (-1,)}
+    if value in taken.get(name, ()):
+        assert response.status_code == 200
+    else:
+        assert name in refused(response)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "timeout_s", "presence_penalty", "length_penalty"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1" * 400])
+def test_no_number_is_too_strange_to_be_refused(server: Server, name: str, value: str) -> None:
+    assert name in refused(ask(server, COMPLETIONS, f'{{"prompt": "1+1=", "{name}": {value}}}'))
+
+
+@pytest.mark.parametrize("name", ["prompt", "tenant", "user", "cache_salt", "stop", "model", "x\\ud800"])
+def test_half_a_surrogate_pair_is_refused(server: Server, name: str) -> None:
+    body = {"prompt": "1+1=", "max_tokens": 2}
+    content = json.dumps(body)[:-1] + f', "{name}": "a\\ud800"}}'
+    refused(ask(server, COMPLETIONS, content), 404 if name == "model" else 400)
+    for message in ('{"role": "user", "content": "\\ud800"}', '{"role": "user", "\\ud800": "a"}'):
+        refused(ask(server, CHAT, f'{{"messages": [{message}]}}'))
+
+
+@pytest.mark.parametrize("depth", [100, 900, 5_000, 300_000])
+def test_nesting_is_refused_at_any_depth(server: Server, depth: int) -> None:
+    for name in ("prompt", "stop", "tools", "logit_bias"):
+        refused(ask(server, COMPLETIONS, f'{{"prompt": "a", "{name}": ' + "[" * depth + "]" * depth + "}"))
+    lists = "[" * depth + "]" * depth
+    refused(ask(server, CHAT, f'{{"messages": {lists}}}'))
+    refused(ask(server, CHAT, f'{{"messages": [{{"role": "user", "content": {lists}}}]}}'))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"n": 129}, "n is 129; it must be from 1 to 128"),
+        ({"best_of": 129}, "best_of is 129"),
+        ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),
+        ({"stop": ["a"] * 17}, "stop is 17; it must be at most 16 strings"),
+        ({"stop": "a" * 1025}, "strings of at most 1024 characters"),
+        ({"stop_token_ids": [5] * 1025}, "stop_token_ids is 1025"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "it is of 1025 tokens"),
+        ({"logit_bias": {"99999": 1}}, "99999"),
+        ({"logit_bias": {"5": 101}}, "it must be from -100 to 100"),
+        ({"tenant": "a" * 1025}, "at most 1024 characters"),
+        ({"prompt": ["a"] * 1025}, "ask for 1025 samples at once; the server takes 1024"),
+        ({"prompt": ["a"] * 9, "n": 128}, "ask for 1152 samples at once"),
+        ({"prompt": [99_999]}, "99999"),
+        ({"prompt": [-1]}, "-1"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": [5] * 5000}, "prompt holds 5000 tokens; model and cache hold 2048"),
+        ({"prompt": "a" * 100_000}, "prompt holds 100000 characters"),
+        ({"prompt": [1, "a"]}, "a list of token ids"),
+        ({"prompt": [[1], [True]]}, "a list of token ids"),
+        ({"prompt_embeds": "AAAA"}, "unknown field"),
+        ({"chat_template": "{{ 1 }}"}, "unknown field"),
+        ({"chat_template_kwargs": {"chat_template": "x", "tokenize": False}}, "unknown field"),
+        ({"response_format": {"type": "regex", "pattern": "(a+)+$"}}, "response_format is not supported"),
+        ({"guided_regex": "(a+)+$"}, "unknown field"),
+        ({"b" * 100_000: 1}, "unknown field"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"repetition_penalty": [1.0]}, "repetition_penalty"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_limits(server: Server, body: dict[str, Any], said: str) -> None:
+    assert said in refused(ask(server, COMPLETIONS, {"prompt": "1+1=", "max_tokens": 2} | body))
+
+
+def test_a_chat_brings_no_template_and_no_place_to_fetch_from(server: Server) -> None:
+    messages = [{"role": "user", "content": "1+1="}]
+    for name in ("chat_template", "chat_template_kwargs", "documents", "add_generation_prompt"):
+        assert "unknown field" in refused(ask(server, CHAT, {"messages": messages, name: "{{ 1 }}"}))
+    image = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}}]
+    assert "this model reads text" in refused(
+        ask(server, CHAT, {"messages": [{"role": "user", "content": image}]})
+    )
+
+
+def test_bodies_that_are_no_json(server: Server) -> None:
+    for body in (
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b'"a"',
+        b"{",
+        b'{"a":1}' * 2,
+        json.dumps(SUM).encode("utf-16")[:9],
+    ):
+        refused(ask(server, COMPLETIONS, body))
+    plain = httpx.post(
+        server.url + COMPLETIONS, content=json.dumps(SUM), headers={"content-type": "text/plain"}
+    )
+    refused(plain)  # which a page in a browser may send to anybody
+
+
+def test_a_body_that_is_too_long_is_not_read(server: Server) -> None:
+    long = b'{"prompt": "' + b"a" * 2**21 + b'"}'
+    assert "2097152 bytes" in refused(ask(server, COMPLETIONS, long), 413)
+    pieces = (long[at : at + 65536] for at in range(0, len(long), 65536))
+    refused(httpx.post(server.url + COMPLETIONS, content=pieces), 413)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
+    assert b" 413 " in spoken(server, head + b"9" * 17 + b"\r\n\r\n")
+    assert b" 400 " in spoken(server, head + b"9" * 40 + b"\r\n\r\n")
+    assert b" 400 " in spoken(server, head + b"-1\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 70_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 1_000_000,  # which never ends
+    ],
+    ids=["many headers", "long header", "long path", "endless header"],
+)
+def test_a_long_head_is_refused(server: Server, head: bytes) -> None:
+    answer = spoken(server, head)
+    assert answer.startswith(b"HTTP/1.1 431 ") or not answer  # the answer may be lost where it hung up first
+    if b"\r\n\r\n" in head:
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 431
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+    ids=["tls", "version", "path", "both lengths", "two lengths", "no chunk"],
+)
+def test_what_is_no_http_is_told_so(server: Server, data: bytes) -> None:
+    assert spoken(server, data).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_large_body_in_one_piece_with_the_next_head_is_no_long_head(server: Server) -> None:
+    body = json.dumps({"prompt": "a" * 200_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    one = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    last = one.replace(b"localhost", b"localhost\r\nconnection: close")
+    assert spoken(server, one + one + last, ends=False).count(b"HTTP/1.1 400") == 3
+
+
+def test_a_server_for_this_machine_answers_to_no_other_name(server: Server) -> None:
+    for host in ("evil.example", "[::1", "localhost.evil.example", "127.0.0.1.evil.example", "", "a b"):
+        answer = spoken(
+            server, f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+        )
+        assert answer.startswith(b"HTTP/1.1 403 "), host
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000"):
+        answer = spoken(
+            server, f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+        )
+        assert answer.startswith(b"HTTP/1.1 200 "), host
+
+
+def test_a_slash_too_many_is_no_redirection(server: Server) -> None:
+    refused(httpx.get(server.url + "/health/"), 404)
+    refused(httpx.get(server.url + "/../../etc/passwd"), 404)
+    refused(httpx.get(server.url + "/%2e%2e/%2e%2e/etc/passwd"), 404)
+    refused(httpx.get(server.url + "/v1/models/..%2f..%2fetc%2fpasswd"), 404)
+    refused(ask(server, "/abort/%00%0aforged", ""), 404)
+    assert not [line for line in server.log if line.startswith("forged")]
+
+
+def test_nobody_ends_all_requests_by_their_kind(server: Server) -> None:
+    body = {"prompt": "One day", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: "))
+        name = json.loads(next(lines)[6:])["id"]
+        for wrong in ("cmpl", "chatcmpl", "c", name[:-1], f"{name}-0"):
+            refused(ask(server, f"/abort/{wrong}", ""), 404)
+        assert ask(server, f"/abort/{name}", "").json()["aborted"] == 1
+        assert '"error"' in [*lines][-2]
+
+
+def test_logs_hold_no_text(server: Server) -> None:
+    ask(
+        server,
+        COMPLETIONS,
+        {"prompt": CANARY, "max_tokens": 1, "stop": [CANARY]},
+        authorization=f"Bearer {CANARY}",
+    )
+    ask(server, CHAT, {"messages": [{"role": "user", "content": CANARY}], CANARY: 1})
+    ask(server, f"/nowhere?key={CANARY}", {"prompt": CANARY})
+    ask(server, "/tokenize", {"prompt": CANARY})
+    refused(ask(server, COMPLETIONS, {"prompt": [CANARY, 1]}))
+    server.wait_for("/tokenize 200")
+    assert CANARY not in "\n".join(server.log)
+    assert CANARY not in httpx.get(server.url + "/metrics").text
+
+
+def test_who_opens_the_server_without_keys_is_warned(tmp_path: Path) -> None:
+    server = started([TINY, "--host", "0.0.0.0"])
+    try:
+        assert any("everybody who reaches 0.0.0.0 may ask" in line for line in server.log)
+        port = urlsplit(server.url).port
+        assert (
+            httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"host": "a.example"}).status_code == 200
+        )
+    finally:
+        assert server.close() == 0

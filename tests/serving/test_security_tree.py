@@ -1,0 +1,218 @@
+"""What the runtime never does, which paths are open, and how keys part their holders."""
+
+from __future__ import annotations
+
+import ast
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving import messages
+from serving.chat import ChatTemplate
+from serving.engine_process import EngineProcess
+from serving.http.guard import OPEN_PATHS
+from serving.http.keys import Keys
+from tests.serving.server import TINY, Server
+from tests.test_imports import MAY_IMPORT, ROOT, files, name
+
+RUNTIME = files(*MAY_IMPORT)
+KEYS = "first-key tenant-a\nsecond-key tenant-b\nthird-key\n"
+UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "xmlrpc", "telnetlib"}
+
+
+def calls(path: Path) -> list[tuple[str, ast.Call]]:
+    """What a file calls, as it is written there."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_nothing_unpickles() -> None:
+    """CVE-2024-11041, CVE-2025-30165, CVE-2025-32434 and their kind: bytes that run when they are read."""
+    found = []
+    for path in RUNTIME:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [(name(path), each) for each in modules if each.partition(".")[0] in UNSAFE]
+    assert not found
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    """Nor loads weights but safetensors, nor code of a model's own, nor YAML with objects, nor by a shell."""
+    found = []
+    for path in RUNTIME:
+        for said, call in calls(path):
+            keywords = {each.arg: ast.unparse(each.value) for each in call.keywords}
+            bad = said in ("eval", "exec", "__import__", "os.system", "yaml.load", "yaml.unsafe_load")
+            bad |= said.endswith(("torch.load", "load_pickle", ".recv_pyobj", ".send_pyobj"))
+            bad |= keywords.get("trust_remote_code", "False") != "False"
+            bad |= (
+                keywords.get("shell", "False") != "False" or keywords.get("allow_pickle", "False") != "False"
+            )
+            if bad:
+                found.append((name(path), call.lineno, said))
+    assert not found
+
+
+@pytest.mark.slow
+def test_bandit_finds_nothing() -> None:
+    rooms = sorted({name(path).partition("/")[0] for path in RUNTIME})
+    command = [sys.executable, "-m", "bandit", "-q", "-c", "pyproject.toml", "-r", *rooms]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+
+
+def test_the_server_fetches_nothing() -> None:
+    """Nothing in the serving rooms can open a connection to where a request says."""
+    clients = re.compile(
+        r"^\s*(?:import|from) (requests|urllib|httpx|aiohttp|http\.client|socket)\b", re.MULTILINE
+    )
+    served = [
+        path for path in RUNTIME if name(path).startswith(("serving/", "continuous_batching/", "models/"))
+    ]
+    found = {name(path) for path in served if clients.search(path.read_text(encoding="utf-8"))}
+    # to the collector that the command line names; options of connections that came in
+    assert found <= {"serving/metrics/traces.py", "serving/http/connections.py"}
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_taken_for_a_message(data: bytes) -> None:
+    for decode in (messages.decode_to_engine, messages.decode_from_engine):
+        try:
+            decoded = decode(data)
+        except ValueError:  # of msgspec, or of text that is no UTF-8
+            continue
+        assert isinstance(decoded, messages.Message)
+
+
+@given(st.data())
+def test_no_damaged_message_is_taken_for_another_type(data: st.DataObject) -> None:
+    sent = messages.Add(1, ["a"], bytes(8), [messages.SamplingParams(seed=3)], "t", "s", 0, 1.5, 0.1)
+    encoded = bytearray(messages.encode(sent))
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decoded = messages.decode_to_engine(bytes(encoded))
+    except ValueError:  # of msgspec, or of the parameters' own ranges
+        return
+    assert isinstance(decoded, messages.Message)
+
+
+def test_only_this_user_can_reach_the_engine() -> None:
+    engine = EngineProcess([])
+    try:
+        assert stat.S_IMODE(engine._folder.stat().st_mode) == 0o700
+    finally:
+        engine._socket.close()
+        engine._context.term()
+        engine._folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+            "{% set d = a %}{% endfor %}{% endfor %}{% endfor %}",
+            "took more than",
+        ),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "refuses these messages"),
+        ("{{ range(10**9) }}", "refuses these messages"),
+        ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+    ],
+    ids=["loops", "recursion", "range", "class", "subclasses", "change"],
+)
+def test_a_template_has_no_way_out_and_no_time_to_waste(source: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ChatTemplate(source, {}, most_s=0.2).render([{"role": "user", "content": "a"}])
+
+
+def test_keys_are_compared_in_constant_time() -> None:
+    source = (ROOT / "serving/http/keys.py").read_text()
+    assert "hmac.compare_digest" in source
+    assert not re.search(r"\bkey\s*==|==\s*key\b", source)
+    keys = Keys({"a": "x", "b": ""})
+    assert keys.client("Bearer a") is keys.client("bearer  a")
+    for wrong in (
+        None,
+        "",
+        "a",
+        "Basic a",
+        "Bearer",
+        "Bearer c",
+        "Bearer a b",
+        "Bearer \xff",
+        "Bearer " + "a" * 9999,
+    ):
+        assert keys.client(wrong) is None
+    salts = {keys.client(f"Bearer {key}").salt for key in "ab"}  # type: ignore[union-attr]
+    assert len(salts) == 2
+    assert "" not in salts
+
+
+def test_every_path_but_probes_needs_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEYS)
+    server = Server(TINY, "--api-keys", str(tmp_path / "keys"), "--host", "127.0.0.1").ready()
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            known = client.get("/openapi.json", headers={"authorization": "Bearer first-key"}).json()["paths"]
+            known = set(known) | {
+                "/live",
+                "/metrics",
+                "/openapi.json",
+                "/docs",
+                "/redoc",
+                "/nowhere",
+            }
+            assert len(known) > 10
+            for path in sorted(known):
+                for method in ("GET", "POST", "PUT", "DELETE", "HEAD"):
+                    status = client.request(method, path.replace("{request_id}", "a")).status_code
+                    assert status == 401 or path in OPEN_PATHS, (method, path)
+            assert set(OPEN_PATHS) == {"/", "/health", "/ready"}
+            _no_key_finds_what_another_sent(client)
+            _no_key_ends_what_another_asked(client)
+    finally:
+        assert server.close() == 0
+    assert not [line for line in server.log if re.search("(first|second|third)-key", line)]
+
+
+def _of(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def _no_key_finds_what_another_sent(client: httpx.Client) -> None:
+    """By the tokens found in the cache, which is all that a time could tell."""
+
+    def num_cached(key: str, number: int, **more: str) -> int:
+        prompt = f"{number:04d}" * 80  # 20 pages
+        body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+        answer = client.post("/v1/completions", json=body, headers=_of(key)).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    for number in range(8):
+        assert num_cached("first-key", number) == 0
+        assert num_cached("second-key", number) == 0
+        assert num_cached("third-key", number, cache_salt="") == 0
+        assert num_cached("first-key", number, cache_salt="mine") == 0
+        assert num_cached("first-key", number) > 100
+        assert num_cached("second-key", number) > 100
+
+
+def _no_key_ends_what_another_asked(client: httpx.Client) -> None:
+    body = {"prompt": "One day", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body, headers=_of("first-key")) as response:
+        event = next(line for line in response.iter_lines() if line.startswith("data: "))
+        path = "/abort/" + msgspec.json.decode(event[6:])["id"]
+        assert client.post(path, headers=_of("second-key")).status_code == 404
+        assert client.post(path, headers=_of("first-key")).status_code == 200

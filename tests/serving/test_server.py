@@ -1,0 +1,68 @@
+"""The server from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from scripts.serve import keys_of, parser
+from tests.serving.server import TINY, Server, started
+
+SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = started()
+    yield server
+    assert server.close() == 0
+
+
+def test_a_completion_is_what_the_model_says(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json=SUM).json()
+    assert answer["choices"][0]["text"] == "623"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"] == {
+        "prompt_tokens": 9,
+        "completion_tokens": 4,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"]},
+    }
+
+
+def test_a_lost_engine_is_told_and_followed_by_another(server: Server) -> None:
+    with httpx.stream(
+        "POST",
+        f"{server.url}/v1/completions",
+        json={"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True},
+        timeout=30,
+    ) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(server.engine_pid, signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert '"error"' in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    server.wait_until("/health", 503)
+    server.wait_until("/ready", 200)
+    assert httpx.post(f"{server.url}/v1/completions", json=SUM).json()["choices"][0]["text"] == "623"
+
+
+def test_an_unusable_recipe_ends_the_server() -> None:
+    server = Server("recipes/any/cpu.yaml", "model.path=/nowhere")
+    assert server.wait() == 1
+    assert any("/nowhere" in line for line in server.log)
+
+
+def test_a_key_is_one_word_however_it_came_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = parser().parse_args([TINY])
+    monkeypatch.setenv("API_KEY", " abc\n")
+    assert keys_of(options) == {"abc": ""}
+    for wrong in (" ", "a b", "schlüssel"):
+        monkeypatch.setenv("API_KEY", wrong)
+        with pytest.raises(ValueError, match="API_KEY must be one word"):
+            keys_of(options)

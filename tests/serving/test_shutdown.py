@@ -1,0 +1,141 @@
+"""The server's own end, asked for or sudden; and that it goes on where nothing can be written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import httpx
+import pytest
+
+from tests.serving.faults import HANG_S, Told, ask
+from tests.serving.server import TINY, Server
+from tests.test_imports import ROOT
+
+NO_SPARE = "server.spare_engine=false"
+
+
+async def in_flight(server: Server, number: int, num_tokens: int, signals: int = 1) -> list[Told]:
+    """So many ask; when all are in the engine, the server is told to end; what they were told."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        body = {"prompt": "One day", "ignore_eos": True, "max_tokens": num_tokens}
+        asked = [asyncio.ensure_future(ask(session, server.url, **body)) for _ in range(number)]
+        until_s = time.monotonic() + 30
+        while await num_requests(session, server.url) < number:
+            assert time.monotonic() < until_s, "they do not come in"
+            await asyncio.sleep(0.02)
+        server.process.terminate()
+        await asyncio.to_thread(server.wait_for, "ends: ")
+        refused = await ask(session, server.url, prompt="1+1=")
+        assert (refused.status, refused.error) == (503, "the server is shutting down")
+        if signals == 2:
+            server.process.terminate()
+        return await asyncio.gather(*asked, return_exceptions=signals == 2)
+
+
+async def num_requests(session: aiohttp.ClientSession, url: str) -> float:
+    """In the engine, now."""
+    async with session.get(f"{url}/metrics") as response:
+        text = await response.text()
+    names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_sigterm_lets_requests_end(number: int) -> None:
+    for _ in range(number):
+        server = Server(TINY, NO_SPARE, "scheduler.num_slots=100").ready()
+        told = asyncio.run(in_flight(server, 100, 30))
+        assert server.wait() == 0
+        assert all((each.status, len(each.tokens), each.error) == (200, 30, None) for each in told)
+
+
+def test_requests_that_do_not_end_are_cut_off() -> None:
+    server = Server(TINY, NO_SPARE, "server.drain_s=0.5").ready()
+    told = asyncio.run(in_flight(server, 20, 1500))
+    assert server.wait(HANG_S) == 0
+    assert {each.error for each in told} == {"the server is shutting down"}
+    assert any("20 requests are cut off" in line for line in server.log)
+
+
+def test_who_looks_on_is_told_the_end() -> None:
+    server = Server(TINY, NO_SPARE).ready()
+    with httpx.stream("GET", f"{server.url}/live", timeout=HANG_S) as live:
+        lines = live.iter_lines()
+        assert next(lines).startswith("data: ")
+        server.process.terminate()
+        assert "data: " in "".join(lines), "to the end: a response that is cut off raises"
+    assert server.wait(HANG_S) == 0
+    assert not [line for line in server.log if "ASGI" in line]
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_does_not_wait() -> None:
+    server = Server(TINY, NO_SPARE).ready()
+    asyncio.run(in_flight(server, 20, 1500, signals=2))
+    assert server.wait(HANG_S) == 0
+
+
+def test_an_engine_does_not_outlive_its_server() -> None:
+    server = Server(TINY, NO_SPARE).ready()
+    engine = server.engine_pid
+    server.process.kill()
+    assert server.wait() == -signal.SIGKILL
+    until_s = time.monotonic() + HANG_S
+    while Path(f"/proc/{engine}/exe").exists():
+        assert time.monotonic() < until_s, "it goes on alone"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_a_recording_and_nothing_else(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    server = Server(
+        TINY, NO_SPARE, f"scheduler.record={record}", limits={resource.RLIMIT_FSIZE: 20_000}
+    ).ready()
+    body = {"prompt": "One day", "max_tokens": 300, "ignore_eos": True}
+    for _ in range(3):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] == 300
+    server.wait_for("recording to .*record ended: .*serving goes on without it")
+    os.kill(server.engine_pid, signal.SIGKILL)
+    server.wait_until("/health", 503)
+    server.ready()
+    assert Path(f"{record}.2").exists()
+    assert server.close() == 0
+    assert sum("serving goes on without it" in line for line in server.log) == 1
+
+
+@pytest.mark.slow
+def test_a_log_that_cannot_be_written_stops_nothing() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "scripts.serve", TINY, NO_SPARE, "--log-requests", "--port", str(port)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=full,
+            stdout=full,
+        )
+    url, until_s = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    while True:
+        assert time.monotonic() < until_s, "it never becomes ready"
+        try:
+            if httpx.get(f"{url}/ready", timeout=10).status_code == 200:
+                break
+        except httpx.ConnectError:
+            time.sleep(0.05)
+    told = httpx.post(f"{url}/v1/completions", json={"prompt": "1+1="}, timeout=10)
+    assert told.status_code == 200
+    process.terminate()
+    assert process.wait(30) == 0

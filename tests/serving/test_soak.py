@@ -1,0 +1,102 @@
+"""A server's memory does not grow with the requests that it has served.
+
+SOAK_REQUESTS=50000 python -m pytest -s tests/serving/test_soak.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from tests.serving.server import TINY, Server, started
+
+NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "6000"))
+NUM_AT_ONCE = 64
+NUM_ROUNDS = 40  # after each of which memory is read
+WARM = 0.4  # of the rounds: pools of memory and the prefix cache fill
+MOST_BYTES = 64  # a request
+NOISE_BYTES = 2 * 2**20  # by which memory may move for no reason of ours
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def body(draw: random.Random, number: int) -> tuple[str, dict[str, object], int]:
+    """A request of any kind, the path that it goes to, and the status that it gets."""
+    prompt = "".join(draw.choices("0123456789+= abc", k=draw.randint(1, 60)))
+    asked: dict[str, object] = {"max_tokens": draw.randint(1, 6), "user": f"user {number}"}
+    kind = draw.randrange(12)
+    if kind == 0:
+        return "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": prompt}]}, 200
+    if kind == 1:
+        return "/v1/completions", asked | {"prompt": prompt, f"field{number}": 1}, 400
+    if kind == 2:
+        return f"/nowhere/{number}", asked, 404
+    if kind == 3:
+        return "/tokenize", {"prompt": prompt}, 200
+    more: list[dict[str, object]] = [
+        {"stream": True},
+        {"n": 3, "logprobs": 2},
+        {"stop": [prompt[:1], str(number)]},
+        {"cache_salt": str(number)},
+        {"max_tokens": 10_000_000},
+        {"temperature": 0},
+        {"seed": number},
+        {"best_of": 2, "stream": True, "stream_options": {"include_usage": True}},
+    ]
+    chosen = more[kind - 4]
+    return "/v1/completions", {**asked, "prompt": prompt, **chosen}, 400 if "0_000" in repr(chosen) else 200
+
+
+async def ask(client: aiohttp.ClientSession, number: int) -> None:
+    path, asked, status = body(random.Random(number), number)
+    async with client.post(path, json=asked) as response:
+        assert response.status == status or 10_000_000 in asked.values(), await response.text()
+        if asked.get("stream") and number % 2:
+            return  # goes away in the middle
+        await response.read()
+
+
+async def soak(server: Server) -> tuple[list[int], list[list[int]]]:
+    """How many requests were served at each reading, and the memory of both processes in bytes."""
+    pids = server.process.pid, server.engine_pid
+    counts, readings, number = [], [], 0
+    async with aiohttp.ClientSession(server.url) as client:
+        for _ in range(NUM_ROUNDS):
+            waiting = iter(range(number, number + NUM_REQUESTS // NUM_ROUNDS))
+
+            async def work() -> None:
+                for each in waiting:  # noqa: B023 - all have ended before the next round
+                    await ask(client, each)
+
+            await asyncio.gather(*(work() for _ in range(NUM_AT_ONCE)))
+            number += NUM_REQUESTS // NUM_ROUNDS
+            counts.append(number)
+            readings.append([resident_bytes(pid) for pid in pids])
+    return counts, readings
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_memory_does_not_grow_with_requests() -> None:
+    server = started([TINY, "server.max_requests=4096", "cache.num_pages=256"])
+    try:
+        counts, readings = asyncio.run(soak(server))
+    finally:
+        server.close()
+    first = int(WARM * NUM_ROUNDS)
+    served = counts[-1] - counts[first]
+    for name, memory in zip(("the server", "its engine"), np.array(readings, dtype=np.float64).T):
+        slope = np.polyfit(counts[first:], memory[first:], 1)[0]
+        print(
+            f"{name}: {memory[first] / 2**20:.1f} MiB after {counts[first]} requests, "
+            f"{memory[-1] / 2**20:.1f} MiB after {counts[-1]}, {slope:.1f} bytes a request"
+        )
+        assert slope * served <= MOST_BYTES * served + NOISE_BYTES

@@ -1,0 +1,77 @@
+"""Is it never said that there is an engine where there is none?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from recipes.server import ServerSection
+from serving.engine_process import EngineLost, EngineProcess
+from serving.messages import Facts, FromEngine, Ready
+from serving.observer import Observer
+from serving.supervisor import Supervisor
+
+FACTS = Facts(*[1, (2,)], *[64] * 6, "cpu", 1, 64)
+
+
+class Short:
+    """A life of an engine that is ready, and ends."""
+
+    pid = 1
+
+    async def live(self, hear: Callable[[FromEngine], None], *_: float) -> None:
+        hear(Ready(FACTS))
+        await asyncio.sleep(0)
+        raise EngineLost("it ended")
+
+
+def test_who_asks_while_an_engine_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def states() -> list[tuple[str, bool]]:
+        seen = []
+        keeper = Supervisor(
+            lambda life: [], ServerSection(), lambda message: None, lambda reason: None, Observer()
+        )
+
+        async def engine() -> Short:
+            return Short()
+
+        async def slow_to_end() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+        monkeypatch.setattr(keeper, "_next", engine)
+        monkeypatch.setattr(keeper, "_keep_spare", slow_to_end)
+        keeper.start()
+        while keeper.state not in ("lost", "dead"):
+            await asyncio.sleep(0)
+            seen.append((keeper.state, keeper.facts is not None))
+        await keeper.close()
+        return seen
+
+    assert ("ready", True) in (seen := asyncio.run(states()))
+    assert ("ready", False) not in seen
+
+
+def test_a_spare_process_that_still_imports_is_not_waited_for() -> None:
+    async def taken() -> list[bool]:
+        keeper = Supervisor(
+            lambda life: [], ServerSection(), lambda message: None, lambda reason: None, Observer()
+        )
+        same = []
+        for is_prepared in (False, True):
+            spare = keeper._spare = await EngineProcess.started([], is_spare=True)
+            assert spare._done is not None
+            if is_prepared:
+                spare._done.touch()
+            engine = await keeper._next()
+            same.append(engine is spare)
+            assert spare.is_running == is_prepared
+            await engine.end()
+        return same
+
+    assert asyncio.run(taken()) == [False, True]

@@ -1,0 +1,144 @@
+"""What is counted, and how it is told, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from continuous_batching.counters import Counters
+from continuous_batching.request import Request, SamplingParams
+from serving.answers import Answer
+from serving.detokenizer import TextOptions
+from serving.messages import Beat, Ended, Facts, StepTimes
+from serving.metrics.exposition import Exposition
+from serving.metrics.histogram import Histogram
+from serving.metrics.tally import NO_GAUGES, Tally
+
+FACTS = Facts(100, (1,), 64, 4, 101, 16, 1024, 0, "cpu", 1000, 200)
+
+
+def samples(tally: Tally) -> dict[tuple[str, str], float]:
+    """By name and by the label that is its own."""
+    text = Exposition(tally, 'a "model"', lambda: None).text().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for each in family.samples:
+            own = {key: value for key, value in each.labels.items() if key not in ("model_name", "engine")}
+            found[each.name, ",".join(own.values())] = each.value
+            assert each.name.startswith("process_") or each.labels["model_name"] == 'a "model"'
+    return found
+
+
+def answer(**params: Any) -> Answer:
+    request = Request("r", np.array([3, 4, 5]), SamplingParams(max_tokens=7, **params))
+    return Answer(request, None, TextOptions(), num_answers=1, max_unread_tokens=10)
+
+
+def beat(counters: Counters, **fields: Any) -> Beat:
+    told = {"held_back": None, "shared_pages": 0, "wrong_pages": 0, "gauges": NO_GAUGES} | fields
+    return Beat(counters=counters, **told)
+
+
+def test_a_value_at_a_bound_lies_below_it_as_prometheus_has_it() -> None:
+    histogram = Histogram((1, 2, 5))
+    for value in (0, 1, 1.5, 2, 7):
+        histogram.observe(value)
+    assert histogram.buckets() == [("1", 2), ("2", 4), ("5", 4), ("+Inf", 5)]
+    assert histogram.buckets(1e-3)[2] == ("0.005", 4)
+    assert histogram.sum == 11.5
+    assert histogram.num == 5
+    at_once = Histogram((1, 2, 5))
+    at_once.observe_all([0, 1, 1.5, 2, 7])
+    at_once.observe_all([])
+    assert (at_once.buckets(), at_once.sum) == (histogram.buckets(), histogram.sum)
+
+
+def test_every_interval_between_tokens_is_counted() -> None:
+    tally = Tally()
+    told = answer()
+    for _ in range(2500):
+        tally.next_token(told, 0, 0.004)
+        tally.stepped(StepTimes(0.004, 0.004, 1, 1, 0))
+    assert samples(tally)["cb_inter_token_latency_seconds_count", ""] == 2500
+    assert samples(tally)["cb_inter_token_latency_seconds_bucket", "0.005"] == 2500
+    assert samples(tally)["vllm:generation_tokens_total", ""] == 2500
+
+
+def test_what_was_counted_outlives_the_engine_that_counted_it() -> None:
+    tally = Tally()
+    tally.ready(FACTS, 1.5)
+    tally.beat(beat(Counters(steps=5, preemptions=2), wrong_pages=1))
+    tally.beat(beat(Counters(steps=9, preemptions=2), wrong_pages=1))
+    tally.lost("killed")
+    assert samples(tally)["cb_engine_up", ""] == 0
+    tally.ready(FACTS, 0.5)
+    tally.beat(beat(Counters(steps=3, preemptions=4)))
+    found = samples(tally)
+    assert found["cb_steps_total", ""] == 12
+    assert found["cb_preemption_total", ""] == found["vllm:num_preemptions_total", ""] == 6
+    assert found["cb_kv_page_leak_total", ""] == 1
+    assert found["cb_engine_restarts_total", ""] == 1
+    assert found["cb_engine_up", ""] == 1
+
+
+def test_each_sample_ends_once_for_one_reason() -> None:
+    tally = Tally()
+    tally.ready(FACTS, 1)
+    told = [answer() for _ in range(4)]
+    for each in told:
+        tally.added(each)
+    end = Ended(0, "length", None, 3, 0, 0, 0.25, 0.5, 1.0, [])
+    told[0].finish(0, end)
+    tally.ended(told[0], 0, end, 2.0)
+    tally.refused(told[1], "queue_full")
+    tally.aborted(told[2], "engine_lost")
+    tally.lost("killed")
+    found = samples(tally)
+    ends = {
+        label: count for (name, label), count in found.items() if name == "cb_sample_ends_total" and count
+    }
+    assert ends == {"length": 1, "refused": 1, "engine_lost": 2}
+    assert found["cb_samples_total", ""] == 4
+    assert found["cb_samples_open", ""] == 0
+    assert found["cb_rejects_total", "queue_full"] == 1
+    assert found["cb_aborts_total", "engine_lost"] == 1
+    assert found["vllm:request_success_total", "length"] == 1
+    assert found["vllm:request_decode_time_seconds_sum", ""] == 1
+    assert found["vllm:request_inference_time_seconds_sum", ""] == 1.5
+    assert found["vllm:request_time_per_output_token_seconds_sum", ""] == 0.5
+    assert found["vllm:request_max_num_generation_tokens_sum", ""] == 3
+
+
+def test_a_step_is_counted_and_an_end_without_one_is_not() -> None:
+    tally = Tally()
+    tally.ready(FACTS, 1)
+    tally.stepped(StepTimes(0.0045, 0.004, 3, 50, 40))
+    tally.stepped(StepTimes(0, 0, 0, 0, 0))
+    found = samples(tally)
+    assert found["cb_batch_size_count", ""] == 1
+    assert found["cb_prefill_tokens_total", ""] == 40
+    assert found["cb_decode_tokens_total", ""] == 10
+    assert found["cb_batch_utilization", ""] == 0.25
+    assert found["cb_iteration_latency_ms_sum", ""] == pytest.approx(4.5)  # not cut to whole milliseconds
+    assert found["cb_iteration_latency_ms_bucket", "5"] == 1
+    assert found["cb_iteration_latency_ms_bucket", "2"] == 0
+    assert found["cb_iteration_latency_seconds_bucket", "0.005"] == 1
+    assert found["cb_scheduler_overhead_us_sum", ""] == pytest.approx(500)
+
+
+def test_who_waits_is_told_with_the_reason() -> None:
+    tally = Tally()
+    tally.ready(FACTS, 1)
+    waiting = NO_GAUGES.__class__(2, 7, 30, 10, 60, *[0] * 5, 0.0, {"whole": 3}, *[0] * 6)
+    tally.beat(beat(Counters(), held_back="pages", gauges=waiting, shared_pages=4))
+    found = samples(tally)
+    assert found["cb_requests_waiting_for", "pages"] == 7
+    assert found["cb_requests_waiting_for", "slots"] == 0
+    assert found["vllm:num_requests_waiting_by_reason", "capacity"] == 7
+    assert found["cb_held_back_seconds_total", "pages"] > 0
+    assert found["vllm:kv_cache_usage_perc", ""] == 0.3
+    assert found["cb_prefix_lookups_total", "whole"] == 3
+    assert found["cb_kv_pages_shared", ""] == 4

@@ -1,0 +1,47 @@
+"""When does an engine give back what a request held that nobody waits for?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import zmq
+
+from continuous_batching.request import SamplingParams
+from recipes.build import build
+from recipes.reader import load
+from serving.messages import Add, Finish, encode
+from serving.worker import Worker, facts_of
+from tests.serving.server import TINY
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_pages_are_free_within_two_steps(overlap: str) -> None:
+    """Of requests that wait, that are in their prompt, and that have tokens."""
+    settings = ["scheduler.num_slots=2", "scheduler.max_batch_tokens=32", f"scheduler.overlap={overlap}"]
+    engine = build(load(TINY, settings))
+    context = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    theirs.bind("inproc://engine")
+    ours.connect("inproc://engine")
+    worker = Worker(engine, ours, facts_of(engine, "cpu"))
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    for stream, num_tokens in enumerate((8, 300, 8)):
+        prompt = np.arange(300, 300 + num_tokens, dtype=np.int32).tobytes()
+        theirs.send(encode(Add(stream, [str(stream)], prompt, [params], "", "", 0, None, 0.0)))
+    worker._take(1000)
+    for _ in range(4):
+        engine.step()
+    slots, pool, prefix = engine.slots, engine.scheduler.pool, engine.scheduler.residency.prefix
+    running = {slots.requests[row].id: slots.num_computed[row] for row in slots.busy.tolist()}
+    assert running["0"] > 8
+    assert 0 < running["1"] < 300
+    assert len(engine.scheduler.waiting) == 1
+    for stream in range(3):
+        theirs.send(encode(Finish(stream, "abort")))
+    worker._take(1000)
+    for _ in range(2):
+        engine.step()
+    assert not len(slots.busy)
+    assert not engine.has_work
+    assert pool.num_held == prefix.num_idle
+    context.destroy(linger=0)

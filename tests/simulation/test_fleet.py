@@ -1,0 +1,128 @@
+"""Engines side by side, one after the other, and in stages: what each adds up to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from continuous_batching.batch import Batch
+from continuous_batching.request import Request, SamplingParams
+from simulation.fleet import Route, serve_fleet
+from simulation.pipeline import Pipeline, Stages
+from simulation.replica import Replica
+from simulation.serve import serve
+from simulation.split import Split
+from simulation.tally import Tally
+from tests.simulation.test_serve import Fixed, requests, scheduler
+
+
+def fleet(count: int, route: Route, trace: list[Request], *, records: bool = False) -> Tally:
+    tally = Tally(records=[] if records else None)
+    serve_fleet(trace, [Replica(scheduler(), Fixed(), tally) for _ in range(count)], route)
+    return tally
+
+
+def test_engines_in_turn_are_engines_alone() -> None:
+    together = fleet(3, "round_robin", list(requests(60, 20.0)))
+    alone = Tally()
+    for number in range(3):
+        alone.merge(serve(list(requests(60, 20.0))[number::3], scheduler(), Fixed()))
+    assert together.figures() == alone.figures()
+
+
+def test_who_is_least_loaded_answers_sooner() -> None:
+    waits = {
+        route: fleet(4, route, list(requests(120, 30.0))).figures()["ttft_ms"]["mean"]
+        for route in ("round_robin", "least_loaded")
+    }
+    assert waits["least_loaded"] < waits["round_robin"]
+
+
+def test_prefixes_find_their_pages() -> None:
+    random = np.random.default_rng(0)
+    begins = [random.integers(0, 1000, 136) for _ in range(4)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    def trace() -> list[Request]:
+        drawn = np.random.default_rng(1)
+        return [
+            Request(str(n), np.append(begins[drawn.integers(4)], n), params, arrival_s=0.3 * n)
+            for n in range(80)
+        ]
+
+    rates = {
+        route: fleet(4, route, trace()).figures()["prefix_hit_rate"] for route in ("round_robin", "prefix")
+    }
+    assert rates["prefix"] > rates["round_robin"] > 0.5
+
+
+def test_an_answer_goes_on_elsewhere() -> None:
+    tally = Tally(records=[])
+    request = Request("a", np.arange(30), SamplingParams(max_tokens=4, ignore_eos=True), arrival_s=1.0)
+    one = Request("b", np.arange(30), SamplingParams(max_tokens=1, ignore_eos=True), arrival_s=50.0)
+    split = Split(
+        [scheduler()], [scheduler(max_batch_tokens=800)], Fixed(), lambda tokens: 0.1 * tokens, tally
+    )
+    split.serve([request, one])
+    assert tally.records is not None
+    second, first = sorted(tally.records, key=lambda each: each["output_tokens"])
+    assert (first["first_token_s"], first["output_tokens"], first["prompt_tokens"]) == (0.04, 4, 30)
+    assert first["finish_s"] == pytest.approx(0.04 + 3.0 + 3 * 0.011)  # nothing of the prompt again
+    assert tally.itl.most_s == pytest.approx(3.0 + 0.011)
+    assert (second["output_tokens"], tally.requests, tally.completed) == (1, 2, 2)
+
+
+def test_no_split_request_is_lost() -> None:
+    tally = Tally(records=[])
+    prompts, answers = [scheduler() for _ in range(2)], [scheduler(num_pages=40, max_batch_tokens=800)] * 1
+    Split(prompts, answers, Fixed(), lambda tokens: 1e-4 * tokens, tally).serve(requests(80, 15.0))
+    figures = tally.figures()
+    assert figures["completed"] == 80
+    assert tally.records is not None
+    lens = {each["id"]: each["output_tokens"] for each in tally.records}
+    assert lens == {each.id: each.params.max_tokens for each in requests(80, 15.0)}
+    waits_s = sum(each["finish_s"] - each["arrival_s"] for each in tally.records)
+    assert figures["mean_in_system"] == pytest.approx(waits_s / figures["duration_s"], rel=0.05)
+
+
+def stages(count: int) -> Stages:
+    return Stages([Fixed()] * count, lambda tokens: 0.002)
+
+
+def test_a_request_alone_passes_all_stages() -> None:
+    tally, two = Tally(), stages(2)
+    request = Request("a", np.arange(30), SamplingParams(max_tokens=3, ignore_eos=True))
+    Pipeline([scheduler(), scheduler()], two, tally).serve([request])
+    assert tally.ttft.total_s == pytest.approx(2 * 0.040 + 0.002)
+    assert tally.itl.total_s == pytest.approx(2 * (2 * 0.011 + 0.002))
+
+
+def test_two_stages_are_never_at_one_thing_twice() -> None:
+    seen: list[tuple[int, int, float, float]] = []
+
+    def observe(stage: int, number: int, batch: Batch, begin_s: float, end_s: float) -> None:
+        seen.append((stage, number, begin_s, end_s))
+
+    tally, two = Tally(), replace(stages(2), observe=observe)
+    Pipeline([scheduler(), scheduler()], two, tally).serve(requests(60, 20.0))
+    assert tally.completed == 60
+    for column in (0, 1):  # a stage has one batch at a time, and so has a scheduler in any stage
+        for each in (0, 1):
+            spans = sorted(one[2:] for one in seen if one[column] == each)
+            assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
+    assert two.busy_s == pytest.approx(sum(end_s - begin_s for *_, begin_s, end_s in seen))
+
+
+def test_chunks_make_bubbles_small() -> None:
+    shares = {}
+    for budget in (8, 128):
+        tally, two = Tally(), stages(2)
+        parts = [scheduler(max_batch_tokens=budget) for _ in range(2)]
+        Pipeline(parts, two, tally).serve(requests(60, 50.0))
+        lost_s = sum(two.bubbles_s.values())
+        shares[budget] = lost_s / (lost_s + two.busy_s)
+        assert min(two.bubbles_s.values()) > 0
+    assert shares[8] < 0.8 * shares[128]

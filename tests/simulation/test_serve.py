@@ -1,0 +1,216 @@
+"""A simulated engine keeps time as its cost model says, and counts what a recount finds."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from continuous_batching.batch import Batch
+from continuous_batching.engine import Engine, Step
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PageCopy
+from recipes.recipe import CacheSection
+from recipes.scheduler import SchedulerSection
+from recipes.scheduling import Limits, scheduler_of
+from simulation import trace
+from simulation.device import Device
+from simulation.roofline import Part, Roofline
+from simulation.serve import serve
+from simulation.shape import Shape
+from simulation.sketch import Sketch
+
+LLAMA_7B = Shape(
+    vocab_size=32000,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    intermediate_size=11008,
+    windows=(None,) * 32,
+    weight_bytes=13_476_831_232,
+    dtype="float16",
+    dtype_bytes=2,
+    product_dtype="float16",
+    product_bytes=2,
+    embedding_bytes=262_144_000,
+)
+
+
+class Fixed:
+    """A step takes 10 ms and 1 ms a token."""
+
+    def step_s(self, batch: Batch, slots: SlotPool) -> float:
+        return 0.010 + 0.001 * batch.num_tokens
+
+
+def scheduler(num_pages: int = 400, **changes: object) -> Scheduler:
+    asked = replace(SchedulerSection(num_slots=4, max_batch_tokens=32), **changes)
+    limits = Limits(num_pages, 0, 200, 1000, (2,), None)
+    return scheduler_of(asked, CacheSection(num_pages=num_pages, page_size=8), limits)
+
+
+def requests(count: int, rate: float, seed: int = 0) -> Iterator[Request]:
+    random, at_s = np.random.default_rng(seed), 0.0
+    for number in range(count):
+        at_s += random.exponential(1 / rate)
+        prompt, params = random.integers(0, 1000, int(random.integers(1, 60))), int(random.integers(1, 40))
+        yield Request(str(number), prompt, SamplingParams(max_tokens=params, ignore_eos=True), arrival_s=at_s)
+
+
+def test_one_request_takes_its_steps() -> None:
+    request = Request("a", np.arange(40), SamplingParams(max_tokens=3, ignore_eos=True), arrival_s=5.0)
+    figures = serve([request], scheduler(), Fixed()).figures()
+    assert figures["ttft_ms"]["mean"] == pytest.approx(10 + 32 + 10 + 8)  # the prompt in two chunks
+    assert figures["itl_ms"]["mean"] == pytest.approx(11)
+    assert figures["duration_s"] == pytest.approx(0.060 + 2 * 0.011)
+    assert (figures["output_tokens"], figures["steps"]) == (3, 4)
+
+
+@pytest.mark.parametrize(("num_pages", "overlap"), [(400, False), (400, True), (20, False)])
+def test_figures_are_those_of_all_tokens(num_pages: int, overlap: bool) -> None:
+    times_s: dict[str, list[float]] = {}
+
+    def observe(engine: Engine, step: Step) -> None:
+        for row in step.batch.owners.tolist():
+            times_s.setdefault(engine.slots.requests[row].id, []).append(step.end_s)
+
+    tally = serve(
+        requests(300, 5.0), scheduler(num_pages), Fixed(), overlap=overlap, keep_records=True, observe=observe
+    )
+    figures, records = tally.figures(), tally.records
+    assert records is not None
+    assert figures["completed"] == len(records) == 300
+    assert (figures["preemptions"] > 0) == (num_pages == 20)
+    for each in records:  # the device may compute a token too many while the host does not know
+        del times_s[each["id"]][each["output_tokens"] :]
+    gaps_ms = 1e3 * np.concatenate([np.diff(each) for each in times_s.values()])
+    ttft_ms = 1e3 * np.array([each["first_token_s"] - each["arrival_s"] for each in records])
+    for name, found in (("itl_ms", gaps_ms), ("ttft_ms", ttft_ms)):
+        told = figures[name]
+        assert told["mean"] == pytest.approx(found.mean(), rel=1e-3)
+        wanted = np.percentile(found, [50, 90, 99])
+        assert [told["p50"], told["p90"], told["p99"]] == pytest.approx(wanted, rel=3e-3)
+    waits_s = sum(each["finish_s"] - each["arrival_s"] for each in records)
+    assert figures["mean_in_system"] == pytest.approx(waits_s / figures["duration_s"], rel=0.05)
+
+
+def test_who_waits_for_a_fuller_batch_is_in_the_system() -> None:
+    patient = scheduler(policy="static", batch_size=4, max_wait_ms=500.0)
+    tally = serve(requests(40, 2.0), patient, Fixed(), keep_records=True)
+    assert tally.records is not None
+    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in tally.records)
+    assert tally.running_s + tally.waiting_s == pytest.approx(waited_s, rel=0.03)
+
+
+def test_memory_does_not_grow_with_the_trace() -> None:
+    def peak_bytes(count: int) -> int:
+        tracemalloc.start()
+        try:
+            serve(requests(count, 3.0), scheduler(num_pages=60), Fixed())
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(50)  # what is made once and kept
+    short, long = peak_bytes(150), peak_bytes(600)
+    assert long - short < 450 * 60, f"{(long - short) / 450:.0f} bytes for each request more"
+
+
+def test_who_is_refused_has_failed() -> None:
+    long = Request("long", np.arange(900), SamplingParams(max_tokens=3, ignore_eos=True))
+    figures = serve([long, *requests(3, 9.0)], scheduler(), Fixed()).figures()
+    assert (figures["requests"], figures["completed"], figures["failed"]) == (4, 3, 1)
+
+
+def test_a_trace_out_of_order_is_refused() -> None:
+    first, second = requests(2, 1.0)
+    with pytest.raises(ValueError, match=r"request 0 arrives at .* sort the trace by arrival_s"):
+        serve([second, first], scheduler(), Fixed())
+
+
+def test_two_sketches_add_up() -> None:
+    values = np.random.default_rng(0).lognormal(-3, 2, 20_000)
+    whole, part, other = Sketch(), Sketch(), Sketch()
+    whole.add_all(values)
+    part.add_all(values[:7_000])
+    for each in values[7_000:].tolist():
+        other.add(each)
+    part.merge(other)
+    assert part.milliseconds() == whole.milliseconds()
+    assert whole.quantile_s(0.99) == pytest.approx(np.percentile(values, 99), rel=2e-3)
+    assert whole.share_within(float(np.median(values))) == pytest.approx(0.5, abs=2e-3)
+
+
+def test_lines_are_read_one_at_a_time() -> None:
+    lines = [
+        {"id": "a", "prompt_token_ids": [1, 2, 3], "max_tokens": 4, "arrival_s": 0.5, "temperature": 0.7},
+        {"id": "b", "num_prompt_tokens": 9, "max_tokens": 2, "arrival_s": 1, "priority": 3},
+    ]
+    raw = [json.dumps(each).encode() for each in lines]
+    first, second = trace.read(raw, 100)
+    assert (first.prompt.tolist(), first.params.max_tokens, first.params.ignore_eos) == ([1, 2, 3], 4, True)
+    assert (second.num_prompt_tokens, second.priority) == (9, 3)
+    with pytest.raises(ValueError, match="line 2: give prompt_token_ids or num_prompt_tokens"):
+        list(trace.read([raw[0], b'{"id": "c", "prompt": "text"}'], 100))
+    reasons: list[str] = []
+    kept = list(trace.read([b"{", b"", raw[0], b'{"prompt_token_ids": [1]}'], 100, bad=reasons.append))
+    assert [each.id for each in kept] == ["a"]
+    assert [each.partition(":")[0] for each in reasons] == ["line 1", "line 4"]
+
+
+@pytest.mark.parametrize("name", ["ascend910", "ascend910b", "ascend910c", "h200"])
+def test_no_step_is_faster_than_its_floors(name: str) -> None:
+    device = Device.load(name)
+    costs = Roofline(LLAMA_7B, device, graphs=256)
+    weights_s = (LLAMA_7B.weight_bytes - LLAMA_7B.embedding_bytes) / (device.memory_gb_per_s * 1e9)
+    one_s = costs.time_s(1, 1, 1, 32 * 1024, 32 * 1024)
+    assert one_s > weights_s
+    prompt_s = costs.time_s(2048, 1, 1, 32 * 2048, 32 * 2048 * 2049 / 2)
+    operations = 2 * 6.4e9 * 2048
+    assert prompt_s > operations / (device.tflop_per_s["float16"] * 1e12)
+    assert costs.time_s(257, 1, 1, 0, 0) > costs.time_s(256, 1, 1, 0, 0)  # a tile more
+    halves_s = Roofline(LLAMA_7B, device, tensor=2, graphs=256).time_s(2048, 1, 1, 32 * 2048, 2e6)
+    assert prompt_s / 2 < halves_s < prompt_s
+
+
+def test_decodes_see_all_that_is_known() -> None:
+    starts = np.array([7, 0, 4000])
+    none = np.empty(0, dtype=np.int64)
+    decodes = Batch(np.arange(3), starts, starts + 1, np.arange(3), np.arange(3), (none, none, none))
+    device = Device.load("h200")
+    assert Roofline(LLAMA_7B, device).seen(decodes, 3) == (32 * 4010, 32 * 4010)
+    windows = (None,) * 16 + (100,) * 16
+    near = 16 * 4010 + 16 * (8 + 1 + 101)
+    context, pairs = Roofline(replace(LLAMA_7B, windows=windows), device).seen(decodes, 3)
+    assert (context, pairs) == (near, 16 * 4010 + 16 * (8 + 1 + 100))
+
+
+def test_pages_that_move_are_read_and_written() -> None:
+    starts, none = np.array([7]), np.empty(0, dtype=np.int64)
+    still = Batch(np.arange(1), starts, starts + 1, np.arange(1), np.arange(1), (none, none, none))
+    moved = replace(still, copies=(PageCopy(np.arange(4, 9), np.arange(10, 15)),))
+    slots, device = SlotPool(4, 200, 16), Device.load("ascend910")
+    for tensor, part, share in ((1, None, 1), (2, Part(8, has_head=False), 1 / 8)):
+        costs = Roofline(LLAMA_7B, device, tensor=tensor, part=part)
+        num_bytes = 2 * 5 * 16 * LLAMA_7B.kv_bytes_per_token * share
+        more_s = costs.step_s(moved, slots) - costs.step_s(still, slots)
+        assert more_s == pytest.approx(num_bytes / device.bytes_per_s)
+
+
+def test_decode_reads_what_it_must() -> None:
+    device = replace(Device.load("ascend910b"), host_us=0, graph_us=0, kernel_us=0)
+    costs = Roofline(LLAMA_7B, device, graphs=256)
+    alone_s, deep_s = costs.time_s(1, 1, 1, 0, 0), costs.time_s(1, 1, 1, 32 * 4000, 0)
+    assert deep_s - alone_s == pytest.approx(
+        4000 * LLAMA_7B.kv_bytes_per_token / device.bytes_per_s, rel=0.01
+    )
+    with pytest.raises(ValueError, match="has no rate for bfloat16"):
+        Roofline(replace(LLAMA_7B, product_dtype="bfloat16"), Device.load("ascend910")).time_s(1, 1, 1, 1, 1)
