@@ -30,14 +30,19 @@ class Batch:
     copies: tuple[PageCopy, ...] = ()  # to be made before the forward pass, one after the other
     # [U] spans whose last token is the one that the device chose last for this row: the host does not know it
     unknown: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    num_tokens: int = field(init=False)  # of all spans; asked for often, so summed once
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", int((self.stops - self.starts).sum()))
 
     @property
     def num_spans(self) -> int:
         return len(self.slots)
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.stops.sum() - self.starts.sum())
+    def is_decode(self) -> bool:
+        """Whether every span is one token."""
+        return self.num_tokens == len(self.slots)
 
     @property
     def num_copied_pages(self) -> int:

@@ -77,8 +77,9 @@ class Flight:
         first, rows, since_s = self._batches.popleft()
         assert first is batch, "batches are committed in the order in which they were made"
         self._slots.num_computed[batch.slots] = batch.stops
-        self._slots.num_tokens[self._unknown] -= 1
-        self._unknown = EMPTY
+        if len(self._unknown):
+            self._slots.num_tokens[self._unknown] -= 1
+            self._unknown = EMPTY
         return rows, since_s
 
     def outrun_by(self, row: int, *, failed: bool) -> None:

@@ -43,14 +43,15 @@ class Preemption:
         """Give every span its pages, preempting until there are enough; returns the spans that are left."""
         tables, slots = self._residency.tables, self._residency.slots
         missing = tables.missing(rows, stops)
-        while missing.sum() + tables.num_copies(rows) > tables.num_available:
+        while (total := int(missing.sum())) + tables.num_copies(rows) > tables.num_available:
             others = self._others()
             assert len(others), f"row {slots.busy[0]} is alone and finds no page"
             victim = self.victim(slots, others)
             kept = ~np.isin(rows, self._searches.rows_of(victim))
             self.preempt(victim)
             rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
-        tables.grow(rows, missing)
+        if total or tables.forked:
+            tables.grow(rows, missing)
         return rows, starts, stops
 
     def make_way(self, request: Request) -> bool:

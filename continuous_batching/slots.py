@@ -150,8 +150,11 @@ class SlotPool:
 
     def inputs(self, batch: Batch) -> StepInputs:
         """What the forward pass of this batch reads and where its keys and values go."""
-        positions = ragged_ranges(batch.starts, batch.stops)
-        rows = np.repeat(batch.slots, batch.stops - batch.starts)
+        if batch.is_decode:
+            positions, rows = batch.starts, batch.slots
+        else:
+            positions = ragged_ranges(batch.starts, batch.stops)
+            rows = np.repeat(batch.slots, batch.stops - batch.starts)
         pages = self.page_table[rows, positions // self.page_size]
         return StepInputs(
             token_ids=self.token_ids[rows, positions],

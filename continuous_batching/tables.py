@@ -72,10 +72,13 @@ class PageTables:
         growing = counts > 0
         rows, counts = rows[growing], counts[growing]
         held = slots.num_pages[rows]
-        owners, indexes = np.repeat(rows, counts), ragged_ranges(held, held + counts)
+        if total == len(rows):  # one each, as where decodes grow
+            owners, indexes = rows, held
+        else:
+            owners, indexes = np.repeat(rows, counts), ragged_ranges(held, held + counts)
         pages = self.pool.take(total)
         slots.page_table[owners, indexes] = pages
-        slots.num_pages[rows] += counts
+        slots.num_pages[rows] = held + counts
         self._new_pages.append((owners, indexes, pages))
 
     def extend(self, row: int, pages: Index) -> None:
@@ -160,8 +163,8 @@ class PageTables:
     def take_changes(self) -> tuple[NewPages, tuple[PageCopy, ...]]:
         """Entries set, and copies asked for, since the last call."""
         new, self._new_pages = self._new_pages, []
-        if not new:
-            return EMPTY_ENTRIES, self.take_copies()
+        if len(new) < 2:
+            return new[0] if new else EMPTY_ENTRIES, self.take_copies()
         rows, indexes, pages = zip(*new)
         return (np.concatenate(rows), np.concatenate(indexes), np.concatenate(pages)), self.take_copies()
 

@@ -68,7 +68,7 @@ class PageHistory:
     def stored(self, keys: Sequence[bytes], pages: Index, parent: bytes | None) -> None:
         """Pages were published, each continuing the one before; `parent` is the first one's."""
         self._stored_s[pages] = self.now_s
-        if self._evicted:
+        if not self._evicted.keys().isdisjoint(keys):
             for key in keys:
                 self._evicted.pop(key, None)
         if self.events is not None:
@@ -89,7 +89,7 @@ class PageHistory:
         """Idle pages went because room was needed."""
         self.lifetime.observe(self.now_s - self._stored_s[pages])
         self.idle_before_eviction.observe(self.now_s - self._idle_since_s[pages])
-        self._evicted.update((key, None) for key in keys)
+        self._evicted.update(dict.fromkeys(keys))
         for _ in range(len(self._evicted) - len(self._stored_s)):
             self._evicted.popitem(last=False)
 

@@ -66,7 +66,7 @@ class DecodeGraphs:
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is decodes alone, and not too many."""
-        return batch.num_tokens == batch.num_spans <= self.sizes[-1]
+        return batch.is_decode and batch.num_spans <= self.sizes[-1]
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -59,7 +59,7 @@ def serve(
         before = 0 if calls is None else calls[FUSED_ATTENTION]
         step = engine.step()
         assert step is not None
-        only_decodes = step.batch.num_tokens == step.batch.num_spans
+        only_decodes = step.batch.is_decode
         steps.append((only_decodes, 0 if calls is None else calls[FUSED_ATTENTION] - before))
     return [request.answer.tolist() for request in made], steps
 
