@@ -30,7 +30,7 @@ NAMES = (
     "context of prompts",
     "pairs of prompts",  # query and key
 )
-NUM_SPREAD = 101  # quantiles of how far off steps were
+MOST_KEPT = 10_000  # steps whose distance from the model is remembered
 
 
 def features(batch: Batch) -> Vector:
@@ -67,24 +67,27 @@ def features(batch: Batch) -> Vector:
 class Fitted:
     """A cost model: so many seconds for a unit of each feature, none negative.
 
-    With a `spread`, ratios of real to modelled times from the least to the most, each step draws one of them
-    by `seed`: a mean hides the tail.
+    With a `spread`, ratios of real to modelled times in the order of the recorded steps, each step takes the
+    next of them, from a place that `seed` draws and round and round: a mean hides the tail, and slow steps
+    come together, so that one answer may meet many.
     """
 
     costs_s: Vector
     spread: Vector | None = None
     seed: int = 0
-    _random: np.random.Generator = field(init=False)
+    _at: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._random = np.random.default_rng(self.seed)
+        count = 1 if self.spread is None else len(self.spread)
+        self._at = int(np.random.default_rng(self.seed).integers(count))
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Seconds of a step."""
         mean_s = float(features(batch) @ self.costs_s)
         if self.spread is None:
             return mean_s
-        return mean_s * float(self.spread[int(self._random.random() * len(self.spread))])
+        self._at = (self._at + 1) % len(self.spread)
+        return mean_s * float(self.spread[self._at])
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
@@ -146,7 +149,7 @@ def fit(steps: Sequence[Timed]) -> Fitted:
         costs_s = non_negative(seen[kept] * weights[:, None], np.ones(int(kept.sum())))
         ratios = taken_s / np.maximum(seen @ costs_s, 1e-9)
         kept = (ratios < 3 * np.median(ratios)) & (ratios > np.median(ratios) / 3)
-    spread = np.quantile(ratios, np.linspace(0.005, 0.995, NUM_SPREAD))
+    spread = np.clip(ratios[-MOST_KEPT:], *np.quantile(ratios, (0.005, 0.995)))
     return Fitted(costs_s, spread / spread.mean() * (taken_s.sum() / (seen @ costs_s).sum()))
 
 

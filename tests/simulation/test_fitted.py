@@ -34,14 +34,36 @@ class Made:
         return float(features(batch) @ self.costs_s) * float(self.random.lognormal(0, 0.05))
 
 
-def test_a_held_out_trace_is_foretold() -> None:
+class Bursts(Made):
+    """The same, with a neighbour that halves its speed for 40 steps of each 200."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def step_s(self, batch: Batch, slots: SlotPool) -> float:
+        self.num_steps += 1
+        return super().step_s(batch, slots) * (2 if self.num_steps // 40 % 5 == 0 else 1)
+
+
+def fitted_to(device: Made) -> Fitted:
     steps: list[Timed] = []
 
     def observe(engine: Engine, step: Step) -> None:
         steps.append(Timed(features(step.batch), step.end_s - step.start_s))
 
-    serve(requests(300, 30.0), scheduler(), Made(), observe=observe)
-    fitted = fit(steps)
+    serve(requests(300, 30.0), scheduler(), device, observe=observe)
+    return fit(steps)
+
+
+def test_slow_steps_come_together() -> None:
+    real = serve(requests(300, 30.0, seed=1), scheduler(), Bursts()).figures()
+    foretold = serve(requests(300, 30.0, seed=1), scheduler(), fitted_to(Bursts())).figures()
+    assert foretold["tpot_ms"]["p99"] == pytest.approx(real["tpot_ms"]["p99"], rel=0.1)
+
+
+def test_a_held_out_trace_is_foretold() -> None:
+    fitted = fitted_to(Made())
     assert (fitted.costs_s >= 0).all()
     real = serve(requests(300, 30.0, seed=1), scheduler(), Made()).figures()
     foretold = serve(requests(300, 30.0, seed=1), scheduler(), fitted).figures()
