@@ -150,7 +150,7 @@ class SlotPool:
 
     def inputs(self, batch: Batch) -> StepInputs:
         """What the forward pass of this batch reads and where its keys and values go."""
-        if batch.is_decode:
+        if batch.is_decode:  # nobody writes to the batch's own arrays
             positions, rows = batch.starts, batch.slots
         else:
             positions = ragged_ranges(batch.starts, batch.stops)

@@ -67,33 +67,33 @@ def features(batch: Batch) -> Vector:
 class Fitted:
     """A cost model: so many seconds for a unit of each feature, none negative.
 
-    With a `spread`, ratios of real to modelled times in the order of the recorded steps, each step takes the
-    next of them, from a place that `seed` draws and round and round: a mean hides the tail, and slow steps
-    come together, so that one answer may meet many.
+    With `ratios` of real to modelled times, in the order of the recorded steps, each step takes the next of
+    them, from a place that `seed` draws and round and round: a mean hides the tail, and slow steps come
+    together, so that one answer may meet many.
     """
 
     costs_s: Vector
-    spread: Vector | None = None
+    ratios: Vector | None = None
     seed: int = 0
     _at: int = field(init=False)
 
     def __post_init__(self) -> None:
-        count = 1 if self.spread is None else len(self.spread)
+        count = 1 if self.ratios is None else len(self.ratios)
         self._at = int(np.random.default_rng(self.seed).integers(count))
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Seconds of a step."""
         mean_s = float(features(batch) @ self.costs_s)
-        if self.spread is None:
+        if self.ratios is None:
             return mean_s
-        self._at = (self._at + 1) % len(self.spread)
-        return mean_s * float(self.spread[self._at])
+        self._at = (self._at + 1) % len(self.ratios)
+        return mean_s * float(self.ratios[self._at])
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
         told = {
             "costs_s": dict(zip(NAMES, self.costs_s.tolist())),
-            "spread": None if self.spread is None else self.spread.tolist(),
+            "ratios": None if self.ratios is None else self.ratios.tolist(),
         }
         path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
@@ -103,10 +103,10 @@ class Fitted:
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
             costs_s = np.array([float(told["costs_s"][name]) for name in NAMES])
-            spread = None if told["spread"] is None else np.array(told["spread"], dtype=np.float64)
+            ratios = None if told["ratios"] is None else np.array(told["ratios"], dtype=np.float64)
+            return cls(costs_s, ratios)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no costs ({error}); `scripts.simulate fit` makes them") from error
-        return cls(costs_s, spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,9 @@ def fit(steps: Sequence[Timed]) -> Fitted:
         costs_s = non_negative(seen[kept] * weights[:, None], np.ones(int(kept.sum())))
         ratios = taken_s / np.maximum(seen @ costs_s, 1e-9)
         kept = (ratios < 3 * np.median(ratios)) & (ratios > np.median(ratios) / 3)
-    spread = np.clip(ratios[-MOST_KEPT:], *np.quantile(ratios, (0.005, 0.995)))
-    return Fitted(costs_s, spread / spread.mean() * (taken_s.sum() / (seen @ costs_s).sum()))
+    last = np.clip(ratios[-MOST_KEPT:], *np.quantile(ratios, (0.005, 0.995)))
+    last *= taken_s.sum() / (seen @ costs_s).sum() / last.mean()
+    return Fitted(costs_s, last.round(5))
 
 
 def non_negative(left: Vector, right: Vector) -> Vector:

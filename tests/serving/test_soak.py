@@ -13,6 +13,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.serving.server import TINY, Server, started
 
@@ -30,7 +31,7 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def steady_slope(counts: np.ndarray, memory: np.ndarray) -> float:
+def steady_slope(counts: NDArray[np.int64], memory: NDArray[np.float64]) -> float:
     """Bytes a request: the median over all pairs of readings (Theil and Sen).
 
     A leak raises every pair. A heap that meets its largest batch raises only the pairs around that moment.
@@ -97,13 +98,14 @@ async def soak(server: Server) -> tuple[list[int], list[list[int]]]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert NUM_REQUESTS >= 2 * NUM_WARM, f"SOAK_REQUESTS: {2 * NUM_WARM} is the least"
     monkeypatch.setenv(*NO_KERNELS_KEPT)
     server = started([TINY, "server.max_requests=4096", "cache.num_pages=256"])
     try:
         counts, readings = asyncio.run(soak(server))
     finally:
         server.close()
-    first = next(index for index, count in enumerate(counts) if count >= NUM_WARM)
+    first = int(np.searchsorted(counts, NUM_WARM))
     served = counts[-1] - counts[first]
     for name, memory in zip(("the server", "its engine"), np.array(readings, dtype=np.float64).T):
         slope = steady_slope(np.array(counts[first:]), memory[first:])

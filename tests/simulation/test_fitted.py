@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,10 +89,12 @@ def test_costs_are_kept(tmp_path: Path) -> None:
     fitted.save(tmp_path / "costs.json")
     again = Fitted.load(tmp_path / "costs.json")
     assert np.array_equal(again.costs_s, fitted.costs_s)
-    assert again.spread is not None
-    assert np.array_equal(again.spread, replace(fitted).spread)
-    (tmp_path / "other.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ValueError, match="holds no costs"):
-        Fitted.load(tmp_path / "other.json")
+    assert again.ratios is not None
+    assert np.array_equal(again.ratios, replace(fitted).ratios)
+    costs_s = dict.fromkeys(NAMES, 1e-3)
+    for other in ({}, {"costs_s": costs_s, "spread": [0.9, 1.1]}, {"costs_s": costs_s, "ratios": []}):
+        (tmp_path / "other.json").write_text(json.dumps(other), encoding="utf-8")
+        with pytest.raises(ValueError, match="holds no costs"):
+            Fitted.load(tmp_path / "other.json")
     with pytest.raises(ValueError, match="nothing was computed"):
         fit([])
