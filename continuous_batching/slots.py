@@ -120,10 +120,7 @@ class SlotPool:
         """Hand the requests of the rows that tokens were sampled for the log-probabilities they asked for."""
         for index, logprobs in sampled.logprobs.items():
             self.requests[rows[index]].logprobs.append(logprobs)
-        for (
-            row,
-            found,
-        ) in sampled.prompt_logprobs.items():  # outrun or not: others may share them
+        for row, found in sampled.prompt_logprobs.items():  # outrun or not: others may share them
             self.requests[row].prompt_logprobs += found
 
     def pages(self, row: int) -> Index:

@@ -49,5 +49,5 @@ def _json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")  # noqa: TRY004
+        raise ValueError(f"{path} holds no JSON object; download it again")
     return value

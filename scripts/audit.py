@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no object; it must be one result of a benchmark")  # noqa: TRY004
+        raise ValueError(f"{path} holds no object; it must be one result of a benchmark")
     return fields
 
 

@@ -90,7 +90,7 @@ def check_messages(messages: object) -> list[Message]:
 
 def _check_message(name: str, message: object) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f'{name} must be an object {{"role": ..., "content": ...}}')  # noqa: TRY004
+        raise ValueError(f'{name} must be an object {{"role": ..., "content": ...}}')
     given = {key for key, value in message.items() if value is not None and value != []}
     unknown = sorted(given - {"role", "content", "name"})
     if unknown:
@@ -118,7 +118,7 @@ def _text_of(name: str, content: object) -> str:
 
 def _check_text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string")  # noqa: TRY004
+        raise ValueError(f"{name} must be a string")
     return value
 
 

@@ -31,7 +31,7 @@ def parse_request(fields: object, text: Text | None) -> Request:
     A field that is null counts as absent. `text` None: the model has no tokenizer, and prompts are token ids.
     """
     if not isinstance(fields, Mapping):
-        raise ValueError(f"a request must be a JSON object, not {_show(fields)}")  # noqa: TRY004
+        raise ValueError(f"a request must be a JSON object, not {_show(fields)}")
     given = {name: value for name, value in fields.items() if value is not None}
     for name in given:
         if name not in _READERS:

@@ -172,7 +172,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold an object")  # noqa: TRY004
+        raise ValueError(f"{path} must hold an object")
     return settings
 
 

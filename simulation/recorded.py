@@ -85,7 +85,7 @@ def told(entries: Iterable[Entry], scheduler: Scheduler) -> Recorded:
     now_s = -np.inf
     for entry in kept:
         if isinstance(entry, Resized):
-            raise ValueError("the recorded pool was resized: not simulated")  # noqa: TRY004
+            raise ValueError("the recorded pool was resized: not simulated")
         if isinstance(entry, (Scheduled, Looked, Committed)):
             now_s = entry.now_s
             moments.append(entry)

@@ -107,7 +107,7 @@ def fit_main(options: argparse.Namespace) -> None:
         entries = list(read_entries(file))
     header = entries[0] if entries else None
     if not isinstance(header, Header):
-        raise ValueError(f"{options.recording} is no recording; make one with scheduler.record=FILE")  # noqa: TRY004
+        raise ValueError(f"{options.recording} is no recording; make one with scheduler.record=FILE")
     fitted = learn(entries, scheduler_from(header.facts))
     fitted.save(options.output)
     for name, cost_s in zip(NAMES, fitted.costs_s.tolist()):

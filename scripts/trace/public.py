@@ -51,7 +51,7 @@ def mooncake(path: Path, load: Load) -> Iterator[Item]:
     def read(number: int, text: str) -> Line:
         fields = json.loads(text)
         if not isinstance(fields, dict):
-            raise ValueError("it is no object")  # noqa: TRY004
+            raise ValueError("it is no object")
         length, ids = _whole(fields, "input_length", 1), fields.get("hash_ids")
         if ids is None:
             ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]  # its own
@@ -98,7 +98,7 @@ def conversations(path: Path) -> Iterator[Item]:
     def read(entry: Any) -> list[Line]:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         if not isinstance(turns, list):
-            raise ValueError("it has no list of conversations")  # noqa: TRY004
+            raise ValueError("it has no list of conversations")
         messages = []
         for turn in turns:
             if not isinstance(turn, dict) or turn.get("from") not in ROLES or not turn.get("value"):
@@ -115,7 +115,7 @@ def conversations(path: Path) -> Iterator[Item]:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(entries, list):
-        raise ValueError(f"{path} is no list of conversations")  # noqa: TRY004
+        raise ValueError(f"{path} is no list of conversations")
     for number, entry in enumerate(entries, 1):
         yield f"conversation {number}", lambda entry=entry: read(entry)
 

@@ -68,9 +68,9 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*arguments, **more)
         self._most_connections = most_connections
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client is there."""
-        self._joined = Joined(transport, self.loop)
+        self._joined = Joined(cast(asyncio.Transport, transport), self.loop)
         super().connection_made(cast(asyncio.Transport, self._joined))
         self._hurry()
         if len(self.connections) > self._most_connections:

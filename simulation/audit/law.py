@@ -48,7 +48,7 @@ class Figures:
         value: Any = self.fields
         for part in name.split("."):
             if not isinstance(value, Mapping):
-                raise ValueError(f"{name} is looked for in {value!r}, which is no object")  # noqa: TRY004
+                raise ValueError(f"{name} is looked for in {value!r}, which is no object")
             value = value.get(part)
             if value is None:
                 return None

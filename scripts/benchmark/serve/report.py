@@ -79,7 +79,7 @@ def _result(path: Path) -> Result:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
-            raise ValueError("it holds no object")  # noqa: TRY004
+            raise ValueError("it holds no object")
         verdict = audit(fields).describe()  # anew: a file may have been changed since
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no result of a benchmark: {error}") from error

@@ -125,7 +125,7 @@ def _ask(line: bytes) -> Ask:
     """Raises ValueError, in one line, for what is no request."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
-        raise ValueError("a request must be a JSON object")  # noqa: TRY004
+        raise ValueError("a request must be a JSON object")
     fields = {name: value for name, value in fields.items() if value is not None}
     if not isinstance(fields.get("id"), str) or not fields["id"]:
         raise ValueError("id is missing; it must be a string of at least one character")
