@@ -5,6 +5,8 @@ from pathlib import Path
 
 from hypothesis import Phase, settings
 
+from tests.thorough import THOROUGH
+
 # The tests' tensors are tiny: a second thread would only wait, and for long on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -12,8 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How long an example takes says more of the machine's neighbours than of us
-settings.register_profile("untimed", settings.default, deadline=None)
+# How long an example takes says more of the machine's neighbours than of us. The same examples in every run, so
+# that a change is judged by what it changes; `scripts/test.sh --thorough` looks for new ones.
+settings.register_profile("untimed", deadline=None, derandomize=not THOROUGH)
 settings.load_profile("untimed")
 
 # For those who ask only whether a test fails: `pytest --hypothesis-profile=no_shrink`

@@ -116,6 +116,8 @@ class Stub:
             "vllm:prefix_cache_queries_total": 10 * len(self.asked),
             "vllm:prefix_cache_hits_total": 4 * len(self.asked),
             "vllm:num_preemptions_total": len(self.asked),
+            "vllm:request_prefill_time_seconds_sum": 0.02 * len(self.asked),
+            "vllm:request_prefill_time_seconds_count": len(self.asked),
         }
         lines = [f'{name}{{engine="0",model_name="a b"}} {value}\n' for name, value in told.items()]
         return web.Response(text="# HELP x y\n" + "".join(lines))

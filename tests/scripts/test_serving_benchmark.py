@@ -84,6 +84,8 @@ def test_every_token_is_counted_and_the_result_passes_the_gate(
     assert result["prefix_hit_rate"] == 0.3333
     assert result["metrics"]["preemptions"] == 40
     assert result["metrics"]["prefix_hit_rate"] == 0.4
+    assert result["metrics"]["mean_prefill_ms"] == 20
+    assert "mean_queue_ms" not in result["metrics"], "it tells nothing of a queue"
     assert not refused(result)
     assert {"Little", "recount", "goodput", "E2E = TTFT + gaps", "tokens by request"} <= {
         *result["verdict"]["passed"]

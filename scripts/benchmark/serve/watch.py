@@ -24,6 +24,12 @@ COUNTERS = {
     "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
     "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
 }
+TIMES = {  # histograms in seconds, of requests that have ended
+    "queue": "vllm:request_queue_time_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
+}
+COUNTERS |= {f"{name}_s": (f"{metric}_sum",) for name, metric in TIMES.items()}
+COUNTERS |= {f"{name}_count": (f"{metric}_count",) for name, metric in TIMES.items()}
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
 
 
@@ -70,7 +76,11 @@ class Watch:
             await self.look()
 
     def describe(self, origin_s: float) -> dict[str, object] | None:
-        """Means of the gauges, growth of the counters, and the readings; None without any."""
+        """Means of the gauges, growth of the counters, and the readings; None without any.
+
+        What a client waits for its first token beyond `mean_queue_ms` and `mean_prefill_ms` is no engine's:
+        HTTP, texts and the way between processes and machines.
+        """
         if not self.readings:
             return None
         within = self.readings[1:-1]  # the first and the last are of an idle server
@@ -84,6 +94,10 @@ class Watch:
         queries, hits = grown.pop("prefix_queries", 0), grown.pop("prefix_hits", None)
         if hits is not None and queries > 0:
             grown["prefix_hit_rate"] = round(hits / queries, 4)
+        for name in TIMES:
+            taken_s, count = grown.pop(f"{name}_s", 0.0), grown.pop(f"{name}_count", 0)
+            if count:
+                means[f"mean_{name}_ms"] = round(1e3 * taken_s / count, 3)
         columns = [name for name in GAUGES if name in self.readings[0][1]]
         return {
             **means,
