@@ -14,8 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# How long an example takes says more of the machine's neighbours than of us. The same examples in every run, so
-# that a change is judged by what it changes; `scripts/test.sh --thorough` looks for new ones.
+# How long an example takes says more of the machine's neighbours than of us. The same examples in every run,
+# so that a change is judged by what it does; `scripts/test.sh --thorough` looks for new ones.
 settings.register_profile("untimed", deadline=None, derandomize=not THOROUGH)
 settings.load_profile("untimed")
 
