@@ -2,7 +2,7 @@
 
 Two engines serve two traces on this machine, a step of one and a step of the other in turn, so that both meet
 the same neighbours; each has a clock of the process's own CPU time, which runs while it is at work. Costs are
-fitted to the steps of the first, and the second is simulated with them: some times, each with its own seed of
+fitted to the steps of the first, and the second is simulated with them: five times, each with its own seed of
 which steps are slow, and each figure is the median.
 """
 
