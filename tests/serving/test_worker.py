@@ -1,6 +1,11 @@
-"""When does an engine give back what a request held that nobody waits for?"""
+"""What does an engine's process keep, and what does it give back?"""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +17,47 @@ from recipes.reader import load
 from serving.messages import Add, Finish, encode
 from serving.worker import Worker, facts_of
 from tests.serving.server import TINY
+from tests.test_imports import ROOT
+
+ENGINE = """
+import gc, sys
+from serving import worker
+
+def tell(self):
+    print(gc.get_freeze_count(), len(gc.get_objects()))
+    sys.exit()
+
+worker.Worker.serve = tell
+worker.main(sys.argv[1:])
+"""
+SERVER = """
+import gc, sys
+from scripts import serve
+
+def tell(work):
+    print(gc.get_freeze_count(), len(gc.get_objects()))
+    work.close()
+
+serve.uvloop.run = tell
+serve.main([sys.argv[2], "--port", "0"])
+"""
+
+
+@pytest.mark.parametrize("process", [ENGINE, SERVER], ids=["engine", "server"])
+def test_what_is_loaded_is_not_looked_through_again(process: str, tmp_path: Path) -> None:
+    """Garbage is looked for while clients wait: among what came since, not among all that stays."""
+    command = [sys.executable, "-c", process, f"ipc://{tmp_path}/socket", TINY]
+    read, write = os.pipe()  # an engine begins when it reads a byte, and ends with its parent
+    try:
+        os.write(write, b"!")
+        run = subprocess.run(command, cwd=ROOT, stdin=read, capture_output=True, text=True, timeout=120)
+    finally:
+        os.close(read)
+        os.close(write)
+    assert run.returncode == 0, run.stderr
+    frozen, others = map(int, run.stdout.split())
+    assert frozen > 50_000
+    assert others < frozen / 20
 
 
 @pytest.mark.parametrize("overlap", ["false", "true"])
