@@ -12,6 +12,7 @@ from continuous_batching.engine import Engine
 from recipes.reader import read
 from scripts.benchmark import offline
 from scripts.benchmark.options import add_json, add_recipe, at_least, show
+from scripts.benchmark.verdict import with_verdict
 from scripts.trace.lengths import lengths
 from scripts.trace.load import Load, requests
 from serving.offline import Job, Record
@@ -68,7 +69,7 @@ def main(options: argparse.Namespace) -> None:
     told: dict[str, object] = {"recipe": options.recipe, "overrides": options.overrides}
     told["trace"] = options.trace or f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
     result = offline.measure(told, recipe, text, load, options.runs)
-    show(in_their_names(result), options, offline.print_table)
+    show(with_verdict(in_their_names(result)), options, offline.print_table)
 
 
 def in_their_names(result: dict[str, object]) -> dict[str, object]:

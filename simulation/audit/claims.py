@@ -35,7 +35,7 @@ def share(figures: Figures) -> str | None:
 
 def pages(figures: Figures) -> str | None:
     """Pages of a request, and whether it may be so long."""
-    size, told = figures.number("pages.size_tokens"), figures.number("pages.told")
+    size, told = figures.positive("pages.size_tokens"), figures.number("pages.told")
     if (most := figures.given("pages.most_tokens")) is not None:
         return exceeds("pages.told x size_tokens", told * size, "the longest request", most, 0)
     needed = math.ceil(figures.number("pages.tokens") / size)
@@ -73,7 +73,7 @@ def stall(figures: Figures) -> str | None:
 
 def copy(figures: Figures) -> str | None:
     """A copy reads and writes each byte."""
-    least_ms = 2 * figures.number("copy.bytes") / (figures.number("copy.memory_gb_per_s") * 1e9) * 1e3
+    least_ms = 2 * figures.number("copy.bytes") / (figures.positive("copy.memory_gb_per_s") * 1e9) * 1e3
     return exceeds("2 x bytes / bandwidth, in ms,", least_ms, "copy.ms", figures.number("copy.ms"), 0)
 
 

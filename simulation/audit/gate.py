@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from simulation.audit import claims, names, records, served, summary
+from simulation.audit import batches, claims, names, records, served, summary
 from simulation.audit.law import Fields, Law, Outcome, Ruling, rule
 from simulation.audit.names import under_ours
 
@@ -14,6 +14,7 @@ LAWS: tuple[Law, ...] = (
     *summary.LAWS,
     *records.LAWS,
     *served.LAWS,
+    *batches.LAWS,
     *names.LAWS,
     *claims.LAWS,
 )

@@ -38,10 +38,15 @@ class Figures:
         value = self.raw(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"{name} is {value!r}; it must be a finite number")
-        self.used[name] = float(value)
-        return float(value)
+        self.used[name] = finite(name, value)
+        return self.used[name]
+
+    def positive(self, name: str) -> float:
+        """A figure that others are divided by; raises ValueError unless it is above 0."""
+        value = self.number(name)
+        if value <= 0:
+            raise ValueError(f"{name} is {value:g}; it must be above 0")
+        return value
 
     def raw(self, name: str) -> Any:
         """Whatever stands under a name, or None."""
@@ -62,6 +67,16 @@ class Figures:
         if not isinstance(kept, list) or not all(isinstance(each, Mapping) for each in kept):
             raise ValueError("records must be a list of objects, one for each request")
         return kept
+
+
+def finite(name: str, value: Any) -> float:
+    """A number; raises ValueError for anything else."""
+    try:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        value = "an integer that no float holds"
+    raise ValueError(f"{name} is {value!r}; it must be a finite number")
 
 
 @dataclass(frozen=True, slots=True)

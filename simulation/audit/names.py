@@ -1,12 +1,14 @@
-"""By which other names are figures known? Those of `vllm bench serve`, whose files the gate audits too."""
+"""By which other names are figures known? Those of `vllm bench`, whose files the gate audits too."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from simulation.audit.law import Fields, Figures, Law, differs, first
+from simulation.audit.law import Fields, Figures, Law, NotCheckable, differs, first
+from simulation.audit.records import RECOUNT_SLACK_MS, done, latencies_of
+from simulation.audit.summary import SLACK
 
-SAME = {  # the gate's name, and theirs
+SAME = {  # the gate's name, and that of `vllm bench serve`
     "requests": "num_prompts",
     "duration_s": "duration",
     "prompt_tokens": "total_input_tokens",
@@ -14,6 +16,12 @@ SAME = {  # the gate's name, and theirs
     "requests_per_s": "request_throughput",
     "output_tokens_per_s": "output_throughput",
     "total_tokens_per_s": "total_token_throughput",
+}
+THROUGHPUT = {  # and that of `vllm bench throughput`
+    "requests": "num_requests",
+    "duration_s": "elapsed_time",
+    "requests_per_s": "requests_per_second",
+    "total_tokens_per_s": "tokens_per_second",
 }
 LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2el"}
 PARTS = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
@@ -24,6 +32,8 @@ def under_ours(fields: Fields) -> Fields:
 
     Their ITL is the mean of gaps between pieces, which is of use only where they are counted.
     """
+    if "tokens_per_second" in fields:
+        return {**{ours: fields[theirs] for ours, theirs in THROUGHPUT.items() if theirs in fields}, **fields}
     if "request_throughput" not in fields:
         return fields
     found: dict[str, Any] = {ours: fields[theirs] for ours, theirs in SAME.items() if theirs in fields}
@@ -45,17 +55,43 @@ def latency(fields: Fields, theirs: str) -> dict[str, Any]:
 
 def both_names(figures: Figures) -> str | None:
     """A figure that is told twice is told the same; `under_ours` has seen to those that are told once."""
-    wrongs = []
-    for ours, theirs in SAME.items():
-        told, again = figures.given(ours), figures.given(theirs)
-        if told is not None and again is not None:
-            wrongs.append(differs(ours, told, theirs, again, 0.001 * again))
+    pairs = [*SAME.items(), *THROUGHPUT.items()]
     for ours, theirs in LATENCIES.items():
-        for part, name in PARTS.items():
-            told, again = figures.given(f"{ours}.{part}"), figures.given(f"{name}_{theirs}_ms")
-            if told is not None and again is not None:
-                wrongs.append(differs(f"{ours}.{part}", told, f"{name}_{theirs}_ms", again, 0.001 * again))
+        pairs += [(f"{ours}.{part}", f"{name}_{theirs}_ms") for part, name in PARTS.items()]
+        pairs.append((f"{ours}.p50", f"p50_{theirs}_ms"))
+    wrongs = []
+    for mine, other in pairs:
+        told, again = figures.given(mine), figures.given(other)
+        if told is not None and again is not None:
+            wrongs.append(differs(mine, told, other, again, 0.001 * abs(again)))
     return first(wrongs)
 
 
-LAWS = (Law("both names", "a figure told by two names is the same", both_names, "request_throughput"),)
+def all_tokens(figures: Figures) -> str | None:
+    """Prompts and answers together."""
+    told, duration_s = figures.number("total_num_tokens"), figures.number("elapsed_time")
+    expected = figures.number("tokens_per_second") * duration_s
+    slack = 0.01 * told + 0.001 * duration_s
+    return differs("tokens_per_second x elapsed_time", expected, "total_num_tokens", told, slack)
+
+
+def spreads(figures: Figures) -> str | None:
+    """The standard deviations are those of the records."""
+    wrongs, told = [], 0
+    for ours, values_s in latencies_of(done(figures)).items():
+        name = f"std_{LATENCIES[ours]}_ms"
+        if (spread_ms := figures.given(name)) is not None and len(values_s):
+            told, found_ms = told + 1, 1e3 * float(values_s.std())
+            slack_ms = SLACK * found_ms + RECOUNT_SLACK_MS
+            wrongs.append(differs(name, spread_ms, "the records'", found_ms, slack_ms))
+    if not told:
+        raise NotCheckable("no standard deviation is told")
+    return first(wrongs)
+
+
+LAWS = (
+    Law("both names", "a figure told by two names is the same", both_names, "request_throughput"),
+    Law("both names, all at once", "the same", both_names, "tokens_per_second"),
+    Law("all tokens", "all tokens a second times the time is their number", all_tokens, "total_num_tokens"),
+    Law("spreads", "standard deviations are those of the records", spreads, "request_throughput"),
+)

@@ -16,6 +16,8 @@ from simulation.audit.profiles import load
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 ORDER = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 COUNTS = ("requests", "completed", "failed", "duration_s", "prompt_tokens", "output_tokens", "steps")
+SHARES = ("good_share", "fluidity", "prefix_hit_rate", "mean_page_use", "busy_share")
+MEANS = ("mean_batch", "mean_running", "mean_in_system", "mean_in_flight")
 RATES: dict[str, tuple[str, ...]] = {
     "requests_per_s": ("completed",),
     "output_tokens_per_s": ("output_tokens",),
@@ -28,12 +30,16 @@ LEAST_SAMPLES = 30  # requests; a result may ask for more, as `least_samples`
 
 
 def signs(figures: Figures) -> str | None:
-    """Counts, durations, rates and latencies."""
-    names = [*COUNTS, *RATES, *(f"{each}.{part}" for each in LATENCIES for part in ("mean", *ORDER))]
+    """Counts, durations, rates, means over time, shares and latencies."""
+    latencies = [f"{each}.{part}" for each in LATENCIES for part in ("mean", *ORDER)]
+    names = [*COUNTS, *RATES, *MEANS, *SHARES, *latencies]
     values = {name: value for name in names if (value := figures.given(name)) is not None}
     if not values:
         raise NotCheckable("no figure is known by its name")
-    return first([f"{name} is {value:g}, below 0" for name, value in values.items() if value < 0])
+    below = [f"{name} is {value:g}, below 0" for name, value in values.items() if value < 0]
+    return first(
+        below + [exceeds(name, values[name], "the whole", 1, 0) for name in SHARES if name in values]
+    )
 
 
 def samples(figures: Figures) -> str | None:
@@ -65,7 +71,7 @@ def offered(figures: Figures) -> str | None:
     """Nobody serves what has not come; chance may bring three deviations more than the mean."""
     served, most = figures.number("requests_per_s"), figures.number("offered_per_s")
     count = figures.given("completed")
-    slack = LITTLE_SLACK if not count else 3 / math.sqrt(count)
+    slack = 3 / math.sqrt(count) if count and count > 0 else LITTLE_SLACK
     return exceeds("requests_per_s", served, "offered_per_s", most, slack * most)
 
 
@@ -160,7 +166,7 @@ def slots(figures: Figures) -> str | None:
 def spans(figures: Figures) -> str | None:
     """Each token comes of a span of a step."""
     computed = figures.number("mean_batch") * figures.number("steps")
-    least = figures.number("output_tokens") / figures.number("max_tokens_per_step")
+    least = figures.number("output_tokens") / figures.positive("max_tokens_per_step")
     slack = SLACK * computed + 0.005 * figures.number("steps")
     return exceeds("output_tokens / max_tokens_per_step", least, "mean_batch x steps", computed, slack)
 
@@ -252,16 +258,21 @@ def tpot_of_gaps(figures: Figures) -> str | None:
 
 
 def roofline(figures: Figures) -> str | None:
-    """A step reads all weights and the request's own keys and values, no faster than memory gives them."""
+    """A step reads all weights and the request's own keys and values, no faster than memory gives them.
+
+    A request of one token has no TPOT, and its prompt is none of those that were read for it.
+    """
     name = figures.raw("device_profile")
     if name is None:
         raise NotCheckable("device_profile is absent")
     profile = load(str(name))
     read = figures.number("weight_bytes_per_step")
     prompt, completed = figures.given("prompt_tokens"), figures.given("completed")
-    if prompt and completed and (per_token := figures.given("kv_bytes_per_token")):
+    some_of_one = (figures.given("least_output_tokens") or 2) < 2
+    if prompt and completed and not some_of_one and (per_token := figures.given("kv_bytes_per_token")):
         read += per_token * prompt / completed
-    floor_ms = profile.read_ms(read, figures.number("num_devices")) / figures.number("max_tokens_per_step")
+    num_devices, per_step = figures.positive("num_devices"), figures.positive("max_tokens_per_step")
+    floor_ms = profile.read_ms(read, num_devices) / per_step
     tpot_ms = figures.number("tpot_ms.mean")
     figures.used |= {"floor_ms": floor_ms, "memory_gb_per_s": profile.memory_gb_per_s}
     what = f"the floor of {profile.name} ({profile.basis} efficiency {profile.efficiency:g}), in ms,"
@@ -269,7 +280,7 @@ def roofline(figures: Figures) -> str | None:
 
 
 LAWS = (
-    Law("signs", "no count, duration, rate or latency is negative", signs),
+    Law("signs", "no count, duration, rate, mean, share or latency is negative; no share above 1", signs),
     Law("samples", f"at least {LEAST_SAMPLES} requests, or as many as the result asks for", samples),
     Law("warm-up", "no warm-up is counted in, and there was one", warm_up),
     Law("all counted", "every request is completed, failed or said to be unfinished", all_counted),

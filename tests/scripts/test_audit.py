@@ -35,7 +35,7 @@ def test_a_result_passes_or_is_refused_with_the_law_and_the_numbers(
     assert main([str(file), "--json"]) == 1
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["outcome"] == "refused"
-    assert list(verdict["refused"]) == ["served <= offered"]
+    assert list(verdict["refused"]) == ["served <= offered", "offered, records"]
 
 
 def test_each_row_of_the_sources_is_told_with_its_laws(capsys: pytest.CaptureFixture[str]) -> None:

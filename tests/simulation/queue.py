@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 Result = dict[str, Any]
+FAILED_S = 0.5  # when the one that fails comes
 PARTS = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
@@ -99,11 +100,12 @@ def honest(seed: int, num_requests: int | None = None) -> Result:
     """One result, with records; some have failures, no minima, or no rate of arrivals."""
     records, ends_s, spans, num_slots = served(seed, num_requests)
     result = summarised(records, list(PARTS) if seed % 2 else ["p50", "p90", "p99"])
-    spread_s = records[-1]["arrival_s"] - records[0]["arrival_s"]
+    arrivals_s = [each["arrival_s"] for each in records] + ([FAILED_S] if seed % 5 == 0 else [])
+    spread_s = max(arrivals_s) - min(arrivals_s)
     result |= {
         "warm_up_runs": 1,
         "warm_up_counted": 0,
-        "offered_per_s": round((len(records) - 1) / spread_s, 4) if seed % 3 else None,
+        "offered_per_s": round((len(arrivals_s) - 1) / spread_s, 4) if seed % 3 else None,
         "mean_batch": round(float(np.mean(spans)), 2),
         "steps": len(ends_s),
         "slots": num_slots,
@@ -119,6 +121,6 @@ def honest(seed: int, num_requests: int | None = None) -> Result:
         "records": records,
     }
     if seed % 5 == 0:
-        error = {"id": "bad", "arrival_s": 0.5, "error": "too long", "finish_reason": "error"}
+        error = {"id": "bad", "arrival_s": FAILED_S, "error": "too long", "finish_reason": "error"}
         result |= {"requests": len(records) + 1, "failed": 1, "records": [*records, error]}
     return result

@@ -85,6 +85,27 @@ def repeat_a_record(result: Result) -> None:
     result["records"][2] = result["records"][1]
 
 
+def hurry_beside_a_failure(result: Result) -> None:
+    """A request has failed, nobody says when, and the rest were ten times as fast."""
+    result["records"].append({"id": "bad", "arrival_s": 0.1, "finish_reason": "error"})
+    scale("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", by=10)(result)
+    result |= {"requests": result["requests"] + 1, "failed": 1, "duration_s": result["duration_s"] / 10}
+
+
+def move_a_first_token(result: Result) -> None:
+    record = max(result["records"], key=lambda each: each["first_token_s"] - each["arrival_s"])
+    record["first_token_s"] = record["arrival_s"]
+
+
+def leave_out(name: str) -> Callable[[Result], None]:
+    return lambda result: result["records"][6].pop(name)
+
+
+def fail_all(result: Result) -> None:
+    for record in result["records"]:
+        record["finish_reason"] = "error"
+
+
 TAMPERINGS: dict[str, tuple[Callable[[Result], None], str]] = {
     "more requests a second": (scale("requests_per_s", by=1.3), "rate x duration"),
     "more tokens a second": (scale("output_tokens_per_s", by=1.2), "rate x duration"),
@@ -111,6 +132,14 @@ TAMPERINGS: dict[str, tuple[Callable[[Result], None], str]] = {
     "warm-up counted": (put(warm_up_counted=1), "warm-up"),
     "a model that memory cannot give so fast": (put(weight_bytes_per_step=140e9), "roofline"),
     "more served than came": (put(offered_per_s=0.2), "served <= offered"),
+    "more came than came": (put(offered_per_s=1000.0), "offered, records"),
+    "ten times as fast beside a failure": (hurry_beside_a_failure, "recount"),
+    "a first token moved": (move_a_first_token, "clock"),
+    "a first token left out": (leave_out("first_token_s"), "whole records"),
+    "the tokens' times left out": (leave_out("token_times_s"), "whole records"),
+    "all failed": (fail_all, "every request"),
+    "one slot, by a preemption": (put(preemptions=1, slots=1), "at once"),
+    "more hits than tokens": (put(prefix_hit_rate=3.0), "signs"),
 }
 
 
@@ -148,6 +177,11 @@ def test_other_laws_refuse_by_themselves(fields: Result, law: str) -> None:
     assert list(audit(fields).describe()["refused"]) == [law]
 
 
+def test_fewer_than_none_are_refused() -> None:
+    refused = audit({"completed": -5, "requests_per_s": 1.0, "offered_per_s": 2.0}).describe()["refused"]
+    assert list(refused) == ["signs", "samples"]
+
+
 def test_every_impossible_row_of_the_sources_is_refused() -> None:
     found = rows()
     assert {row.source.split()[0] for row in found} == {"article", "engine", "chapter"}
@@ -178,8 +212,11 @@ def test_what_is_absent_is_not_assumed() -> None:
 
 
 def test_preempted_requests_leave_their_slots() -> None:
-    result = honest(1) | {"preemptions": 3, "slots": 1, "mean_batch": 1.0, "mean_running": 1.0}
-    assert "at once" in audit(result).describe()["not_checkable"]
+    """As many as there were preemptions, and no more."""
+    result = honest(1)
+    fewer = {"slots": result["slots"] - 2, "mean_batch": 1.0, "mean_running": 1.0}
+    for num_preemptions, outcome in ((1, "refused"), (2, "passed")):
+        assert "at once" in audit(result | fewer | {"preemptions": num_preemptions}).describe()[outcome]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +228,9 @@ def test_preempted_requests_leave_their_slots() -> None:
         ({"requests_per_s": float("nan")}, "must be a finite number"),
         ({"ttft_ms": 5.0}, "which is no object"),
         ({"records": 5}, "records must be a list of objects"),
+        ({"completed": 10**400}, "completed is 'an integer that no float holds'"),
+        ({"mean_batch": 2, "steps": 9, "output_tokens": 9, "max_tokens_per_step": 0}, "it must be above 0"),
+        ({"pages": {"size_tokens": 0, "told": 1}}, "pages.size_tokens is 0; it must be above 0"),
         ({"device_profile": "../x"}, "is no device profile; there are ascend910, ascend910b, ascend910c"),
     ],
 )

@@ -52,13 +52,22 @@ def by_their_names(seed: int) -> Result:
     del result["runs_output_tokens_per_s"]
     for record in result["records"]:
         record["piece_times_s"] = record.pop("token_times_s")
-    served = sum(good(record) for record in result["records"])
+    records = result["records"]
+    served = sum(good(record) for record in records)
+    first_s = [record["first_token_s"] - record["arrival_s"] for record in records]
+    stay_s = sum(record["finish_s"] - record["arrival_s"] for record in records)
     return {
         **result,
         **told,
         "itl_gaps": told["total_output_tokens"] - result["completed"],
         "goodput": OBJECTIVES,
         "request_goodput": served / told["duration"],
+        "good_share": served / told["num_prompts"],
+        "p50_ttft_ms": told["median_ttft_ms"],
+        "std_ttft_ms": 1e3 * float(np.std(first_s)),
+        "mean_in_flight": stay_s / told["duration"],
+        "errors": {},
+        "rejected": 0,
         "fluidity": sum(in_time(record) for record in result["records"]) / told["total_output_tokens"],
         "client": {"late_ms": {"p99": 1.0}, "lag_ms": {"p99": 2.0}},
     }
@@ -106,6 +115,12 @@ def hide_a_pause(result: Result) -> None:
         (put("request_goodput", 0.0), "goodput"),
         (put("requests_per_s", 99.0), "both names"),
         (put("ttft_ms", {"p99": 0.1}), "both names"),
+        (scale("p50_ttft_ms", 0.1), "both names"),
+        (scale("std_ttft_ms", 0.1), "spreads"),
+        (scale("good_share", 0.5), "goodput"),
+        (scale("mean_in_flight", 0.5), "in flight"),
+        (put("errors", {"HTTP 500: busy": 3}), "errors"),
+        (put("rejected", 3), "errors"),
         (put("fluidity", 1.2), "fluidity"),
         (scale("fluidity", 1.1), "fluidity"),
         (put("client", {"late_ms": {"p99": 1.0}, "lag_ms": {"p99": 900.0}}), "client on time"),
@@ -116,6 +131,32 @@ def test_a_tampered_one_does_not(tamper: Callable[[Result], None], law: str) -> 
     result = copy.deepcopy(by_their_names(1))
     tamper(result)
     assert law in audit(result).describe()["refused"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"goodput": {"e2e": 5}}, "goodput.e2e is no objective; there are ttft, tpot, itl, e2el"),
+        ({"errors": 3}, "errors is 3; it must be an object of counts"),
+        ({"errors": {"busy": "3"}}, "errors of 'busy' is '3'; it must be a finite number"),
+    ],
+)
+def test_what_cannot_be_read_is_named(fields: Result, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        audit(by_their_names(1) | fields)
+
+
+def test_times_that_are_none_are_named() -> None:
+    result = by_their_names(1)
+    result["records"][0]["piece_times_s"] = 5
+    with pytest.raises(ValueError, match="a time of request 0: 5 is told where a list of them must be"):
+        audit(result)
+
+
+def test_who_asked_for_nothing_was_not_late() -> None:
+    nobody = {"records": [], "requests": 0, "completed": 0, "failed": 0, "fluidity": 1.0}
+    told = audit(nobody | {"goodput": {"ttft": 5, "tpot": 1}}).describe()
+    assert "no record asks for a token" in told["not_checkable"]["fluidity"]
 
 
 def test_a_file_of_vllm_is_audited() -> None:
