@@ -266,7 +266,7 @@ def roofline(figures: Figures) -> str | None:
     if name is None:
         raise NotCheckable("device_profile is absent")
     profile = load(str(name))
-    read = figures.number("weight_bytes_per_step")
+    read = figures.positive("weight_bytes_per_step")
     prompt, completed = figures.given("prompt_tokens"), figures.given("completed")
     some_of_one = (figures.given("least_output_tokens") or 2) < 2
     if prompt and completed and not some_of_one and (per_token := figures.given("kv_bytes_per_token")):
