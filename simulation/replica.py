@@ -63,6 +63,8 @@ class Replica:
             self.engine.add(request)
         except ValueError as error:
             request.finish_reason, request.error = "error", str(error)
+        else:
+            self.watch.added(request)
 
     def advance(self, until_s: float) -> None:
         """Make steps until the clock is there; the last one may end later. Without work time just goes by,

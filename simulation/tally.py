@@ -175,6 +175,11 @@ class Watch:
         self._before_s, self._left = 0.0, 0
         self._seen = (0, 0, 0)
 
+    def added(self, request: Request) -> None:
+        """Count how long a request that the engine just took has been there: a step may have kept it out."""
+        counted_from_s = self._before_s if self._left else self.engine.clock()
+        self.tally.waiting_s += counted_from_s - request.arrival_s
+
     def step(self, step: Step) -> None:
         """Count one step, before the next one is made."""
         tally, engine, batch = self.tally, self.engine, step.batch

@@ -35,7 +35,7 @@ def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, du
         "max_tokens_per_step": 1,
         "least_output_tokens": min(lens, default=None),
         "most_output_tokens": max(lens, default=None),
-        **(means_over_time(steps, duration_s) if plain and in_steps else {}),
+        **(means_over_time(steps, arrivals_s, duration_s) if plain and in_steps else {}),
         **({"records": records(requests, timeline.token_times_s)} if plain else {}),
     }
 
@@ -51,17 +51,20 @@ def hardware(config: DecoderConfig, machine: Mapping[str, object], *, on_host: b
     }
 
 
-def means_over_time(steps: Sequence[StepRecord], duration_s: float) -> Result:
+def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], duration_s: float) -> Result:
     """How many requests ran, and were in the system at all, on average over the run.
 
-    Counted at the end of each step for all the time since the one before, unless nobody was left then.
+    Counted at the end of each step for all the time since the one before, unless nobody was left then; and
+    of who came during a step, which keeps newcomers out, from the arrival on.
     """
-    running = present = 0.0
+    running, present = 0.0, -sum(arrivals_s)
     before_s, left = 0.0, 0
     for step in steps:
-        taken_s = step.end_s - (before_s if left else step.start_s)
+        since_s = before_s if left else step.start_s
+        taken_s = step.end_s - since_s
         running += step.num_running * taken_s
         present += (step.num_running + step.num_waiting) * taken_s
+        present += (step.num_running + step.num_waiting - left) * since_s  # newcomers, less their arrivals
         before_s, left = step.end_s, step.num_running + step.num_waiting - step.num_ended
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     return {"mean_running": round(running * per_s, 4), "mean_in_system": round(present * per_s, 4)}

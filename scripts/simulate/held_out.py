@@ -72,8 +72,10 @@ class Served:
             clock.passed_s = max(clock.passed_s, self._coming[0].arrival_s)
         clock.go()
         while self._coming and self._coming[0].arrival_s <= clock():
-            self.tally.came(self._coming[0])
-            self.engine.add(self._coming.popleft())
+            request = self._coming.popleft()
+            self.tally.came(request)
+            self.engine.add(request)
+            self._watch.added(request)
         step = self.engine.step()
         clock.halt()
         if step is not None:
