@@ -62,7 +62,9 @@ class _AnswerWatch(Watch):
 
     def ended(self, request: Request) -> None:
         first = self._begun.pop(request.id)
-        if request.finish_reason in DONE:
+        if request.finish_reason not in DONE:
+            self.tally.cut_short += 1
+        else:
             assert request.finish_s is not None, "an answered request has its times"
             tokens = 1 + len(request.answer)
             reason = str(request.finish_reason)

@@ -59,6 +59,7 @@ class Tally:
     hit_tokens: int = 0
     preemptions: int = 0
     copied_pages: int = 0
+    cut_short: int = 0  # requests that failed after their first token: their gaps are in `itl`
     first_arrival_s: float = math.inf
     last_arrival_s: float = -math.inf
     last_finish_s: float = -math.inf
@@ -86,7 +87,11 @@ class Tally:
                 setattr(self, each.name, mine + theirs)
 
     def figures(self) -> dict[str, Any]:
-        """By the names of the offline benchmark, and what the gate asks for beside them."""
+        """By the names of the offline benchmark, and what the gate asks for beside them.
+
+        Where some failed there are no means over time: these know all requests, rates and latencies do not.
+        Nor is there a mean gap where some of the gaps are theirs.
+        """
         duration_s = self.last_finish_s - self.first_arrival_s if self.completed else 0.0
         spread_s = self.last_arrival_s - self.first_arrival_s if self.requests else 0.0
         per_s = 1 / duration_s if duration_s > 0 else 0.0
@@ -103,7 +108,11 @@ class Tally:
             "total_tokens_per_s": round((self.prompt_tokens + self.output_tokens) * per_s, 2),
             "ttft_ms": self.ttft.milliseconds(),
             "tpot_ms": self.tpot.milliseconds(),
-            "itl_ms": self.itl.milliseconds(),
+            "itl_ms": {
+                part: each
+                for part, each in self.itl.milliseconds().items()
+                if part != "mean" or not self.cut_short
+            },
             "e2e_ms": self.e2e.milliseconds(),
             "mean_batch": round(self.spans * per_step, 2),
             "mean_page_use": round(self.held_share * per_step, 4),
@@ -114,6 +123,11 @@ class Tally:
             "offered_per_s": round((self.requests - 1) / spread_s, 4) if spread_s > 0 else None,
             "least_output_tokens": int(self.least_output_tokens) if self.completed else None,
             "most_output_tokens": self.most_output_tokens if self.completed else None,
+            **(self._means(per_s) if self.completed == self.requests else {}),
+        }
+
+    def _means(self, per_s: float) -> dict[str, float]:
+        return {
             "mean_running": round(self.running_s * per_s, 4),
             "mean_in_system": round((self.running_s + self.waiting_s) * per_s, 4),
         }
@@ -127,6 +141,7 @@ class Tally:
     def ended(self, request: Request) -> None:
         """A request ended; only those that were answered count."""
         if request.finish_reason not in DONE:
+            self.cut_short += request.first_token_s is not None
             return
         assert request.first_token_s is not None, "an answered request has its times"
         assert request.finish_s is not None, "an answered request has its times"

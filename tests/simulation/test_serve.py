@@ -20,6 +20,7 @@ from recipes.recipe import CacheSection
 from recipes.scheduler import SchedulerSection
 from recipes.scheduling import Limits, scheduler_of
 from simulation import trace
+from simulation.audit.gate import audit
 from simulation.device import Device
 from simulation.roofline import Part, Roofline
 from simulation.serve import serve
@@ -141,6 +142,21 @@ def test_who_is_refused_has_failed() -> None:
     long = Request("long", np.arange(900), SamplingParams(max_tokens=3, ignore_eos=True))
     figures = serve([long, *requests(3, 9.0)], scheduler(), Fixed()).figures()
     assert (figures["requests"], figures["completed"], figures["failed"]) == (4, 3, 1)
+
+
+def test_the_means_are_left_out_where_some_had_no_time_left() -> None:
+    def trace(timeout_s: float | None) -> list[Request]:
+        found = list(requests(100, 20.0))
+        for each in found:
+            each.timeout_s = timeout_s
+        return found
+
+    figures = serve(trace(2.5), scheduler(), Fixed()).figures()
+    assert 30 < figures["failed"] < 70
+    assert not {"mean_running", "mean_in_system"} & set(figures)
+    assert set(figures["itl_ms"]) == {"p50", "p90", "p99"}, "gaps of whom the time ran out are among them"
+    assert not audit(figures).describe()["refused"]
+    assert "Little" in audit(serve(trace(None), scheduler(), Fixed()).figures()).describe()["passed"]
 
 
 def test_a_trace_out_of_order_is_refused() -> None:
