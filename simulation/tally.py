@@ -18,6 +18,13 @@ from simulation.sketch import Sketch
 
 Record = dict[str, Any]
 DONE = ("stop", "length")
+DIGITS = 4  # that a rate has at least, however small it is
+
+
+def rounded(rate: float, decimals: int) -> float:
+    """With so many decimals, and more where it is small: times a long duration it is still the count."""
+    leading = math.floor(math.log10(rate)) + 1 if rate > 0 else DIGITS
+    return round(rate, max(decimals, DIGITS - leading))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +110,9 @@ class Tally:
             "duration_s": round(duration_s, 4),
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
-            "requests_per_s": round(self.completed * per_s, 3),
-            "output_tokens_per_s": round(self.output_tokens * per_s, 2),
-            "total_tokens_per_s": round((self.prompt_tokens + self.output_tokens) * per_s, 2),
+            "requests_per_s": rounded(self.completed * per_s, 3),
+            "output_tokens_per_s": rounded(self.output_tokens * per_s, 2),
+            "total_tokens_per_s": rounded((self.prompt_tokens + self.output_tokens) * per_s, 2),
             "ttft_ms": self.ttft.milliseconds(),
             "tpot_ms": self.tpot.milliseconds(),
             "itl_ms": {
@@ -120,7 +127,7 @@ class Tally:
             "prefix_hit_rate": round(self.hit_tokens / max(1, self.admitted_tokens), 4),
             "preemptions": self.preemptions,
             "copied_pages": self.copied_pages,
-            "offered_per_s": round((self.requests - 1) / spread_s, 4) if spread_s > 0 else None,
+            "offered_per_s": rounded((self.requests - 1) / spread_s, 4) if spread_s > 0 else None,
             "least_output_tokens": int(self.least_output_tokens) if self.completed else None,
             "most_output_tokens": self.most_output_tokens if self.completed else None,
             **(self._means(per_s) if self.completed == self.requests else {}),

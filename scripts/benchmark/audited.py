@@ -10,6 +10,7 @@ from models.config import DecoderConfig
 from scripts.benchmark.device import Load, read_bytes
 from scripts.benchmark.timeline import StepRecord, Timeline
 from simulation.audit.profiles import named
+from simulation.tally import rounded
 
 DONE = ("stop", "length")
 Result = dict[str, object]
@@ -30,7 +31,7 @@ def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, du
     plain = len(done) == len(requests) and not any(r.hypotheses for r in requests)
     in_steps = sum(step.num_ended for step in steps) == len(requests)
     return {
-        "offered_per_s": round((len(requests) - 1) / spread_s, 4) if spread_s > 0 else None,
+        "offered_per_s": rounded((len(requests) - 1) / spread_s, 4) if spread_s > 0 else None,
         "slots": engine.slots.num_slots,
         "max_tokens_per_step": 1,
         "least_output_tokens": min(lens, default=None),

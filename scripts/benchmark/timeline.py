@@ -10,6 +10,7 @@ import numpy as np
 from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
+from simulation.tally import rounded
 
 Figures = dict[str, float]
 MOST_READINGS = 500
@@ -110,9 +111,9 @@ def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -
         "duration_s": round(duration_s, 4),
         "prompt_tokens": sum(r.num_prompt_tokens for r in done),
         "output_tokens": answer_tokens,
-        "requests_per_s": round(len(done) * per_s, 3),
-        "output_tokens_per_s": round(answer_tokens * per_s, 2),
-        "total_tokens_per_s": round((answer_tokens + sum(r.num_prompt_tokens for r in done)) * per_s, 2),
+        "requests_per_s": rounded(len(done) * per_s, 3),
+        "output_tokens_per_s": rounded(answer_tokens * per_s, 2),
+        "total_tokens_per_s": rounded((answer_tokens + sum(r.num_prompt_tokens for r in done)) * per_s, 2),
         "ttft_ms": percentiles([r.first_token_s - r.arrival_s for r in done if r.first_token_s is not None]),
         "tpot_ms": percentiles([(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 1]),
         "itl_ms": percentiles(gaps),

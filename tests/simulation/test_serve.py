@@ -26,6 +26,7 @@ from simulation.roofline import Part, Roofline
 from simulation.serve import serve
 from simulation.shape import Shape
 from simulation.sketch import Sketch
+from simulation.tally import rounded
 
 LLAMA_7B = Shape(
     vocab_size=32000,
@@ -142,6 +143,15 @@ def test_who_is_refused_has_failed() -> None:
     long = Request("long", np.arange(900), SamplingParams(max_tokens=3, ignore_eos=True))
     figures = serve([long, *requests(3, 9.0)], scheduler(), Fixed()).figures()
     assert (figures["requests"], figures["completed"], figures["failed"]) == (4, 3, 1)
+
+
+def test_a_small_rate_is_told_with_enough_digits() -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    trace = [Request(str(n), np.arange(5), params, arrival_s=19.1 * n) for n in range(100)]
+    figures = serve(trace, scheduler(), Fixed()).figures()
+    assert figures["requests_per_s"] == pytest.approx(100 / figures["duration_s"], rel=1e-4)
+    assert "rate x duration" in audit(figures).describe()["passed"]
+    assert [rounded(each, 3) for each in (0.0, 0.0123456, 3.45678, 345.678)] == [0, 0.01235, 3.457, 345.678]
 
 
 def test_the_means_are_left_out_where_some_had_no_time_left() -> None:
