@@ -208,6 +208,7 @@ class Watch:
         scheduler = engine.scheduler
         num_waiting, num_running = len(scheduler.waiting), len(engine.slots.busy) + len(step.finished)
         taken_s = step.end_s - (self._before_s if self._left else step.start_s)
+        begin_s = max(step.start_s, self._before_s)  # it may have been started behind the one before
         tally.running_s += num_running * taken_s
         tally.waiting_s += num_waiting * taken_s
         self._before_s, self._left = step.end_s, num_running + num_waiting - len(step.finished)
@@ -217,7 +218,7 @@ class Watch:
             tally.steps += 1
             tally.spans += batch.num_spans
             tally.copied_pages += batch.num_copied_pages
-            tally.busy_s += step.end_s - step.start_s
+            tally.busy_s += step.end_s - begin_s
             tally.held_share += held / (pool.num_pages - 1)
             if len(batch.owners):
                 self.gaps(step)

@@ -145,6 +145,16 @@ def test_who_is_refused_has_failed() -> None:
     assert (figures["requests"], figures["completed"], figures["failed"]) == (4, 3, 1)
 
 
+def test_a_device_is_at_one_step_at_a_time() -> None:
+    busy_s = []
+    for overlap in (False, True):
+        tally = serve(requests(60, 50.0), scheduler(), Fixed(), overlap=overlap)
+        duration_s = tally.last_finish_s - tally.first_arrival_s
+        assert 0.9 * duration_s < tally.busy_s <= 1.001 * duration_s
+        busy_s.append(tally.busy_s)
+    assert busy_s[1] == pytest.approx(busy_s[0], rel=0.05)
+
+
 def test_a_small_rate_is_told_with_enough_digits() -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     trace = [Request(str(n), np.arange(5), params, arrival_s=19.1 * n) for n in range(100)]
