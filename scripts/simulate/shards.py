@@ -80,7 +80,8 @@ def _run(shard: Shard, group: list[int], columns: tuple[np.ndarray, np.ndarray, 
             for index, (at_s, prompt, output) in enumerate(zip(times_s, prompts, outputs)):
                 yield Request(str(index), zeros[:prompt], params(output), arrival_s=at_s)
 
-        tally.merge(serve(requests(), scheduler_of(shard.asked, shard.cache, shard.limits), shard.costs))
+        scheduler = scheduler_of(shard.asked, shard.cache, shard.limits)
+        tally.merge(serve(requests(), scheduler, shard.costs, overlap=shard.asked.overlap))
     return tally
 
 

@@ -107,6 +107,21 @@ def test_shards_add_up_to_the_whole() -> None:
     assert whole.output_tokens == int(drawn.columns()[2].sum())
 
 
+def test_a_fleet_overlaps_if_its_recipe_does() -> None:
+    recipe = load(RECIPE[0], [*RECIPE[1:], "scheduler.overlap=true"])
+    planned = plan(recipe, "ascend910b")
+    drawn = Drawn(60, 40.0, "uniform:10:60", "uniform:2:12", seed=1)
+    limits, costs = planned.limits(), planned.costs()
+    ahead, alone = (
+        run(Shard([[0]], 1, drawn, replace(recipe.scheduler, overlap=overlap), recipe.cache, limits, costs))[
+            0
+        ]
+        for overlap in (True, False)
+    )
+    assert ahead.completed == alone.completed == 60
+    assert ahead.steps != alone.steps, "who looks ahead is told later who came and who ended"
+
+
 FLEET = ["--rate", "30", "--prompt-tokens", "uniform:5:40", "--output-tokens", "uniform:2:9"]
 
 
