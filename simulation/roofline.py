@@ -107,10 +107,9 @@ class Roofline:
 
     def _copies_s(self, batch: Batch, slots: SlotPool) -> float:
         """Each byte is read and written; what goes to the host and back takes no longer here."""
-        shape = self.shape
-        share = self.part.num_layers / shape.num_layers if self.part else 1.0
-        share *= -(-shape.num_kv_heads // self.tensor) / shape.num_kv_heads
-        num_bytes = batch.num_copied_pages * slots.page_size * shape.kv_bytes_per_token * share
+        share = self.part.num_layers / self.shape.num_layers if self.part else 1.0
+        held_bytes = self.shape.held_bytes_per_token(self.tensor) * share
+        num_bytes = batch.num_copied_pages * slots.page_size * held_bytes
         return 2 * num_bytes / self.device.bytes_per_s
 
     def _size(self, num_tokens: int, num_spans: int, num_sampled: int) -> _Size:

@@ -33,6 +33,11 @@ class Shape:
         """Keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
+    def held_bytes_per_token(self, tensor: int) -> int:
+        """On each of `tensor` devices that share the layers: of more than there are heads, each has a whole
+        one, as others have too."""
+        return self.kv_bytes_per_token // self.num_kv_heads * -(-self.num_kv_heads // tensor)
+
     @property
     def linears(self) -> tuple[tuple[int, int, bool], ...]:
         """Inputs and outputs of a layer's products, and whether tensor parallelism splits the outputs (else

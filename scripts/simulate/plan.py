@@ -38,12 +38,16 @@ class Plan:
         return self.tensor * self.pipeline
 
     @property
+    def page_bytes(self) -> int:
+        """Of a page, on all devices together."""
+        return self.recipe.cache.page_size * self.tensor * self.shape.held_bytes_per_token(self.tensor)
+
+    @property
     def num_pages(self) -> int:
         """As the recipe says, or as many as the devices hold beside their part of the weights."""
         cache = self.recipe.cache
         if cache.num_pages is not None:
             return cache.num_pages
-        page_bytes = cache.page_size * self.shape.kv_bytes_per_token
         if cache.memory_gib is not None:
             num_bytes = cache.memory_gib * GIB * self.num_devices
         else:
@@ -51,12 +55,12 @@ class Plan:
             each = cache.memory_fraction * self.device.memory_gib * GIB - cache.reserve_gib * GIB
             activations = estimate(self.recipe, self.config) / self.tensor
             num_bytes = self.num_devices * (each - activations) - self.shape.weight_bytes
-        if num_bytes < 2 * page_bytes:
+        if num_bytes < 2 * self.page_bytes:
             raise ValueError(
                 f"{self.num_devices} x {self.device.name} of {self.device.memory_gib:g} GiB hold"
                 f" {self.shape.weight_bytes / GIB:.1f} GiB of weights and no page beside; raise --tp"
             )
-        return int(num_bytes // page_bytes)
+        return int(num_bytes // self.page_bytes)
 
     def limits(self, parts: int = 1) -> Limits:
         """Of one of so many schedulers that share the pages."""
@@ -66,7 +70,7 @@ class Plan:
         host_bytes = (self.recipe.cache.host_gib or 0) * GIB
         return Limits(
             num_pages=num_pages,
-            num_host_pages=int(host_bytes // (self.recipe.cache.page_size * self.shape.kv_bytes_per_token)),
+            num_host_pages=int(host_bytes // self.page_bytes),
             longest_tokens=min(asked, held),
             vocab_size=self.config.vocab_size,
             eos_token_ids=self.config.eos_token_ids,
@@ -107,7 +111,7 @@ class Plan:
 
     def send_cached_s(self, num_tokens: int) -> float:
         """For the keys and values of a prompt to reach another engine; each device sends its part."""
-        return self.device.send_s(num_tokens * self.shape.kv_bytes_per_token / self.tensor)
+        return self.device.send_s(num_tokens * self.shape.held_bytes_per_token(self.tensor))
 
     def facts(self) -> dict[str, object]:
         """What a result says of the machine, and what the gate asks for."""

@@ -122,6 +122,17 @@ def test_a_fleet_overlaps_if_its_recipe_does() -> None:
     assert ahead.steps != alone.steps, "who looks ahead is told later who came and who ended"
 
 
+def test_devices_beyond_the_heads_hold_them_again() -> None:
+    recipe = load("recipes/bench/qwen3_8b_cuda.yaml")  # of 8 heads of keys and values
+    pages = {tensor: plan(recipe, "h200", tensor).num_pages for tensor in (4, 8, 16)}
+    assert 2 * pages[4] < pages[8] < 2.3 * pages[4]  # there is less of the weights on each, too
+    assert pages[8] < pages[16] < 1.1 * pages[8]
+    eight, sixteen = (plan(recipe, "h200", tensor).send_cached_s(10**6) for tensor in (8, 16))
+    assert eight == sixteen, "a device sends a whole head"
+    one = plan(recipe, "h200", 1)
+    assert one.page_bytes == recipe.cache.page_size * one.shape.kv_bytes_per_token
+
+
 FLEET = ["--rate", "30", "--prompt-tokens", "uniform:5:40", "--output-tokens", "uniform:2:9"]
 
 
