@@ -85,7 +85,9 @@ class Roofline:
             else:
                 near = np.minimum(stops, window + lens)
                 context += count * float(near.sum())
-                pairs += count * float((lens * np.minimum((starts + stops + 1) / 2, window)).sum())
+                first, last = np.minimum(starts, window), np.minimum(stops, window)  # of those that see all
+                growing = (last * (last + 1) - first * (first + 1)) / 2
+                pairs += count * float((growing + window * (lens - (last - first))).sum())
         return context, pairs
 
     def time_s(

@@ -242,6 +242,19 @@ def test_decodes_see_all_that_is_known() -> None:
     assert (context, pairs) == (near, 16 * 4010 + 16 * (8 + 1 + 100))
 
 
+def test_a_window_is_seen_by_each_token_of_a_span() -> None:
+    none, device = np.empty(0, dtype=np.int64), Device.load("h200")
+    starts, stops = np.array([0, 0, 500, 1000, 3000]), np.array([2048, 700, 900, 1100, 3001])
+    batch = Batch(np.arange(5), starts, stops, np.arange(5), np.arange(5), (none, none, none))
+    costs = Roofline(replace(LLAMA_7B, windows=(1024,) * 32), device)
+    exact = sum(
+        min(place + 1, 1024)
+        for start, stop in zip(starts.tolist(), stops.tolist())
+        for place in range(start, stop)
+    )
+    assert costs.seen(batch, int((stops - starts).sum()))[1] == 32 * exact
+
+
 def test_pages_that_move_are_read_and_written() -> None:
     starts, none = np.array([7]), np.empty(0, dtype=np.int64)
     still = Batch(np.arange(1), starts, starts + 1, np.arange(1), np.arange(1), (none, none, none))
