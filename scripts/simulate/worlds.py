@@ -65,7 +65,12 @@ class World:
             plan.send_cached_s,
             tally,
         ).serve(trace)
-        return {"busy_share": _share(tally.busy_s, num_prompts + num_answers, tally)}
+        return {
+            "busy_share": _share(tally.busy_s, num_prompts + num_answers, tally),
+            # that there are none says, to the gate, that who is between two tokens is in a slot
+            "preemptions": None,
+            "preemptions_in_engines": tally.preemptions,
+        }
 
     def _pipeline(self, trace: Iterable[Request], tally: Tally, timeline: Timeline | None) -> Result:
         def observe(stage: int, number: int, batch: Batch, begin_s: float, end_s: float) -> None:

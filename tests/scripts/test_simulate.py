@@ -133,6 +133,23 @@ def test_devices_beyond_the_heads_hold_them_again() -> None:
     assert one.page_bytes == recipe.cache.page_size * one.shape.kv_bytes_per_token
 
 
+def test_who_waits_between_two_engines_is_in_no_slot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "load.jsonl")
+    lengths = ["--prompt-tokens", "uniform:20:200", "--output-tokens", "uniform:20:60"]
+    make_trace(["--requests", "150", "--rate", "60", *lengths, "--vocab-size", "32000", "--output", path])
+    capsys.readouterr()
+    slots = "scheduler.num_slots=8"
+    main([*RECIPE[:2], slots, "--trace", path, "--device", "ascend910b", "--json", "--split", "1:1"])
+    result = json.loads(capsys.readouterr().out)
+    verdict = result["verdict"]
+    assert verdict["outcome"] == "pass", verdict["refused"]
+    assert {"Little", "Little, records", "slots"} <= set(verdict["passed"])
+    assert {"Little, running", "at once"} <= set(verdict["not_checkable"])
+    assert result["preemptions_in_engines"] == 0
+
+
 FLEET = ["--rate", "30", "--prompt-tokens", "uniform:5:40", "--output-tokens", "uniform:2:9"]
 
 
