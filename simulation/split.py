@@ -122,6 +122,7 @@ class Split:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 arrival_s=request.arrival_s,
+                timeout_s=request.timeout_s,
             )
             self._prompts.add(prompt, request.arrival_s)
             if prompt.finish_reason is not None:
@@ -147,6 +148,8 @@ class Split:
                 continue
             assert prompt.first_token_s is not None, "an answered request has its times"
             took_s = self._transfer_s(prompt.num_prompt_tokens)
+            there_s = prompt.first_token_s + took_s
+            left_s = None if asked.timeout_s is None else asked.arrival_s + asked.timeout_s - there_s
             self._tally.waiting_s += took_s
             self._begun[prompt.id] = Answered(
                 prompt.id,
@@ -165,7 +168,8 @@ class Split:
                 tenant=asked.tenant,
                 cache_salt=f"{asked.cache_salt} from {prompt.id}",  # what came is nobody else's
                 priority=asked.priority,
-                arrival_s=prompt.first_token_s + took_s,
+                arrival_s=there_s,
+                timeout_s=left_s,  # where none is left, it ends before the next step
             )
             self._num_sent += 1
             heapq.heappush(self._coming, (rest.arrival_s, self._num_sent, rest))

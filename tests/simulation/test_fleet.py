@@ -88,6 +88,23 @@ def test_no_split_request_is_lost() -> None:
     assert figures["mean_in_system"] == pytest.approx(waits_s / figures["duration_s"], rel=1e-4)
 
 
+def test_time_runs_out_on_both_sides_and_on_the_way() -> None:
+    def ended(timeout_s: float | None, busy: int = 0) -> tuple[int, int]:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        trace = [
+            Request(str(n), np.arange(30), params, timeout_s=timeout_s if n == busy else None)
+            for n in range(busy + 1)
+        ]
+        tally, answers = Tally(), scheduler(max_batch_tokens=800)
+        Split([scheduler(num_slots=1)], [answers], Fixed(), lambda tokens: 0.1, tally).serve(trace)
+        return tally.completed, tally.cut_short
+
+    # first token at 40 ms, over the link at 140 ms, then three steps of 11 ms
+    assert ended(None) == ended(0.2) == (1, 0)
+    assert ended(0.16) == ended(0.1) == (0, 1)
+    assert ended(0.05, busy=3) == (3, 0), "it waits for the prompts' only slot"
+
+
 def stages(count: int) -> Stages:
     return Stages([Fixed()] * count, lambda tokens: 0.002)
 
