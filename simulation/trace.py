@@ -6,6 +6,7 @@ tokens. A prompt is token ids, or `num_prompt_tokens` alone, which stands for to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,7 @@ from continuous_batching.request import Request, SamplingParams, TokenIds
 
 Parse = Callable[[dict[str, Any]], Request]
 Tell = Callable[[str], None]
+MOST_PROMPT_TOKENS = 2**24  # that a number stands for: more than any context, and they fit in memory
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -55,8 +57,9 @@ def read(
             continue
         try:
             request = _request(decoder.decode(line), line, number, vocab_size, parse)
-        except (ValueError, msgspec.MsgspecError) as error:
-            reason = f"line {number}: {error}"
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+            deep = isinstance(error, RecursionError)
+            reason = f"line {number}: {'the JSON is nested too deeply' if deep else error}"
             if bad is None:
                 raise BadLine(reason) from error
             bad(reason)
@@ -74,9 +77,13 @@ def full_length(request: Request) -> Request:
 def _request(line: _Line, raw: bytes, number: int, vocab_size: int, parse: Parse | None) -> Request:
     if line.beam_width:
         raise ValueError(f"beam_width is {line.beam_width}: a search is not simulated; leave it out")
+    if not 0 <= line.arrival_s < math.inf:
+        raise ValueError(f"arrival_s is {line.arrival_s!r}; it must be a number of 0 or more")
+    if line.timeout_s is not None and line.timeout_s <= 0:
+        raise ValueError(f"timeout_s is {line.timeout_s!r}; it must be above 0 seconds")
     several = max(line.n or 1, line.best_of or 1) > 1
     if line.prompt_token_ids is not None and not several:
-        prompt = np.array(line.prompt_token_ids, dtype=np.int32)
+        prompt = _given(line.prompt_token_ids, vocab_size)
     elif line.num_prompt_tokens is not None and not several:
         prompt = _unique(number, line.num_prompt_tokens, vocab_size)
     elif parse is not None:
@@ -97,9 +104,17 @@ def _request(line: _Line, raw: bytes, number: int, vocab_size: int, parse: Parse
     )
 
 
+def _given(tokens: list[int], vocab_size: int) -> TokenIds:
+    try:
+        return np.array(tokens, dtype=np.int32)
+    except OverflowError as error:
+        most = max(tokens, key=abs)
+        raise ValueError(f"prompt_token_ids holds {most}; ids go from 0 to {vocab_size - 1}") from error
+
+
 def _unique(number: int, count: int, vocab_size: int) -> TokenIds:
-    if count < 1:
-        raise ValueError(f"num_prompt_tokens is {count}; it must be at least 1")
+    if not 1 <= count <= MOST_PROMPT_TOKENS:
+        raise ValueError(f"num_prompt_tokens is {count}; it must be from 1 to {MOST_PROMPT_TOKENS}")
     return np.random.default_rng(number).integers(0, vocab_size, count, dtype=np.int32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -213,6 +214,25 @@ def test_lines_are_read_one_at_a_time() -> None:
     kept = list(trace.read([b"{", b"", raw[0], b'{"prompt_token_ids": [1]}'], 100, bad=reasons.append))
     assert [each.id for each in kept] == ["a"]
     assert [each.partition(":")[0] for each in reasons] == ["line 1", "line 4"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ('"num_prompt_tokens": 3, "arrival_s": -1', "arrival_s is -1.0; it must be a number of 0 or more"),
+        ('"num_prompt_tokens": 3, "timeout_s": 0', "timeout_s is 0.0; it must be above 0 seconds"),
+        ('"prompt_token_ids": [1, 3000000000]', "prompt_token_ids holds 3000000000; ids go from 0 to 99"),
+        ('"num_prompt_tokens": 10000000000000', "num_prompt_tokens is 10000000000000; it must be from 1 to"),
+        ('"num_prompt_tokens": 3, "x": ' + "[" * 10**5 + "]" * 10**5, "the JSON is nested too deeply"),
+    ],
+)
+def test_a_line_that_cannot_be_is_named_and_may_be_skipped(fields: str, reason: str) -> None:
+    raw = [b'{"id": "a", "num_prompt_tokens": 2}', f'{{"id": "b", {fields}}}'.encode()]
+    with pytest.raises(trace.BadLine, match=f"line 2: {re.escape(reason)}"):
+        list(trace.read(raw, 100))
+    reasons: list[str] = []
+    assert [each.id for each in trace.read(raw, 100, bad=reasons.append)] == ["a"]
+    assert len(reasons) == 1
 
 
 @pytest.mark.parametrize("name", ["ascend910", "ascend910b", "ascend910c", "h200"])
