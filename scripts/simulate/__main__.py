@@ -45,11 +45,13 @@ def world_of(options: argparse.Namespace) -> World:
         raise ValueError("--costs are of the devices that were recorded; leave out --tp and --pp")
     if options.split is not None and (options.dp > 1 or options.pp > 1):
         raise ValueError("--split says how many engines there are; leave out --dp and --pp")
+    if options.route is not None and options.dp == 1 and max(options.split or (1,)) == 1:
+        raise ValueError("--route chooses among engines; give several, by --dp or --split, or leave it out")
     if options.pp > 1 and options.dp > 1:
         raise ValueError("--pp is simulated for one engine; leave out --dp")
     fitted = None if options.costs is None else Fitted.load(options.costs)
     planned = plan(recipe, options.device, options.tp, options.pp, fitted)
-    return World(planned, options.dp, options.route, options.split)
+    return World(planned, options.dp, options.route or "least_loaded", options.split)
 
 
 def run(world: World, requests: Iterator[Request], timeline: Timeline | None = None) -> Result:

@@ -26,10 +26,14 @@ def requests_of(
         return parse_request(fields, text)
 
     def opened() -> Iterator[Request]:
+        request = None
         with open(path, "rb") as file:
             try:
-                yield from trace.read(file, vocab_size, parse, skip if skip_bad else None)
+                for request in trace.read(file, vocab_size, parse, skip if skip_bad else None):
+                    yield request
             except trace.BadLine as error:
                 raise ValueError(f"{path}: {error}; --skip-bad leaves such lines out") from error
+        if request is None:
+            raise ValueError(f"{path} holds no request that can be simulated; make one with scripts.trace")
 
     return opened

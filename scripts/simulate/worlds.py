@@ -64,6 +64,7 @@ class World:
             plan.costs(),
             plan.send_cached_s,
             tally,
+            route=self.route,
         ).serve(trace)
         return {
             "busy_share": _share(tally.busy_s, num_prompts + num_answers, tally),

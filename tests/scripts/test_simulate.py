@@ -59,6 +59,54 @@ def test_a_mistake_is_one_line(trace: str, tmp_path: Path) -> None:
     main([*RECIPE, "--trace", str(bad), "--device", "h200", "--skip-bad"])
 
 
+TRACED = ["--trace", "none.jsonl"]
+AIMS = ["--ttft-ms", "500", "--itl-ms", "50"]
+LOAD = ["--dp", "2", "--requests", "9", "--rate", "30", "--prompt-tokens", "9", "--output-tokens", "9"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "reason"),
+    [
+        ("held-out", ["--train", "a", "--held", "b", "--device", "h200"], "unrecognized arguments: --device"),
+        ("fleet", [*LOAD, "--rate", "0"], "--rate: '0' is no number above 0"),
+        ("fleet", [*LOAD, "--rate", "nan"], "--rate: 'nan' is no number above 0"),
+        ("fleet", [*LOAD, "--prompt-tokens", "bogus"], "--prompt-tokens: 'bogus' is no length"),
+        ("fleet", [*LOAD, "--seed=-1"], "--seed: '-1' must be an integer of at least 0"),
+        *(
+            ("search", [*TRACED, *AIMS, "--percent", each], "no percentage above 0 and up to 100")
+            for each in ("0", "nan", "101")
+        ),
+        ("search", [*TRACED, *AIMS, "--ttft-ms=-5"], "--ttft-ms: '-5' is no number above 0"),
+        ("search", [*TRACED, *AIMS, "--itl-ms", "x"], "--itl-ms: 'x' is no number above 0"),
+    ],
+)
+def test_an_option_without_meaning_is_refused(
+    verb: str, options: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, *RECIPE, *options])
+    assert reason in capsys.readouterr().err
+
+
+def test_a_router_needs_engines_to_choose_from(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*RECIPE, "--trace", trace, "--device", "ascend910b", "--json"]
+    for few in ([], ["--split", "1:1"], ["--pp", "2"]):
+        with pytest.raises(ValueError, match="--route chooses among engines; give several"):
+            main([*asked, *few, "--route", "prefix"])
+    results = []
+    for route in ("round_robin", "least_loaded"):
+        main([*asked, "--split", "2:2", "--route", route])
+        results.append(json.loads(capsys.readouterr().out)["ttft_ms"])
+    assert results[0] != results[1]
+
+
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n{}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"empty\.jsonl holds no request"):
+        main([*RECIPE, "--trace", str(empty), "--device", "ascend910b", "--skip-bad"])
+
+
 @pytest.mark.parametrize("options", [["--dp", "2"], ["--pp", "2"], ["--split", "1:1"]])
 def test_several_engines_pass_the_gate(
     options: list[str], trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
