@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
+MOST_TOKENS = 2**24  # more than any model takes; a prompt of them fits into memory
 
 
 def lengths(text: str) -> Draw:
@@ -21,22 +22,26 @@ def lengths(text: str) -> Draw:
     try:
         if kind == "uniform":
             least, most = (int(value) for value in values)
-            if 1 <= least <= most:
+            if 1 <= least <= most <= MOST_TOKENS:
                 return lambda random, count: random.integers(least, most, count, endpoint=True)
         elif kind == "lognormal":
             mean, sigma = (float(value) for value in values)
-            if 1 <= mean < math.inf and 0 <= sigma < math.inf:
+            if 1 <= mean <= MOST_TOKENS and 0 <= sigma < math.inf:
                 return lambda random, count: _lognormal(random, count, mean, sigma)
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(
         f"{text!r} is no length; write N, uniform:LEAST:MOST, lognormal:MEAN:SIGMA or file:PATH,"
-        " of at least 1 token"
+        f" of 1 to {MOST_TOKENS} tokens"
     )
 
 
 def _lognormal(random: np.random.Generator, count: int, mean: float, sigma: float) -> NDArray[np.int64]:
-    drawn = random.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)  # whose mean is `mean`
+    drawn = random.lognormal(math.log(mean) - sigma * sigma / 2, sigma, count)  # whose mean is `mean`
+    if (most := drawn.max(initial=0)) > MOST_TOKENS:
+        raise ValueError(
+            f"lognormal:{mean:g}:{sigma:g} drew {most:.3g} tokens; {MOST_TOKENS} are the most: lower sigma"
+        )
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
@@ -48,9 +53,13 @@ def _from_file(path: Path) -> Draw:
     except (OSError, UnicodeDecodeError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
-        if not line.strip().isdecimal() or int(line) < 1:
-            raise argparse.ArgumentTypeError(f"{path}: line {number}: {line!r} is no length of at least 1")
-        found.append(int(line))
+        text = line.strip()
+        # float, because a whole number may have more digits than int reads
+        if not text.isdecimal() or not 1 <= float(text) <= MOST_TOKENS:
+            raise argparse.ArgumentTypeError(
+                f"{path}: line {number}: {line[:60]!r} is no length of 1 to {MOST_TOKENS}"
+            )
+        found.append(int(text))
     if not found:
         raise argparse.ArgumentTypeError(f"{path} holds no length")
     return lambda random, count: random.choice(np.array(found, np.int64), count)

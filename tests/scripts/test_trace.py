@@ -70,13 +70,24 @@ def test_lengths_are_distributed_as_asked() -> None:
     assert lengths("lognormal:1:2")(random, 1000).min() == 1
 
 
+def test_lengths_that_no_model_takes_are_not_drawn() -> None:
+    random = np.random.default_rng(0)
+    with pytest.raises(ValueError, match=r"lognormal:1e\+07:3 drew .* tokens; 16777216 are the most: lower"):
+        lengths("lognormal:1e7:3")(random, 1000)
+    assert set(lengths("lognormal:9:1e200")(random, 9).tolist()) == {1}, "the mean is in what is never drawn"
+
+
 def test_token_ids_stay_within_the_vocabulary() -> None:
     tokens = {token for each in made(count=60) for token in each["prompt_token_ids"]}
     assert tokens == set(range(50))
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "3.5", "uniform:3", "uniform:5:4", "uniform:1:2:3", "lognormal:nan:1", "zipf:3"]
+    "text",
+    [
+        *("", "0", "3.5", "uniform:3", "uniform:5:4", "uniform:1:2:3", "lognormal:nan:1", "zipf:3"),
+        *("99999999999", "uniform:1:16777217", "lognormal:1e30:0", "9" * 5000),
+    ],
 )
 def test_what_is_no_length_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no length; write N, uniform:LEAST:MOST, "):
@@ -179,9 +190,10 @@ def test_lengths_may_come_from_a_file(tmp_path: Path) -> None:
     drawn = lengths(f"file:{path}")(np.random.default_rng(0), 4000)
     assert set(drawn.tolist()) == {7, 900}
     assert (drawn == 7).mean() == pytest.approx(0.75, abs=0.03)
-    path.write_text("7\n0\n")
-    with pytest.raises(argparse.ArgumentTypeError, match=r"line 2: '0' is no length of at least 1"):
-        lengths(f"file:{path}")
+    for text in ("0", "12345678901234567890123", "9" * 5000):
+        path.write_text(f"7\n{text}\n")
+        with pytest.raises(argparse.ArgumentTypeError, match=r"line 2: '\d{1,60}' is no length of 1 to"):
+            lengths(f"file:{path}")
     with pytest.raises(argparse.ArgumentTypeError, match="cannot be read"):
         lengths(f"file:{tmp_path}/none")
 
