@@ -19,44 +19,61 @@ from typing import Any
 
 import numpy as np
 
+from scripts.trace.lengths import MOST_TOKENS
 from scripts.trace.load import ARRIVAL, OUTPUT, THINK, Line, Load, line_of, mark
 
 MOONCAKE_TOKENS = 512  # of a prompt, for each of its hash_ids
 MOONCAKE, BURSTGPT = 20, 21  # streams of chance
+SHOWN = 60  # characters of what is wrong
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 CountTokens = Callable[[str], int]
 Item = tuple[str, Callable[[], Any]]  # where it stands, and how to read it
 
 
-def _whole(fields: Any, name: str, least: int) -> int:
+def _length(fields: Any, name: str) -> int:
     value = fields.get(name)
-    number = (
-        float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    )
-    if not number.is_integer() or number < least:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+    number = math.nan if isinstance(value, bool) or value is None else _float(value)
+    if not number.is_integer() or not 1 <= number <= MOST_TOKENS:
+        raise ValueError(f"{name} is {_shown(value)}; it must be a whole number from 1 to {MOST_TOKENS}")
     return int(number)
 
 
 def _time(fields: Any, name: str) -> float:
-    time = float(fields[name])
+    time = _float(fields[name])
     if not 0 <= time < math.inf:
-        raise ValueError(f"{name} is {fields[name]!r}; it must be 0 or more")
+        raise ValueError(f"{name} is {_shown(fields[name])}; it must be a number of 0 or more")
     return time
+
+
+def _float(value: Any) -> float:
+    """nan for what is no number, inf for one of too many digits."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (ValueError, TypeError):
+        return math.nan
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def mooncake(path: Path, load: Load) -> Iterator[Item]:
     """Prompts of which those parts are the same that were the same."""
 
-    def read(number: int, text: str) -> Line:
-        fields = json.loads(text)
+    def read(number: int, line: bytes) -> Line:
+        fields = json.loads(line.decode())
         if not isinstance(fields, dict):
             raise ValueError("it is no object")
-        length, ids = _whole(fields, "input_length", 1), fields.get("hash_ids")
+        length, ids = _length(fields, "input_length"), fields.get("hash_ids")
         if ids is None:
             ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]  # its own
         if not isinstance(ids, list) or len(ids) != -(-length // MOONCAKE_TOKENS):
-            raise ValueError(f"{length} tokens and hash_ids {ids!r}; there must be one for each 512 tokens")
+            raise ValueError(
+                f"{length} tokens and hash_ids {_shown(ids)}; there must be one for each 512 tokens"
+            )
         parts = [
             np.random.default_rng([load.seed, MOONCAKE, int(each < 0), abs(each)])
             .integers(0, load.vocab_size, MOONCAKE_TOKENS)
@@ -64,32 +81,40 @@ def mooncake(path: Path, load: Load) -> Iterator[Item]:
             for each in ids
         ]
         prompt = [token for part in parts for token in part][:length]
-        output = _whole(fields, "output_length", 1)
+        output = _length(fields, "output_length")
         return line_of(str(number), _time(fields, "timestamp") / 1e3, {"prompt_token_ids": prompt}, output)
 
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if text.strip():
-                yield f"line {number}", lambda number=number, text=text: read(number, text)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"line {number}", lambda number=number, line=line: read(number, line)
 
 
 def burstgpt(path: Path, load: Load) -> Iterator[Item]:
     """Prompts of random tokens."""
 
-    def read(number: int, row: dict[str, Any]) -> Line:
+    def read(number: int, names: list[str], line: bytes) -> Line:
+        row = dict(zip(names, _cells(line)))
         random = np.random.default_rng([load.seed, BURSTGPT, number])
-        prompt = random.integers(0, load.vocab_size, _whole(row, "Request tokens", 1)).tolist()
-        output = _whole(row, "Response tokens", 1)
+        prompt = random.integers(0, load.vocab_size, _length(row, "Request tokens")).tolist()
+        output = _length(row, "Response tokens")
         return line_of(str(number), _time(row, "Timestamp"), {"prompt_token_ids": prompt}, output)
 
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file)
-        missing = {"Timestamp", "Request tokens", "Response tokens"} - {*(rows.fieldnames or ())}
-        if missing:
+    with path.open("rb") as file:
+        try:
+            names = _cells(file.readline())
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{path}: line 1: {_reason(error)}") from error
+        if missing := {"Timestamp", "Request tokens", "Response tokens"} - {*names}:
             raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; is it BurstGPT's?")
-        for row in rows:
-            number = rows.line_num
-            yield f"line {number}", lambda number=number, row=row: read(number, row)
+        for number, line in enumerate(file, 2):
+            if line.strip():
+                yield f"line {number}", lambda number=number, line=line: read(number, names, line)
+
+
+def _cells(line: bytes) -> list[str]:
+    """Of one line of CSV, so that one that is broken takes no other with it."""
+    return next(csv.reader([line.decode("utf-8-sig")]))
 
 
 def conversations(path: Path) -> Iterator[Item]:
@@ -101,19 +126,21 @@ def conversations(path: Path) -> Iterator[Item]:
             raise ValueError("it has no list of conversations")
         messages = []
         for turn in turns:
-            if not isinstance(turn, dict) or turn.get("from") not in ROLES or not turn.get("value"):
+            value = turn.get("value") if isinstance(turn, dict) else None
+            if not isinstance(value, str) or not value or turn.get("from") not in ROLES:
                 raise ValueError(
-                    f"a turn is {str(turn)[:60]}; it must have from ({', '.join(ROLES)}) and value"
+                    f"a turn is {_shown(turn)}; it must have from ({', '.join(ROLES)}) and a value of text"
                 )
-            messages.append({"role": ROLES[turn["from"]], "content": turn["value"]})
+            value.encode()  # JSON can write halves of surrogate pairs, and no tokenizer reads them
+            messages.append({"role": ROLES[turn["from"]], "content": value})
         if not any(_pairs(messages)):
             raise ValueError("no human turn is answered")
         return messages
 
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {_reason(error)}") from error
     if not isinstance(entries, list):
         raise ValueError(f"{path} is no list of conversations")
     for number, entry in enumerate(entries, 1):
@@ -132,13 +159,23 @@ def good(path: Path, items: Iterable[Item], skip_bad: bool, skipped: list[str]) 
     for where, read in items:
         try:
             found = read()
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
+            reason = _reason(error)
             if not skip_bad:
                 raise ValueError(f"{path}: {where}: {reason}; --skip-bad leaves such out") from error
             skipped.append(f"{path}: {where}: {reason}")
         else:
             yield where, found
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"half a surrogate pair at character {error.start} of a turn's value"
+    return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def timed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ SHAREGPT: list[Any] = [
 
 
 def traced(tmp_path: Path, form: str, text: str, *arguments: str) -> list[dict[str, Any]]:
+    """`text` may hold bytes that are not UTF-8, as halves of surrogate pairs from \\udc80 on."""
     source, output = tmp_path / "source", tmp_path / "trace.jsonl"
-    source.write_text(text, encoding="utf-8")
+    source.write_bytes(text.encode(errors="surrogateescape"))
     main(["--from", f"{form}:{source}", *arguments, "--output", str(output)])
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
@@ -105,6 +107,10 @@ def test_sharegpt_answers_are_as_long_as_they_were(tmp_path: Path) -> None:
         traced(tmp_path, "sharegpt", json.dumps(SHAREGPT), "--tokenizer", str(tmp_path))
 
 
+def conversation(value: Any) -> Any:
+    return {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": value}]}
+
+
 BAD = [
     ("mooncake", json_lines(MOONCAKE[:1]) + "{oops\n" + json_lines(MOONCAKE[1:2]), "line 2: Expecting", 2),
     ("mooncake", json_lines([*MOONCAKE, {**MOONCAKE[0], "hash_ids": [1]}]), "line 4: 1300 tokens and", 3),
@@ -123,6 +129,48 @@ BAD = [
     ("burstgpt", BURSTGPT + "46,ChatGPT,9,0,9,API log\n", "line 4: Response tokens is '0'", 2),
     ("burstgpt", BURSTGPT + "46,ChatGPT\n", "line 4: Request tokens is None", 2),
     ("burstgpt", BURSTGPT + "-1,ChatGPT,9,3,12,API log\n", "line 4: Timestamp is '-1'", 2),
+    ("mooncake", json_lines(MOONCAKE[:1]) + '{"\udcff": 1}\n', "line 2: not UTF-8 at byte 2", 1),
+    (
+        "mooncake",
+        json_lines([{**MOONCAKE[0], "input_length": 10**400}, *MOONCAKE]),
+        "line 1: input_length",
+        3,
+    ),
+    (
+        "mooncake",
+        json_lines([{**MOONCAKE[0], "timestamp": 10**400}, *MOONCAKE]),
+        "line 1: timestamp is 1000",
+        3,
+    ),
+    ("mooncake", json_lines([{"input_length": 10**14}, *MOONCAKE]), "line 1: .* from 1 to 16777216", 3),
+    ("mooncake", "[" * 100_000 + "\n" + json_lines(MOONCAKE), "line 1: the JSON is nested too deeply", 3),
+    ("burstgpt", BURSTGPT + "46,Chat\udcffGPT,9,3,12,API log\n", "line 4: not UTF-8 at byte 7", 2),
+    ("burstgpt", BURSTGPT + f"46,{'x' * 131_073},9,3,12,API log\n", "line 4: field larger than", 2),
+    (
+        "burstgpt",
+        BURSTGPT + "46,ChatGPT,1e14,3,12,API log\n",
+        "line 4: Request tokens is '1e14'; .* to 16777216",
+        2,
+    ),
+    (
+        "burstgpt",
+        BURSTGPT + '46,"ChatGPT,9,3\n47,ChatGPT,9,3,12,API log\n',
+        "line 4: Request tokens is None",
+        3,
+    ),
+    ("sharegpt", json.dumps([conversation(5), *SHAREGPT]), "conversation 1: a turn is .* a value of text", 3),
+    (
+        "sharegpt",
+        json.dumps([conversation(["x"]), *SHAREGPT]),
+        "conversation 1: a turn is .* a value of text",
+        3,
+    ),
+    (
+        "sharegpt",
+        json.dumps([conversation("\ud800"), *SHAREGPT]),
+        "conversation 1: half a surrogate pair at character 0",
+        3,
+    ),
     ("sharegpt", json.dumps([*SHAREGPT, {"id": "z"}]), "conversation 3: it has no list", 3),
     ("sharegpt", json.dumps([{"conversations": []}, *SHAREGPT]), "conversation 1: no human turn", 3),
 ]
@@ -138,7 +186,7 @@ def test_a_line_that_cannot_be_read_is_named_and_skipped_only_if_asked(
     assert not (tmp_path / "trace.jsonl").exists()
     assert len(traced(tmp_path, form, text, *options, "--skip-bad")) == count
     captured = capsys.readouterr()
-    assert message in captured.err
+    assert re.search(message, captured.err)
     assert captured.err.count("skipped") == 1
 
 
@@ -150,6 +198,9 @@ def test_a_line_that_cannot_be_read_is_named_and_skipped_only_if_asked(
         ("sharegpt", "[]", [], "sharegpt needs --tokenizer"),
         ("sharegpt", "{}", ["--output-tokens", "3"], "is no list of conversations"),
         ("sharegpt", "{", ["--output-tokens", "3"], "is not JSON"),
+        ("sharegpt", "\udcff", ["--output-tokens", "3"], "is not JSON: not UTF-8 at byte 0"),
+        ("sharegpt", "[" * 100_000, ["--output-tokens", "3"], "is not JSON: the JSON is nested too deeply"),
+        ("burstgpt", "Time\udcff\n", ["--vocab-size", "9"], "source: line 1: not UTF-8 at byte 4"),
     ],
 )
 def test_what_cannot_be_a_source_is_refused(
