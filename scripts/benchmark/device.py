@@ -29,7 +29,7 @@ from scripts.benchmark.candidates import cuda as candidates
 from scripts.benchmark.device_table import print_table
 from scripts.benchmark.kv import seconds
 from scripts.benchmark.loads import Load, cached_bytes, operations, pair, read_bytes
-from scripts.benchmark.options import add_json, add_recipe, show
+from scripts.benchmark.options import add_json, add_recipe, at_least, show
 
 COPIED_BYTES, SIDE = {"cpu": 2**26, "other": 2**32}, {"cpu": 512, "other": 8192}
 WARM_UPS = 3
@@ -223,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode", default="1x1024,32x1024,256x1024", metavar="COUNTxCONTEXT,...")
     add("--prefill", default="4x4096", metavar="COUNTxTOKENS,...")
     add("--mixed", default="32x1024+1x2048", metavar="DECODES+PROMPTS,...")
-    add("--repeats", type=int, default=20, metavar="N")
+    add("--repeats", type=at_least(1), default=20, metavar="N")
     add(
         "--candidates",
         default="",

@@ -22,7 +22,7 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from recipes import machine
 from scripts.benchmark import queues
-from scripts.benchmark.options import add_json, numbers, show
+from scripts.benchmark.options import add_json, at_least, numbers, show
 
 VOCAB_SIZE = 32_000
 CONTEXT_TOKENS = (1000, 1300)
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=numbers, default=[64, 256, 1024, 4096], metavar="N,N,...")
     add("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
     add("--chunk", type=int, default=512, metavar="TOKENS", help="the new prompt in each step")
-    add("--steps", type=int, default=300, metavar="N")
+    add("--steps", type=at_least(1), default=300, metavar="N")
     add("--waiting", type=int, metavar="N", help="instead: under each policy and order, while so many wait")
     add_json(parser)
 

@@ -19,7 +19,7 @@ from kv_cache.pages import PageCopy, PagePool
 from kv_cache.prefix import PrefixCache
 from kv_cache.storage import KVCache
 from recipes import machine
-from scripts.benchmark.options import add_json, numbers, show
+from scripts.benchmark.options import add_json, at_least, numbers, show
 
 PROMPT_TOKENS = 32_768
 TAKEN_PAGES = 1024
@@ -184,7 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kv`."""
     add = parser.add_argument
     add("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
-    add("--repeats", type=int, default=25, metavar="N")
+    add("--repeats", type=at_least(1), default=25, metavar="N")
     add("--requests", type=int, default=1000, metavar="N", help="in the trace of lengths")
     add_json(parser)
 

@@ -17,7 +17,7 @@ from recipes.devices import start
 from recipes.reader import read
 from recipes.recipe import Recipe
 from scripts.benchmark.audited import accounts, hardware
-from scripts.benchmark.options import add_json, add_recipe, show
+from scripts.benchmark.options import add_json, add_recipe, at_least, show
 from scripts.benchmark.timeline import Timeline, readings, summarise
 from scripts.benchmark.verdict import with_verdict
 from serving.offline import Job, Record, read_jobs, run_jobs
@@ -25,13 +25,15 @@ from serving.text import Text
 
 
 def load_trace(path: str, text: Text | None) -> list[Job | Record]:
-    """The jobs of a JSONL file; raises ValueError for a line that is no request, because a benchmark of
-    fewer requests than were asked for would not say so."""
+    """The jobs of a JSONL file; raises ValueError where there are none, and for a line that is no request,
+    because a benchmark of fewer requests than were asked for would not say so."""
     with open(path, encoding="utf-8") as file:
         jobs = list(read_jobs(file, text))
     refused = [job["error"] for job in jobs if not isinstance(job, Job)]
     if refused:
         raise ValueError(f"{path}: {refused[0]}")
+    if not jobs:
+        raise ValueError(f"{path} holds no request")
     return jobs
 
 
@@ -149,7 +151,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, profile=True)
     add = parser.add_argument
     add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
-    add("--runs", type=int, default=1, metavar="N", help="counted runs; the median is told")
+    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is told")
     add_json(parser)
 
 

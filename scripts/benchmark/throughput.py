@@ -57,6 +57,8 @@ def main(options: argparse.Namespace) -> None:
         raise ValueError("--trace says what is asked for; leave out --num-prompts, --input-len, --output-len")
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
+    if options.trace is not None:
+        offline.load_trace(options.trace, text)  # before the model is built: a bad file fails at once
     num_prompts, input_len, output_len = (
         given or usual for given, usual in zip(sizes, (NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN))
     )

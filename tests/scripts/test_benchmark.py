@@ -13,7 +13,7 @@ import torch
 
 from recipes.reader import read
 from recipes.sizing import model_config
-from scripts.benchmark import device, host, kv, queues, simulation
+from scripts.benchmark import device, host, kv, offline, queues, simulation
 from scripts.benchmark.__main__ import main
 from scripts.benchmark.audited import means_over_time
 from scripts.benchmark.timeline import StepRecord, percentiles
@@ -150,6 +150,32 @@ def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
     trace.write_text('{"id": "a", "prompt_token_ids": [1]}\n{"id": "b"}\n')
     with pytest.raises(ValueError, match=r"trace.jsonl: line 2"):
         main(["offline", RECIPE, "--trace", str(trace)])
+
+
+@pytest.mark.parametrize("verb", ["offline", "throughput"])
+def test_a_trace_without_requests_is_refused_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(offline, "build", lambda recipe: pytest.fail("it was built"))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n")
+    with pytest.raises(ValueError, match=r"trace\.jsonl holds no request$"):
+        main([verb, RECIPE, "--trace", str(trace)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["offline", RECIPE, "--trace", "none", "--runs", "0"],
+        ["device", RECIPE, "--repeats", "0"],
+        ["kv", "--repeats", "0"],
+        ["host", "--steps", "0"],
+    ],
+)
+def test_nothing_is_measured_no_times(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "'0' must be an integer of at least 1" in capsys.readouterr().err
 
 
 def test_percentiles_are_in_milliseconds() -> None:
