@@ -141,6 +141,28 @@ def test_a_result_of_vllm_is_shown(tmp_path: Path) -> None:
     assert (rows["requests/s"], rows["ITL mean, ms"]) == (["20"], ["8.5"])
 
 
+def test_a_result_of_vllm_with_details_is_shown(tmp_path: Path) -> None:
+    told = {"duration": 2.0, "completed": 2, "request_throughput": 1.0, "mean_itl_ms": 8.5}
+    told |= {"ttfts": [0.1, 0.2, 0.0, 0.0], "itls": [[0.0085], [0.0085], [], []], "output_lens": [2, 2, 0, 0]}
+    told |= {"errors": ["", "", "broke", "broke"], "server": "theirs"}
+    main(["report", write(tmp_path / "vllm.json", told), "--output", str(tmp_path / "a.html")])
+    rows = {row[0]: row[1:] for row in checked(tmp_path / "a.html").rows}
+    assert {name: row for name, row in rows.items() if "errors" in name} == {"errors: broke": ["2"]}
+
+
+def test_a_file_may_have_any_name(tmp_path: Path) -> None:
+    names = [r"a$\foo$", "_b", "c$d$e"]
+    paths = [write(tmp_path / f"{name}.json", honest(seed)) for seed, name in enumerate(names, 1)]
+    main(["report", *paths, "--output", str(tmp_path / "a.html")])
+    checked(tmp_path / "a.html")
+    legends = re.findall(r"<text [^>]*>\s*([^<]*?)</text>", (tmp_path / "a.html").read_text())
+    assert {*names} <= {*legends}
+    (tmp_path / "_sweep").mkdir()
+    write(tmp_path / "_sweep" / "rate-5.json", {**honest(1), "request_rate": 5.0})
+    main(["report", str(tmp_path / "_sweep"), "--output", str(tmp_path / "a.html")])
+    assert " _sweep p50</text>" in (tmp_path / "a.html").read_text()
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"duration_s": "x"}'])
 def test_what_is_no_result_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)

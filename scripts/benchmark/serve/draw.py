@@ -40,6 +40,7 @@ STYLE = {
     "legend.labelcolor": INK,
     "svg.fonttype": "none",
     "text.color": INK,
+    "text.parse_math": False,  # a file may have any name
     "xtick.color": INK,
     "ytick.color": INK,
 }
@@ -77,7 +78,7 @@ def curves(axes: Axes, sweeps: Sequence[tuple[str, Sequence[Result]]], latency: 
         served = [each["requests_per_s"] for each in known]
         for part, style in (("p50", "-"), ("p99", "--")):
             values = [max(LEAST_MS, each[f"{latency}_ms"][part]) for each in known]
-            axes.plot(served, values, style, color=colour, marker=".", label=f"{name} {part}")
+            axes.plot(served, values, style, color=colour, marker=".", label=_label(f"{name} {part}"))
     axes.set_yscale("log")
     _plain(axes.yaxis)
     axes.set_xlabel("requests/s served")
@@ -91,11 +92,15 @@ def goodput(axes: Axes, sweeps: Sequence[tuple[str, Sequence[Result]]]) -> None:
         known = [each for each in points if isinstance(each["request_rate"], (int, float))]
         offered = [each["request_rate"] for each in known]
         axes.plot(
-            offered, [each["requests_per_s"] for each in known], ":", color=colour, label=f"{name} served"
+            offered,
+            [each["requests_per_s"] for each in known],
+            ":",
+            color=colour,
+            label=_label(f"{name} served"),
         )
         if all("request_goodput" in each for each in known):
             good = [each["request_goodput"] for each in known]
-            axes.plot(offered, good, "-", color=colour, marker=".", label=f"{name} good")
+            axes.plot(offered, good, "-", color=colour, marker=".", label=_label(f"{name} good"))
     axes.set_xlabel("requests/s offered")
     axes.set_ylabel("requests/s")
     _name(axes)
@@ -107,7 +112,9 @@ def distribution(axes: Axes, runs: Named, latency: str) -> None:
         values_ms = np.sort(_values_ms(result, latency))
         if len(values_ms):
             shares = np.linspace(0, 1, min(len(values_ms), MOST_POINTS))
-            axes.plot(np.maximum(LEAST_MS, np.quantile(values_ms, shares)), shares, color=colour, label=name)
+            axes.plot(
+                np.maximum(LEAST_MS, np.quantile(values_ms, shares)), shares, color=colour, label=_label(name)
+            )
     axes.set_xscale("log")
     _plain(axes.xaxis)
     axes.set_xlabel(f"{latency.upper()}, ms")
@@ -147,7 +154,10 @@ def over_time(axes: Axes, runs: Named, column: str, label: str) -> None:
             at = columns(result).index(column)
             readings = [each for each in result["metrics"]["readings"] if each[at] is not None]
             axes.plot(
-                [each[0] for each in readings], [each[at] for each in readings], color=colour, label=name
+                [each[0] for each in readings],
+                [each[at] for each in readings],
+                color=colour,
+                label=_label(name),
             )
     axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds")
@@ -158,6 +168,11 @@ def over_time(axes: Axes, runs: Named, column: str, label: str) -> None:
 def columns(result: Result) -> list[str]:
     """The gauges whose readings a result has, after their time."""
     return (result.get("metrics") or {}).get("columns", [])
+
+
+def _label(name: str) -> str:
+    """With a space before an underscore, by which matplotlib takes a line to be none of the legend's."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def _name(axes: Axes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,7 +156,13 @@ def facts_table(result: Result) -> str:
     """What a figure is worthless without."""
     facts = {name: result[name] for name in FACTS if result.get(name) not in (None, [])}
     for group in ("machine", "server", "server_said", "client", "errors"):
-        facts |= {f"{group}: {name}": value for name, value in (result.get(group) or {}).items()}
+        told = result.get(group)
+        if group == "errors" and isinstance(
+            told, list
+        ):  # vLLM's: of each request, empty where there was none
+            told = Counter(str(each) for each in told if each)
+        if isinstance(told, Mapping):
+            facts |= {f"{group}: {name}": value for name, value in told.items()}
     return page.table(["", ""], [[name, _text(value)] for name, value in facts.items()])
 
 
