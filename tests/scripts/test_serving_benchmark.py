@@ -162,6 +162,32 @@ def test_chats_go_where_chats_go(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (sent["max_completion_tokens"], sent["user"], sent["top_k"]) == (3, "t", 3)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_limit_of_tokens_for_every_request_is_what_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], chat: bool
+) -> None:
+    name, prompt = ("max_completion_tokens", "messages") if chat else ("max_tokens", "prompt_token_ids")
+    content = [{"role": "user", "content": "Hi"}] if chat else [1, 7]
+    asked = [{"id": str(n), prompt: content, "max_tokens": 4} for n in range(2)]
+    extra = ("--ignore-eos", "--extra-body", json.dumps({name: 6}))
+    with running(Stub()) as stub:
+        result = measured(stub, asked, tmp_path, capsys, *extra)
+    assert [each[name] for each in stub.asked] == [6] * 3
+    assert [each["max_tokens"] for each in result["records"]] == [6] * 2
+    assert refused(result) == {"samples"}
+
+
+def test_a_server_may_have_its_own_limit_of_tokens() -> None:
+    asks = [trace.Ask(str(n), 0.0, 4, False, [1], 1, {}).limited({"max_tokens": None}) for n in range(2)]
+    assert "max_tokens" not in json.loads(asks[0].body("a", 0, {}))
+    failed = Answer(asks[0], sent_s=1.0, end_s=2.0, error="broke")
+    whole = Answer(asks[1], 0.0, 0.0, 1.0, 1.3, [1.1], [1], "stop", 1, 1)
+    assert [each["max_tokens"] for each in records(Run([failed, whole]))] == [None, None]
+    objectives = Objectives({"ttft": 150, "tpot": 10})
+    assert objectives.fluidity([failed, whole]) is None, "nobody knows how many tokens never came"
+    assert objectives.fluidity([whole]) == 1
+
+
 def test_a_client_of_a_closed_loop_waits_for_its_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

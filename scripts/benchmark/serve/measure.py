@@ -58,9 +58,10 @@ class Plan:
 
     def load(self) -> Load:
         """What is sent when; a rate takes the place of the trace's times, and of its loops."""
+        asks = [ask.limited(self.extra) for ask in self.asks]
         if self.request_rate is not None:
-            return Load(at_rate(self.asks, self.request_rate, self.seed), None, self.max_concurrency)
-        return Load(self.asks, clients(self.asks), self.max_concurrency)
+            return Load(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
+        return Load(asks, clients(asks), self.max_concurrency)
 
     def settings(self) -> dict[str, object]:
         """What makes two results comparable."""

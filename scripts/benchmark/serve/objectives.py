@@ -33,13 +33,17 @@ class Objectives:
 
     def fluidity(self, answers: Sequence[Answer]) -> float | None:
         """The share of all tokens asked for that met their own deadline: `ttft`, and `tpot` (or `itl`) for
-        each token before. Tokens of answers that failed met none. None where an objective is missing."""
+        each token before. Tokens of answers that failed met none. None where an objective is missing, or
+        the server alone knows how many tokens an answer that failed should have had."""
         between_ms = self.most_ms.get("tpot", self.most_ms.get("itl"))
         if "ttft" not in self.most_ms or between_ms is None or not answers:
             return None
         good = total = 0
         for answer in answers:
-            total += answer.ask.max_tokens if answer.error is not None else answer.output_tokens
+            asked = answer.ask.max_tokens if answer.error is not None else answer.output_tokens
+            if asked is None:
+                return None
+            total += asked
             if answer.error is None:
                 times_ms = 1e3 * (token_times_s(answer) - answer.sent_s)
                 deadlines_ms = self.most_ms["ttft"] + between_ms * np.arange(len(times_ms))

@@ -29,13 +29,13 @@ STREAM = {"include_usage": True, "continuous_usage_stats": True}
 class Ask:
     """One request: when it is due, in seconds from the start, and what is sent.
 
-    `fields` are those of the line that servers know too; `content` is the prompt, the tokens of which are
-    known as `num_prompt` only where it holds ids.
+    `max_tokens` None: the server's own limit. `fields` are those of the line that servers know too; `content`
+    is the prompt, the tokens of which are known as `num_prompt` only where it holds ids.
     """
 
     id: str
     due_s: float
-    max_tokens: int
+    max_tokens: int | None
     chat: bool
     content: Any
     num_prompt: int | None
@@ -46,7 +46,7 @@ class Ask:
         said = {
             "model": model,
             "messages" if self.chat else "prompt": self.content,
-            "max_completion_tokens" if self.chat else "max_tokens": self.max_tokens,
+            self._limit: self.max_tokens,
             "seed": seed,
             "stream": True,
             "stream_options": STREAM,
@@ -54,6 +54,14 @@ class Ask:
             **extra,
         }
         return msgspec.json.encode({name: value for name, value in said.items() if value is not None})
+
+    def limited(self, extra: Mapping[str, Any]) -> Ask:
+        """The same, with the `max_tokens` that is sent beside such `extra` fields."""
+        return replace(self, max_tokens=extra.get(self._limit, self.max_tokens))
+
+    @property
+    def _limit(self) -> str:
+        return "max_completion_tokens" if self.chat else "max_tokens"
 
 
 def read(path: Path, *, skip_bad: bool) -> tuple[list[Ask], list[str]]:
