@@ -17,7 +17,7 @@ from pathlib import Path
 from recipes.build import build
 from recipes.reader import read
 from recipes.tiny.corpus import demo_requests
-from scripts import verb
+from scripts import outputs, verb
 from scripts.benchmark.offline import forget_prefixes, serve
 from scripts.benchmark.plot import save_slots
 from scripts.benchmark.timeline import Timeline, summarise
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--requests", type=int, default=64, metavar="N")
     parser.add_argument("--rate", type=float, default=200.0, metavar="PER_S", help="mean arrivals a second")
-    parser.add_argument("--output", type=Path, default=Path("demo.png"), metavar="FILE.png")
+    parser.add_argument("--output", type=outputs.file, default=Path("demo.png"), metavar="FILE.png")
     options = parser.parse_args(argv)
     results = {name: run(overrides, options.requests, options.rate) for name, overrides in RUNS.items()}
 

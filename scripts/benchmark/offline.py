@@ -16,6 +16,7 @@ from recipes.build import build
 from recipes.devices import start
 from recipes.reader import read
 from recipes.recipe import Recipe
+from scripts import outputs
 from scripts.benchmark.audited import accounts, hardware
 from scripts.benchmark.options import add_json, add_recipe, at_least, show
 from scripts.benchmark.timeline import Timeline, readings, summarise
@@ -143,7 +144,7 @@ def print_table(result: dict[str, object]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `offline`."""
     add_trace_arguments(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="slots and pages over time")
+    parser.add_argument("--plot", type=outputs.file, metavar="FILE.png", help="slots and pages over time")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from scripts import verb
+from scripts import outputs, verb
 from scripts.reproduce import batching, capacity, chunks, goodput, pages, stages
 from scripts.reproduce.experiment import Experiment
 from scripts.reproduce.report import plain, write
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     )
     names = [each.name for each in experiments()]
     add = top.add_argument
-    add("--output", type=Path, required=True, metavar="DIR")
+    add("--output", type=outputs.folder, required=True, metavar="DIR")
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     add("--quick", action="store_true", help="little load: whether all goes, not what it gives")
     add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core)")
@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
     if options.jobs < 1:
         raise ValueError(f"--jobs is {options.jobs}; it must be at least 1")
     options.output.mkdir(parents=True, exist_ok=True)
+    if options.json is not None:
+        outputs.file(options.json)  # now, because it may be in that folder
     chosen = [each for each in experiments() if each.name in options.only]
     if options.quick:
         chosen = [each.quick() for each in chosen]

@@ -6,6 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
+from scripts import outputs
 from scripts.benchmark.options import at_least
 from scripts.trace.lengths import lengths
 from simulation.fleet import ROUTERS
@@ -71,7 +72,7 @@ def serve_parser(doc: str) -> argparse.ArgumentParser:
     add("--route", choices=ROUTERS, help="how the router chooses (default: least_loaded)")
     add("--split", type=pair, metavar="P:D", help="engines for prompts, and engines for answers")
     add("--costs", type=Path, metavar="COSTS.json", help="what `fit` made, in place of the device's profile")
-    add("--timeline", type=Path, metavar="OUT.json", help="write a time line for Perfetto")
+    add("--timeline", type=outputs.file, metavar="OUT.json", help="write a time line for Perfetto")
     return top
 
 
@@ -139,7 +140,7 @@ def fit_parser() -> argparse.ArgumentParser:
     """The options of a fit."""
     top = argparse.ArgumentParser(prog="python -m scripts.simulate fit")
     top.add_argument("recording", help="made with scheduler.record=FILE")
-    top.add_argument("--output", type=Path, required=True, metavar="COSTS.json")
+    top.add_argument("--output", type=outputs.file, required=True, metavar="COSTS.json")
     return top
 
 

@@ -23,7 +23,7 @@ import math
 import sys
 from pathlib import Path
 
-from scripts import verb
+from scripts import outputs, verb
 from scripts.trace import public
 from scripts.trace.arrivals import Arrivals, arrivals
 from scripts.trace.lengths import lengths
@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--priorities", type=levels, metavar="LEVEL=SHARE,...")
     top.add_argument("--vocab-size", type=int, metavar="N", help="ids go from 0 to N - 1")
     top.add_argument("--seed", type=int, default=0)
-    top.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl")
+    top.add_argument("--output", type=outputs.file, required=True, metavar="FILE.jsonl")
     return top
 
 

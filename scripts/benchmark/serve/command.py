@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from scripts import outputs
 from scripts.benchmark.options import add_json, at_least, show
 from scripts.benchmark.serve import trace
 from scripts.benchmark.serve.objectives import Objectives, objective
@@ -114,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--request-rate", type=rate, metavar="PER_S", help="Poisson, or inf; if not, the trace's own times")
     add("--percentile-metrics", type=names, default=list(LATENCIES), metavar="NAME,...", help="in the table")
     add("--save-result", action="store_true", help="write the result, with a record of each request")
-    add("--result-dir", type=Path, default=Path(), metavar="FOLDER")
+    add("--result-dir", type=outputs.folder, default=Path(), metavar="FOLDER")
     add("--result-filename", metavar="NAME")
     add_json(parser)
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts import outputs
 from scripts.benchmark.serve import command, settings
 
 Result = dict[str, Any]
@@ -56,7 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="values of a key of the recipe; of several --try, all combinations",
     )
     add("--request-rates", type=rates, required=True, metavar="PER_S,...", help="such as 1,2,4,inf")
-    add("--result-dir", type=Path, required=True, metavar="FOLDER", help="a file for each rate, and a page")
+    add(
+        "--result-dir",
+        type=outputs.folder,
+        required=True,
+        metavar="FOLDER",
+        help="a file for each rate, and a page",
+    )
     add("--share-prefixes", action="store_true", help="a rate may find cached what the one before computed")
 
 

@@ -1,0 +1,31 @@
+"""Can be written what a command will have to write? Looked at first, so that no run is lost for a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def file(text: str | Path) -> Path:
+    """Where a file can be written; raises OSError where none can."""
+    path = Path(text)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: make the folder {path.parent} first")
+    return _may_write(path, path if path.exists() else path.parent)
+
+
+def folder(text: str) -> Path:
+    """A folder in which files can be written, once it and those above it are made; raises OSError."""
+    path = Path(text)
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{path} cannot be a folder: {there} is a file")
+    return _may_write(path, there)
+
+
+def _may_write(path: Path, there: Path) -> Path:
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: {there} may not be written to")
+    return path
