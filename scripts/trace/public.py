@@ -41,7 +41,7 @@ def _length(fields: Any, name: str) -> int:
 def _time(fields: Any, name: str) -> float:
     time = _float(fields[name])
     if not 0 <= time < math.inf:
-        raise ValueError(f"{name} is {_shown(fields[name])}; it must be a number of 0 or more")
+        raise ValueError(f"{name} is {_shown(fields[name])}; it must be a finite number of 0 or more")
     return time
 
 
@@ -127,7 +127,7 @@ def conversations(path: Path) -> Iterator[Item]:
         messages = []
         for turn in turns:
             value = turn.get("value") if isinstance(turn, dict) else None
-            if not isinstance(value, str) or not value or turn.get("from") not in ROLES:
+            if not isinstance(value, str) or not value or str(turn.get("from")) not in ROLES:
                 raise ValueError(
                     f"a turn is {_shown(turn)}; it must have from ({', '.join(ROLES)}) and a value of text"
                 )

@@ -107,8 +107,8 @@ def test_sharegpt_answers_are_as_long_as_they_were(tmp_path: Path) -> None:
         traced(tmp_path, "sharegpt", json.dumps(SHAREGPT), "--tokenizer", str(tmp_path))
 
 
-def conversation(value: Any) -> Any:
-    return {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": value}]}
+def conversation(value: Any, role: Any = "gpt") -> Any:
+    return {"conversations": [{"from": "human", "value": "Hi"}, {"from": role, "value": value}]}
 
 
 BAD = [
@@ -158,6 +158,7 @@ BAD = [
         "line 4: Request tokens is None",
         3,
     ),
+    ("sharegpt", json.dumps([conversation("x", ["gpt"]), *SHAREGPT]), "conversation 1: a turn is .* from", 3),
     ("sharegpt", json.dumps([conversation(5), *SHAREGPT]), "conversation 1: a turn is .* a value of text", 3),
     (
         "sharegpt",
