@@ -100,6 +100,20 @@ def _no_permission(facts: Facts) -> Finding | None:
     )
 
 
+def _npu_smi_cannot_run(facts: Facts) -> Finding | None:
+    if facts.npu_smi_refusal is None:
+        return None
+    return Finding(
+        f"npu-smi is there and cannot be run: {facts.npu_smi_refusal}",
+        "the file is damaged or of another architecture, or the interpreter that it names is absent; the"
+        " health and the memory of the chips stay unknown",
+        "install the driver's own npu-smi again; in a container mount the one of the host,"
+        " -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi",
+        f"execve(2); {INSTALLING}",
+        is_fatal=False,
+    )
+
+
 def _npu_smi_fails(facts: Facts) -> Finding | None:
     if facts.npu_smi_error is None:
         return None
@@ -168,6 +182,7 @@ CHECKS: tuple[Check, ...] = (
     _no_control_node,
     _not_in_group,
     _no_permission,
+    _npu_smi_cannot_run,
     _npu_smi_fails,
     _unhealthy,
     _little_memory,

@@ -72,6 +72,7 @@ class Facts:
     environment: Mapping[str, str]
     driver_version: str | None
     has_npu_smi: bool
+    npu_smi_refusal: str | None  # of the system to run it
     npu_smi_error: str | None
     chips: tuple[Chip, ...]
     nodes: tuple[Node, ...]
@@ -94,7 +95,7 @@ def gather() -> Facts:
     environment = dict(os.environ)
     home = _cann_home(environment)
     nodes = sorted(Path("/dev").glob("davinci[0-9]*"))
-    smi_error, chips = _npu_smi()
+    smi_refusal, smi_error, chips = _npu_smi()
     packages = {name: version for name in PACKAGES if (version := _version(name)) is not None}
     torch_error = _error_of(ASK_TORCH)[0] if "torch" in packages else None
     npu_error, printed = _error_of(ASK_NPU) if "torch_npu" in packages and not torch_error else (None, "")
@@ -114,6 +115,7 @@ def gather() -> Facts:
         environment=environment,
         driver_version=_driver_version(),
         has_npu_smi=shutil.which("npu-smi") is not None,
+        npu_smi_refusal=smi_refusal,
         npu_smi_error=smi_error,
         chips=chips,
         nodes=tuple(
@@ -155,31 +157,39 @@ def numbers(version: str | None) -> tuple[int, int] | None:
     return (int(parts[1]), int(parts[2])) if parts else None
 
 
-def _npu_smi() -> tuple[str | None, tuple[Chip, ...]]:
-    """What is wrong with npu-smi, and the chips that it shows."""
+def _npu_smi() -> tuple[str | None, str | None, tuple[Chip, ...]]:
+    """Why npu-smi cannot be run, what is wrong where it can, and the chips that it shows."""
     if shutil.which("npu-smi") is None:
-        return None, ()
+        return None, None, ()
     try:
-        done = subprocess.run(
-            ["npu-smi", "info"], capture_output=True, text=True, timeout=PROBE_S, check=False
-        )
+        status, printed, errors = _run("npu-smi", "info")
     except subprocess.TimeoutExpired:
-        return f"no answer in {PROBE_S} s", ()
-    printed = done.stdout + done.stderr
-    return (None if done.returncode == 0 else _last_line(printed)), chips_of(printed)
+        return None, f"no answer in {PROBE_S} s", ()
+    except OSError as error:
+        return error.strerror, None, ()
+    printed += errors
+    return None, None if status == 0 else _last_line(printed) or f"ended by {status}", chips_of(printed)
 
 
 def _error_of(code: str) -> tuple[str | None, str]:
     """The last line of a program's error, None where it runs; and what it prints."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=PROBE_S, check=False
-        )
+        status, printed, errors = _run(sys.executable, "-c", code)
     except subprocess.TimeoutExpired:
         return f"no answer in {PROBE_S} s", ""
-    if done.returncode == 0:
-        return None, _last_line(done.stdout)
-    return _reason(done.stderr) or f"ended by {done.returncode}", ""
+    except OSError as error:
+        return str(error), ""
+    if status == 0:
+        return None, _last_line(printed)
+    return _reason(errors) or f"ended by {status}", ""
+
+
+def _run(*command: str) -> tuple[int, str, str]:
+    """Status, output and errors; a byte that is no text here, as of messages in GBK, becomes a mark."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=PROBE_S, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def _reason(text: str) -> str:

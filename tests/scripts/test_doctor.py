@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from scripts.doctor.__main__ import CHECKS, diagnose, in_json, in_words, main, name_of
-from scripts.doctor.facts import Chip, Facts, Node, chips_of, gather, numbers
+from scripts.doctor.facts import Chip, Facts, Node, _error_of, chips_of, gather, numbers
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
@@ -30,6 +30,7 @@ FIT = Facts(
     environment={"ASCEND_TOOLKIT_HOME": HOME, "http_proxy": "http://p:1", "no_proxy": "localhost"},
     driver_version="25.5.2",
     has_npu_smi=True,
+    npu_smi_refusal=None,
     npu_smi_error=None,
     chips=(Chip("910B1", "OK", 3200, 65536), Chip("910B1", "OK", 60000, 65536)),
     nodes=(Node("/dev/davinci0", "HwHiAiUser", True), Node("/dev/davinci1", "HwHiAiUser", True)),
@@ -76,6 +77,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("not_in_group", {"nodes": SHUT, "groups": ("users",)}, "usermod -aG HwHiAiUser"),
     ("no_permission", {"nodes": SHUT}, "chmod 660 /dev/davinci0"),
     ("no_permission", {"nodes": SHUT, "is_root": True, "groups": ("root",)}, "chmod 660"),
+    ("npu_smi_cannot_run", {"npu_smi_refusal": "Exec format error", "chips": ()}, "-v /usr/local/bin"),
     ("npu_smi_fails", {"npu_smi_error": "dcmi module initialize failed. ret is -8005"}, "fuser -v"),
     ("unhealthy", {"chips": (*FIT.chips, Chip("910B1", "Alarm", 1, 65536))}, "health -i 2"),
     ("little_memory", {"chips": BUSY}, "lower cache.memory_fraction"),
@@ -205,6 +207,34 @@ def test_versions_are_read_as_they_are_written() -> None:
         None,
         None,
     ]
+
+
+@pytest.mark.parametrize(
+    ("file", "refusal", "error"),
+    [
+        (b"\x7fELF of another machine", "Exec format error", None),
+        (b"#!/no/such/interpreter\n", "No such file or directory", None),
+        ("#!/bin/sh\necho 驱动未加载 >&2\nexit 1\n".encode("gbk"), None, "\ufffd"),
+        (b"#!/bin/sh\nexit 3\n", None, "ended by 3"),
+    ],
+)
+def test_an_npu_smi_that_does_not_work_is_told(
+    file: bytes, refusal: str | None, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "npu-smi").write_bytes(file)
+    (tmp_path / "npu-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("scripts.doctor.facts._error_of", lambda code: (None, "1"))
+    facts = gather()
+    assert facts.npu_smi_refusal == refusal
+    assert (facts.npu_smi_error is None) == (error is None)
+    assert (error or "") in (facts.npu_smi_error or "")
+    assert {"npu_smi_cannot_run", "npu_smi_fails"} & set(diagnose(facts))
+
+
+def test_what_a_library_says_in_another_encoding_is_told() -> None:
+    code = "import os, sys; os.write(2, b'RuntimeError: \\xc7\\xfd\\xb6\\xaf 507899'); sys.exit(1)"
+    assert "507899" in str(_error_of(code)[0])
 
 
 @pytest.fixture(scope="module")
