@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from scripts.doctor.facts import Facts, numbers
+from collections.abc import Sequence
+from typing import TypeVar
+
+from scripts.doctor.facts import Chip, Facts, Node, numbers
 from scripts.doctor.finding import Check, Finding
+
+Device = TypeVar("Device", Node, Chip)
 
 GROUP = "HwHiAiUser"
 CAPTURING_DRIVER = (25, 5)  # 25.5.1, of which the first two numbers are compared, then the third
@@ -75,28 +80,36 @@ def _no_control_node(facts: Facts) -> Finding | None:
 
 
 def _not_in_group(facts: Facts) -> Finding | None:
-    closed = [node for node in facts.nodes if not node.is_usable and node.group not in facts.groups]
+    nodes = _visible(facts, facts.nodes)
+    closed = [index for index, node in nodes.items() if not node.is_usable and node.group not in facts.groups]
     if not closed or facts.is_root:
         return None
+    node = nodes[closed[0]]
     return Finding(
-        f"{closed[0].path} belongs to the group {closed[0].group}, and this user is not in it",
-        f"only root and {closed[0].group} may open the device (usually {GROUP})",
-        f"sudo usermod -aG {closed[0].group} $USER, then log in anew",
+        f"{node.path} belongs to the group {node.group}, and this user is not in it",
+        f"only root and {node.group} may open the device (usually {GROUP})",
+        f"sudo usermod -aG {node.group} $USER, then log in anew",
         "Ascend HDK installation guide",
+        is_fatal=closed[0] == min(nodes),
     )
 
 
 def _no_permission(facts: Facts) -> Finding | None:
+    nodes = _visible(facts, facts.nodes)
     closed = [
-        node for node in facts.nodes if not node.is_usable and (facts.is_root or node.group in facts.groups)
+        index
+        for index, node in nodes.items()
+        if not node.is_usable and (facts.is_root or node.group in facts.groups)
     ]
     if not closed:
         return None
+    node = nodes[closed[0]]
     return Finding(
-        f"{closed[0].path} cannot be read and written",
+        f"{node.path} cannot be read and written",
         "its mode was changed, or the container runtime forbids the device although the file is there",
-        f"sudo chmod 660 {closed[0].path}; in a container pass it by --device, not as a volume",
+        f"sudo chmod 660 {node.path}; in a container pass it by --device, not as a volume",
         INSTALLING,
+        is_fatal=closed[0] == min(nodes),
     )
 
 
@@ -126,7 +139,7 @@ def _npu_smi_fails(facts: Facts) -> Finding | None:
 
 
 def _unhealthy(facts: Facts) -> Finding | None:
-    sick = [index for index, chip in enumerate(facts.chips) if chip.health != "OK"]
+    sick = [index for index, chip in _visible(facts, facts.chips).items() if chip.health != "OK"]
     if not sick:
         return None
     return Finding(
@@ -138,12 +151,13 @@ def _unhealthy(facts: Facts) -> Finding | None:
 
 
 def _little_memory(facts: Facts) -> Finding | None:
+    chips = _visible(facts, facts.chips)
     full = [
         f"chip {index}: {chip.used_mib} of {chip.total_mib} MiB"
-        for index, chip in enumerate(facts.chips)
+        for index, chip in chips.items()
         if chip.total_mib and chip.used_mib > (1 - FREE_SHARE) * chip.total_mib
     ]
-    if not full or len(full) < len(facts.chips):
+    if not full or len(full) < len(chips):
         return None
     return Finding(
         f"device memory is in use ({'; '.join(full[:2])})",
@@ -167,11 +181,16 @@ def _old_driver_for_graphs(facts: Facts) -> Finding | None:
     )
 
 
+def _visible(facts: Facts, devices: Sequence[Device]) -> dict[int, Device]:
+    """The devices, by index, that the shell leaves to be computed on; the first is npu:0."""
+    return {index: device for index, device in enumerate(devices) if facts.is_visible(index)}
+
+
 def _three(version: str) -> tuple[int, int, int]:
     """25.5.1 -> (25, 5, 1); what is no number, such as RC1, counts as 0."""
     first, second = numbers(version) or (0, 0)
     rest = version.split(".")[2:]
-    return first, second, int(rest[0]) if rest and rest[0].isdigit() else 0
+    return first, second, int(rest[0]) if rest and rest[0].isdecimal() else 0
 
 
 CHECKS: tuple[Check, ...] = (

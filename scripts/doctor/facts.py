@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 CONTROL_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 CANN_PLACES = (
     "/usr/local/Ascend/ascend-toolkit/latest",
@@ -89,12 +90,17 @@ class Facts:
     npu_error: str | None = None  # of `import torch_npu`
     num_devices: int | None = None  # that torch_npu sees
 
+    def is_visible(self, index: int) -> bool:
+        """Whether the shell leaves this device to be computed on; a list that cannot be read hides none."""
+        said = self.environment.get(VISIBLE, "").split(",")
+        return not all(each.strip().isdecimal() for each in said) or index in map(int, said)
+
 
 def gather() -> Facts:
     """Look at this machine; takes some seconds, since torch is imported in processes of their own."""
     environment = dict(os.environ)
     home = _cann_home(environment)
-    nodes = sorted(Path("/dev").glob("davinci[0-9]*"))
+    nodes = sorted(Path("/dev").glob("davinci[0-9]*"), key=lambda node: (len(node.name), node.name))
     smi_refusal, smi_error, chips = _npu_smi()
     packages = {name: version for name in PACKAGES if (version := _version(name)) is not None}
     torch_error = _error_of(ASK_TORCH)[0] if "torch" in packages else None
@@ -132,7 +138,7 @@ def gather() -> Facts:
         wheel_glibc=_wheel_glibc("torch_npu"),
         torch_error=torch_error,
         npu_error=npu_error,
-        num_devices=int(printed) if printed.isdigit() else None,
+        num_devices=int(printed) if printed.isdecimal() else None,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.doctor.facts import Facts
 from scripts.doctor.finding import Check, Finding
-from scripts.doctor.software import MATCHING
+from scripts.doctor.software import CPU_TORCH, MATCHING
 
 
 def _static_tls(facts: Facts) -> Finding | None:
@@ -19,9 +19,21 @@ def _static_tls(facts: Facts) -> Finding | None:
     )
 
 
+def _torch_fails(facts: Facts) -> Finding | None:
+    error = facts.torch_error
+    if error is None or _is_autoloaded(facts) or "static TLS" in error:
+        return None
+    return Finding(
+        f"`import torch` fails: {error}",
+        "it loads nothing of Ascend here: torch itself is not whole, or lacks a library of the system",
+        CPU_TORCH.replace("VERSION", facts.packages["torch"].partition("+")[0]) + " --force-reinstall",
+        "pytorch.org, Get Started",
+    )
+
+
 def _autoload(facts: Facts) -> Finding | None:
     error = facts.torch_error
-    if error is None or "torch_npu" not in facts.packages or "static TLS" in error:
+    if error is None or not _is_autoloaded(facts) or "static TLS" in error:
         return None
     return Finding(
         f"`import torch` fails: {error}",
@@ -80,8 +92,14 @@ def _sees_none(facts: Facts) -> Finding | None:
     )
 
 
+def _is_autoloaded(facts: Facts) -> bool:
+    """Whether `import torch` imports torch_npu too."""
+    return "torch_npu" in facts.packages and facts.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
+
+
 CHECKS: tuple[Check, ...] = (
     _static_tls,
+    _torch_fails,
     _autoload,
     _no_atb,
     _no_library,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from scripts.doctor.facts import Facts
+from scripts.doctor.facts import VISIBLE, Facts
 from scripts.doctor.finding import Check, Finding
 
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 LEAST_SHM = 2**30
 LEAST_FILES = 4096
@@ -19,7 +18,7 @@ def _visible_devices(facts: Facts) -> Finding | None:
     if said is None:
         return None
     numbers = [each.strip() for each in said.split(",")]
-    if not all(each.isdigit() for each in numbers):
+    if not all(each.isdecimal() for each in numbers):
         problem = f"{VISIBLE} is {said!r}, which is no list of numbers"
     elif facts.chips and any(int(each) >= len(facts.chips) for each in numbers):
         problem = f"{VISIBLE} is {said}, and the chips here are 0 to {len(facts.chips) - 1}"
@@ -51,7 +50,7 @@ def _allocator(facts: Facts) -> Finding | None:
 
 def _hccl_timeout(facts: Facts) -> Finding | None:
     said = facts.environment.get("HCCL_CONNECT_TIMEOUT")
-    if said is None or (said.isdigit() and LEAST_TIMEOUT_S <= int(said) <= 7200):
+    if said is None or (said.isdecimal() and LEAST_TIMEOUT_S <= int(said) <= 7200):
         return None
     return Finding(
         f"HCCL_CONNECT_TIMEOUT is {said!r}",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from os.path import realpath
+
 from scripts.doctor.facts import Facts, numbers
 from scripts.doctor.finding import Check, Finding
 
 PYTHONS = ((3, 10), (3, 12))
 MATCHING = "Ascend/pytorch, COMPATIBILITY.md"
-# The CANN that a release of torch_npu was made with, from that page
+# The CANN that a release of torch_npu was made with, from that page; a newer release has at least the newest
 CANN_OF = {
     "2.12.0": (9, 1), "2.12.0.post2": (9, 1), "2.11.0": (9, 1), "2.11.0.post2": (9, 1),
     "2.10.0": (9, 0), "2.10.0.post4": (9, 1), "2.10.0.post6": (9, 1),
@@ -77,11 +79,13 @@ def _not_sourced(facts: Facts) -> Finding | None:
 
 def _wrong_home(facts: Facts) -> Finding | None:
     names = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
-    wrong = [name for name in names if facts.environment.get(name, facts.cann_home) != facts.cann_home]
+    said = {name: place for name in names if (place := facts.environment.get(name))}
+    found = facts.cann_home and realpath(facts.cann_home)  # `latest` and 8.5.0 may be one folder
+    wrong = [name for name, place in said.items() if realpath(place) != found]
     if not wrong:
         return None
     return Finding(
-        f"{wrong[0]} is {facts.environment[wrong[0]]}, and CANN is found in {facts.cann_home or 'no place'}",
+        f"{wrong[0]} is {said[wrong[0]]}, and CANN is found in {facts.cann_home or 'no place'}",
         "the variable is left from an installation that was removed, or two set_env.sh were sourced",
         "open a new shell and source one set_env.sh",
         "Ascend/pytorch #152, #117, #99",
@@ -161,14 +165,16 @@ def _versions_apart(facts: Facts) -> Finding | None:
 
 
 def _cann_apart(facts: Facts) -> Finding | None:
-    npu, cann = facts.packages.get("torch_npu"), numbers(facts.cann_version)
-    wanted = CANN_OF.get(npu or "")
-    if wanted is None or cann is None or cann == wanted:
+    npu, cann = facts.packages.get("torch_npu", ""), numbers(facts.cann_version)
+    is_newer = (numbers(npu) or (0, 0)) > max(filter(None, map(numbers, CANN_OF)))
+    wanted = max(CANN_OF.values()) if is_newer else CANN_OF.get(npu)
+    if wanted is None or cann is None or cann == wanted or (is_newer and cann > wanted):
         return None
+    least = f"{_dotted(wanted)}{' or newer' * is_newer}"
     return Finding(
-        f"torch_npu {npu} was made with CANN {_dotted(wanted)}, and this is {facts.cann_version}",
+        f"torch_npu {npu} was made with CANN {least}, and this is {facts.cann_version}",
         "its calls and CANN's operators may differ in arguments: errors such as 561002, or symbols not found",
-        f"install CANN {_dotted(wanted)}, or the torch_npu of {_dotted(cann)}",
+        f"install CANN {least}, or the torch_npu of {_dotted(cann)}",
         MATCHING,
         is_fatal=cann < wanted,
     )

@@ -49,6 +49,7 @@ BUSY = (Chip("910B1", "OK", 60000, 65536),)
 HCCL = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
 ATB = "ImportError: libatb.so: cannot open shared object file: No such file or directory"
 TLS = "OSError: libgomp-d22c30c5.so.1: cannot allocate memory in static TLS block"
+GOMP = "ImportError: libgomp.so.1: cannot open shared object file: No such file or directory"
 SYMBOL = "ImportError: libtorch_npu.so: undefined symbol: aclrtGetSocName"
 
 
@@ -96,10 +97,16 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("versions_apart", packages(torch="2.8.0+cpu"), "pip install torch-npu==2.8.0"),
     ("cann_apart", {"cann_version": "8.3.RC1"}, "install CANN 9.0"),
     ("cann_apart", {"cann_version": "9.1.0"}, "install CANN 9.0"),
+    ("cann_apart", packages(torch="2.13.0", torch_npu="2.13.0"), "install CANN 9.1 or newer"),
     ("cuda_torch", {"torch_cuda": "12.8"}, "torch==2.9.0+cpu"),
     ("cann_packages", without("decorator"), "pip install decorator"),
     ("static_tls", {"npu_error": TLS}, "LD_PRELOAD"),
     ("static_tls", {"torch_error": TLS}, "LD_PRELOAD"),
+    (
+        "torch_fails",
+        shell(TORCH_DEVICE_BACKEND_AUTOLOAD="0") | {"torch_error": GOMP},
+        "pip install torch==2.9.0+cpu",
+    ),
     ("autoload", {"torch_error": "RuntimeError: Failed to load the backend extension"}, "AUTOLOAD=0"),
     ("no_atb", {"npu_error": ATB}, "source /usr/local/Ascend/nnal/atb/set_env.sh"),
     ("no_library", {"npu_error": HCCL}, "set_env.sh"),
@@ -113,6 +120,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         shell(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64"),
         "=expandable_segments:True",
     ),
+    ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="²"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
+    ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="²"), "HCCL_CONNECT_TIMEOUT=1200"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="60"), "HCCL_CONNECT_TIMEOUT=1200"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="20min"), "HCCL_CONNECT_TIMEOUT=1200"),
     ("blocking", shell(ASCEND_LAUNCH_BLOCKING="1"), "unset"),
@@ -131,14 +140,50 @@ def test_a_sound_environment_has_no_finding() -> None:
     assert diagnose(FIT) == {}
     plenty = shell(ASCEND_RT_VISIBLE_DEVICES="0,1", HCCL_CONNECT_TIMEOUT="1200", TASK_QUEUE_ENABLE="2")
     assert diagnose(replace(FIT, **plenty)) == {}
-    assert diagnose(replace(FIT, packages=FIT.packages | {"torch": "2.13.0", "torch_npu": "2.13.0"})) == {}
+    newest = packages(torch="2.13.0", torch_npu="2.13.0")
+    for version in ("9.1.0", "9.2.0", None):
+        assert diagnose(replace(FIT, cann_version=version, **newest)) == {}
+
+
+def test_one_folder_by_several_names_is_one(tmp_path: Path) -> None:
+    (tmp_path / "8.5.0").mkdir()
+    (tmp_path / "latest").symlink_to("8.5.0")
+    home = f"{tmp_path}/latest"
+    for other in (f"{tmp_path}/8.5.0", f"{home}/", ""):
+        environment = {"ASCEND_TOOLKIT_HOME": home, "ASCEND_HOME_PATH": other}
+        assert diagnose(replace(FIT, cann_home=home, environment=environment)) == {}
+    environment = {"ASCEND_TOOLKIT_HOME": "", "ASCEND_HOME_PATH": ""}
+    assert set(diagnose(replace(FIT, environment=environment))) == {"not_sourced"}
+
+
+def test_a_device_that_is_hidden_is_not_asked_for() -> None:
+    sick = replace(FIT, chips=(Chip("910B1", "Warning", 3200, 65536), FIT.chips[0]))
+    closed = replace(FIT, nodes=(*SHUT, FIT.nodes[1]), groups=("users",))
+    for facts, name in ((sick, "unhealthy"), (closed, "not_in_group")):
+        assert diagnose(facts)[name].is_fatal
+        for hidden in ("1", " 1 "):
+            assert name not in diagnose(replace(facts, **shell(ASCEND_RT_VISIBLE_DEVICES=hidden)))
+        assert name in diagnose(replace(facts, **shell(ASCEND_RT_VISIBLE_DEVICES="npu:1")))
+    busy = replace(FIT, **shell(ASCEND_RT_VISIBLE_DEVICES="1"), chips=(FIT.chips[0], *BUSY))
+    assert set(diagnose(busy)) == {"little_memory"}
+
+
+@pytest.mark.parametrize(("name", "groups"), [("not_in_group", ("users",)), ("no_permission", FIT.groups)])
+def test_a_closed_device_that_is_not_the_first_is_advice(name: str, groups: tuple[str, ...]) -> None:
+    found = diagnose(replace(FIT, nodes=(FIT.nodes[0], *SHUT), groups=groups))
+    assert [(each, finding.is_fatal) for each, finding in found.items()] == [(name, False)]
+
+
+def test_a_broken_torch_is_told_without_torch_npu_too() -> None:
+    found = diagnose(replace(FIT, torch_error=GOMP, **without("torch_npu")))
+    assert set(found) == {"torch_fails", "no_torch_npu"}
 
 
 @pytest.mark.parametrize(("name", "changes", "mend"), CASES)
 def test_a_fault_is_told_by_its_check_alone(name: str, changes: dict[str, Any], mend: str) -> None:
     found = diagnose(replace(FIT, **changes))
-    also = {"old_driver_for_graphs"} if name == "old_driver" else set()
-    assert set(found) == {name} | also
+    also = {"old_driver": {"old_driver_for_graphs"}, "torch_fails": {"autoload_off"}}
+    assert set(found) == {name} | also.get(name, set())
     finding = found[name]
     assert mend in finding.mend
     for text in (finding.problem, finding.cause, finding.mend, finding.source):
