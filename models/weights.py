@@ -49,7 +49,7 @@ def load(decoder: Decoder, path: str | Path) -> None:
                 places[name].copy_(tensor)
     # A tied checkpoint may carry its head as well; if the two differ it is not tied at all
     for file in (file for file, names in found.items() if HEAD in names and HEAD not in places):
-        head = _open(file).get_tensor(HEAD).to(decoder.embedding)
+        head = open_checkpoint(file).get_tensor(HEAD).to(decoder.embedding)
         if not torch.equal(head, decoder.embedding):
             raise ValueError(
                 f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
@@ -127,7 +127,8 @@ def checkpoint_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _open(file: Path) -> Any:
+def open_checkpoint(file: Path) -> Any:
+    """A safetensors file, mapped; ValueError where it is none or is damaged."""
     try:
         return safe_open(str(file), framework="pt", device="cpu")
     except SafetensorError as error:
@@ -136,14 +137,14 @@ def _open(file: Path) -> Any:
 
 def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of a file, mapped. Take it before asking for the next."""
-    mapped, num_bytes = _open(file), 0
+    mapped, num_bytes = open_checkpoint(file), 0
     for name in names:
         tensor = mapped.get_tensor(name)
         num_bytes += tensor.nbytes
         yield name, tensor
         del tensor
         if num_bytes > MAPPED_BYTES:
-            mapped, num_bytes = _open(file), 0
+            mapped, num_bytes = open_checkpoint(file), 0
 
 
 def _account(
@@ -156,7 +157,7 @@ def _account(
     known = {HEAD: places[EMBEDDING], **places} if tied else places
     seen = set()
     for file in files:
-        opened = _open(file)
+        opened = open_checkpoint(file)
         names = [name for name in opened.keys() if not HARMLESS.fullmatch(name)]  # noqa: SIM118 - no mapping
         for name in names:
             if name in seen:

@@ -17,12 +17,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from models.quantization import KEY, Quantization, quantize_rows
-from models.weights import INDEX, checkpoint_files
+from models.weights import INDEX, checkpoint_files, open_checkpoint
 from recipes.families import decoder_config, read
 from scripts import verb
 from scripts.score import Score, score
@@ -71,7 +70,7 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
 
 def _quantized(file: Path, names: set[str], sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file as they are to be written."""
-    with safe_open(str(file), framework="pt", device="cpu") as opened:
+    with open_checkpoint(file) as opened:
         for name in opened.keys():  # noqa: SIM118 - no mapping
             tensor = opened.get_tensor(name)
             sizes["before"] += tensor.nbytes

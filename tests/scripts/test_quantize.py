@@ -121,6 +121,19 @@ def test_a_target_is_whole_or_not_there(quantised: Path, tmp_path: Path) -> None
     assert (tmp_path / "empty" / SINGLE).is_file()
 
 
+def test_a_damaged_file_is_told_in_one_line(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_bytes((TINY / "config.json").read_bytes())
+    whole = (TINY / SINGLE).read_bytes()
+    for damaged in (whole[:-100], whole[:100], b"", b"\xff" * 100):
+        (source / SINGLE).write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"cannot be read as safetensors \(.*download it again") as error:
+            quantize(source, tmp_path / "out")
+        assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_the_command_tells_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(TINY), str(tmp_path / "out"), "--evaluate", str(TEXT)])
     lines = capsys.readouterr().out.splitlines()
