@@ -123,6 +123,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--virtual", action="store_true", help="on the stand-in")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
+    if options.calls < 1:
+        parser.error(f"--calls is {options.calls}; it must be at least 1")
     if options.virtual:
         from virtual_npu.device import start
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def run(part: Part) -> Outcome:
     try:
         done = subprocess.run(
             [sys.executable, "-m", *part.command],
-            cwd=ROOT, capture_output=True, text=True, timeout=PART_S, check=False,
+            cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=PART_S, check=False,
         )  # fmt: skip
         status, printed, log = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as late:
@@ -110,14 +110,16 @@ def is_right(outcomes: Sequence[Outcome]) -> bool:
 
 
 def _reasons(outcome: Outcome) -> list[str]:
+    """What the part itself says is wrong; else, as of a crash after its result, how it ended."""
     if outcome.is_right:
         return []
-    result = outcome.result
-    if isinstance(result, Mapping):
-        return [finding["problem"] for finding in result["findings"].values() if finding["is_fatal"]]
-    if isinstance(result, list):
-        return [json.dumps(each) for each in result if not each["is_right"]]
-    return outcome.log.strip().splitlines()[-3:]
+    found: list[str] = []
+    match outcome.result:
+        case {"findings": findings}:
+            found = [finding["problem"] for finding in findings.values() if finding["is_fatal"]]
+        case list(verdicts):
+            found = [json.dumps(each) for each in verdicts if not each["is_right"]]
+    return found or [f"it ended with status {outcome.status}", *outcome.log.strip().splitlines()[-3:]]
 
 
 def packed(folder: Path) -> Path:
@@ -138,6 +140,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "out", metavar="DIR")
     parser.add_argument("--calls", type=int, default=50, metavar="N", help="of each operator")
     options = parser.parse_intermixed_args(argv)
+    if options.calls < 1:
+        raise ValueError(f"--calls is {options.calls}; it must be at least 1")
     recipe = [options.recipe, *options.overrides]
     device = load(options.recipe, options.overrides).device
     kind = "virtual" if device.virtual else device.kind

@@ -19,6 +19,7 @@ from scripts.verify import tokens
 from scripts.verify.__main__ import Outcome, Part
 from serving.offline import Record
 from tests.devices import stand_in_alone
+from virtual_npu.verify import main as verify_operators
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0"]
 WELL = Part("tokens", "are they?", ("scripts.doctor", "--help"))
@@ -76,6 +77,32 @@ def test_the_doctors_problems_and_the_wrong_operators_are_told() -> None:
     assert "npu_swiglu" in text
     assert "slow" not in text
     assert "npu_rms_norm" not in text
+
+
+@pytest.mark.parametrize("result", [{"tokens": 1}, [{"operator": "npu_swiglu", "is_right": True}], [], 3])
+def test_a_crash_after_a_result_is_told(result: object) -> None:
+    crashed = Outcome("benchmark", "?", -11, 0.1, True, result, "a\nb\nc\nSegmentation fault\n")
+    lines = [line.strip() for line in verify.in_words([crashed], virtual=False).splitlines()]
+    assert lines[1:] == ["it ended with status -11", "b", "c", "Segmentation fault"]
+
+
+def test_bytes_that_are_no_text_do_not_end_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told.py").write_text("import os, sys; os.write(2, b'\\xc7\\xfd 507899'); sys.exit(3)")
+    monkeypatch.setattr(verify, "ROOT", tmp_path)
+    outcome = verify.run(Part("tokens", "are they?", ("told",)))
+    assert outcome.status == 3
+    assert outcome.log.endswith(" 507899")
+
+
+def test_no_call_checks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="--calls is 0; it must be at least 1"):
+        verify.main([*ON_CPU, "--calls", "0", "--output", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        verify_operators(["--calls", "0"])
+    assert "--calls is 0; it must be at least 1" in capsys.readouterr().err
 
 
 def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
