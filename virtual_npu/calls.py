@@ -3,7 +3,8 @@
 To be tried on a device, each drawn from a seed: the operator, its arguments on the CPU, and how near its
 results must come to the contract's.
 
-Legend: T tokens, S sequences, H query heads, K kv heads, D head dim, P pages, B tokens a page.
+Legend: T tokens, S sequences, H query heads, K kv heads, D head dim, P pages, B tokens a page,
+C = K * D / 16.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from virtual_npu.draw import Draw
+from virtual_npu.operators import operator as contract_of
+from virtual_npu.products import A2, Product
 
 MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # which sparse_mode 3 and 4 take
+ATB_MASK = MASK.half() * -10000  # which splitfuse adds to scores
 FRACTAL_NZ = 29  # the format in which the matrix unit reads a weight
 NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.int8: 1.0}
 SAME = {torch.int32: 0.0, torch.int64: 0.0, torch.bool: 0.0}
@@ -23,48 +28,19 @@ SAME = {torch.int32: 0.0, torch.int64: 0.0, torch.bool: 0.0}
 
 @dataclass(frozen=True, slots=True)
 class RightCall:
-    """A call that the contract lets through, on its 910B."""
+    """A call that the contract lets through on a product."""
 
     operator: str  # as torch_npu has it
+    product: Product
     arguments: Mapping[str, Any]
     results: tuple[int, ...] | None  # those that an engine looks at; None: all
     written: tuple[str, ...]  # arguments that it fills
+    tiled: tuple[str, ...]  # arguments that lie in FRACTAL_NZ on the device
     may_move: bool  # results may differ in their last bits; else they are bits that are only copied
 
     def near(self, dtype: torch.dtype) -> float:
         """How far a result of this type may be from the reference, and by which part of it."""
         return (NEAR | SAME)[dtype] if self.may_move else 0.0
-
-
-class Draw:
-    """Random numbers and tensors of one call."""
-
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
-
-    def number(self, least: int, most: int) -> int:
-        """Both ends may come."""
-        return int(torch.randint(least, most + 1, (), generator=self.generator))
-
-    def one(self, *values: Any) -> Any:
-        """One of these."""
-        return values[self.number(0, len(values) - 1)]
-
-    def tensor(self, *shape: int) -> Tensor:
-        """Normal numbers in the call's type."""
-        return torch.randn(*shape, generator=self.generator).to(self.dtype)
-
-    def int8(self, *shape: int) -> Tensor:
-        """Every value but -128."""
-        return torch.randint(-127, 128, shape, generator=self.generator, dtype=torch.int8)
-
-    def scale(self, *shape: int) -> Tensor:
-        """Positive float32."""
-        return 0.001 + 0.01 * torch.rand(*shape, generator=self.generator)
-
-    def order(self, count: int) -> Tensor:
-        """The numbers below `count`, shuffled."""
-        return torch.randperm(count, generator=self.generator)
 
 
 def _attention(draw: Draw) -> dict[str, Any]:
@@ -76,11 +52,10 @@ def _attention(draw: Draw) -> dict[str, Any]:
         computed = draw.one(0, draw.number(1, 700))
         count = draw.one(1, 1, draw.number(1, 200))
         lens.append((count, computed + count))
+    if not draw.product.mixed_spans:
+        lens = [each for each in lens if each[0] > 1] or lens
     counts = [-(-kv // page_size) for _, kv in lens]
-    pages = (1 + draw.order(sum(counts))).tolist()  # page 0 belongs to nobody
-    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
-    for row, count in enumerate(counts):
-        table[row, :count] = torch.tensor([pages.pop() for _ in range(count)])
+    table = draw.page_table(counts)
     ends = torch.tensor([count for count, _ in lens]).cumsum(0)
     window = draw.one(None, draw.number(1, 300))
     arguments = {
@@ -103,12 +78,53 @@ def _attention(draw: Draw) -> dict[str, Any]:
     return arguments
 
 
+def _atb_decodes(draw: Draw) -> dict[str, Any]:
+    """One query of each sequence over shuffled pages, each in columns of 16."""
+    return _atb(draw, [1] * draw.number(1, 6))
+
+
+def _atb_spans(draw: Draw) -> dict[str, Any]:
+    """Decodes, chunks and prompts over such pages."""
+    lens = [draw.one(1, draw.number(1, 200)) for _ in range(draw.number(1, 6))]
+    return _atb(draw, lens) | {"seq_len": torch.tensor(lens, dtype=torch.int32), "mask": ATB_MASK}
+
+
+def _atb(draw: Draw, lens: list[int]) -> dict[str, Any]:
+    num_kv_heads, dim, page_size = draw.one(1, 2, 4), draw.one(64, 128), draw.one(64, 128)
+    num_heads = num_kv_heads * draw.one(1, 2, 4)
+    context = [count + draw.one(0, draw.number(1, 700)) for count in lens]
+    counts = [-(-length // page_size) for length in context]
+    pages = (1 + sum(counts), num_kv_heads * dim // 16, page_size, 16)
+    query = draw.tensor(sum(lens), num_heads, dim)
+    return {
+        "query": query,
+        "key_cache": draw.tensor(*pages),
+        "value_cache": draw.tensor(*pages),
+        "num_kv_heads": num_kv_heads,
+        "num_heads": num_heads,
+        "scale_value": dim**-0.5,
+        "block_table": draw.page_table(counts),
+        "context_lens": torch.tensor(context, dtype=torch.int32),
+        "out": torch.zeros_like(query),
+    }
+
+
+def _atb_write(draw: Draw) -> dict[str, Any]:
+    """As `_write`, into pages [P, C, B, 16]."""
+    made = _write(draw)
+    del made["cache_mode"]
+    for name in ("key_cache", "value_cache"):
+        num_pages, page_size, heads, dim = made[name].shape
+        made[name] = draw.tensor(num_pages, heads * dim // 16, page_size, 16)
+    return made | {"slot_indices": made.pop("slot_mapping")}
+
+
 def _write(draw: Draw) -> dict[str, Any]:
     tokens, heads, dim, page_size = (
         draw.number(1, 300),
         draw.one(1, 2, 8),
         draw.one(64, 128),
-        draw.one(16, 128),
+        draw.one(*draw.product.page_sizes or (16, 128)),
     )
     num_pages = 2 + tokens // page_size
     return {
@@ -189,7 +205,8 @@ def _format_cast(draw: Draw) -> dict[str, Any]:
     return {"input": weight, "acl_format": FRACTAL_NZ}
 
 
-MAKERS: Mapping[str, Callable[[Draw], dict[str, Any]]] = {
+Maker = Callable[[Draw], dict[str, Any]]
+MAKERS: Mapping[str, Maker] = {
     "npu_fused_infer_attention_score": _attention,
     "npu_scatter_pa_kv_cache": _write,
     "npu_scatter_nd_update_": _update,
@@ -202,18 +219,43 @@ MAKERS: Mapping[str, Callable[[Draw], dict[str, Any]]] = {
     "npu_quant_matmul": _quant_matmul,
     "npu_format_cast": _format_cast,
 }
+# In place of fused attention and the write beside it; a first 910 has no operator that an engine calls
+ATB_MAKERS: Mapping[str, Maker] = {
+    "_npu_paged_attention": _atb_decodes,
+    "_npu_paged_attention_splitfuse_v2": _atb_spans,
+    "_npu_reshape_and_cache": _atb_write,
+    "npu_scatter_nd_update_": _update,
+    "npu_rms_norm": _norm,
+    "npu_add_rms_norm": _add_norm,
+    "npu_apply_rotary_pos_emb": _rotary,
+    "npu_format_cast": _format_cast,
+}
 RESULTS = {"npu_fused_infer_attention_score": (0,), "npu_rms_norm": (0,), "npu_add_rms_norm": (0, 2)}
-WRITTEN = {"npu_scatter_pa_kv_cache": ("key_cache", "value_cache"), "npu_scatter_nd_update_": ("input",)}
-COPIES = ("npu_scatter_pa_kv_cache", "npu_scatter_nd_update_", "npu_format_cast")
+_CACHES = ("key_cache", "value_cache")
+WRITTEN = {
+    "npu_scatter_pa_kv_cache": _CACHES,
+    "_npu_reshape_and_cache": _CACHES,
+    "npu_scatter_nd_update_": ("input",),
+    "_npu_paged_attention": ("out",),
+    "_npu_paged_attention_splitfuse_v2": ("out",),
+}
+COPIES = ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_scatter_nd_update_", "npu_format_cast")
 
 
-def right_call(operator: str, seed: int) -> RightCall:
-    """The call of this operator that the seed draws, in bfloat16 or float16 by turns."""
-    draw = Draw(seed, (torch.bfloat16, torch.float16)[seed % 2])
+def makers(product: Product) -> Mapping[str, Maker]:
+    """What draws the calls of each operator that an engine calls on a product."""
+    chosen = MAKERS if product.fused_attention else ATB_MAKERS
+    return {name: maker for name, maker in chosen.items() if product in contract_of(name).products}
+
+
+def right_call(operator: str, seed: int, product: Product = A2) -> RightCall:
+    """The call of this operator that the seed draws, in the product's types by turns."""
     return RightCall(
         operator,
-        MAKERS[operator](draw),
+        product,
+        makers(product)[operator](Draw(seed, product)),
         RESULTS.get(operator),
         WRITTEN.get(operator, ()),
+        _CACHES if product.split_heads else (),
         operator not in COPIES,
     )

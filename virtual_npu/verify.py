@@ -1,10 +1,10 @@
 """Does the device at hand compute what the contract says?
 
-    python -m virtual_npu.verify [--calls 50] [--seed 0] [--virtual] [--json]
+    python -m virtual_npu.verify [--calls 50] [--seed 0] [--product 310P] [--virtual] [--json]
 
-Draws calls of every operator as the engine makes them, runs each on npu:0, and compares what the engine
-looks at, results or the arguments that are filled, with the reference on the CPU. Status 0: all are near
-enough; 1: not.
+Draws calls of every operator as the engine makes them on the product, runs each on npu:0, and compares what
+the engine looks at, results or the arguments that are filled, with the reference on the CPU. Status 0: all
+are near enough; 1: not.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from virtual_npu.calls import MAKERS, RightCall, right_call
+from virtual_npu.calls import FRACTAL_NZ, RightCall, makers, right_call
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
+from virtual_npu.products import A2, PRODUCTS, Product
 
+READ_ON_HOST = "seq_len"  # ATB's, of queries
 Runs = Callable[[str, Mapping[str, Any]], Any]  # an operator by name, on arguments
 
 
@@ -42,11 +44,13 @@ class Verdict:
         return self.num_right == self.num_calls
 
 
-def verify(operator: str, runs: Runs, device: torch.device | str, num_calls: int, seed: int) -> Verdict:
+def verify(
+    operator: str, runs: Runs, device: torch.device | str, num_calls: int, seed: int, product: Product = A2
+) -> Verdict:
     """Try an operator's calls one after the other; an error is a fault of its call alone."""
     num_right, worst, fault = 0, 0.0, None
     for each in range(seed, seed + num_calls):
-        call = right_call(operator, each)
+        call = right_call(operator, each, product)
         try:
             distance = _distance(call, runs, device)
             told = f"{distance:.3g} times as far from the reference as allowed"
@@ -69,9 +73,9 @@ def on_device(operator: str, arguments: Mapping[str, Any]) -> Any:
 
 def _distance(call: RightCall, runs: Runs, device: torch.device | str) -> float:
     """The largest distance of any result, in parts of what is allowed; above 1 is a fault."""
-    reference = partial(contract_of(call.operator), Conditions())
-    expected_arguments = {name: _sent(value, "cpu") for name, value in call.arguments.items()}
-    arguments = {name: _sent(value, device) for name, value in call.arguments.items()}
+    reference = partial(contract_of(call.operator), Conditions(product=call.product))
+    expected_arguments = _sent(call, "cpu")
+    arguments = _sent(call, device)
     expected = _looked_at(call, reference(**expected_arguments), expected_arguments)
     found = _looked_at(call, runs(call.operator, arguments), arguments)
     if len(found) != len(expected):
@@ -98,8 +102,21 @@ def _looked_at(call: RightCall, result: Any, arguments: Mapping[str, Any]) -> li
     return [*chosen, *(arguments[name] for name in call.written)]
 
 
-def _sent(value: Any, device: torch.device | str) -> Any:
-    return value.clone().to(device) if isinstance(value, Tensor) else value
+def _sent(call: RightCall, device: torch.device | str) -> dict[str, Any]:
+    """The call's arguments with copies of its tensors on a device, but for what is read on the host."""
+    arguments = dict(call.arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and name != READ_ON_HOST:
+            arguments[name] = value.clone().to(device)
+            if name in call.tiled and torch.device(device).type != "cpu":
+                cast = {"input": arguments[name], "acl_format": FRACTAL_NZ}
+                arguments[name] = on_device("npu_format_cast", cast)
+    return arguments
+
+
+def product_of(chip: str) -> Product | None:
+    """The product whose chips begin as this device calls itself, as in Ascend910B4-1."""
+    return next((each for each in PRODUCTS.values() if chip.startswith(each.chips)), None)
 
 
 def in_words(verdicts: Sequence[Verdict]) -> str:
@@ -120,16 +137,29 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--calls", type=int, default=50, metavar="N", help="of each operator")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--virtual", action="store_true", help="on the stand-in")
+    parser.add_argument("--product", choices=PRODUCTS, help="default: what the device calls itself")
+    parser.add_argument("--virtual", action="store_true", help="on the stand-in, by itself a 910B")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
     if options.calls < 1:
         parser.error(f"--calls is {options.calls}; it must be at least 1")
+    product = PRODUCTS.get(options.product)
     if options.virtual:
         from virtual_npu.device import start
 
-        start()
-    verdicts = [verify(name, on_device, "npu:0", options.calls, options.seed) for name in MAKERS]
+        product = product or A2
+        start(product.chips[0])
+    import torch_npu  # here, since it brings CANN
+
+    chip = torch_npu.npu.get_device_name(0)
+    product = product or product_of(chip)
+    if product is None:
+        parser.error(f"the device calls itself {chip}, which is no product known here: give --product")
+    if product.split_heads:
+        torch_npu.npu.config.allow_internal_format = True  # else a cast leaves the pages as they are
+    verdicts = [
+        verify(name, on_device, "npu:0", options.calls, options.seed, product) for name in makers(product)
+    ]
     if options.json:
         print(json.dumps([asdict(each) | {"is_right": each.is_right} for each in verdicts], indent=2))
     else:

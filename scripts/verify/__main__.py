@@ -55,9 +55,11 @@ class Outcome:
         return self.status == 0
 
 
-def parts(folder: Path, recipe: Sequence[str], *, virtual: bool, num_calls: int) -> list[Part]:
+def parts(
+    folder: Path, recipe: Sequence[str], *, virtual: bool, num_calls: int, product: str | None = None
+) -> list[Part]:
     """All of them, in order; `recipe` with its overrides. A stand-in's environment counts for nothing."""
-    flag = ["--virtual"] if virtual else []
+    flags = ["--virtual"] * virtual + (["--product", product] if product else [])
     trace = str(folder / TRACE)
     lengths = ["--prompt-tokens", "uniform:16:200", "--output-tokens", "uniform:8:48", "--vocab-size", "1024"]
     load = ["--requests", "8" if virtual else "64", *lengths, "--output", trace]
@@ -67,7 +69,7 @@ def parts(folder: Path, recipe: Sequence[str], *, virtual: bool, num_calls: int)
         Part(
             "operators",
             "do they compute what the contract says?",
-            ("virtual_npu.verify", "--json", "--calls", str(num_calls), *flag),
+            ("virtual_npu.verify", "--json", "--calls", str(num_calls), *flags),
         ),
         Part("tokens", "are they those of a CPU?", ("scripts.verify.tokens", *recipe)),
         Part("trace", "what is to be served?", ("scripts.trace", *load)),
@@ -95,12 +97,12 @@ def run(part: Part) -> Outcome:
 
 
 def in_words(outcomes: Sequence[Outcome], *, virtual: bool) -> str:
-    """One line a part, and below it why it is not right."""
+    """One line a part, and below it why it is not right, or what of it was left out."""
     lines = ["VIRTUAL: a stand-in computed this; no figure here is one of an NPU"] if virtual else []
     for each in outcomes:
         verdict = "right" if each.is_right else "WRONG" if each.counts else "not fit"
         lines.append(f"{each.name:14}{verdict:10}{each.duration_s:>8} s   {each.question}")
-        lines += [f"    {line}" for line in _reasons(each)]
+        lines += [f"    {line}" for line in (_left_out(each) if each.is_right else _reasons(each))]
     return "\n".join(lines)
 
 
@@ -111,8 +113,6 @@ def is_right(outcomes: Sequence[Outcome]) -> bool:
 
 def _reasons(outcome: Outcome) -> list[str]:
     """What the part itself says is wrong; else, as of a crash after its result, how it ended."""
-    if outcome.is_right:
-        return []
     found: list[str] = []
     match outcome.result:
         case {"findings": findings}:
@@ -120,6 +120,16 @@ def _reasons(outcome: Outcome) -> list[str]:
         case list(verdicts):
             found = [json.dumps(each) for each in verdicts if not each["is_right"]]
     return found or [f"it ended with status {outcome.status}", *outcome.log.strip().splitlines()[-3:]]
+
+
+def _left_out(outcome: Outcome) -> list[str]:
+    """What the product has not, so that nothing was checked."""
+    match outcome.result:
+        case []:
+            return ["there is nothing of it on this product"]
+        case list(verdicts):
+            return [f"without {each['name']}: {each['left_out']}" for each in verdicts if "left_out" in each]
+    return []
 
 
 def packed(folder: Path) -> Path:
@@ -148,7 +158,9 @@ def main(argv: list[str]) -> int:
     folder = options.output.absolute() / f"verify-{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder.mkdir(parents=True)
     outcomes = []
-    for part in parts(folder, recipe, virtual=device.virtual, num_calls=options.calls):
+    for part in parts(
+        folder, recipe, virtual=device.virtual, num_calls=options.calls, product=device.product
+    ):
         print(f"{part.name}: {part.question}", file=sys.stderr)
         outcomes.append(run(part))
     text = in_words(outcomes, virtual=device.virtual)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from attention.products import product
+from recipes.devices import Npu
 from recipes.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
 from scripts.verify import __main__ as verify
@@ -115,6 +117,41 @@ def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
     real = verify.parts(Path("/x"), asked[:1], virtual=False, num_calls=7)
     assert all(part.counts and "--virtual" not in part.command for part in real)
     assert verify.in_words([], virtual=True).startswith("VIRTUAL: ")
+    named = verify.parts(Path("/x"), asked, virtual=True, num_calls=7, product="310P")
+    assert named[1].command[-2:] == ("--product", "310P")
+
+
+def test_what_a_product_has_not_is_told_and_right() -> None:
+    left_out = [{"name": "float16", "is_right": True}, {"name": "W8A8", "left_out": "none", "is_right": True}]
+    outcomes = [
+        Outcome("operators", "?", 0, 0.1, True, [], ""),
+        Outcome("tokens", "?", 0, 0.1, True, left_out, ""),
+    ]
+    lines = [line.strip() for line in verify.in_words(outcomes, virtual=False).splitlines()]
+    assert lines[1] == "there is nothing of it on this product"
+    assert lines[3:] == ["without W8A8: none"]
+
+
+@pytest.mark.parametrize("name", ["310P", "910"])
+def test_a_product_without_int8_is_not_asked_for_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def answers(recipe: str, overrides: list[str]) -> dict[str, Record]:
+        asked.extend(overrides)
+        return records()
+
+    npu = object.__new__(Npu)
+    npu.product = product(name, "")
+    monkeypatch.setattr(tokens, "start", lambda device: npu)
+    monkeypatch.setattr(tokens, "answers", answers)
+    assert tokens.main(["recipes/tiny/npu.yaml", "model.dtype=float16"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told] == ["float16", "W8A8"]
+    assert told[1]["left_out"] == f"the {name} multiplies no int8 with a scale for each token"
+    assert asked.count("model.dtype=float16") == 2, "the device's and the CPU's"
+    assert "model.quantization=w8a8" not in asked
 
 
 def records(**changes: list[int]) -> dict[str, Record]:
@@ -152,9 +189,10 @@ def test_a_cpu_gives_what_a_cpu_gives(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.slow
 @pytest.mark.npu
 @stand_in_alone
-def test_the_stand_in_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", [(), ("device.product=310P", "model.dtype=float16")])
+def test_the_stand_in_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(
-        ["bash", "scripts/verify_npu.sh", "--virtual", "--calls", "2", "--output", str(tmp_path)],
+        ["bash", "scripts/verify_npu.sh", "--virtual", *overrides, "--calls", "2", "--output", str(tmp_path)],
         env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

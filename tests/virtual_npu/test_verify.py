@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from virtual_npu.calls import MAKERS, right_call
+from virtual_npu.calls import MAKERS, makers, right_call
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
-from virtual_npu.verify import in_words, main, on_device, verify
+from virtual_npu.products import A1, A2, P310, PRODUCTS, Product
+from virtual_npu.verify import in_words, main, on_device, product_of, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def by_reference(operator: str, arguments: Mapping[str, Any]) -> Any:
-    return contract_of(operator)(Conditions(), **arguments)
+CASES = [(product, operator) for product in PRODUCTS.values() for operator in makers(product)]
+
+
+def by_reference(operator: str, arguments: Mapping[str, Any], product: Product = A2) -> Any:
+    return contract_of(operator)(Conditions(product=product), **arguments)
 
 
 @pytest.mark.npu
@@ -37,10 +42,10 @@ def scaled(operator: str, arguments: Mapping[str, Any]) -> Any:
     return [each * 1.1 for each in ([results] if isinstance(results, torch.Tensor) else results)]
 
 
-@pytest.mark.parametrize("operator", MAKERS)
+@pytest.mark.parametrize(("product", "operator"), CASES, ids=[f"{each.name}-{name}" for each, name in CASES])
 @pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
-def test_the_contract_lets_an_engines_calls_through(operator: str, count: int) -> None:
-    verdict = verify(operator, by_reference, "cpu", count, seed=0)
+def test_the_contract_lets_an_engines_calls_through(product: Product, operator: str, count: int) -> None:
+    verdict = verify(operator, partial(by_reference, product=product), "cpu", count, 0, product)
     assert verdict.is_right, verdict.first_fault
     assert verdict.worst == 0
 
@@ -92,6 +97,38 @@ def test_what_the_engine_calls_is_tried() -> None:
     called = set(re.findall(r"torch_npu\.(npu_\w+)[.(]", text))
     assert len(called) > 5
     assert called <= set(MAKERS)
+    of_310p = set(re.findall(r"torch_npu\.(_npu_\w+)\(", (ROOT / "attention/atb/npu.py").read_text()))
+    assert len(of_310p) == 3
+    assert of_310p <= set(makers(P310))
+
+
+def test_a_product_is_asked_for_what_it_has() -> None:
+    assert list(makers(A2)) == list(MAKERS)
+    assert not makers(A1)
+    for operator in makers(P310):
+        floats = {
+            each.dtype
+            for seed in range(3)
+            for each in right_call(operator, seed, P310).arguments.values()
+            if isinstance(each, torch.Tensor) and each.is_floating_point()
+        }
+        assert floats <= {torch.float16}
+
+
+def test_a_wrong_result_of_a_310p_shows() -> None:
+    def forgetful(operator: str, arguments: Mapping[str, Any]) -> None:
+        by_reference(operator, arguments, P310)
+        arguments["out"][-1] = 0
+
+    for operator in ("_npu_paged_attention", "_npu_paged_attention_splitfuse_v2"):
+        assert verify(operator, forgetful, "cpu", 2, 0, P310).num_right == 0
+
+
+def test_a_device_says_which_product_it_is() -> None:
+    names = {"Ascend310P3": "310P", "Ascend910B4-1": "910B", "Ascend910_9391": "910C", "Ascend910A": "910"}
+    found = {chip: product_of(chip) for chip in names}
+    assert {chip: each.name for chip, each in found.items() if each} == names
+    assert product_of("Ascend999") is None
 
 
 @pytest.mark.npu
