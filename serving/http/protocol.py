@@ -58,8 +58,9 @@ class Protocol(HttpToolsProtocol):
     once, with all that its client has not read.
     """
 
+    _in_request = False
     _in_head = False
-    _has_begun = False  # in the bytes at hand
+    _has_told = False  # of a request's begin, or of its body, in the bytes at hand
     _is_refused = False
     _num_head_bytes = 0
     _due: asyncio.TimerHandle | None = None
@@ -82,10 +83,10 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes: of a head that does not end the parser tells nothing."""
-        self._has_begun = False
+        """Some bytes: of a head, or of headers behind a body, that do not end the parser tells nothing."""
+        self._has_told = False
         super().data_received(data)
-        if self._in_head and not self._has_begun:
+        if self._in_request and not self._has_told:
             self._count(len(data))
         is_idle = self.cycle is None or (self.cycle.response_complete and not self.pipeline)
         if is_idle and self._due is None and self.timeout_keep_alive_task is None:
@@ -99,7 +100,7 @@ class Protocol(HttpToolsProtocol):
         """The first byte of a request."""
         super().on_message_begin()
         self.scope["state"]["cut_off"] = self.transport.abort
-        self._in_head, self._has_begun, self._num_head_bytes = True, True, 0
+        self._in_request, self._in_head, self._has_told, self._num_head_bytes = True, True, True, 0
         self._hurry()
 
     def on_url(self, url: bytes) -> None:
@@ -108,9 +109,11 @@ class Protocol(HttpToolsProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
-        super().on_header(name, value)
+        """A header; what follows a body is none, and never stands for one that was to come before it."""
         self._count(len(name) + len(value))
+        if not self._in_head:
+            return
+        super().on_header(name, value)
         if len(self.headers) > MOST_HEADERS:
             self._refuse(431, _TOO_LARGE)
 
@@ -122,11 +125,13 @@ class Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self._has_told, self._num_head_bytes = True, 0
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """All of a request is there."""
+        self._in_request = False
         self._stop_hurrying()
         if not self._is_refused:
             super().on_message_complete()

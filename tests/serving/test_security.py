@@ -226,6 +226,33 @@ def test_a_large_body_in_one_piece_with_the_next_head_is_no_long_head(server: Se
     assert spoken(server, one + one + last, ends=False).count(b"HTTP/1.1 400") == 3
 
 
+def test_headers_behind_a_body_stand_for_none_before_it(server: Server) -> None:
+    body = json.dumps({"prompt": "1+1=", "max_tokens": 1}).encode()
+    answer = spoken(
+        server,
+        b"POST /v1/completions HTTP/1.1\r\nhost: evil.example\r\nx-request-id: head\r\nconnection: close\r\n"
+        b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"%x\r\n%s\r\n0\r\nhost: localhost\r\nx-request-id: trailer\r\n\r\n" % (len(body), body),
+        ends=False,
+    )
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert b"x-request-id: head\r\n" in answer
+
+
+def test_headers_behind_a_body_that_do_not_end_are_cut_off(server: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    place = urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+        connection.sendall(head + b"1\r\n{\r\n0\r\na: ")
+        try:
+            for _ in range(64):
+                connection.sendall(b"b" * 2**18)
+            answer = connection.recv(65536)
+        except ConnectionError:  # it hung up before it had heard all
+            return
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
 def test_a_server_for_this_machine_answers_to_no_other_name(server: Server) -> None:
     for host in ("evil.example", "[::1", "localhost.evil.example", "127.0.0.1.evil.example", "", "a b"):
         answer = spoken(
