@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from serving.http.errors import error_response
@@ -85,7 +86,11 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Some bytes: of a head, or of headers behind a body, that do not end the parser tells nothing."""
         self._has_told = False
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._read(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: CONNECT
+            self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
         if self._in_request and not self._has_told:
             self._count(len(data))
         is_idle = self.cycle is None or (self.cycle.response_complete and not self.pipeline)
@@ -120,7 +125,7 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head has ended."""
         self._in_head = False
-        if not self._is_refused:
+        if not self._is_refused and not self.parser.should_upgrade():
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -131,6 +136,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """All of a request is there."""
+        if self.parser.should_upgrade():
+            return  # of its head alone
         self._in_request = False
         self._stop_hurrying()
         if not self._is_refused:
@@ -141,9 +148,23 @@ class Protocol(HttpToolsProtocol):
         if self._num_head_bytes > MOST_HEAD_BYTES:
             self._refuse(431, _TOO_LARGE)
 
-    def send_400_response(self, msg: str) -> None:
-        """What is no HTTP."""
-        self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
+    def _read(self, data: bytes) -> None:
+        """Where a request asks for another protocol, the parser stops behind its head and would take its body
+        for what comes next. We speak no other, so such a request is read as if it had not asked.
+        """
+        rest = memoryview(data)
+        while not self._is_refused:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                rest = rest[stop.args[0] :]
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            lines = [method + b" " + self.url + b" HTTP/" + version]
+            lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def _refuse(self, status: int, message: str) -> None:
         if self._is_refused:

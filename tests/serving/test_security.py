@@ -218,6 +218,57 @@ def test_what_is_no_http_is_told_so(server: Server, data: bytes) -> None:
     assert spoken(server, data).startswith(b"HTTP/1.1 400 ")
 
 
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+WEBSOCKET = b"Connection: close\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+LAST = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+INNER = b"GET /server_info HTTP/1.1\r\nhost: localhost\r\nx-request-id: inner\r\n\r\n"
+
+
+@pytest.mark.parametrize("upgrade", [H2C, WEBSOCKET], ids=["h2c", "websocket"])
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
+def test_a_request_for_another_protocol_is_answered_in_this_one(
+    server: Server, upgrade: bytes, is_chunked: bool
+) -> None:
+    def post(content: bytes, *headers: bytes) -> bytes:
+        framed = b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content) if is_chunked else content
+        size = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(content)
+        return POST + b"".join(headers) + size + b"\r\n\r\n" + framed
+
+    body, since = json.dumps(SUM).encode(), len(server.log)
+    keeps = upgrade is H2C
+    answer = spoken(server, post(body, upgrade) + (post(body, upgrade) + LAST) * keeps, ends=False)
+    assert answer.count(b"HTTP/1.1 200 OK") == (3 if keeps else 1)
+    assert answer.count(b'"text":"623"') == (2 if keeps else 1)
+    answer = spoken(server, post(INNER, upgrade) + LAST, ends=False)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"inner" not in answer
+    assert answer.count(b"HTTP/1.1 200 OK") == keeps
+    assert not [line for line in server.log[since:] if "WARNING" in line]
+
+
+def test_a_body_that_comes_after_its_head_is_no_request(server: Server) -> None:
+    place = urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+        connection.sendall(POST + H2C + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(INNER))
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n", "it waits for the body"
+        connection.sendall(INNER + LAST)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 200 OK") == 1
+    assert b"inner" not in answer
+
+
+def test_nobody_else_gets_another_protocol(server: Server) -> None:
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+    answer = spoken(server, get + H2C + b"\r\n" + LAST, ends=False)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    for path in (b"localhost:80", b"/health"):
+        answer = spoken(server, b"CONNECT " + path + b" HTTP/1.1\r\nhost: localhost\r\n\r\n" + INNER)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"inner" not in answer
+
+
 def test_a_large_body_in_one_piece_with_the_next_head_is_no_long_head(server: Server) -> None:
     body = json.dumps({"prompt": "a" * 200_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
