@@ -10,14 +10,20 @@ import asyncio
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serving.http.errors import error_response
 
 MOST_HEAD_BYTES = 64 * 1024
 MOST_HEADERS = 100
+MOST_WAITING = 64  # requests behind one that is being answered, on its connection
+MOST_WAITING_BYTES = 2**20  # of their bodies
 WHOLE_S = 60.0  # from a request's first byte, or from a connection's start, to its last
 
+_TOO_MANY = (
+    f"behind a request {MOST_WAITING} others and {MOST_WAITING_BYTES} bytes may wait on one connection; send"
+    " them when it is answered, or on more connections"
+)
 _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
 
 
@@ -63,8 +69,10 @@ class Protocol(HttpToolsProtocol):
     _in_head = False
     _has_told = False  # of a request's begin, or of its body, in the bytes at hand
     _is_refused = False
+    _is_deaf = False  # what still comes is thrown away: a request that waits was one too many
     _num_head_bytes = 0
     _due: asyncio.TimerHandle | None = None
+    _answered: RequestResponseCycle | None = None  # or being answered: not the last one, where others wait
 
     def __init__(self, *arguments: Any, most_connections: int, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -81,10 +89,16 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._stop_hurrying()
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Some bytes: of a head, or of headers behind a body, that do not end the parser tells nothing."""
+        if self._is_deaf:
+            return
         self._has_told = False
         self._unset_keepalive_if_required()
         try:
@@ -93,6 +107,8 @@ class Protocol(HttpToolsProtocol):
             self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
         if self._in_request and not self._has_told:
             self._count(len(data))
+        if self.pipeline and not self.transport.is_closing():
+            self._listen_on()
         is_idle = self.cycle is None or (self.cycle.response_complete and not self.pipeline)
         if is_idle and self._due is None and self.timeout_keep_alive_task is None:
             self._hurry()  # a line break between requests, or the rest of one that was refused
@@ -175,6 +191,20 @@ class Protocol(HttpToolsProtocol):
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
         self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _listen_on(self) -> None:
+        """Requests wait, for which uvicorn stops to read: it would not hear that their client goes away."""
+        self.flow.resume_reading()
+        num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) > MOST_WAITING or num_bytes > MOST_WAITING_BYTES:
+            self._is_deaf = True
+            self.cycle.keep_alive = False
+            self.cycle.body.clear()
+            self.pipeline[0] = self.cycle, error_response(413, _TOO_MANY)  # the last that came
 
     def _hurry(self) -> None:
         self._stop_hurrying()

@@ -75,6 +75,46 @@ def test_who_asks_and_sends_no_more_is_answered(served: Served) -> None:
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
+LONG: dict[str, object] = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True}
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LARGE = request({"prompt": "a" * 3 * 2**19})
+
+
+@pytest.mark.parametrize(
+    "behind", [GET, request({"prompt": "1+1="})[:-3], LARGE[: 2**18], LARGE, GET * 500], ids=len
+)
+def test_who_goes_away_with_requests_waiting_is_noticed(served: Served, behind: bytes) -> None:
+    gone = served.llm.tally.aborts["disconnect"]
+    with served.five_checks(neighbours=0):
+        clients = [connected(served) for _ in range(8)]
+        for client in clients:
+            client.sendall(request(LONG) + behind)
+        until_s = time.monotonic() + 30
+        while served.llm.num_requests < 8:
+            assert time.monotonic() < until_s, "they do not come in"
+            time.sleep(0.01)
+        for client in clients:
+            client.close()
+        until_s = time.monotonic() + 30
+        while served.llm.tally.aborts["disconnect"] < gone + 8:
+            assert time.monotonic() < until_s, "the engine works for nobody"
+            assert served.llm.num_requests, "it has worked for nobody"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("behind", [LARGE, GET * 500], ids=len)
+def test_too_much_behind_a_request_is_refused_in_its_turn(served: Served, behind: bytes) -> None:
+    with served.five_checks(neighbours=0), connected(served) as client:
+        client.settimeout(60)
+        client.sendall(request(LONG | {"max_tokens": 400}) + behind)
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+        first, _, rest = answer.partition(b"}HTTP/1.1 ")
+        assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b'"completion_tokens":400' in first
+        assert (b"HTTP/1.1 " + rest).count(b"HTTP/1.1 413 ") == 1
+        assert b"may wait on one connection" in rest.rpartition(b"HTTP/1.1 ")[2]
+
+
 @pytest.mark.slow
 def test_a_connection_outlives_a_pause(served: Served) -> None:
     with served.five_checks(neighbours=0), connected(served) as client:
