@@ -191,15 +191,9 @@ class AsyncLLM:
                     self.engine.send(Finish(stream, "abort"))
 
     def find(self, request_id: str) -> list[Answer]:
-        """The open answers to a request, by the id that its sender was told."""
-        answers = {id(answer): answer for answer, _ in self._streams.values()}.values()
-        is_whole = "-" in request_id  # and not merely a kind of request
-        return [
-            each
-            for each in answers
-            if each.request.id == request_id
-            or (is_whole and each.request.id.rpartition("-")[0] == request_id)
-        ]
+        """The open answers to a request, by the id that its sender was told: with no prompt's number."""
+        answers = {id(answer): answer for answer, _ in self._streams.values() if answer.is_open}.values()
+        return [each for each in answers if "-".join(each.request.id.split("-")[:2]) == request_id]
 
     def request_of(self, stream: int) -> Request | None:
         """The request that a stream is of, while the engine is at it."""

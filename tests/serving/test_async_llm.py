@@ -71,3 +71,22 @@ def test_answers_grow_to_those_of_a_program_by_itself() -> None:
 
 async def outputs_of_one(llm: AsyncLLM, params: SamplingParams) -> list[RequestOutput]:
     return [each async for each in llm.generate("1+1=", params, "one")]
+
+
+def test_a_request_is_found_by_the_id_that_was_told_while_it_is_open() -> None:
+    async def use(llm: AsyncLLM) -> None:
+        asked = {"prompt": "One day", "max_tokens": 500, "ignore_eos": True}
+        parts = [await llm.ask(asked | {"id": f"cmpl-a-{index}"}) for index in range(2)]
+        other = await llm.ask(asked | {"id": "cmpl-b"})
+        assert (llm.find("cmpl-a"), llm.find("cmpl-b")) == (parts, [other])
+        for wrong in ("cmpl", "cmpl-a-1", "cmpl-b-0", "a", ""):
+            assert not llm.find(wrong), wrong
+        llm.abort(parts[0])
+        assert llm.find("cmpl-a") == parts[1:]
+        llm.abort(parts[1])
+        assert not llm.find("cmpl-a"), "the engine may not have heard of it yet"
+        llm.abort(other)
+        while llm.num_requests:
+            await asyncio.sleep(0.01)
+
+    with_llm(use)
