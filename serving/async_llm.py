@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from continuous_batching.request import Request
 from recipes.reader import load
 from serving.answers import Answer
-from serving.failures import BadRequest, CutOff, Failure, Overloaded, Unavailable
+from serving.failures import BadRequest, CutOff, Failure, Overloaded, ShutDown, Unavailable
 from serving.lengths import fill_up, is_short, too_long
 from serving.messages import Add, Beat, Ended, Facts, Finish, FromEngine, Look, Refused, Stepped, View
 from serving.metrics.tally import Tally
@@ -95,15 +95,16 @@ class AsyncLLM:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, drain_s: float) -> None:
-        """Take no more, and give those that run so long to end; the others are cut off."""
+        """Take no more; those that do not end within the time, or until this is cancelled, are cut off."""
         self.engine.become("draining")
         try:
             if self.num_requests:
                 await asyncio.wait_for(self.engine.until(lambda: not self.num_requests), drain_s)
         except asyncio.TimeoutError:
             log.warning("%d requests are cut off after %g s of draining", self.num_requests, drain_s)
+        finally:
             for answer, _ in list(self._streams.values()):
-                self.abort(answer, CutOff("the server is shutting down", "shutdown"))
+                self.abort(answer, ShutDown())
 
     async def ask(self, fields: Mapping[str, Any], *, fill: bool = False, alone: bool = True) -> Answer:
         """Send a request to the engine, its fields as `parse_request` takes them; raises a Failure. With

@@ -1,7 +1,7 @@
 """Why does a client not get its answer?
 
 Each failure says whether to come again: not with the same request (`BadRequest`), after a while
-(`Overloaded`, `Unavailable`), or as the client likes (`CutOff`).
+(`Overloaded`, `Unavailable`, `ShutDown`), or as the client likes (`CutOff`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,16 @@ class CutOff(Failure):
     def __init__(self, reason: str, cause: str) -> None:
         super().__init__(reason)
         self.cause = cause
+
+
+class ShutDown(CutOff):
+    """The server ends before the answer does."""
+
+    status = 503
+    retry_after_s = 5.0
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down", "shutdown")
 
 
 class Gone(CutOff):

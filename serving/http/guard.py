@@ -6,6 +6,7 @@ inside. Written for ASGI itself: a layer of a framework costs each event of a st
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.failures import ShutDown
 from serving.http.errors import DEFECT, error_response
 from serving.http.keys import Keys
 from serving.observer import TRACE_HEADERS
@@ -66,6 +68,11 @@ class Guard:
                 await refusal(scope, receive, tell)
             else:
                 await self._app(scope, self._measured(receive), tell)
+        except asyncio.CancelledError:  # the server waits no longer; uvicorn would answer it with 500
+            if status == 499:
+                failure = ShutDown()
+                refusal = error_response(failure.status, failure.reason, retry_after_s=failure.retry_after_s)
+                await refusal(scope, receive, tell)
         except Exception:
             log.exception("%s: a defect of the server", name, extra={"fields": {"request_id": name}})
             if status == 499:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -10,7 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
@@ -21,6 +24,10 @@ from tests.serving.server import TINY, Server
 from tests.test_imports import ROOT
 
 NO_SPARE = "server.spare_engine=false"
+HALF = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"content-length: 100\r\nexpect: 100-continue\r\n\r\n"
+)
 
 
 async def in_flight(server: Server, number: int, num_tokens: int, signals: int = 1) -> list[Told]:
@@ -44,7 +51,11 @@ async def in_flight(server: Server, number: int, num_tokens: int, signals: int =
 async def num_requests(session: aiohttp.ClientSession, url: str) -> float:
     """In the engine, now."""
     async with session.get(f"{url}/metrics") as response:
-        text = await response.text()
+        return num_in(await response.text())
+
+
+def num_in(text: str) -> float:
+    """The same, of the metrics' text."""
     names = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
 
@@ -64,6 +75,43 @@ def test_requests_that_do_not_end_are_cut_off() -> None:
     assert server.wait(HANG_S) == 0
     assert {each.error for each in told} == {"the server is shutting down"}
     assert any("20 requests are cut off" in line for line in server.log)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_who_is_cut_off_is_told_to_come_again(signals: int) -> None:
+    server = Server(TINY, NO_SPARE, f"server.drain_s={0.5 if signals == 1 else 60}").ready()
+    body = {"prompt": "One day", "ignore_eos": True, "max_tokens": 1500}
+    place = urlsplit(server.url)
+    with (
+        ThreadPoolExecutor() as pool,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        socket.create_connection((place.hostname, place.port), timeout=60) as sends,
+    ):
+        sends.sendall(HALF)
+        assert sends.recv(4096).startswith(b"HTTP/1.1 100 "), "the rest of its body is waited for"
+        whole = pool.submit(client.post, "/v1/completions", json=body)
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            next(lines)
+            until_s = time.monotonic() + 30
+            while num_in(client.get("/metrics").text) < 2:
+                assert time.monotonic() < until_s, "it does not come in"
+            server.process.terminate()
+            server.wait_for("ends: ")
+            if signals == 2:
+                server.process.terminate()
+            error = json.loads([*lines][-2].removeprefix("data: "))["error"]
+        response = whole.result()
+        head, _, answer = b"".join(iter(lambda: sends.recv(4096), b"")).partition(b"\r\n\r\n")
+    assert server.wait(HANG_S) == 0
+    assert response.status_code == 503
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert int(response.headers["retry-after"]) >= 1
+    assert b"retry-after: " in head
+    for each in (error, response.json()["error"], json.loads(answer)["error"]):
+        assert (each["code"], each["type"]) == (503, "service_unavailable_error")
+        assert each["message"] == "the server is shutting down"
+    assert not [line for line in server.log if "Traceback" in line or "ASGI" in line]
 
 
 def test_who_looks_on_is_told_the_end() -> None:
