@@ -80,7 +80,7 @@ def test_requests_that_do_not_end_are_cut_off() -> None:
 @pytest.mark.parametrize("signals", [1, 2])
 def test_who_is_cut_off_is_told_to_come_again(signals: int) -> None:
     server = Server(TINY, NO_SPARE, f"server.drain_s={0.5 if signals == 1 else 60}").ready()
-    body = {"prompt": "One day", "ignore_eos": True, "max_tokens": 1500}
+    body = {"prompt": "One day", "ignore_eos": True, "max_tokens": 1500, "n": 8}
     place = urlsplit(server.url)
     with (
         ThreadPoolExecutor() as pool,
@@ -94,7 +94,7 @@ def test_who_is_cut_off_is_told_to_come_again(signals: int) -> None:
             lines = (line for line in stream.iter_lines() if line)
             next(lines)
             until_s = time.monotonic() + 30
-            while num_in(client.get("/metrics").text) < 2:
+            while num_in(client.get("/metrics").text) < 16:
                 assert time.monotonic() < until_s, "it does not come in"
             server.process.terminate()
             server.wait_for("ends: ")
