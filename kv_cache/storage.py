@@ -5,6 +5,7 @@ Legend: P pages, B tokens a page, K kv heads, D head dim.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -70,11 +71,11 @@ class KVCache:
 
     def apply(self, copies: Iterable[PageCopy]) -> None:
         """Make page copies, one after the other. Off the CPU they are only asked for, in that order."""
-        for copy in copies:
-            if copy.way == "within":
-                self.copy(copy.sources, copy.targets)
+        for each in copies:
+            if each.way == "within":
+                self.copy(each.sources, each.targets)
             else:
-                self._swap(copy)
+                self._swap(each)
 
     def copy(self, sources: Index, targets: Index) -> None:
         """Copy page sources[i] to targets[i], all layers; no page is both a source and a target."""
@@ -82,6 +83,13 @@ class KVCache:
             pages = _flat(tensor)
             for read, written in _chunks(pages, sources, targets):
                 _copy(pages, read, pages, written, sliced=self._sliced)
+
+    def scratch(self, num_places: int) -> KVCache:
+        """Pages like these with so many places, for work without requests to write; all layers share them."""
+        made, layers = copy.copy(self), len(self.keys)
+        made.num_pages = -(-num_places // self.page_size)
+        made.keys, made.values = ([self._allocate(made.num_pages)] * layers for _ in range(2))
+        return made
 
     def clear_null_page(self) -> None:
         """Bring page 0 back to zero, which work without requests has written."""

@@ -72,8 +72,10 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture all sizes, the largest first, whose memory the others then share."""
         pool = self.device.graph_pool_handle()
+        # Before a capture its step runs once, all of it filling: more places than the null page may have
+        scratch = self.cache.scratch(self.sizes[-1])
         for size in reversed(self.sizes):
-            self.steps[size] = self._captured(size, pool)
+            self.steps[size] = self._captured(size, pool, scratch)
         log.info("graphs: decodes of up to %s rows, captured in %s sizes", self.sizes[-1], len(self.sizes))
 
     def drop(self) -> None:
@@ -107,28 +109,28 @@ class DecodeGraphs:
         host[4] = np.maximum(slots.num_prompt[batch.slots], batch.stops)
         host[COLUMNS : COLUMNS + width] = slots.page_table[batch.slots, :width].T
 
-    def _captured(self, size: int, pool: Any) -> Captured:
+    def _captured(self, size: int, pool: Any, scratch: KVCache) -> Captured:
         shape = (COLUMNS + self.slots.max_pages, size)
         pinned = tuple(torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(2))
         _fill_up(pinned[0].numpy())
         sent = pinned[0].to(self.attention.device)
-        self._step(sent)  # operators compile, and allocate what they keep, which a capture must not
+        self._step(sent, scratch)  # operators compile, and allocate what they keep, which a capture must not
         graph = getattr(self.device, GRAPHS[self.attention.device.type])()
         with self.device.graph(graph, pool=pool):
-            logits, metadata = self._step(sent)
+            logits, metadata = self._step(sent, self.cache)
         return Captured(graph, pinned, sent, metadata, logits)
 
-    def _step(self, sent: Tensor) -> tuple[Tensor, AttentionMetadata]:
+    def _step(self, sent: Tensor, cache: KVCache) -> tuple[Tensor, AttentionMetadata]:
         token_ids, positions, write_index, kv_lens, rope_lens = sent[:COLUMNS]
         page_table = sent[COLUMNS:].t().contiguous()
         metadata = self.attention.plan_static(StaticDecodes(write_index, page_table, kv_lens))
         is_dynamic = self.decoder.config.rope.kind == "dynamic"
-        hidden = self.decoder(token_ids, positions, metadata, self.cache, rope_lens if is_dynamic else None)
+        hidden = self.decoder(token_ids, positions, metadata, cache, rope_lens if is_dynamic else None)
         return self.decoder.logits(hidden), metadata
 
 
 def _fill_up(host: NDArray[np.int32]) -> None:
-    """Rows of filling: one token each, at a place of its own of the null page."""
+    """Rows of filling: one token each, at places of their own, the first of all."""
     host[:] = 0
     host[2] = np.arange(host.shape[1])
     host[3:5] = 1

@@ -38,7 +38,6 @@ def capture(runner: ModelRunner, most: int) -> int:
     memory.empty_cache()
     before = memory.memory_reserved(device)
     runner.capture(most)
-    runner.cache.clear_null_page()
     return max(0, int(memory.memory_reserved(device)) - before)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
@@ -86,6 +87,39 @@ def test_nor_do_they_on_another_device(undisturbed: list[list[int]], pair: Pair,
 @pytest.mark.parametrize("pair", on_each("reference")[1:])
 def test_nor_in_plain_torch_there(undisturbed: list[list[int]], pair: Pair) -> None:
     disturbed(pair[0], PAGE_SIZE, undisturbed, 0, "fewest_lost", "device.attention=reference")
+
+
+@pytest.mark.parametrize("pair", on_each("fused")[1:])
+def test_capturing_anew_writes_no_page_however_many_rows_a_step_has(
+    undisturbed: list[list[int]], pair: Pair
+) -> None:
+    rows = 2 * PAGE_SIZE * 2 + 2  # filling alone would reach two pages beyond the null page
+    graphs = (f"cache.page_size={2 * PAGE_SIZE}", f"scheduler.num_slots={rows}", f"device.graphs={rows}")
+    engine, runner = built(*graphs, f"cache.num_pages={MOST_PAGES}", kind=pair[0])
+    served = requests()
+    for request in served:
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    before = [each[1:].cpu() for each in (*runner.cache.keys, *runner.cache.values)]
+    runner.resize(MOST_PAGES, ())
+    after = [each[1:].cpu() for each in (*runner.cache.keys, *runner.cache.values)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+    while engine.has_work:
+        engine.step()
+    assert [request.answer.tolist() for request in served] == undisturbed
+
+
+@pytest.mark.parametrize("pair", on_each("fused")[1:])
+def test_a_captured_step_may_have_more_rows_than_the_cache_has_places(pair: Pair) -> None:
+    engine, _ = built(
+        "cache.page_size=16", "cache.num_pages=3", "scheduler.num_slots=64", "device.graphs=64", kind=pair[0]
+    )
+    request = Request("a", np.arange(3, 12), SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert len(request.answer) == 4
 
 
 def disturbed(
