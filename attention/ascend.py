@@ -39,6 +39,9 @@ class ProductAttention(Attention):
         super().check()
         self.product.check(self.shape, takes_float32=self.takes_float32)
 
+    def check_longest(self, num_tokens: int) -> None:
+        self.product.check_longest(num_tokens)
+
     def check_graphs(self, num_graphs: int) -> None:
         self.product.check_graphs(num_graphs, len(self.shape.windows))
 

@@ -21,6 +21,7 @@ MOST_SPANS = 4096  # in one call of a packed batch
 MOST_HEADS, MOST_GROUP = 256, 64
 PAGE_STEP, MOST_PAGE = 16, 1024
 MOST_ROW = 65535  # kv heads x head dim
+MOST_KEYS = 262144  # that a single query reads
 ATB_PAGES = (128, 64)  # the first that fits is the one to choose
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
@@ -106,6 +107,15 @@ class Product:
             raise ValueError(
                 f"cache.page_size is {shape.page_size}; fused attention takes a multiple of {PAGE_STEP} to"
                 f" {MOST_PAGE}: set 128, {plain}"
+            )
+
+    def check_longest(self, num_tokens: int) -> None:
+        """Raise ValueError for requests longer than a decode reads; the last token is no key of any query."""
+        if self.is_fused and num_tokens > MOST_KEYS + 1:
+            raise ValueError(
+                f"a request may have {num_tokens} tokens; fused attention of the {self.name} reads"
+                f" {MOST_KEYS} keys: set scheduler.max_request_tokens to {MOST_KEYS + 1}, or set"
+                " device.attention to reference"
             )
 
     def check_int8(self, dtype: torch.dtype) -> None:

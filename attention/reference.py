@@ -95,6 +95,9 @@ class Attention:
                     "correct the model's configuration, or leave the window out"
                 )
 
+    def check_longest(self, num_tokens: int) -> None:
+        """Raise ValueError for requests of up to so many tokens; here they may have any number."""
+
     def new_pages(self, count: int) -> Tensor:
         """So many pages at zero, for the keys or the values of a layer: [P, B, K, D].
 

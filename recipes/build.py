@@ -39,6 +39,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     sizing = size(recipe, config, machine.memory_bytes())
     fused, attention = machine.operators(_shape(recipe, config))
     attention.check()
+    attention.check_longest(sizing.longest_tokens)
     if config.quantization is not None:
         fused.check_int8(config.dtype)
     if recipe.device.graphs:

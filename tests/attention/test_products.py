@@ -123,6 +123,14 @@ def test_graphs_are_bounded_by_streams():
         product("950", "").check_graphs(5, 2)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_may_be_as_long_as_a_decode_reads(name):
+    product(name, "").check_longest(262145)
+    said = f"have 262146 tokens; .* the {name} reads 262144 keys: set scheduler.max_request_tokens to 262145,"
+    with pytest.raises(ValueError, match=said):
+        product(name, "").check_longest(262146)
+
+
 @pytest.mark.parametrize("each", PRODUCTS, ids=lambda each: each.name)
 def test_every_span_is_in_one_call_and_no_call_holds_what_it_may_not(each):
     for lens in ([5], [1] * 3 + [7, 2], [7, 1, 1, 3, 1], [1] * (2 * MOST_SPANS) + [3]):

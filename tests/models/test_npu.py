@@ -149,6 +149,15 @@ def test_more_graphs_than_streams_are_refused() -> None:
         engine_of("model.path=null", deep, "model.weights=random", *many)
 
 
+def test_requests_longer_than_a_decode_reads_are_refused() -> None:
+    far = "model.config={model_type: llama, vocab_size: 64, hidden_size: 64, num_hidden_layers: 1,"
+    far += " num_attention_heads: 1, num_key_value_heads: 1, intermediate_size: 64, eos_token_id: 2,"
+    far += " max_position_embeddings: 300000}"
+    said = ["model.path=null", far, "model.weights=random", "cache.page_size=1024", "cache.num_pages=300"]
+    with pytest.raises(ValueError, match=r"a request may have 300000 tokens; .* keys: set scheduler.max_req"):
+        engine_of(*said)
+
+
 @stand_in_alone
 @pytest.mark.parametrize(
     ("overrides", "words"),
