@@ -47,6 +47,7 @@ class Product:
 
     def check(self, shape: AttentionShape, *, takes_float32: bool = False) -> None:
         """Raise ValueError for a shape that fused attention of this product does not take."""
+        self.check_dtype(shape.dtype)
         plain = "or set device.attention to reference"
         if not (self.is_fused or self.is_atb):
             fused = ", ".join(each.name for each in PRODUCTS if each.is_fused or each.is_atb)
@@ -55,7 +56,7 @@ class Product:
                 f" use one of these, {plain}"
             )
         names = [_name(each) for each in self.dtypes]
-        if shape.dtype not in self.dtypes and not (takes_float32 and shape.dtype == torch.float32):
+        if shape.dtype not in self.dtypes and not takes_float32:
             raise ValueError(
                 f"model.dtype is {_name(shape.dtype)}; fused attention of the {self.name} takes"
                 f" {' or '.join(names)}: set model.dtype to {names[0]}, {plain}"
@@ -64,6 +65,15 @@ class Product:
             self._check_atb(shape, plain)
         else:
             self._check_fused(shape, plain)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ValueError for a type that this product does not compute in, whatever attention is used."""
+        if dtype not in (*self.dtypes, torch.float32):
+            names = [_name(each) for each in self.dtypes]
+            raise ValueError(
+                f"model.dtype is {_name(dtype)}; the {self.name} computes in {', '.join(names)} or float32:"
+                f" set model.dtype to {names[0]}"
+            )
 
     def _check_atb(self, shape: AttentionShape, plain: str) -> None:
         dim, size = shape.head_dim, shape.page_size
@@ -171,6 +181,7 @@ PRODUCTS = (
         name="910",
         chip="Ascend910A",
         chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$",
+        dtypes=(torch.float16,),
         is_fused=False,
         has_int8=False,
     ),

@@ -145,6 +145,7 @@ class Npu(Accelerator):
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # the first 910
         fused = Fused() if has_none else NpuFused(self.product)
+        self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
             return fused, Attention(shape, self.device)
         kind = AtbAttention if self.product.is_atb else NpuAttention

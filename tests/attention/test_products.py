@@ -50,7 +50,7 @@ def test_what_is_beyond_a_limit_is_refused(name, changes, words):
 
 
 def test_a_product_without_this_attention_is_refused():
-    said = refusal("910")
+    said = refusal("910", dtype=torch.float16)
     assert said.startswith("device.product is 910, for which there is no fused attention here, but for 310P,")
 
 
@@ -64,10 +64,7 @@ def test_what_atb_takes_is_taken(sizes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"dtype": torch.bfloat16},
-            "model.dtype is bfloat16; fused attention of the 310P takes float16: set",
-        ),
+        ({"dtype": torch.float32}, "model.dtype is float32; fused attention of the 310P takes float16: set"),
         (
             {"head_dim": 72},
             "the model's head_dim is 72; attention of the 310P takes a multiple of 16 to 256:",
@@ -90,7 +87,17 @@ def test_what_is_beyond_a_limit_of_atb_is_refused(changes, words):
 
 def test_float32_is_taken_only_where_a_test_says_so():
     product("910B", "").check(good(dtype=torch.float32), takes_float32=True)
-    refusal("910B", takes_float32=True, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"float64; .* bfloat16, float16 or float32: set model.dtype to bf"):
+        product("910B", "").check(good(dtype=torch.float64), takes_float32=True)
+
+
+@pytest.mark.parametrize("name", ["310P", "910"])
+def test_bfloat16_is_refused_where_no_operator_takes_it(name):
+    said = f"^model.dtype is bfloat16; the {name} computes in float16 or float32: set model.dtype to float16$"
+    with pytest.raises(ValueError, match=said):
+        product(name, "").check_dtype(torch.bfloat16)
+    with pytest.raises(ValueError, match=said):
+        product(name, "").check(good())
 
 
 @pytest.mark.parametrize(

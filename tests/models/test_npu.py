@@ -158,6 +158,15 @@ def test_requests_longer_than_a_decode_reads_are_refused() -> None:
         engine_of(*said)
 
 
+@pytest.mark.parametrize("name", ["310P", "910"])
+def test_a_type_that_a_product_has_not_is_refused_with_plain_attention_too(name: str) -> None:
+    machine = start(section("npu", "reference"))
+    machine.product = product(name, "")  # type: ignore[attr-defined]
+    machine.operators(shape(dtype=torch.float16))
+    with pytest.raises(ValueError, match=f"bfloat16; the {name} computes in float16 or float32: set model"):
+        machine.operators(shape(dtype=torch.bfloat16))
+
+
 @stand_in_alone
 @pytest.mark.parametrize(
     ("overrides", "words"),
