@@ -257,7 +257,8 @@ def scatter(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 def rms_norm(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     product = pick(rng, P310, A2, A3, A5)
     dtype = pick(rng, torch.float32, torch.float16) if product is P310 else pick(rng, torch.float32, *HALVES)
-    width, gamma = 16 * int(rng.integers(1, 9)), dtype if product is P310 else pick(rng, dtype, torch.float32)
+    width = 16 * int(rng.integers(1, 9))
+    gamma = pick(rng, dtype, torch.float32) if product in (A2, A3) else dtype
     x = torch.randn(*rng.integers(1, 5, int(rng.integers(1, 3))).tolist(), width).to(dtype)
     return {"input": x, "gamma": torch.randn(width).to(gamma), "epsilon": 1e-5}, Conditions(product=product)
 
@@ -292,9 +293,10 @@ def apply_rotary(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 def rotary_mul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     product = pick(rng, P310, A2, A3, A5)
-    dtype, tokens = pick(rng, torch.float32, *HALVES), int(rng.integers(1, 2000))
+    dtype = pick(rng, torch.float32, torch.float16) if product is P310 else pick(rng, torch.float32, *HALVES)
+    batch, tokens = rng.integers(1, (5, 2000)).tolist()
     dim = 128 if product is P310 else pick(rng, 32, 80, 128, 256)
-    lead = (1, tokens) if product is P310 or rng.integers(2) else (tokens,)
+    lead = (batch, tokens) if product is P310 or rng.integers(2) else (tokens,)
     x, angles = torch.randn(*lead, 3, dim).to(dtype), torch.randn(*lead, 1, dim).to(dtype)
     return {"input": x, "r1": angles, "r2": angles.clone()}, Conditions(product=product)
 

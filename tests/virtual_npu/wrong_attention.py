@@ -18,7 +18,7 @@ LENS = [(1, 20), (5, 5), (30, 40)]
 
 
 def packed_base(**options: Any) -> Arguments:
-    arguments, _ = paged(np.random.default_rng(5), torch.bfloat16, lens=LENS, **options)
+    arguments, _ = paged(np.random.default_rng(5), torch.bfloat16, **{"lens": LENS, **options})
     return arguments
 
 
@@ -54,11 +54,13 @@ def long_rows() -> Arguments:
 
 ATTENTION_BASES: dict[str, Callable[[], Arguments]] = {
     "base": packed_base,
+    "decodes": lambda: packed_base(lens=[(1, 20), (1, 5)]),
     "own heads": lambda: packed_base(heads=(2, 2)),
     "window": lambda: packed_base(window=9),
     "sink": lambda: packed_base(sink=True),
     "keys": keys_base,
     "rows": rows_base,
+    "single rows": lambda: rows_base(queries=1),
     "NBSD": lambda: rows_base("BSND_NBSD", queries=17),
     "long rows": long_rows,
 }
@@ -127,6 +129,8 @@ ATTENTION = [
     Wrong("page-size", lambda _: packed_base(page_size=24), "block_size", "is 24;"),
     Wrong("inner-precise", put(inner_precise=4), "inner_precise", "is 4"),
     Wrong("inner-precise", put(inner_precise=1), "inner_precise", "is 1", "own heads"),
+    Wrong("inner-precise", put(inner_precise=2), "inner_precise", "is 2", "decodes"),
+    Wrong("inner-precise", put(inner_precise=3), "inner_precise", "is 3", "single rows"),
     Wrong("scale", put(softmax_scale=0.0), "softmax_scale", "is 0.0"),
     Wrong("output-order", put(), "input_layout", "BSND_NBSD with 17 query tokens", "NBSD"),
     Wrong("sparse-mode", put(sparse_mode=7), "sparse_mode", "is 7"),

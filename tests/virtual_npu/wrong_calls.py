@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.virtual_npu.right_calls import Arguments, compressed, hidden
 from tests.virtual_npu.wrong import Wrong, cut, pages_but, put, spoil, strided, to
 from virtual_npu.operators.atb import in_tiles
-from virtual_npu.products import A2, P310
+from virtual_npu.products import A2, A5, P310
 
 ON_310P = {"product": P310}
 NOBODYS, HELD = {"held": pages_but()}, {"held": lambda: [39]}
@@ -77,6 +77,7 @@ WRITES = [
     Wrong("dtype", to("key", Tensor.double), "key", "float64"),
     Wrong("slots", to("slot_mapping", Tensor.short), "slot_mapping", "int16"),
     Wrong("slots", cut("slot_mapping"), "slot_mapping", "rows of key"),
+    Wrong("slots", cut("value"), "value", "beside key"),
     Wrong("contiguous", to("key_cache", strided), "key_cache", "strided"),
     Wrong("cache-axes", to("key_cache", lambda cache: torch.cat([cache, cache], 3)), "key_cache", "for key"),
     Wrong("caches-alike", to("value_cache", lambda cache: cache[1:]), "value_cache", "beside"),
@@ -105,6 +106,13 @@ SCATTER = [
 NORM = [
     Wrong("dtype", to("x1", Tensor.double), "x1", "float64"),
     Wrong("gamma-dtype", to("gamma", Tensor.double), "gamma", "float64"),
+    Wrong(
+        "gamma-dtype",
+        lambda call: {"x1": call["x1"].half(), "gamma": call["gamma"].float()},
+        "gamma",
+        "float32",
+        conditions={"product": A5},
+    ),
     Wrong("gamma-shape", to("gamma", lambda gamma: gamma[1:]), "gamma", "for"),
     Wrong(
         "row",
@@ -131,10 +139,19 @@ MULTIPLY = [
     Wrong("mode", put(rotary_mode="quarter"), "rotary_mode", "is quarter"),
     Wrong("dtype", to("r1", Tensor.double), "r1", "float64"),
     Wrong(
+        "dtype",
+        lambda call: {name: call[name].bfloat16() for name in ("input", "r1", "r2")},
+        "input",
+        "bfloat16",
+        conditions=ON_310P,
+    ),
+    Wrong(
         "sizes", lambda call: {name: call[name][..., :31] for name in ("input", "r1", "r2")}, "input", "31)"
     ),
     Wrong("angles", cut("r2"), "r2", "beside r1"),
-    Wrong("angles", lambda call: {name: call[name][:2] for name in ("r1", "r2")}, "r1", "for input"),
+    Wrong(
+        "angles", lambda call: {name: call[name][..., :2, :, :] for name in ("r1", "r2")}, "r1", "for input"
+    ),
 ]
 SWIGLU = [
     Wrong("dtype", to("input", Tensor.double), "input", "float64"),
@@ -198,7 +215,6 @@ FAMILIES = {
 # What a base has to be so that its family's changes change something
 WANTED = {
     "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
-    "npu_rotary_mul": lambda call: call["input"].dim() == 3,
     "npu_quant_matmul": lambda call: "offset" not in call,
     "npu_top_k_top_p": lambda call: {"p", "k"} <= set(call) and call["logits"].shape[1] > 1024,
 }

@@ -15,15 +15,22 @@ from virtual_npu.operators.attention_shapes import DOC, head_dim, num_kv_heads, 
 from virtual_npu.operators.spans import UNBOUNDED, heads_last
 
 
+def _single(call: Call) -> bool:
+    """Whether each sequence has one query, as in decodes."""
+    query = heads_last(call["query"], order(call), call["num_query_heads"])
+    if packed(call):
+        return list(call["actual_seq_qlen"] or ()) == list(range(1, len(query) + 1))
+    return query.shape[1] == 1
+
+
 def _page_size(call: Call) -> Iterator[Breach]:
     if call["block_table"] is None:
         return
     size, cache = call["block_size"], call["key"]
     tokens = cache.shape[1] if cache.dim() == 3 else cache.shape[2]
-    single = (
-        not packed(call) and heads_last(call["query"], order(call), call["num_query_heads"]).shape[1] == 1
+    step, least, most = (
+        (16, 16, 1024) if packed(call) else (16, 16, 512) if _single(call) else (128, 128, 512)
     )
-    step, least, most = (16, 16, 1024) if packed(call) else (16, 16, 512) if single else (128, 128, 512)
     if size != tokens:
         yield "block_size", f"{size} over {shape(cache)}"
     elif size % step or not least <= size <= most:
@@ -34,6 +41,8 @@ def _precision(call: Call) -> Iterator[Breach]:
     allowed = {0, 1, 2, 3}
     if packed(call) and call["num_query_heads"] == num_kv_heads(call):
         allowed = {0} if call["query"].dtype == torch.bfloat16 else {0, 1}
+    elif _single(call):
+        allowed = {0, 1}
     if call["inner_precise"] not in allowed:
         yield "inner_precise", call["inner_precise"]
 
@@ -85,8 +94,8 @@ OPTIONS = (
     ),
     Rule(
         "inner-precise",
-        "0 or 1 chooses the precision and +2 clears blind rows; TND without grouped heads takes no 2 or 3, "
-        "and in bfloat16 only 0",
+        "0 or 1 chooses the precision and +2 clears blind rows; single queries and TND without grouped heads "
+        "take no 2 or 3, and the last in bfloat16 only 0",
         DOC,
         "leave it at 0",
         _precision,

@@ -90,6 +90,8 @@ def _slots(call: Call) -> Iterator[Breach]:
     wide = call.operator == "npu_scatter_pa_kv_cache"
     if slots.dtype not in ((torch.int32, torch.int64) if wide else (torch.int32,)) or slots.shape != (rows,):
         yield "slot_mapping", f"{shape(slots)} for {rows} rows of key"
+    if call["value"] is not None and call["value"].shape[0] != rows:
+        yield "value", f"{shape(call['value'])} beside key {shape(call['key'])}"
 
 
 def _contiguous(call: Call) -> Iterator[Breach]:
@@ -195,7 +197,7 @@ def _first(source: str, types: Rule) -> tuple[Rule, ...]:
         types,
         Rule(
             "slots",
-            "there is one place a row: int32, or int64 where npu_scatter_pa_kv_cache writes",
+            "key and value have a row a place: int32, or int64 where npu_scatter_pa_kv_cache writes",
             source,
             "cast them, and cut them to the rows",
             _slots,

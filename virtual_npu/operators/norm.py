@@ -45,7 +45,7 @@ def _dtype(call: Call) -> Iterator[Breach]:
 
 def _gamma_dtype(call: Call) -> Iterator[Breach]:
     gamma, x = call["gamma"], call["x1"]
-    wide = gamma.dtype == torch.float32 and call["x2"] is None and call.conditions.product is not P310
+    wide = gamma.dtype == torch.float32 and call["x2"] is None and call.conditions.product in (A2, A3)
     if gamma.dtype != x.dtype and not wide:
         yield "gamma", f"{shape(gamma)} for {shape(x)}"
 
@@ -95,7 +95,7 @@ OPERATORS = (
         "-> (Tensor, Tensor)",
         products=(P310, A2, A3, A5),
         source=RMS,
-        rules=_rules(RMS, "gamma is of the input's type, or float32 off the 310P"),
+        rules=_rules(RMS, "gamma is of the input's type, or float32 on the 910B and 910C"),
         reference=_rms,
         names={"x1": "input"},
     ),

@@ -68,11 +68,13 @@ def _mode(call: Call) -> Iterator[Breach]:
         yield "rotary_mode", call["rotary_mode"]
 
 
+def _taken(call: Call) -> tuple[torch.dtype, ...]:
+    return TYPES if call.conditions.product is not P310 else (torch.float32, torch.float16)
+
+
 def _dtype(call: Call) -> Iterator[Breach]:
-    query = call["query"].dtype
+    query, taken = call["query"].dtype, _taken(call)
     for name in ("query", "key", "cos", "sin"):
-        bfloat16 = call.conditions.product is not P310
-        taken = TYPES if bfloat16 else (torch.float32, torch.float16)
         if call[name].dtype not in taken or call[name].dtype != query:
             yield name, shape(call[name])
 
@@ -121,8 +123,9 @@ def _modes(call: Call) -> Iterator[Breach]:
 
 
 def _multiply_dtype(call: Call) -> Iterator[Breach]:
+    taken = _taken(call)
     for name in ("input", "r1", "r2"):
-        if call[name].dtype not in TYPES or call[name].dtype != call["input"].dtype:
+        if call[name].dtype not in taken or call[name].dtype != call["input"].dtype:
             yield name, shape(call[name])
 
 
@@ -212,7 +215,11 @@ OPERATORS = (
                 _modes,
             ),
             Rule(
-                "dtype", "all are float32, float16 or bfloat16", MULTIPLY, "cast them alike", _multiply_dtype
+                "dtype",
+                "all are float32, float16, or bfloat16 off the 310P",
+                MULTIPLY,
+                "cast them alike",
+                _multiply_dtype,
             ),
             Rule(
                 "sizes",
