@@ -55,6 +55,7 @@ void mark(struct stream *stream, struct event *event) {
     event->time_ns = now_ns();
     event->recorder = stream;
     event->updates = stream->updates;
+    event->replays = stream->replays;
 }
 
 aclError aclrtCreateEventExWithFlag(aclrtEvent *handle, uint32_t flag) {
@@ -97,8 +98,12 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
     else if (!event->recorded)
         code = refuse(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
                       "the host waits for an event that nothing has recorded: on the device this hangs");
-    else if (event->recorder->settled < event->updates)
-        event->recorder->settled = event->updates;
+    else {
+        struct stream *recorder = event->recorder;
+        if (recorder->settled < event->updates) recorder->settled = event->updates;
+        if (recorder->awaited < event->replays) recorder->awaited = event->replays;
+        count_busy();
+    }
     pthread_mutex_unlock(&lock);
     return code;
 }
