@@ -166,8 +166,9 @@ class Answer:
             self.num_cached_tokens = end.num_cached_tokens
             self._num_open -= 1
             sample.finish_reason = end.reason
-            sample.num_tokens = end.num_tokens
-            for index, found in enumerate(end.hypotheses[: self.num_answers]):
+            told = end.hypotheses[: self.num_answers]
+            sample.num_tokens = sum(len(found.tokens) for found in told)
+            for index, found in enumerate(told):
                 self._put(self._hypothesis(index, found))
             return
         if sample.detokenizer is not None:

@@ -53,7 +53,7 @@ class Completions:
         answers = await self._ask([{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)])
         texts = [self._text_of(prompt) for prompt in prompts] if shown.echo else []
         form = Completion(self._llm.text, answers, texts, shown)
-        return await self._reply(answers, form, name, body, request, num_hidden=0 if shown.answer else 1)
+        return await self._reply(answers, form, name, body, request, is_hidden=not shown.answer)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """`POST /v1/chat/completions`; without a limit an answer may be as long as the model's context."""
@@ -85,9 +85,9 @@ class Completions:
         name: str,
         body: Asked,
         request: Request,
-        num_hidden: int = 0,
+        is_hidden: bool = False,
     ) -> Response:
-        replies = Replies(answers, Envelope(form, name, self._model), self._llm.abort, num_hidden)
+        replies = Replies(answers, Envelope(form, name, self._model), self._llm.abort, is_hidden)
         if not body.stream:
             return await replies.whole(request)
         options = body.stream_options

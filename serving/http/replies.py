@@ -30,15 +30,15 @@ _to_json = msgspec.json.Encoder().encode
 
 
 class Replies:
-    """The answers to the prompts of one request; of each sample `num_hidden` tokens are not told."""
+    """The answers to the prompts of one request; `is_hidden`: their tokens are not told."""
 
     def __init__(
-        self, answers: Sequence[Answer], envelope: Envelope, abort: Abort, num_hidden: int = 0
+        self, answers: Sequence[Answer], envelope: Envelope, abort: Abort, is_hidden: bool = False
     ) -> None:
         self._answers = answers
         self._envelope = envelope
         self._abort = abort
-        self._num_hidden = num_hidden
+        self._is_hidden = is_hidden
 
     async def whole(self, request: Request) -> Response:
         """All of it as one JSON object."""
@@ -135,11 +135,7 @@ class Replies:
     def _usage(self) -> Json:
         return usage(
             sum(each.request.num_prompt_tokens for each in self._answers),
-            sum(
-                max(0, sample.num_tokens - self._num_hidden)
-                for each in self._answers
-                for sample in each.samples
-            ),
+            0 if self._is_hidden else sum(each.num_tokens for each in self._answers),
             sum(each.num_cached_tokens for each in self._answers),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -151,6 +152,19 @@ def test_a_prompt_alone_is_scored(http: httpx.Client, stream: bool) -> None:
     assert choice["finish_reason"] == "length"
     assert len(choice["logprobs"]["token_logprobs"]) == usage["prompt_tokens"] == 9
     assert usage["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(("echoed", "num_each"), [({}, 3), ({"echo": True, "max_tokens": 0}, 0)])
+def test_the_usage_of_a_search_counts_every_answer_told(
+    http: httpx.Client, echoed: dict[str, Any], num_each: int
+) -> None:
+    body = {"prompt": SUM, "beam_width": 3, "n": 2, "max_tokens": 3, "return_token_ids": True} | echoed
+    answer = http.post("/v1/completions", json=body).json()
+    assert [len(choice["token_ids"]) for choice in answer["choices"]] == [num_each] * 2
+    assert answer["usage"]["completion_tokens"] == 2 * num_each
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    events = http.post("/v1/completions", json=streamed).text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["usage"] == answer["usage"]
 
 
 def test_a_prompt_that_is_not_scored_in_time_says_so(http: httpx.Client) -> None:
