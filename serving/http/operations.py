@@ -137,7 +137,7 @@ def _tokens(text: Text, body: TokenizeBody) -> dict[str, Any]:
         ids = text.chat(body.messages)
     else:
         assert body.prompt is not None
-        ids = text.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        ids = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     names = {"token_strs": [_name(text, each) for each in ids]} if body.return_token_strs else {}
     return {"tokens": ids, "count": len(ids), **names}
 

@@ -154,8 +154,8 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: bool | None = Field(None, description="null: true")
+    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(Body):

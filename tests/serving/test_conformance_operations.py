@@ -13,7 +13,15 @@ import openai
 import pytest
 import sentencepiece
 
-from serving.http.schema import UNSUPPORTED
+from serving.http.schema import (
+    UNSUPPORTED,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    StreamOptions,
+    TokenizeBody,
+)
 from tests.serving.server import Server
 from tests.test_imports import ROOT
 
@@ -83,6 +91,19 @@ def test_tokens_become_text_again(http: httpx.Client, prompt: str) -> None:
     tokens = http.post("/tokenize", json={"prompt": prompt, "add_special_tokens": False}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": prompt}
     assert http.post("/detokenize", json={"tokens": [1024]}).status_code == 400
+
+
+def test_a_null_counts_as_absent(http: httpx.Client) -> None:
+    plain = http.post("/tokenize", json={"prompt": "a"}).json()
+    absent = {"add_special_tokens": None, "return_token_strs": None, "messages": None, "model": None}
+    assert http.post("/tokenize", json={"prompt": "a"} | absent).json() == plain
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody])
+def test_every_field_that_may_be_absent_may_be_null(body: type[Body]) -> None:
+    needed = {"messages": [{}], "prompt": "a", "tokens": [5]}
+    given = {name: needed[name] if field.is_required() else None for name, field in body.model_fields.items()}
+    body.model_validate(given)
 
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
