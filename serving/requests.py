@@ -22,7 +22,7 @@ from serving.text import Text, check_unicode
 
 _Reader = Callable[[str, Any], Any]
 _LAST_ID = 2**31 - 1
-_LONGEST_NAME = 1024  # characters
+LONGEST_NAME = 1024  # characters
 
 
 def parse_request(fields: object, text: Text | None) -> Request:
@@ -150,8 +150,8 @@ def _string(name: str, value: Any) -> str:
 
 def _name(name: str, value: Any) -> str:
     """A string that is kept, sent on, and may be shown."""
-    if len(_string(name, value)) > _LONGEST_NAME:
-        raise _wrong(name, value, f"at most {_LONGEST_NAME} characters long")
+    if len(_string(name, value)) > LONGEST_NAME:
+        raise _wrong(name, value, f"at most {LONGEST_NAME} characters long")
     check_unicode(name, value)
     return value
 

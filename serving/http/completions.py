@@ -106,8 +106,7 @@ class Completions:
         tenant = client.tenant or request.headers.get(_TENANT_HEADER) or body.tenant or body.user
         if tenant:
             fields["tenant"] = tenant
-        if client.salt:
-            fields["cache_salt"] = f"{client.salt}:{body.cache_salt or ''}"
+        fields["cache_salt"] = client.salted(body.cache_salt or "")
         return fields
 
     def _check_number(self, num_prompts: int, samples_each: int | None) -> None:

@@ -16,6 +16,10 @@ class Client:
     tenant: str
     salt: str
 
+    def salted(self, own: str) -> str:
+        """Its salt with a request's own, which is hashed: whatever that is, the whole is as long."""
+        return f"{self.salt}:{hashlib.sha256(own.encode()).hexdigest()[:32]}" if self.salt else own
+
 
 ANYBODY = Client("", "")
 

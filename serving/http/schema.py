@@ -1,21 +1,24 @@
 """What may a client's JSON hold?
 
-Types and names are checked here, ranges where requests are made (serving/requests.py). A field that is null
-counts as absent. A field that is known elsewhere and not supported here is refused by name, unless its value
-asks for nothing.
+Types, names and the length of what is rewritten for the engine are checked here, ranges where requests are
+made (serving/requests.py). A field that is null counts as absent. A field that is known elsewhere and not
+supported here is refused by name, unless its value asks for nothing.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from serving.http.errors import whole
 from serving.http.lists import Biases, Integers, Prompt, Strings
+from serving.requests import LONGEST_NAME
+
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 # Fields of the OpenAI API that ask for what this server does not do, and their values that ask for nothing
 UNSUPPORTED: dict[str, Sequence[Any]] = {
@@ -103,10 +106,10 @@ class Asked(Body):
     early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    tenant: str | None = Field(None, description="whose share it is served from, where no key says so")
+    user: Name | None = None
+    tenant: Name | None = Field(None, description="whose share it is served from, where no key says so")
     priority: int | None = Field(None, description="larger goes first, where the recipe's queue says so")
-    cache_salt: str | None = Field(None, description="only requests of the same salt share pages")
+    cache_salt: Name | None = Field(None, description="only requests of the same salt share pages")
     timeout_s: float | None = Field(None, description="after so long it ends where it stands")
     return_token_ids: bool | None = Field(None, description="tell the ids of the answer's tokens")
     prompt_logprobs: int | None = Field(None, description="those of the prompt's tokens and the likeliest")

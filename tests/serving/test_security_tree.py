@@ -182,6 +182,7 @@ def test_every_path_but_probes_needs_a_key(tmp_path: Path) -> None:
             assert set(OPEN_PATHS) == {"/", "/health", "/ready"}
             _no_key_finds_what_another_sent(client)
             _no_key_ends_what_another_asked(client)
+            _no_refusal_tells_a_salt(client)
     finally:
         assert server.close() == 0
     assert not [line for line in server.log if re.search("(first|second|third)-key", line)]
@@ -217,3 +218,16 @@ def _no_key_ends_what_another_asked(client: httpx.Client) -> None:
         assert client.post(path, headers=_of("second-key")).status_code == 404
         assert client.post(path, headers=_of("first-key")).json()["aborted"] == 1
         assert "the request was aborted" in [*lines][-2]
+
+
+def _no_refusal_tells_a_salt(client: httpx.Client) -> None:
+    for size, status in ((1000, 200), (1024, 200), (1025, 400)):
+        body = {"prompt": "1+1=", "max_tokens": 1, "cache_salt": "a" * size}
+        response = client.post("/v1/completions", json=body, headers=_of("first-key"))
+        assert response.status_code == status
+    error = response.json()["error"]
+    assert error["message"] == "cache_salt: string should have at most 1024 characters"
+    assert error["param"] == "cache_salt"
+    half = '{"prompt": "1+1=", "cache_salt": "a\\ud800"}'
+    headers = _of("first-key") | {"content-type": "application/json"}
+    assert client.post("/v1/completions", content=half, headers=headers).status_code == 400
