@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TokenIds = NDArray[np.int32]
+MOST_LOGPROBS = 20  # of the likeliest tokens at a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class SamplingParams:
             _check("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _check(name, value, value is None or 0 <= value <= 20, "from 0 to 20")
+            _check(name, value, value is None or 0 <= value <= MOST_LOGPROBS, f"from 0 to {MOST_LOGPROBS}")
         num_biases, num_ends = len(self.logit_bias), len(self.stop_token_ids)
         _check("logit_bias", num_biases, num_biases <= _MOST_TOKENS, f"of at most {_MOST_TOKENS} tokens")
         _check("stop_token_ids", num_ends, num_ends <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.request import MOST_LOGPROBS, Request, SamplingParams
 from serving.detokenizer import TextOptions
 from serving.samples import MOST_SAMPLES
 from serving.text import Text, check_unicode
@@ -98,9 +98,9 @@ def _samples(values: dict[str, Any]) -> list[SamplingParams]:
     num_answers = values.get("n", 1)
     num_samples = values.get("best_of", num_answers)
     if not 1 <= num_answers <= MOST_SAMPLES:
-        raise ValueError(f"n is {num_answers}; it must be from 1 to {MOST_SAMPLES}")
+        raise _wrong("n", num_answers, f"from 1 to {MOST_SAMPLES}")
     if not num_answers <= num_samples <= MOST_SAMPLES:
-        raise ValueError(f"best_of is {num_samples}; it must be from n ({num_answers}) to {MOST_SAMPLES}")
+        raise _wrong("best_of", num_samples, f"from n ({num_answers}) to {MOST_SAMPLES}")
     params = _params(values)
     if params.beam_width:
         if "best_of" in values:
@@ -121,6 +121,8 @@ def _logprobs(values: dict[str, Any]) -> int | None:
     """`logprobs: n` as in completions, or `logprobs: true` with `top_logprobs: n` as in chats."""
     logprobs, top = values.get("logprobs", False), values.get("top_logprobs")
     if logprobs is True:
+        if top is not None and not 0 <= top <= MOST_LOGPROBS:
+            raise _wrong("top_logprobs", top, f"from 0 to {MOST_LOGPROBS}")
         return top or 0
     if top is not None:
         raise ValueError(f"top_logprobs needs logprobs: true, not {_show(logprobs)}")
@@ -281,3 +283,4 @@ _READERS: dict[str, _Reader] = {
     "cache_salt": _name,
     "priority": _priority,
 }
+FIELDS = frozenset(_READERS)

@@ -18,6 +18,7 @@ from serving.http.forms import Chat, Completion, Envelope, Form, Shown
 from serving.http.keys import Client
 from serving.http.replies import Replies
 from serving.http.schema import Asked, ChatBody, CompletionBody
+from serving.samples import MOST_SAMPLES
 
 _NOT_SAMPLING = {
     "model",
@@ -75,7 +76,7 @@ class Completions:
             if isinstance(each, BaseException):
                 for answer in answers:
                     self._llm.abort(answer, CutOff("another prompt was not taken", "sibling"))
-                raise each
+                raise _as_sent(each)
         return answers
 
     async def _reply(
@@ -112,7 +113,8 @@ class Completions:
     def _check_number(self, num_prompts: int, samples_each: int | None) -> None:
         """Raise BadRequest for more than ever come in at once."""
         limit = self._llm.recipe.server.max_requests
-        num_samples = num_prompts * max(1, samples_each or 1)
+        each = max(1, samples_each or 1)
+        num_samples = num_prompts * (each if each <= MOST_SAMPLES else 1)  # more are refused by their name
         if num_samples > limit:
             raise BadRequest(
                 f"prompt, n and best_of ask for {num_samples} samples at once; the server takes {limit}"
@@ -150,3 +152,11 @@ def _several(prompt: str | list[Any]) -> list[str | list[int]]:
 
 def _prompt(prompt: str | list[int]) -> dict[str, Any]:
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+
+
+def _as_sent(error: BaseException) -> BaseException:
+    """A refusal by the name that the field had before it was made a request's."""
+    inner = "prompt_token_ids"
+    if isinstance(error, BadRequest) and error.reason.startswith(inner):
+        return BadRequest("prompt" + error.reason.removeprefix(inner))
+    return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from serving.failures import BadRequest, Failure
+from serving.requests import FIELDS
 
 _KINDS = {  # where it is not OpenAI's usual one, of a client's or of the server's mistake
     401: "authentication_error",
@@ -21,6 +23,7 @@ _KINDS = {  # where it is not OpenAI's usual one, of a client's or of the server
     503: "service_unavailable_error",
 }
 DEFECT = "a defect of the server; its log tells more"
+_ONLY_HTTP = {"echo", "stream_options", "tokens"}  # fields that no request to the engine has
 _LONGEST = 500  # characters of a message; a client's own text may be within
 
 
@@ -62,13 +65,14 @@ def body_of(failure: Failure) -> bytes:
 
 
 def param_of(failure: Failure) -> str | None:
-    """Which field a refusal is about: it is the message's first word."""
-    first = failure.reason.partition(" ")[0].partition("[")[0]
-    return (
-        first
-        if isinstance(failure, BadRequest) and first.replace("_", "").isalpha() and first != "request"
-        else None
-    )
+    """Which field a refusal is about."""
+    return _field_of(failure.reason) if isinstance(failure, BadRequest) else None
+
+
+def _field_of(message: str) -> str | None:
+    """The field that a message begins with, if it does with one."""
+    first = re.split(r"[ .\[]", message, maxsplit=1)[0]
+    return first if first in FIELDS or first in _ONLY_HTTP else None
 
 
 def install(app: FastAPI) -> None:
@@ -111,7 +115,14 @@ def _first(errors: Any) -> tuple[str, str | None]:
     if kind == "model_attributes_type" and not place:
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     if not place:
-        return error["msg"], None
-    name = place[0] + "".join(f"[{each}]" for each in place[1:] if each.isdigit())
-    message = error["msg"]
+        return error["msg"], _field_of(error["msg"])
+    name = _name(error["loc"])
+    said = dict.fromkeys(each["msg"] for each in errors if _name(each["loc"]) == name)  # of a union: several
+    message = " or ".join(said).replace("or Input should be", "or")
     return f"{name}: {message[:1].lower()}{message[1:]}", place[0]
+
+
+def _name(place: Any) -> str:
+    """A place in a body as its sender would name it: `stop[0]`."""
+    first, *rest = [str(each) for each in place if each != "body"] or [""]
+    return first + "".join(f"[{each}]" for each in rest if each.isdigit())

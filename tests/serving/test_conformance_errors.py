@@ -61,6 +61,47 @@ def test_a_wrong_value_is_named(http: httpx.Client, field: str, value: Any) -> N
     assert error["message"].startswith(field)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": [5, -1]}, "prompt", "prompt[1] is -1; it must be a token id"),
+        ({"prompt": [[5], [7, 2**31]]}, "prompt", "prompt[1] is 2147483648; it must be a token id"),
+        ({"user": "a" * 1025}, "user", "user: string should have at most 1024 characters"),
+        ({"n": 10**30}, "n", f"n is {10**30}; it must be from 1 to 128"),
+        ({"best_of": 1000, "n": 2}, "best_of", "best_of is 1000; it must be from n (2) to 128"),
+        ({"stop": 5}, "stop", "stop: input should be a valid string or a valid list"),
+        (
+            {"early_stopping": 5},
+            "early_stopping",
+            "early_stopping: input should be a valid boolean or 'never'",
+        ),
+        ({"logit_bias": {"a": "x", "b": "x"}}, "logit_bias", "logit_bias: input should be a valid number"),
+        ({"stream_options": {}}, "stream_options", "stream_options needs stream: true"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs needs stream: false"),
+    ],
+)
+def test_a_refusal_is_of_a_field_that_was_sent(
+    http: httpx.Client, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = refused(http, COMPLETION | fields)
+    assert (error["param"], error["message"]) == (param, message)
+
+
+def test_a_refusal_names_no_field_where_none_is_at_fault(http: httpx.Client) -> None:
+    error = refused(http, {}, "/tokenize")
+    assert (error["param"], error["message"]) == (None, "exactly one of prompt and messages must be given")
+    assert refused(http, {"prompt": [5, 1024]})["param"] is None  # "request cmpl-... holds the token id 1024"
+
+
+def test_a_chat_is_told_of_its_own_log_probabilities(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True, "top_logprobs": 21}
+    error = refused(http, body, "/v1/chat/completions")
+    assert (error["param"], error["message"]) == (
+        "top_logprobs",
+        "top_logprobs is 21; it must be from 0 to 20",
+    )
+
+
 def test_too_long_a_prompt_is_told_the_limit(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         client.completions.create(model="tiny", prompt=[[5] * 2040], max_tokens=100)
