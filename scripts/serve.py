@@ -31,7 +31,7 @@ from serving import logs
 from serving.async_llm import AsyncLLM
 from serving.http.app import application
 from serving.http.connections import IDLE_S, bound, room
-from serving.http.keys import Keys
+from serving.http.keys import Keys, key_of_environment
 from serving.http.protocol import Protocol
 from serving.logs import FORMATS
 from serving.metrics.pulse import report
@@ -142,12 +142,9 @@ def configuration(app: ASGIApp, limits: ServerSection) -> uvicorn.Config:
 
 
 def keys_of(options: argparse.Namespace) -> dict[str, str]:
-    """Keys and their tenants; raises ValueError for an API_KEY that no client could send."""
+    """Keys and their tenants; raises ValueError for a key that no client could send."""
     tenant_of = Keys.read(options.api_keys) if options.api_keys else {}
-    if given := os.environ.get("API_KEY"):
-        key = given.strip()  # a file's line may end it
-        if not key.isascii() or len(key.split()) != 1:
-            raise ValueError("API_KEY must be one word of ASCII; unset it to serve without keys")
+    if key := key_of_environment():
         tenant_of.setdefault(key, "")
     return tenant_of
 

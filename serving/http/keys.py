@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 
@@ -24,6 +26,20 @@ class Client:
 ANYBODY = Client("", "")
 
 
+def can_be_sent(key: str) -> bool:
+    """Whether every client can send this key."""
+    return key.isascii() and key.isprintable() and len(key.split()) == 1
+
+
+def key_of_environment() -> str:
+    """API_KEY, or "" without one; raises ValueError for one that no client could send."""
+    given = os.environ.get("API_KEY", "")
+    key = given.strip()  # a file's line may end it
+    if given and not can_be_sent(key):
+        raise ValueError("API_KEY must be one word of printable ASCII; mend or unset it")
+    return key
+
+
 class Keys:
     """The keys that open the server; with none, it is open to all who reach it."""
 
@@ -36,16 +52,22 @@ class Keys:
 
     @staticmethod
     def read(path: str) -> dict[str, str]:
-        """Keys and their tenants from a file: `KEY` or `KEY TENANT` a line; raises ValueError."""
+        """Keys and their tenants from a file: `KEY` or `KEY TENANT # COMMENT` a line; raises ValueError."""
         tenant_of: dict[str, str] = {}
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-            words = line.split()
-            if not words or words[0].startswith("#"):
+        try:
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as such") from error
+        for number, line in enumerate(lines, 1):
+            words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
+            if not words:
                 continue
             if len(words) > 2:
                 raise ValueError(
                     f"{path}:{number}: a line is KEY or KEY TENANT, and this has {len(words)} words"
                 )
+            if not can_be_sent(words[0]):
+                raise ValueError(f"{path}:{number}: this key cannot be sent; it must be of printable ASCII")
             if words[0] in tenant_of:
                 raise ValueError(f"{path}:{number}: this key stands there twice")
             tenant_of[words[0]] = words[1] if len(words) == 2 else ""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from scripts.serve import keys_of, parser
+from serving.http.keys import Keys
 from tests.serving.server import TINY, Server, started
 
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
@@ -62,7 +64,30 @@ def test_a_key_is_one_word_however_it_came_into_the_environment(monkeypatch: pyt
     options = parser().parse_args([TINY])
     monkeypatch.setenv("API_KEY", " abc\n")
     assert keys_of(options) == {"abc": ""}
-    for wrong in (" ", "a b", "schlüssel"):
+    for wrong in (" ", "a b", "schlüssel", "a\x01b"):
         monkeypatch.setenv("API_KEY", wrong)
         with pytest.raises(ValueError, match="API_KEY must be one word"):
             keys_of(options)
+
+
+def test_a_file_of_keys_may_be_marked_and_commented(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("\ufefffirst #note\nsecond b # of many words\n  # third\n\nfo#rth\n", encoding="utf-8")
+    assert Keys.read(str(path)) == {"first": "", "second": "b", "fo#rth": ""}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("first\nschlüssel\n".encode(), "keys:2: this key cannot be sent; it must be of printable ASCII"),
+        (b"first\na\x01b\n", "keys:2: this key cannot be sent"),
+        (b"a b c\n", "keys:1: a line is KEY or KEY TENANT, and this has 3 words"),
+        (b"first \xff\n", "keys is not UTF-8: byte 6 is wrong"),
+        (b"# first\n", "keys holds no key"),
+    ],
+)
+def test_a_key_that_can_never_work_is_refused_by_its_place(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        Keys.read(str(path))
