@@ -56,10 +56,11 @@ def lines_of(options: argparse.Namespace) -> Iterator[str]:
         yield json.dumps(one | {"prompt": options.prompt})
     elif options.chat is not None:
         yield json.dumps(one | {"messages": [{"role": "user", "content": options.chat}]})
-    elif options.input == "-":
-        yield from sys.stdin
     else:
-        with open(options.input, encoding="utf-8") as file:
+        is_piped = options.input == "-"
+        source = sys.stdin.fileno() if is_piped else options.input
+        # What is no UTF-8 is kept as half a surrogate pair, by which its line is refused and the others run
+        with open(source, encoding="utf-8", errors="surrogateescape", closefd=not is_piped) as file:
             yield from file
 
 
@@ -92,7 +93,10 @@ def main(argv: list[str]) -> None:
 
 def write(output: IO[str], record: Record) -> None:
     """One line, at once, so that a reader in a pipe sees it."""
-    output.write(json.dumps(record, ensure_ascii=False) + "\n")
+    line = json.dumps(record, ensure_ascii=False).encode(
+        "utf-8", "backslashreplace"
+    )  # as JSON escapes a half
+    output.write(line.decode() + "\n")
     output.flush()
 
 

@@ -29,6 +29,7 @@ def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]
             continue
         fields = None
         try:
+            line.encode()  # fails where a file held no UTF-8
             fields = json.loads(line, parse_constant=_refuse_constant)
             job = Job(
                 parse_request(fields, text),
@@ -53,6 +54,8 @@ def _refuse_constant(name: str) -> float:
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"not UTF-8 at column {error.start + 1}"
     return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 

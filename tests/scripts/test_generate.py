@@ -88,6 +88,17 @@ def test_what_is_unusable_ends_with_one_line_and_status_2(arguments: list[str], 
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_line_that_is_no_unicode_fails_alone() -> None:
+    good = b'{"id": "good", "prompt": "12+7=", "temperature": 0}'
+    lines = [b'{"id": "bad", "prompt": "12+7=\xff"}', b'{"id": "\\ud800", "prompt": "1+1="}', good]
+    command = [sys.executable, "-m", "scripts.generate", RECIPE, *QUICK, "--input", "-", "--output", "-"]
+    done = subprocess.run(command, input=b"\n".join(lines), capture_output=True, check=True)
+    bad, half, answered = map(json.loads, done.stdout.splitlines())
+    assert bad["error"] == "line 1: not UTF-8 at column 31"
+    assert (half["id"], half["error"][:15]) == ("\ud800", "line 2: id is n")
+    assert (answered["id"], answered["text"]) == ("good", "19")
+
+
 def test_a_prompt_prints_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
     main([RECIPE, *QUICK, "--prompt", "12+7=", "--max-tokens", "8"])
     assert capsys.readouterr().out.startswith("19")
