@@ -40,6 +40,7 @@ from serving.metrics.tally import Tally
 log = logging.getLogger("serve")
 _PULSE_S = 10.0  # between lines about what it does
 _BACKLOG = 2048  # connections that wait to be accepted
+_LAST_PORT = 2**16 - 1
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -111,7 +112,9 @@ async def serve(llm: AsyncLLM, server: Server, listener: socket.socket) -> None:
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """A socket that listens; raises OSError in one line."""
+    """A socket that listens; raises OSError or ValueError in one line."""
+    if not 0 <= port <= _LAST_PORT:
+        raise ValueError(f"--port is {port}; it must be from 0 (any that is free) to {_LAST_PORT}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

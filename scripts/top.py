@@ -9,6 +9,7 @@ that needs a key is asked with the environment's API_KEY. --once prints one fram
 from __future__ import annotations
 
 import argparse
+import http.client
 import os
 import time
 import urllib.error
@@ -26,8 +27,10 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts import verb
+from serving.http.keys import key_of_environment
 
 _TIMEOUT_S = 10.0
+_LONGEST_S = 3600.0  # between readings
 _WIDTH = 48  # of a bar
 _COLOURS = ("blue", "magenta", "green", "bright_black")
 
@@ -75,9 +78,9 @@ def parse(text: str, at_s: float) -> Reading:
 
 
 def read(url: str) -> Reading:
-    """Ask a server; raises OSError in one line."""
+    """Ask a server; raises OSError or ValueError in one line."""
     request = urllib.request.Request(f"{url.rstrip('/')}/metrics")
-    if key := os.environ.get("API_KEY"):
+    if key := key_of_environment():
         request.add_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
@@ -86,8 +89,12 @@ def read(url: str) -> Reading:
         error.close()
         mend = "; set the environment's API_KEY to a key of it" if error.code == 401 else ""
         raise OSError(f"{url}/metrics answers {error.code} {error.reason}{mend}") from None
-    except urllib.error.URLError as error:
-        raise OSError(f"{url} does not answer: {error.reason}") from None
+    except http.client.InvalidURL as error:
+        raise ValueError(f"{url!r} is no URL: {error}; write http://HOST:PORT") from None
+    except http.client.HTTPException:
+        raise OSError(f"{url} does not answer in HTTP; is it the port of a server of ours?") from None
+    except OSError as error:
+        raise OSError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
     reading = parse(text, time.monotonic())
     if "cb_engine_up" not in reading.values:
         raise ValueError(f"{url}/metrics is not of a server of ours: it has no cb_engine_up")
@@ -190,8 +197,8 @@ def main(argv: list[str]) -> None:
     options.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between readings")
     options.add_argument("--once", action="store_true", help="print one frame")
     asked = options.parse_args(argv)
-    if asked.every <= 0:
-        raise ValueError(f"--every is {asked.every:g} s; it must be above 0")
+    if not 0 < asked.every <= _LONGEST_S:
+        raise ValueError(f"--every is {asked.every:g} s; it must be above 0, at most {_LONGEST_S:g}")
     if not asked.url.startswith(("http://", "https://")):
         raise ValueError(f"{asked.url!r} is no URL; it begins with http:// or https://")
     if not asked.once:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.serve import keys_of, parser
+from scripts.serve import keys_of, listener_at, parser
 from serving.http.keys import Keys
 from tests.serving.server import TINY, Server, started
 
@@ -58,6 +58,14 @@ def test_an_unusable_recipe_ends_the_server() -> None:
     server = Server("recipes/any/cpu.yaml", "model.path=/nowhere")
     assert server.wait() == 1
     assert any("/nowhere" in line for line in server.log)
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_cannot_be_is_refused(port: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"--port is {port}; it must be from 0 \(any that is free\) to 65535"
+    ):
+        listener_at("127.0.0.1", port)
 
 
 def test_a_key_is_one_word_however_it_came_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
