@@ -54,8 +54,8 @@ class SamplingParams:
         _check(
             "repetition_penalty",
             self.repetition_penalty,
-            0 < self.repetition_penalty <= 100,
-            "above 0, at most 100",
+            0.01 <= self.repetition_penalty <= 100,  # logits times 100 are finite
+            "from 0.01 to 100",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)

@@ -90,7 +90,7 @@ class Asked(Body):
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 or -1: off")
     min_p: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = Field(None, description="from 0.01 to 100; 1: off")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None

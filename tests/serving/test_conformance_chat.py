@@ -146,7 +146,12 @@ def test_a_bias_of_logits_bans_and_forces(client: openai.OpenAI, http: httpx.Cli
 def test_penalties_lower_what_was_said(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"ignore_eos": True}
     plain = text(ask(client, max_tokens=32, extra_body=body))
-    for changed in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 50.0}):
+    for changed in (
+        {"frequency_penalty": 2},
+        {"presence_penalty": 2},
+        {"repetition_penalty": 50.0},
+        {"repetition_penalty": 0.01},
+    ):
         assert text(ask(client, max_tokens=32, extra_body=body | changed)) != plain
 
 

@@ -141,6 +141,8 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
         ({"temperature": 10**400}, "it must be a number"),
         ({"temperature": -1}, "temperature is -1.0; it must be from 0 to 100"),
         ({"top_p": 0}, "top_p is 0.0; it must be above 0, at most 1"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40; it must be from 0.01 to 100"),
+        ({"repetition_penalty": 100.5}, "repetition_penalty is 100.5; it must be from 0.01 to 100"),
         ({"top_k": 1.5}, "top_k is 1.5; it must be an integer"),
         ({"max_tokens": 0}, "max_tokens is 0; it must be from 1 to 2147483647"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens is 5; it must be from 0 to max_tokens (4)"),
