@@ -37,13 +37,17 @@ def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]
                 num_answers=fields.get("n") or 1,
                 show_logprobs=fields.get("logprobs") is not None,
             )
-            if job.request.id in line_of:
-                raise ValueError(f"the id is taken by line {line_of[job.request.id]}")
+            ids = [each.id for each in (job.request, *job.request.followers)]
+            if taken := [each for each in ids if each in line_of]:
+                raise ValueError(
+                    f"the id {taken[0]} is taken by line {line_of[taken[0]]}; choose another"
+                    " (the further samples of a request are ID#1, ID#2, ...)"
+                )
         except (ValueError, RecursionError) as error:
             given = fields.get("id") if isinstance(fields, dict) else None
             yield {"id": given, "error": f"line {number}: {_reason(error)}"}
         else:
-            line_of[job.request.id] = number
+            line_of |= dict.fromkeys(ids, number)
             yield job
 
 

@@ -254,10 +254,20 @@ def test_an_id_can_be_taken_once() -> None:
     lines = [json.dumps(line("a", max_tokens=1)), json.dumps(line("a", max_tokens=2)), "[" * 100_000]
     jobs = list(read_jobs(lines, None))
     assert isinstance(jobs[0], Job)
-    assert jobs[1:] == [
-        {"id": "a", "error": "line 2: the id is taken by line 1"},
-        {"id": None, "error": "line 3: the JSON is nested too deeply"},
+    assert [each["id"] for each in jobs[1:] if isinstance(each, dict)] == ["a", None]
+    assert [each["error"].partition(";")[0] for each in jobs[1:] if isinstance(each, dict)] == [
+        "line 2: the id a is taken by line 1",
+        "line 3: the JSON is nested too deeply",
     ]
+
+
+@pytest.mark.parametrize("names", [("z", "z#1"), ("z#1", "z")])
+def test_the_id_of_a_sample_can_be_taken_once(names: tuple[str, str]) -> None:
+    asked = [line(name, max_tokens=1, n=1 + (name == "z")) for name in names]
+    first, second = read_jobs(map(json.dumps, asked), None)
+    assert isinstance(first, Job)
+    assert isinstance(second, dict)
+    assert second["error"].startswith("line 2: the id z#1 is taken by line 1; choose another (the further")
 
 
 def test_a_refused_line_takes_no_id() -> None:
