@@ -186,10 +186,13 @@ class Protocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._is_refused = True
-        response = error_response(status, message)
-        lines = [STATUS_LINE[status].rstrip(), b"connection: close"]
-        lines += [name + b": " + value for name, value in response.raw_headers]
-        self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+        answered = self._answered
+        # no refusal stands in the middle of an answer
+        if answered is None or not answered.response_started or answered.response_complete:
+            response = error_response(status, message)
+            lines = [STATUS_LINE[status].rstrip(), b"connection: close"]
+            lines += [name + b": " + value for name, value in response.raw_headers]
+            self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
         self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:

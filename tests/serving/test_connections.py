@@ -115,6 +115,17 @@ def test_too_much_behind_a_request_is_refused_in_its_turn(served: Served, behind
         assert b"may wait on one connection" in rest.rpartition(b"HTTP/1.1 ")[2]
 
 
+def test_no_refusal_stands_in_the_middle_of_an_answer(served: Served) -> None:
+    with served.five_checks(neighbours=0), connected(served) as client:
+        client.sendall(request(LONG | {"stream": True}))
+        told = client.recv(1 << 16)
+        assert told.startswith(b"HTTP/1.1 200 OK\r\n")
+        client.sendall(b"no HTTP\r\n\r\n")
+        while data := client.recv(1 << 16):
+            told += data
+        assert b"HTTP/1.1 400" not in told
+
+
 @pytest.mark.slow
 def test_a_connection_outlives_a_pause(served: Served) -> None:
     with served.five_checks(neighbours=0), connected(served) as client:
