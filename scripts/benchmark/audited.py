@@ -73,16 +73,16 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
 
 def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
     """What became of each request; times count from the first arrival. The tokens' own are told where each
-    token of the answer came in a step."""
+    token of every answer came in a step."""
     origin_s = min((r.arrival_s for r in requests), default=0.0)
+    in_steps = all(len(token_times_s.get(r.id, ())) == len(r.answer) for r in requests)
 
     def since(time_s: float | None) -> float | None:
         return None if time_s is None else round(time_s - origin_s, 6)
 
     def of_tokens(request: Request) -> Result:
         times_s = token_times_s.get(request.id, ())
-        whole = len(times_s) == len(request.answer)
-        return {"token_times_s": [round(each - origin_s, 6) for each in times_s]} if whole else {}
+        return {"token_times_s": [since(each) for each in times_s]} if in_steps else {}
 
     return [
         {
