@@ -199,9 +199,8 @@ class Worker:
             scheduler = self._engine.scheduler
             gauges = read_gauges(scheduler, self._facts.page_bytes)
             ledger = self._recount(now_s)
-            self._tell(
-                Beat(gauges, scheduler.counters, scheduler.held_back, ledger.shared_pages, ledger.wrong_pages)
-            )
+            num_shared = min(ledger.shared_pages, gauges.held_pages)  # the recount may be of a while ago
+            self._tell(Beat(gauges, scheduler.counters, scheduler.held_back, num_shared, ledger.wrong_pages))
 
     def _recount(self, now_s: float) -> Ledger:
         """The last ledger, or another where that costs a thousandth of the time."""

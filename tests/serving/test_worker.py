@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import zmq
 
+from continuous_batching.ledger import Ledger
 from continuous_batching.request import SamplingParams
 from recipes.build import build
 from recipes.reader import load
-from serving.messages import Add, Finish, encode
+from serving.messages import Add, Beat, Finish, encode
 from serving.worker import Worker, facts_of
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
@@ -91,3 +92,15 @@ def test_pages_are_free_within_two_steps(overlap: str) -> None:
     assert not engine.has_work
     assert pool.num_held == prefix.num_idle
     context.destroy(linger=0)
+
+
+def test_no_more_pages_are_shared_than_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are recounted now and then, and read in each beat."""
+    told: list[Beat] = []
+    engine = build(load(TINY, ["scheduler.num_slots=2"]))
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        worker = Worker(engine, socket, facts_of(engine, "cpu"))
+        monkeypatch.setattr(worker, "_tell", told.append)
+        monkeypatch.setattr(worker, "_recount", lambda now_s: Ledger(shared_pages=5, wrong_pages=0))
+        worker._beat()
+    assert [(each.gauges.held_pages, each.shared_pages) for each in told] == [(0, 0)]

@@ -54,7 +54,7 @@ def test_operators_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_operator_is_listed_rule_by_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert ops.main(["npu_rms_norm"]) == 0
     text = capsys.readouterr().out
-    assert "gamma-dtype: gamma is of the input's type, or float32 off the 310P" in text
+    assert "gamma-dtype: gamma is of the input's type, or float32 on the 910B and 910C" in text
     assert "    source: op-plugin npu_rms_norm" in text
 
 
