@@ -170,7 +170,7 @@ class Tally(Observer):
         if end.reason == "timeout":
             self.aborts["timeout"] += 1
         if answer.request.params.beam_width:
-            self.beam_tokens += end.num_tokens
+            self.beam_tokens += answer.samples[index].num_tokens  # of all hypotheses that are told
         self.latency_s.observe(since_arrival_s)
         self.short_latency_s.observe(since_arrival_s)
         self.answer_lens.observe(end.num_tokens)

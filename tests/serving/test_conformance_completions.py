@@ -167,6 +167,17 @@ def test_the_usage_of_a_search_counts_every_answer_told(
     assert json.loads(events[-3].removeprefix("data: "))["usage"] == answer["usage"]
 
 
+def test_the_metrics_count_them_too(http: httpx.Client) -> None:
+    def num_generated() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        (line,) = (each for each in lines if each.startswith("vllm:generation_tokens_total{"))
+        return float(line.split()[-1])
+
+    before = num_generated()
+    http.post("/v1/completions", json={"prompt": SUM, "beam_width": 3, "n": 2, "max_tokens": 3})
+    assert num_generated() == before + 6
+
+
 def test_a_prompt_that_is_not_scored_in_time_says_so(http: httpx.Client) -> None:
     body = {"prompt": SUM, "max_tokens": 0, "echo": True, "logprobs": 1, "timeout_s": 1e-9}
     answer = http.post("/v1/completions", json=body).json()
