@@ -28,7 +28,7 @@ from serving.text import Text
 def load_trace(path: str, text: Text | None) -> list[Job | Record]:
     """The jobs of a JSONL file; raises ValueError where there are none, and for a line that is no request,
     because a benchmark of fewer requests than were asked for would not say so."""
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:  # such a line is refused by number
         jobs = list(read_jobs(file, text))
     refused = [job["error"] for job in jobs if not isinstance(job, Job)]
     if refused:

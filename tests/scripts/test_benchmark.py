@@ -153,13 +153,18 @@ def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["offline", "throughput"])
-def test_a_trace_without_requests_is_refused_before_the_model_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\n", r"trace\.jsonl holds no request$"), (b'\n{"id": "\xff"}', "line 2: not UTF-8 at column 9")],
+    ids=["none", "bytes"],
+)
+def test_a_trace_of_no_use_is_refused_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, content: bytes, message: str
 ) -> None:
     monkeypatch.setattr(offline, "build", lambda recipe: pytest.fail("it was built"))
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("\n")
-    with pytest.raises(ValueError, match=r"trace\.jsonl holds no request$"):
+    trace.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         main([verb, RECIPE, "--trace", str(trace)])
 
 
