@@ -82,13 +82,6 @@ NPU_FAULTS = (
         "vllm-ascend #4649: a replay attends to what was there when it was captured",
     ),
     Fault(
-        "told_while_at_work",
-        NPU,
-        "        torch.npu.current_stream().synchronize()  # no call may be at work while it is told\n",
-        "",
-        "a step reads the lengths of the one after it",
-    ),
-    Fault(
         "rows_of_the_next_call",
         ASCEND,
         "slice(ends[first], ends[last])",

@@ -147,23 +147,6 @@ def test_a_task_group_takes_new_arguments():
         assert x.tolist() == [expected] * 4
 
 
-@pytest.mark.parametrize("waits", ["stream", "event", "copy"])
-def test_a_task_group_is_replayed_again_once_the_host_has_waited(waits: str):
-    x = column(1)
-    graph, _, event = grouped(x, 2.0)
-    stream, done = torch.npu.current_stream(), torch.npu.Event()
-    event.record(torch.npu.Stream())
-    graph.replay()
-    done.record(stream)
-    (x + 1).add_(1)
-    event.record(torch.npu.Stream())
-    with pytest.raises(RuntimeError, match="before the host has waited for its last replay"):
-        graph.replay()
-    {"stream": stream.synchronize, "event": done.synchronize, "copy": x.tolist}[waits]()
-    graph.replay()
-    assert x.tolist() == [4.0] * 4
-
-
 def test_an_update_that_nothing_orders_before_its_use_is_refused():
     x, updates, graph = column(1), torch.npu.Stream(), torch.npu.NPUGraph()
     with torch.npu.graph(graph):

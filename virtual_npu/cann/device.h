@@ -31,7 +31,6 @@ struct event {
     uint64_t time_ns;
     struct stream *recorder;
     uint64_t updates;      /* of the recorder, when it recorded */
-    uint64_t replays;      /* the same */
     struct graph *graph;   /* the capture that recorded it last, if one did */
     uint64_t num_captured; /* of the recorder, when it was captured */
 };
@@ -48,7 +47,6 @@ struct stream {
     struct group *updated;
     struct tasks update;
     uint64_t updates, settled; /* finished updates, and those that the host waited for */
-    uint64_t replays, awaited; /* the same of replays of graphs with task groups */
     struct {
         struct stream *stream;
         uint64_t updates;
@@ -70,8 +68,6 @@ struct graph {
     struct tasks tasks;
     struct stream *origin;
     struct group *groups, *open;
-    struct stream *replayer; /* of the last replay, if it has task groups */
-    uint64_t replay;
     int mode, num_streams, num_replays; /* replays under way */
     bool capturing, dead;
     pthread_t thread;

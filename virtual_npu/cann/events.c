@@ -55,7 +55,6 @@ void mark(struct stream *stream, struct event *event) {
     event->time_ns = now_ns();
     event->recorder = stream;
     event->updates = stream->updates;
-    event->replays = stream->replays;
 }
 
 aclError aclrtCreateEventExWithFlag(aclrtEvent *handle, uint32_t flag) {
@@ -98,12 +97,8 @@ aclError aclrtSynchronizeEvent(aclrtEvent handle) {
     else if (!event->recorded)
         code = refuse(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
                       "the host waits for an event that nothing has recorded: on the device this hangs");
-    else {
-        struct stream *recorder = event->recorder;
-        if (recorder->settled < event->updates) recorder->settled = event->updates;
-        if (recorder->awaited < event->replays) recorder->awaited = event->replays;
-        count_busy();
-    }
+    else if (event->recorder->settled < event->updates)
+        event->recorder->settled = event->updates;
     pthread_mutex_unlock(&lock);
     return code;
 }

@@ -188,12 +188,6 @@ static int replay(struct graph *graph, struct stream *stream) {
             return refuse(ACL_ERROR_RT_MODEL_RUNNING,
                           "a graph is replayed while a task group of it is being updated: "
                           "call graph_task_update_end first");
-    bool at_work = graph->num_replays || (graph->replayer && graph->replayer->awaited < graph->replay);
-    if (graph->groups && at_work)
-        return refuse(ACL_ERROR_RT_MODEL_RUNNING,
-                      "a graph with task groups is replayed before the host has waited for its last replay: "
-                      "the device may still use the arguments that are updated next. Synchronize the stream "
-                      "first");
     graph->num_replays++;
     int code = submit(stream, (struct task){.kind = REPLAY, .graph = graph});
     return code;

@@ -34,8 +34,7 @@ void append(struct tasks *tasks, struct task task) {
 void count_busy(void) {
     int busy = 0;
     for (struct stream *each = all_streams(); each; each = each->next)
-        busy += each->graph || each->updated || each->queue.first < each->queue.count || each->running ||
-                each->awaited < each->replays;
+        busy += each->graph || each->updated || each->queue.first < each->queue.count || each->running;
     __atomic_store_n(&virtual_npu_busy, busy, __ATOMIC_SEQ_CST);
 }
 
@@ -77,10 +76,6 @@ static int perform(struct stream *stream, struct task *task, int *code, bool *re
             task->next++;
         }
         task->graph->num_replays--;
-        if (task->graph->groups) {
-            task->graph->replayer = stream;
-            task->graph->replay = ++stream->replays;
-        }
     }
     return DONE;
 }
@@ -157,8 +152,6 @@ int settle(struct stream *stream) {
                       "the host waits for a stream that waits for an event nothing has recorded: "
                       "on the device this hangs. Record the event (after the task update) first");
     stream->settled = stream->updates;
-    stream->awaited = stream->replays;
-    count_busy();
     return ACL_SUCCESS;
 }
 
