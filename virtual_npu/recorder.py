@@ -84,7 +84,7 @@ class Recorder:
             raise RuntimeError(
                 f"virtual NPU: {call.name} reads a tensor of the host, and cannot wait its turn with it"
             )
-        if call.name != "aten::copy_":  # what the host holds goes into the arguments, as it is now
+        if not call.mixed:  # a scalar of the host goes into the operator's arguments, as it is now
             frozen = {key: view.clone() for key, (view, each) in originals.items() if each is view}
             on_host, named = swapped(on_host, frozen), swapped(named, frozen)
         if call.captured is not None and state == CAPTURED:

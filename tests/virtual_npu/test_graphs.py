@@ -286,40 +286,6 @@ def test_a_capture_outside_a_task_group_would_freeze_the_lengths():
         torch_npu.npu_fused_infer_attention_score(**call)
 
 
-def paged_attention() -> dict[str, object]:
-    """One decode over a page of 16 tokens, of which the operator is told on the host."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (1, 2, 64), "key_cache": (4, 16, 2, 64), "value_cache": (4, 16, 2, 64)}
-    drawn = {name: torch.randn(size, generator=generator).half().npu() for name, size in shapes.items()}
-    return drawn | {
-        "num_kv_heads": 2,
-        "num_heads": 2,
-        "scale_value": 0.125,
-        "block_table": torch.tensor([[1]], dtype=torch.int32, device="npu"),
-        "context_lens": torch.tensor([3], dtype=torch.int32),
-        "out": torch.empty_like(drawn["query"]),
-    }
-
-
-def test_lengths_on_the_host_are_captured_in_a_task_group_as_they_are():
-    import torch_npu
-
-    call = paged_attention()
-    torch_npu._npu_paged_attention(**call)
-    expected = call["out"].clone()
-    with pytest.raises(ValueError, match="task-group"), torch.npu.graph(torch.npu.NPUGraph()):
-        torch_npu._npu_paged_attention(**call)
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        stream = torch.npu.current_stream()
-        torch.npu.graph_task_group_begin(stream)
-        torch_npu._npu_paged_attention(**call)
-        torch.npu.graph_task_group_end(stream)
-    call["context_lens"].fill_(9)
-    graph.replay()
-    assert torch.equal(call["out"], expected)
-
-
 def test_threads_replay_and_allocate_side_by_side():
     x, graph, wrong = column(1), torch.npu.NPUGraph(), []
     with torch.npu.graph(graph):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from virtual_npu.contract import Operator, Rule
 from virtual_npu.operators.atb import Ask, attend
-from virtual_npu.operators.atb_rules import CAPTURED, FIELD, FIRST, KEYS, MASK, PAGED, PAGES, READ_PAGES
+from virtual_npu.operators.atb_rules import FIELD, FIRST, KEYS, MASK, PAGED, PAGES, READ_PAGES
 from virtual_npu.products import A2, A3, P310, Product
 
 WORKSPACE = 2**20
@@ -40,7 +40,6 @@ def _over_pages(schema: str, products: tuple[Product, ...], more: tuple[Rule, ..
         read=partial(Ask, paged=True),
         first=FIRST + PAGES,
         rules=READ_PAGES + more,
-        captured=CAPTURED,
         reference=attend,
     )
 
@@ -53,7 +52,6 @@ def _over_keys(schema: str) -> Operator:
         read=partial(Ask, paged=False),
         first=FIRST + KEYS,
         rules=MASK,
-        captured=CAPTURED,
         reference=attend,
     )
 

@@ -162,14 +162,6 @@ def _never_written(asked: Ask) -> Iterator[Breach]:
     yield from unwritten(asked.read, ("key_cache", "value_cache"))
 
 
-def _frozen(call: Call) -> Iterator[Breach]:
-    on_device = call.conditions.on_device
-    for name in ("seq_len", "context_lens"):
-        on_host = on_device is not None and call[name] is not None and not on_device(call[name])
-        if on_host and call.conditions.capture() != "group":
-            yield name, "on the host, frozen by the capture"
-
-
 def _scale(call: Call) -> Iterator[Breach]:
     if not 0 < call["scale_value"] < math.inf:
         yield "scale_value", call["scale_value"]
@@ -200,15 +192,6 @@ FIRST = (
         PLACED + "; op-plugin AtbCommon.cpp",
         "leave them, or send them, there",
         _placed,
-    ),
-)
-CAPTURED = (
-    Rule(
-        "task-group",
-        "lengths on the host can be updated after a capture only in a task group",
-        "vllm-ascend compilation/acl_graph.py",
-        "put the call between graph_task_group_begin and graph_task_group_end",
-        _frozen,
     ),
 )
 KEYS = (
