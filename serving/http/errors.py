@@ -64,6 +64,11 @@ def body_of(failure: Failure) -> bytes:
     return error_body(failure.status, failure.reason, param_of(failure))
 
 
+def response_of(failure: Failure) -> Response:
+    """A failure before anything of the answer was sent."""
+    return error_response(failure.status, failure.reason, param_of(failure), failure.retry_after_s)
+
+
 def param_of(failure: Failure) -> str | None:
     """Which field a refusal is about."""
     return _field_of(failure.reason) if isinstance(failure, BadRequest) else None
@@ -84,7 +89,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Failure)
     async def failed(_: Request, failure: Failure) -> Response:
-        return error_response(failure.status, failure.reason, param_of(failure), failure.retry_after_s)
+        return response_of(failure)
 
     @app.exception_handler(RequestValidationError)
     async def wrong(_: Request, error: RequestValidationError) -> Response:

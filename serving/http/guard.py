@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.failures import ShutDown
-from serving.http.errors import DEFECT, error_response
+from serving.http.errors import DEFECT, error_response, response_of
 from serving.http.keys import Keys
 from serving.observer import TRACE_HEADERS
 
@@ -70,9 +70,7 @@ class Guard:
                 await self._app(scope, self._measured(receive), tell)
         except asyncio.CancelledError:  # the server waits no longer; uvicorn would answer it with 500
             if status == 499:
-                failure = ShutDown()
-                refusal = error_response(failure.status, failure.reason, retry_after_s=failure.retry_after_s)
-                await refusal(scope, receive, tell)
+                await response_of(ShutDown())(scope, receive, tell)
         except Exception:
             log.exception("%s: a defect of the server", name, extra={"fields": {"request_id": name}})
             if status == 499:

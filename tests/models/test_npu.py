@@ -20,7 +20,7 @@ from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from recipes.build import build
-from recipes.devices import start
+from recipes.devices import Npu, start
 from recipes.reader import load
 from recipes.recipe import ROOT
 from tests.attention.test_atb import answering_as_310p, atb
@@ -161,7 +161,8 @@ def test_requests_longer_than_a_decode_reads_are_refused() -> None:
 @pytest.mark.parametrize("name", ["310P", "910"])
 def test_a_type_that_a_product_has_not_is_refused_with_plain_attention_too(name: str) -> None:
     machine = start(section("npu", "reference"))
-    machine.product = product(name, "")  # type: ignore[attr-defined]
+    assert isinstance(machine, Npu)
+    machine.product = product(name, "")
     machine.operators(shape(dtype=torch.float16))
     with pytest.raises(ValueError, match=f"bfloat16; the {name} computes in float16 or float32: set model"):
         machine.operators(shape(dtype=torch.bfloat16))
