@@ -18,22 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous_batching.batch import Batch, ragged_ranges
+from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
 QUERY_ROWS = 256  # query positions whose scores are held at once: a long prompt's mask is quadratic
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What a model and a recipe fix of attention; `windows` has one entry a layer, None for full."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int
-    scale: float
-    dtype: torch.dtype
-    windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

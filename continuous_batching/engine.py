@@ -10,10 +10,10 @@ from typing import Protocol
 import numpy as np
 
 from continuous_batching.batch import NO_BATCH, Batch, Sampled
-from continuous_batching.door import GiveUp
-from continuous_batching.recorder import Recorder
+from continuous_batching.recording.recorder import Recorder
 from continuous_batching.request import Request
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 

@@ -11,15 +11,15 @@ from torch.nn import functional as F
 from attention.reference import Attention, AttentionMetadata
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig
-from models.fused import Fused
 from models.layers import DecoderLayer, Linear, parameter
+from models.ops.reference import Ops
 from models.rope import Rope
 
 
 class Decoder(nn.Module):
     """A dense decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once."""
 
-    def __init__(self, config: DecoderConfig, fused: Fused, attention: Attention) -> None:
+    def __init__(self, config: DecoderConfig, fused: Ops, attention: Attention) -> None:
         super().__init__()
         hidden, vocab = config.hidden_size, config.vocab_size
         dtype, device = config.dtype, attention.device

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attention.reference import Attention, AttentionMetadata
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
-from models.fused import Fused
+from models.ops.reference import Ops
 from models.quantization import quantize_rows
 
 
@@ -28,7 +28,7 @@ class Linear(nn.Module):
 
     def __init__(
         self,
-        fused: Fused,
+        fused: Ops,
         in_features: int,
         out_features: int,
         bias: bool,
@@ -69,7 +69,7 @@ class Linear(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention with one product for queries, keys and values."""
 
-    def __init__(self, config: DecoderConfig, layer: int, fused: Fused, attention: Attention) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, fused: Ops, attention: Attention) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU with one product for gate and up."""
 
-    def __init__(self, config: DecoderConfig, layer: int, fused: Fused, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, fused: Ops, device: torch.device) -> None:
         super().__init__()
         hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
         form = [config.form(f"model.layers.{layer}.mlp.{name}") for name in ("gate_proj", "down_proj")]
@@ -120,7 +120,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Norm, attention, norm, MLP. Each norm takes in the sum that precedes it: a device fuses the two."""
 
-    def __init__(self, config: DecoderConfig, layer: int, fused: Fused, attention: Attention) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, fused: Ops, attention: Attention) -> None:
         super().__init__()
         self.fused, self.eps = fused, config.rms_eps
         self.input_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)

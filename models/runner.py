@@ -22,12 +22,12 @@ from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
 from models.decoder import Decoder
 from models.graphs import DecodeGraphs
-from models.prompts import asked_of, score
-from models.sampler import Chosen
+from models.sampling.prompt_logprobs import asked_of, score
+from models.sampling.sampler import Chosen
 
 
 class RowSampler(Protocol):
-    """Chooses one token a row; models/sampler.py is the one in use."""
+    """Chooses one token a row; models/sampling/sampler.py is the one in use."""
 
     def start(self, logits: Tensor, rows: Index, slots: SlotPool) -> Chosen:
         """Logits [R, V] of the slot rows [R] -> their tokens, which are not waited for."""

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.keys import RecipeError, in_yaml, keys_of, table
-from recipes.reader import placed, read
-from recipes.recipe import Recipe, from_root
+from recipes.schema.keys import RecipeError, in_yaml, keys_of, table
+from recipes.schema.reader import placed, read
+from recipes.schema.recipe import Recipe, from_root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,16 +48,16 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     ]
     _print_columns(rows)
 
-    from recipes import ledger, sizing  # here, because they bring torch, which takes a second
+    from recipes.build import memory_plan, sizing  # here, because they bring torch, which takes a second
 
     config, planned_gib = sizing.model_config(reading.recipe), reading.recipe.device.memory_gib
-    memory_bytes = None if planned_gib is None else int(planned_gib * ledger.GIB)
+    memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)
     try:
         sized = sizing.size(reading.recipe, config, memory_bytes)
     except RecipeError as error:
         raise placed(error, reading.entries, path) from None
     print()
-    _print_columns(ledger.report(reading.recipe, config, sized))
+    _print_columns(memory_plan.report(reading.recipe, config, sized))
 
 
 def _shown(value: object) -> str:

@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmark.gate.gate import LAWS, Verdict, audit
+from benchmark.gate.sources import rows
 from scripts import verb
-from simulation.audit.gate import LAWS, Verdict, audit
-from simulation.audit.sources import rows
 
 
 def parser() -> argparse.ArgumentParser:

@@ -14,16 +14,17 @@ import gc
 import random
 from pathlib import Path
 
-from recipes.build import build
-from recipes.reader import read
+from benchmark import outputs
+from benchmark.offline.offline import forget_prefixes, serve
+from benchmark.offline.timeline import Timeline, summarise
+from benchmark.plot import save_slots
+from recipes.build.engine import build
+from recipes.schema.reader import read
 from recipes.tiny.corpus import demo_requests
-from scripts import outputs, verb
-from scripts.benchmark.offline import forget_prefixes, serve
-from scripts.benchmark.plot import save_slots
-from scripts.benchmark.timeline import Timeline, summarise
+from scripts import verb
 from serving.offline import Job, Record
-from serving.requests import parse_request, text_options
-from serving.text import Text
+from serving.text.request_fields import parse_request, text_options
+from serving.text.tokenizer import Text
 
 RECIPE = "recipes/tiny/cpu.yaml"
 NUM_SLOTS = 16

@@ -22,11 +22,11 @@ from typing import IO
 
 from tqdm import tqdm
 
-from recipes.build import build
-from recipes.reader import read
+from recipes.build.engine import build
+from recipes.schema.reader import read
 from scripts import verb
 from serving.offline import Job, Record, read_jobs, run_jobs
-from serving.text import Text
+from serving.text.tokenizer import Text
 
 
 def parser() -> argparse.ArgumentParser:

@@ -59,7 +59,7 @@ python=${PYTHON:-.venv/bin/python}
 # Where no recipe is among the arguments, the verb itself says what it takes
 device=$("$python" - "$@" <<'END'
 import re, sys
-from recipes.reader import load
+from recipes.schema.reader import load
 recipes = [each for each in sys.argv[1:] if each.endswith((".yaml", ".yml"))]
 changes = [each for each in sys.argv[1:] if re.match(r"(model|device|cache|scheduler)\.[a-z_.]+=", each)]
 try:

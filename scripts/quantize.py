@@ -22,7 +22,7 @@ from torch import Tensor
 
 from models.quantization import KEY, Quantization, quantize_rows
 from models.weights import INDEX, checkpoint_files, open_checkpoint
-from recipes.families import decoder_config, read
+from recipes.build.families import decoder_config, read
 from scripts import verb
 from scripts.score import Score, score
 

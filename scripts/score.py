@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.reference import Attention, AttentionShape
+from attention.reference import Attention
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
+from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
-from models.cpu import CpuFused
 from models.decoder import Decoder
-from recipes.families import decoder_config, read
-from serving.text import Text
+from models.ops.cpu import CpuOps
+from recipes.build.families import decoder_config, read
+from serving.text.tokenizer import Text
 
 PAGE_SIZE = 16
 
@@ -64,7 +65,7 @@ def score(path: Path, lines: Sequence[str]) -> Score:
         raise ValueError(f"{path} has no tokenizer, so that no text can be scored")
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, config.dtype, config.windows)
-    decoder = Decoder(config, CpuFused(), Attention(shape))
+    decoder = Decoder(config, CpuOps(), Attention(shape))
     weights.load(decoder, path)
     parts = [_score(decoder, tokens) for line in lines if len(tokens := text.encode(line)) > 1]
     if not parts:

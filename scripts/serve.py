@@ -25,15 +25,15 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from recipes.server import ServerSection
+from recipes.schema.server_section import ServerSection
 from scripts import verb
-from serving import logs
+from serving.api.api_keys import Keys, key_of_environment
+from serving.api.app import application
+from serving.api.connections import IDLE_S, bound, room
+from serving.api.protocol import Protocol
 from serving.async_llm import AsyncLLM
-from serving.http.app import application
-from serving.http.connections import IDLE_S, bound, room
-from serving.http.keys import Keys, key_of_environment
-from serving.http.protocol import Protocol
-from serving.logs import FORMATS
+from serving.metrics import logs
+from serving.metrics.logs import FORMATS
 from serving.metrics.pulse import report
 from serving.metrics.tally import Tally
 
@@ -163,9 +163,7 @@ def main(argv: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace, lines: logs.Lines) -> int:
-    logging.getLogger("serving.http.guard").setLevel(
-        logging.INFO if options.log_requests else logging.WARNING
-    )
+    logging.getLogger("serving.api.guard").setLevel(logging.INFO if options.log_requests else logging.WARNING)
     tenant_of = keys_of(options)
     tally, close = _tally(options)
     llm = AsyncLLM(options.recipe, options.overrides, options.profile, tally)

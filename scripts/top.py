@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts import verb
-from serving.http.keys import key_of_environment
+from serving.api.api_keys import key_of_environment
 
 _TIMEOUT_S = 10.0
 _LONGEST_S = 3600.0  # between readings

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from continuous_batching.request import Request
-from recipes.reader import load
-from serving.answers import Answer
-from serving.failures import BadRequest, CutOff, Failure, Overloaded, ShutDown, Unavailable
-from serving.lengths import fill_up, is_short, too_long
-from serving.messages import Add, Beat, Ended, Facts, Finish, FromEngine, Look, Refused, Stepped, View
+from recipes.schema.reader import load
+from serving.answers.answers import Answer
+from serving.answers.failures import BadRequest, CutOff, Failure, Overloaded, ShutDown, Unavailable
+from serving.answers.outputs import Prompt, RequestOutput, SamplingParams, fields_of, growing
+from serving.engine.messages import Add, Beat, Ended, Facts, Finish, FromEngine, Look, Refused, Stepped, View
+from serving.engine.supervisor import State, Supervisor
 from serving.metrics.tally import Tally
-from serving.outputs import Prompt, RequestOutput, SamplingParams, fields_of, growing
-from serving.requests import parse_request, text_options
-from serving.supervisor import State, Supervisor
-from serving.text import Text
+from serving.text.lengths import fill_up, is_short, too_long
+from serving.text.request_fields import parse_request, text_options
+from serving.text.tokenizer import Text
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from continuous_batching.door import longest_allowed
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
-from recipes.build import build
-from recipes.reader import load
-from serving.jobs import Job, Outcome, Refused, Run
-from serving.outputs import (
+from continuous_batching.scheduling.validation import longest_allowed
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from serving.answers.jobs import Job, Outcome, Refused, Run
+from serving.answers.outputs import (
     CompletionOutput,
     Logprob,
     Prompt,
@@ -33,8 +33,8 @@ from serving.outputs import (
     fields_of,
     logprobs_of,
 )
-from serving.requests import parse_request, text_options
-from serving.text import Text
+from serving.text.request_fields import parse_request, text_options
+from serving.text.tokenizer import Text
 
 Messages = Sequence[Mapping[str, Any]]
 Progress = bool | Callable[..., Any]  # whether, or by what in place of tqdm

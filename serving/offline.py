@@ -13,10 +13,10 @@ from typing import Any
 
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import TokenLogprobs
-from serving.finite import finite
-from serving.jobs import Job, Outcome, Refused, Run
-from serving.requests import parse_request, text_options
-from serving.text import Text
+from serving.answers.finite import finite
+from serving.answers.jobs import Job, Outcome, Refused, Run
+from serving.text.request_fields import parse_request, text_options
+from serving.text.tokenizer import Text
 
 Record = dict[str, Any]
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from simulation.audit.profiles import FOLDER, load
+from simulation.device_profile import FOLDER, load
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
-from continuous_batching.recording import Entry
-from continuous_batching.replay import Event, Replayed, replay
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.recording.format import Entry
+from continuous_batching.recording.replay import Event, Replayed, replay
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 
 Vector = NDArray[np.float64]

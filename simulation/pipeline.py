@@ -15,7 +15,7 @@ import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from simulation.clock import Clock

@@ -14,10 +14,19 @@ import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.recording import Added, Chain, Committed, Ended, Entry, Looked, Resized, Scheduled
-from continuous_batching.replay import Divergence, replay, request_of
+from continuous_batching.recording.format import (
+    Added,
+    Chain,
+    Committed,
+    Ended,
+    Entry,
+    Looked,
+    Resized,
+    Scheduled,
+)
+from continuous_batching.recording.replay import Divergence, replay, request_of
 from continuous_batching.request import Request, TokenIds
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import PageCopy
 from simulation.clock import Clock
 from simulation.runner import Speaker

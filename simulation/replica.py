@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from continuous_batching.engine import Engine, Runner, Step
 from continuous_batching.request import Request
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from simulation.clock import Clock
 from simulation.runner import CostModel, SimulatedRunner, Speaker
 from simulation.tally import Tally, Watch

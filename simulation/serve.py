@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 
 from continuous_batching.request import Request
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from simulation.replica import Observe, Replica
 from simulation.runner import CostModel
 from simulation.tally import Tally

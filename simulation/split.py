@@ -15,7 +15,7 @@ import numpy as np
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from simulation.fleet import ROUTERS, Fleet, Route
 from simulation.replica import Replica

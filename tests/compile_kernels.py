@@ -17,11 +17,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attention.cuda import CHUNK, CudaAttention
-from attention.reference import AttentionShape
-from attention.triton_kernels import attend_tiles, join_parts, kernel_dtype, write_places
-from models.cuda import SMALL_TILE, TILE
-from models.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
+from attention.cuda.attention import CHUNK, CudaAttention
+from attention.cuda.triton_kernels import attend_tiles, join_parts, kernel_dtype, write_places
+from devices.shapes import AttentionShape
+from models.ops.cuda import SMALL_TILE, TILE
+from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 INTEGERS = {  # of arguments; all others that are no constants point to numbers of the case's dtype

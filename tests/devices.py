@@ -15,10 +15,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from attention.reference import Attention, AttentionShape
-from models.fused import Fused
-from recipes.devices import Machine, start
-from recipes.recipe import DeviceSection
+from attention.reference import Attention
+from devices.shapes import AttentionShape
+from models.ops.reference import Ops
+from recipes.build.machine import Machine, start
+from recipes.schema.recipe import DeviceSection
 
 Kind = Literal["cpu", "npu", "cuda"]
 Way = Literal["reference", "fused"]
@@ -81,7 +82,7 @@ def machine(kind: Kind, attention: Way = "fused") -> Machine:
     return start(section(kind, attention))
 
 
-def operators(kind: Kind, attention: Way, shape: AttentionShape) -> tuple[Fused, Attention]:
+def operators(kind: Kind, attention: Way, shape: AttentionShape) -> tuple[Ops, Attention]:
     """What a recipe would compute with; skips the test where that takes no float32."""
     if (kind, attention, npu()) == ("npu", "fused", "real") and shape.dtype == torch.float32:
         pytest.skip("fused attention of a real NPU takes no float32")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from tests.test_imports import MAY_IMPORT, ROOT, files, name
 
-LONGEST_FILE, LONGEST_TEST_FILE, LONGEST_FUNCTION = 300, 450, 60
-# What DESIGN rules out, and the files that may say it: a page is a block only in an operator's parameters
+LONGEST_FILE, LONGEST_TEST_FILE, LONGEST_FUNCTION = 350, 450, 60
+# What DESIGN rules out, and the files and folders that may say it: a page is a block only in parameters of
+# operators
 WORDS = {
     r"\bclass \w*(Manager|Helper)\b": (),
-    r"\bblock_(table|size)s?\b|\bslot_mapping\b": ("npu.py", "cuda.py", "vllm.py"),
+    r"\bblock_(table|size)s?\b|\bslot_mapping\b": ("npu", "cuda.py", "cuda_candidates.py", "vllm.py"),
 }
 
 ROOMS = files(*MAY_IMPORT)
@@ -55,7 +56,7 @@ def test_one_word_has_one_meaning() -> None:
         (name(path), match[0])
         for word, allowed in WORDS.items()
         for path in ROOMS
-        if path.name not in allowed and not name(path).startswith("virtual_npu/")
+        if not {path.name, path.parent.name} & {*allowed} and not name(path).startswith("virtual_npu/")
         for match in re.finditer(word, text(path))
     ]
     assert not found

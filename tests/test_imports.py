@@ -14,17 +14,23 @@ MAY_IMPORT = {
     "kv_cache": set(),
     "virtual_npu": set(),
     "continuous_batching": {"kv_cache"},
-    "attention": {"kv_cache", "continuous_batching"},
-    "models": {"kv_cache", "continuous_batching", "attention"},
-    "recipes": {"kv_cache", "continuous_batching", "attention", "models", "virtual_npu"},
-    "serving": {"kv_cache", "continuous_batching", "attention", "models", "recipes"},
-    "simulation": {"kv_cache", "continuous_batching", "recipes"},
+    "devices": {"kv_cache", "continuous_batching"},
+    "attention": {"kv_cache", "continuous_batching", "devices"},
+    "models": {"kv_cache", "continuous_batching", "devices", "attention"},
+    "recipes": {"kv_cache", "continuous_batching", "devices", "attention", "models", "virtual_npu"},
+    "serving": {"kv_cache", "continuous_batching", "devices", "attention", "models", "recipes"},
+    "simulation": {"kv_cache", "continuous_batching"},
+    "doctor": {"kv_cache", "continuous_batching", "devices", "attention", "models", "recipes", "serving"},
 }
+MAY_IMPORT["benchmark"] = set(MAY_IMPORT) - {"virtual_npu", "doctor"}
 MAY_IMPORT["scripts"] = set(MAY_IMPORT) - {"virtual_npu"}
 
 HOST_WING = [
     "continuous_batching",
-    *(f"kv_cache/{name}.py" for name in ("chains", "history", "keys", "pages", "prefix")),
+    *(
+        f"kv_cache/{each}.py"
+        for each in ("pages", "page_history", "page_keys", "prefix_cache", "prefix_index")
+    ),
     "simulation",
 ]
 UNWANTED = {"utils", "util", "core", "common", "helpers", "misc"}
@@ -65,7 +71,11 @@ def test_torch_npu_is_imported_only_where_it_belongs():
     importing = [
         path for path in files(*MAY_IMPORT) if "torch_npu" in {m.partition(".")[0] for m in imported(path)}
     ]
-    belongs = [path for path in importing if path.name == "npu.py" or "virtual_npu" in name(path)]
+    belongs = [
+        path
+        for path in importing
+        if path.name == "npu.py" or path.parent.name == "npu" or "virtual_npu" in name(path)
+    ]
     assert importing == belongs
 
 

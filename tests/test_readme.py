@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.keys import table
-from recipes.recipe import ROOT, Recipe
-from serving.requests import parse_request
+from recipes.schema.keys import table
+from recipes.schema.recipe import ROOT, Recipe
+from serving.text.request_fields import parse_request
 from tests.thorough import THOROUGH
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.chunks import Chunks, Limit
-from continuous_batching.lanes import Lanes
+from continuous_batching.policies.chunking import Chunks, Limit
+from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.policy import Busy
 from continuous_batching.policies.stall_free import StallFree
 
@@ -21,7 +21,9 @@ from continuous_batching.policies.stall_free import StallFree
 class Split(StallFree):
     """Prompts get at most `prompt_tokens` of a step, however few decodes there are."""
 
-    def __init__(self, prompt_tokens: int, chunks: Chunks | None = None, lanes: Lanes | None = None) -> None:
+    def __init__(
+        self, prompt_tokens: int, chunks: Chunks | None = None, lanes: LongPrompts | None = None
+    ) -> None:
         super().__init__(chunks, lanes)
         self._prompt_tokens = prompt_tokens
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.batch import Batch
-from continuous_batching.chunks import Chunks, Fixed, Limit
-from continuous_batching.lanes import Lanes
+from continuous_batching.policies.chunking import Chunks, FixedChunks, Limit
+from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.policy import ALL, NO_ROOM, Busy, Policy, Room, Waiting, in_order
 from continuous_batching.request import Request
 from kv_cache.pages import Index
@@ -21,8 +21,8 @@ from kv_cache.pages import Index
 class StallFree(Policy):
     """No running request waits for a new one's prompt; `chunks` says how much of prompts a step computes."""
 
-    def __init__(self, chunks: Chunks | None = None, lanes: Lanes | None = None) -> None:
-        self._chunks = Fixed() if chunks is None else chunks
+    def __init__(self, chunks: Chunks | None = None, lanes: LongPrompts | None = None) -> None:
+        self._chunks = FixedChunks() if chunks is None else chunks
         self._lanes = lanes
 
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:

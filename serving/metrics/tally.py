@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from continuous_batching.gauges import Gauges
-from serving.messages import Beat, Ended, Facts, StepTimes
+from continuous_batching.paging.gauges import Gauges
+from serving.engine.messages import Beat, Ended, Facts, StepTimes
 from serving.metrics import histogram
 from serving.metrics.histogram import Histogram
+from serving.metrics.observer import Observer
 from serving.metrics.sums import Sums
-from serving.observer import Observer
 
 if TYPE_CHECKING:
-    from serving.answers import Answer
+    from serving.answers.answers import Answer
 
 _MOST_INTERVALS = 1000
 NO_GAUGES = Gauges(*[0] * 5, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)

@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serving.answers import Answer
-from serving.messages import Ended
+from serving.answers.answers import Answer
+from serving.engine.messages import Ended
+from serving.metrics.observer import TRACE_HEADERS
 from serving.metrics.tally import Tally
-from serving.observer import TRACE_HEADERS
 
 _TIMEOUT_S = 5.0
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from attention.ascend import FRACTAL_NZ
-from attention.products import product
-from attention.reference import AttentionShape
+from attention.npu.ascend_attention import FRACTAL_NZ
+from devices.products import product
+from devices.shapes import AttentionShape
 from kv_cache.pages import PageCopy
 from kv_cache.storage import KVCache
 from tests.attention.test_attention import ROWS, Bench, shape
@@ -50,7 +50,7 @@ def _answers_as_310p() -> Iterator[None]:
 
 def atb(**changes: Any) -> Any:
     """Attention of a 310P; in float32, with two layers, over pages of 128."""
-    from attention.atb.npu import AtbAttention
+    from attention.npu.atb_attention import AtbAttention
 
     sizes: AttentionShape = shape(**{"page_size": 128, "windows": (None, None), **changes})
     return AtbAttention(sizes, "npu:0", product("310P", ""), takes_float32=True)

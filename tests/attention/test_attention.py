@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.reference import QUERY_ROWS, Attention, AttentionShape
+from attention.reference import QUERY_ROWS, Attention
 from continuous_batching.batch import Batch
+from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from tests.devices import Kind, Way, on_each, operators
 

@@ -8,9 +8,9 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from attention.compiled import Compiled
-from attention.cpu import SHORT, CpuAttention
+from attention.cpu.attention import SHORT, CpuAttention
 from continuous_batching.batch import Batch
+from devices.compiled import Compiled
 from kv_cache.storage import KVCache
 from tests.attention.test_attention import NOTHING, ROWS, Bench, shape
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import cuda
-from attention.cuda import CudaAttention
-from attention.reference import Attention, AttentionShape, StaticDecodes
+from attention.cuda import attention as cuda_attention
+from attention.cuda.attention import CudaAttention
+from attention.reference import Attention, StaticDecodes
 from continuous_batching.batch import Batch
+from devices.shapes import AttentionShape
 from tests.interpreter import DEVICE, multiply_rows_alone
 
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -124,7 +125,7 @@ def test_head_dims(head_dim: int) -> None:
 
 
 def test_a_long_decode_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "LEAST_SHARE", 16)
+    monkeypatch.setattr(cuda_attention, "LEAST_SHARE", 16)
     sized = shape(windows=(None, 70), head_dim=128)
     world, attention = World(sized, 2, 200, seed=3), CudaAttention(sized, DEVICE)
     spans = {1: (190, 191), 0: (150, 153)}
@@ -140,8 +141,8 @@ def test_a_long_decode_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_captured_step_follows_the_lengths_of_each_replay(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "LEAST_SHARE", 16)
-    monkeypatch.setattr(cuda, "CHUNK", 64)
+    monkeypatch.setattr(cuda_attention, "LEAST_SHARE", 16)
+    monkeypatch.setattr(cuda_attention, "CHUNK", 64)
     sized = shape(windows=(None, 70))
     world, attention = (
         World(sized, 4, 200, seed=5),
@@ -197,7 +198,7 @@ def test_bits_depend_on_the_request_alone(
 ) -> None:
     """The same positions as one prompt alone, and cut at random, among neighbours, shared out or not."""
     multiply_rows_alone(monkeypatch)
-    monkeypatch.setattr(cuda, "CHUNK", 64)
+    monkeypatch.setattr(cuda_attention, "CHUNK", 64)
     rng = np.random.default_rng(seed)
     windows = (50,) if seed % 2 else (None,)
     sized = shape(num_kv_heads=1, windows=windows, dtype=[torch.float32, torch.bfloat16][seed // 2 % 2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attention.query_tiles import Cut, QueryTiles
+from attention.cuda.query_tiles import Cut, QueryTiles
 
 STEP = 16
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import NULL_PAGE
 
 

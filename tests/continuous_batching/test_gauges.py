@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from continuous_batching.engine import Engine
-from continuous_batching.gauges import Gauges, read
+from continuous_batching.paging.gauges import Gauges, read
 from continuous_batching.request import Request, SamplingParams
 from tests.continuous_batching.test_residency import ask, make, run_out
 

@@ -20,8 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
-from continuous_batching.scheduler import Scheduler
-from kv_cache.keys import page_keys
+from continuous_batching.scheduling.scheduler import Scheduler
+from kv_cache.page_keys import page_keys
 from tests.continuous_batching.checksum import ChecksumRunner, key
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import Arrival, arrivals, expected, schedulers, try_resize

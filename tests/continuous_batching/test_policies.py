@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuous_batching.chunks import Fixed, Staged
-from continuous_batching.lanes import Lanes
+from continuous_batching.policies.chunking import FixedChunks, StagedChunks
+from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.orca import Orca
 from continuous_batching.policies.policy import NO_ROOM, Busy, Policy, Room, Waiting
 from continuous_batching.policies.prefill_first import PrefillFirst
@@ -14,7 +14,7 @@ from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 
@@ -38,20 +38,20 @@ def test_stall_free_lets_newcomers_bring_what_is_left() -> None:
 
 
 def test_a_fixed_chunk_is_the_most_of_one_prompt() -> None:
-    policy = StallFree(Fixed(16))
+    policy = StallFree(FixedChunks(16))
     assert policy.share(busy(100, 1, 50, 9), 64).tolist() == [16, 1, 16, 9]
     assert policy.room(busy(100, 1), 64, Waiting(3, 0.0)) == Room(47, 3, chunk=16)
 
 
 def test_stages_are_those_that_sarathi_computes_and_not_those_that_its_comment_tells() -> None:
-    staged = Staged(64, 256, num_stages=5, staged_tokens=5000, tile_tokens=32)
+    staged = StagedChunks(64, 256, num_stages=5, staged_tokens=5000, tile_tokens=32)
     assert staged.sizes.tolist() == [256, 192, 160, 128, 64]
     each = staged.limit(busy(*[9000] * 5, computed=(0, 999, 1000, 4999, 70_000)), 512).each
     assert list(np.atleast_1d(each)) == [256, 256, 192, 64, 64], "beyond the last stage is the last stage"
 
 
 def test_short_prompts_overtake_long_ones_which_keep_half() -> None:
-    policy = StallFree(lanes=Lanes(max_long=2, long_tokens=100))
+    policy = StallFree(lanes=LongPrompts(max_long=2, long_tokens=100))
     assert policy.share(busy(500, 1, 30, 500), 61).tolist() == [30, 1, 30, 0]
     assert policy.share(busy(500, 1, 20, 20), 61).tolist() == [30, 1, 20, 10]
     assert policy.share(busy(500, 1, 5), 61).tolist() == [55, 1, 5], "what the short ones leave is not wasted"
@@ -103,7 +103,7 @@ def test_static_computes_all_prompts_before_the_first_decode() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [StallFree(), StallFree(lanes=Lanes(2, 50)), Static(4, 1.0)],
+    [StallFree(), StallFree(lanes=LongPrompts(2, 50)), Static(4, 1.0)],
     ids=["stall_free", "lanes", "static"],
 )
 @given(counts=st.lists(st.integers(1, 300), min_size=1, max_size=40), spare=st.integers(0, 200))

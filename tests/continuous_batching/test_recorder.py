@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
-from continuous_batching.recorder import Recorder
-from continuous_batching.recording import (
+from continuous_batching.recording.format import (
     Committed,
     DamagedRecording,
     Entry,
@@ -26,9 +25,10 @@ from continuous_batching.recording import (
     Scheduled,
     read_entries,
 )
-from continuous_batching.replay import Divergence, Replayed, replay
+from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.replay import Divergence, Replayed, replay
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner

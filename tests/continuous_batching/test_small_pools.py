@@ -10,9 +10,9 @@ import pytest
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
-from continuous_batching.victims import Victim, fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount

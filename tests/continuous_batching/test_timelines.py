@@ -7,15 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from continuous_batching.chunks import Fixed
 from continuous_batching.engine import Engine
+from continuous_batching.policies.chunking import FixedChunks
 from continuous_batching.policies.orca import Orca
 from continuous_batching.policies.policy import Policy
 from continuous_batching.policies.prefill_first import PrefillFirst
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
@@ -88,7 +88,7 @@ LINES = {
 
 
 def test_the_note_on_orca_with_prompts_drawn_token_by_token() -> None:
-    engine = make(StallFree(Fixed(1)), num_slots=4, budget=4)
+    engine = make(StallFree(FixedChunks(1)), num_slots=4, budget=4)
     for name, line in LINES.items():
         num_prompt = line.count(name)
         engine.add(ask(name, num_prompt, len(line) - num_prompt + 1))
@@ -172,7 +172,7 @@ def test_the_engine_designs_third_who_comes_two_seconds_later_starts_at_once() -
 
 @pytest.mark.parametrize(
     "policy",
-    [StallFree(), StallFree(Fixed(2)), Orca(), PrefillFirst(), Static(3, 0.0)],
+    [StallFree(), StallFree(FixedChunks(2)), Orca(), PrefillFirst(), Static(3, 0.0)],
     ids=["stall_free", "chunks", "orca", "prefill_first", "static"],
 )
 def test_the_engine_designs_fourth_together_they_get_what_each_gets_alone(policy: Policy) -> None:

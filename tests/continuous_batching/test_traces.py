@@ -12,27 +12,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from continuous_batching.adaptive import Adaptive
 from continuous_batching.batch import Batch
-from continuous_batching.chunks import Chunks, Fixed, Staged
 from continuous_batching.engine import Engine, Step
-from continuous_batching.lanes import Lanes
-from continuous_batching.orders import Aged, EarliestDeadline, QueueOrder, fcfs, shortest_first
+from continuous_batching.policies.adaptive_chunking import AdaptiveChunks
+from continuous_batching.policies.chunking import Chunks, FixedChunks, StagedChunks
+from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.orca import Orca
 from continuous_batching.policies.policy import ALL, Policy
 from continuous_batching.policies.prefill_first import PrefillFirst
 from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
-from continuous_batching.queue import WaitingQueue
-from continuous_batching.recorder import Recorder
-from continuous_batching.recording import Chain, read_entries
-from continuous_batching.replay import replay
+from continuous_batching.queueing.fair_share import FairShare
+from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, fcfs, shortest_first
+from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.recording.format import Chain, read_entries
+from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.replay import replay
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.victims import fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
-from continuous_batching.tenants import TenantShares
-from continuous_batching.victims import fewest_lost, lowest_priority, youngest
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, searched
 from tests.continuous_batching.recount import recount
@@ -60,12 +60,12 @@ class Trace:
         if policy in ("orca", "prefill_first"):
             budget = LONGEST + int(random.integers(0, 9))
         chunks: Chunks = [
-            Fixed(),
-            Fixed(int(random.integers(1, 9))),
-            Staged(2, 8, 3, 24, 2),
-            Adaptive(float(random.choice([1.2, 1.5, 2.5])), 1, 12, 2),
+            FixedChunks(),
+            FixedChunks(int(random.integers(1, 9))),
+            StagedChunks(2, 8, 3, 24, 2),
+            AdaptiveChunks(float(random.choice([1.2, 1.5, 2.5])), 1, 12, 2),
         ][int(random.integers(4))]
-        lanes = [None, Lanes(1, 10), Lanes(2, 6)][int(random.integers(3))]
+        lanes = [None, LongPrompts(1, 10), LongPrompts(2, 6)][int(random.integers(3))]
         fair = bool(random.integers(2))
         outrank = order == "priority" and bool(random.integers(2))
         least_pages = -(-LONGEST // page_size)
@@ -85,7 +85,7 @@ class Trace:
             slots,
             PagePool(num_pages),
             made[policy],
-            waiting=WaitingQueue(ORDERS[order], TenantShares(slots, weights) if fair else None, long_tokens),
+            waiting=WaitingQueue(ORDERS[order], FairShare(slots, weights) if fair else None, long_tokens),
             outrank=outrank,
             victim=[youngest, fewest_lost, lowest_priority][int(random.integers(3))],
             host_pool=host_pool,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from continuous_batching.door import GiveUp
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
-from kv_cache import keys
+from kv_cache import page_keys
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
@@ -41,8 +41,8 @@ class FourBits:
 @pytest.fixture(scope="module", autouse=True)
 def weak_keys() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keys, "hashlib", FourBits)
-        assert len(set(keys.page_keys(np.arange(400, dtype=np.int32), 4, ""))) <= 16
+        patch.setattr(page_keys, "hashlib", FourBits)
+        assert len(set(page_keys.page_keys(np.arange(400, dtype=np.int32), 4, ""))) <= 16
         yield
 
 

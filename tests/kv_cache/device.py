@@ -13,14 +13,14 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy, PagePool
 from kv_cache.storage import KVCache
 from models.runner import ModelRunner
-from recipes.build import build
-from recipes.reader import load
-from recipes.recipe import ROOT
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
 from tests.continuous_batching.recount import recount
 
 PAGE_SIZE, LONGEST, VOCABULARY = 8, 96, 128

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from kv_cache import keys
+from kv_cache import page_keys
 from tests.kv_cache import device
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -96,7 +96,7 @@ def test_prompts_that_arrive_together_give_the_tokens_of_each_alone(attention: s
 def test_keys_of_four_bits_give_the_tokens_of_each_alone(
     attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "hashlib", FourBits)
+    monkeypatch.setattr(page_keys, "hashlib", FourBits)
     check(device.make(attention, num_pages=60), attention)
     engine = device.make(attention, num_pages=14, num_host_pages=60, poisoned=True)
     check(engine, attention)
@@ -114,7 +114,7 @@ def test_aborts_at_every_step_leave_the_others_the_tokens_of_each_alone(
 
 
 def test_all_at_once_gives_the_tokens_of_each_alone(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "hashlib", FourBits)
+    monkeypatch.setattr(page_keys, "hashlib", FourBits)
     aborts = Aborts([each.id for each in device.requests(COUNT, 4)])
 
     def meddle(engine: Engine, step: int) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kv_cache import keys
+from kv_cache import page_keys
 from tests.kv_cache.world import Setting, World, written
 from tests.thorough import THOROUGH
 
@@ -188,7 +188,7 @@ def _reaching(ends: list[int], before: list[list[int]]) -> set[int]:
 
 @pytest.fixture
 def one_bit_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "hashlib", OneBit)
+    monkeypatch.setattr(page_keys, "hashlib", OneBit)
 
 
 def test_requests_that_share_a_beginning_in_every_order() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from continuous_batching.counters import Counters
-from continuous_batching.flight import Flight
+from continuous_batching.paging.residency import Residency
+from continuous_batching.paging.swap import Swapped
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.residency import Residency
+from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.slots import SlotPool
-from continuous_batching.swap import Swapped
 from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching.recount import recount
 
@@ -308,7 +308,7 @@ class World:
                 pool=self.pool,
                 residency=self.residency,
                 waiting=SimpleNamespace(requests=waiting),
-                flight=Flight(self.slots),
+                flight=InFlight(self.slots),
                 _row_of=running,
             )
         )

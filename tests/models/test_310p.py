@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from recipes.build import build
-from recipes.reader import load
-from recipes.recipe import ROOT
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
 from tests.devices import stand_in_alone
 from tests.models.test_npu import serve
 

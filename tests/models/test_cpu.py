@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.cpu import CpuFused
-from models.fused import Fused
+from models.ops.cpu import CpuOps
+from models.ops.reference import Ops
 
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 DTYPES = list(NEAR)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["eager", "compiled"])
-def fused(request: pytest.FixtureRequest) -> CpuFused:
-    return CpuFused(compile=request.param)
+def fused(request: pytest.FixtureRequest) -> CpuOps:
+    return CpuOps(compile=request.param)
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -41,7 +41,7 @@ def rows() -> Iterator[int]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 9, 64, 65, 200])
 def test_linear(dtype: torch.dtype, num_rows: int, bias: bool) -> None:
-    fused, plain = CpuFused(), Fused()
+    fused, plain = CpuOps(), Ops()
     weight, x = some(dtype, 48, 80), some(dtype, num_rows, 80)
     offset = some(dtype, 48) if bias else None
     found = fused.linear(x, fused.pack(weight.clone(), offset))
@@ -54,7 +54,7 @@ def test_a_linear_without_bfloat16_is_that_of_float32_but_for_its_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    fused, weight, x = CpuFused(), some(torch.bfloat16, 48, 80), some(torch.bfloat16, 9, 80)
+    fused, weight, x = CpuOps(), some(torch.bfloat16, 48, 80), some(torch.bfloat16, 9, 80)
     expected = (x.double() @ weight.double().T + weight[:, 0].double()).to(torch.bfloat16)
     torch.testing.assert_close(fused.linear(x, fused.pack(weight, weight[:, 0])), expected, rtol=0.01, atol=0)
 
@@ -62,12 +62,12 @@ def test_a_linear_without_bfloat16_is_that_of_float32_but_for_its_rounding(
 def test_a_tied_weight_stays_readable_after_packing() -> None:
     weight = some(torch.float32, 32, 16)
     before = weight.clone()
-    CpuFused().pack(weight, None)
+    CpuOps().pack(weight, None)
     assert torch.equal(weight, before)
 
 
 def test_rows_of_a_linear_do_not_depend_on_their_number() -> None:
-    fused = CpuFused()
+    fused = CpuOps()
     packed, x = fused.pack(some(torch.float32, 96, 64), None), some(torch.float32, 100, 64)
     whole = fused.linear(x, packed)
     for count in (1, 5, 33):
@@ -75,15 +75,15 @@ def test_rows_of_a_linear_do_not_depend_on_their_number() -> None:
 
 
 def test_padding_is_bounded_and_never_takes_rows_away() -> None:
-    fused = CpuFused()
+    fused = CpuOps()
     sizes = [fused.padded(count) for count in range(1, 1000)]
     assert all(count <= size < 2 * count + 64 for count, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 32
 
 
-def test_norms(fused: CpuFused, dtype: torch.dtype) -> None:
-    plain, weight = Fused(), some(dtype, 64)
+def test_norms(fused: CpuOps, dtype: torch.dtype) -> None:
+    plain, weight = Ops(), some(dtype, 64)
     for count in rows():
         x, residual = some(dtype, count, 64), some(dtype, 64, count).T.contiguous()
         assert_near(fused.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
@@ -95,8 +95,8 @@ def test_norms(fused: CpuFused, dtype: torch.dtype) -> None:
     assert_near(fused.rms_norm(heads, weight[:16], 1e-6), plain.rms_norm(heads, weight[:16], 1e-6))
 
 
-def test_rotary(fused: CpuFused, dtype: torch.dtype) -> None:
-    plain = Fused()
+def test_rotary(fused: CpuOps, dtype: torch.dtype) -> None:
+    plain = Ops()
     for count in rows():
         heads = some(dtype, count, 8 * 16).unflatten(1, (8, 16))
         cos, sin = some(dtype, count, 16), some(dtype, 16, count).T.contiguous()
@@ -105,13 +105,13 @@ def test_rotary(fused: CpuFused, dtype: torch.dtype) -> None:
             assert_near(found, expected)
 
 
-def test_swiglu(fused: CpuFused, dtype: torch.dtype) -> None:
+def test_swiglu(fused: CpuOps, dtype: torch.dtype) -> None:
     for count in rows():
         gate_up = 4 * some(dtype, count, 96)
-        assert_near(fused.swiglu(gate_up), Fused().swiglu(gate_up))
+        assert_near(fused.swiglu(gate_up), Ops().swiglu(gate_up))
 
 
-def test_greedy(fused: CpuFused, dtype: torch.dtype) -> None:
+def test_greedy(fused: CpuOps, dtype: torch.dtype) -> None:
     for count in rows():
         logits = some(dtype, count, 500)
         logits[0, [7, 300]] = 30  # of equals, the first
@@ -122,7 +122,7 @@ def test_greedy(fused: CpuFused, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_greedy_tells_rows_that_are_not_finite(fused: CpuFused, bad: float) -> None:
+def test_greedy_tells_rows_that_are_not_finite(fused: CpuOps, bad: float) -> None:
     logits = some(torch.float32, 4, 500)
     logits[2, 60 if bad > 0 or bad != bad else slice(None)] = bad
     tokens, finite = fused.greedy(logits)
@@ -131,7 +131,7 @@ def test_greedy_tells_rows_that_are_not_finite(fused: CpuFused, bad: float) -> N
 
 
 def test_the_number_of_graphs_does_not_grow_with_the_batch(dtype: torch.dtype) -> None:
-    fused = CpuFused(compile=True)
+    fused = CpuOps(compile=True)
     for count in rows():
         fused.swiglu(some(dtype, count, 96))
     assert fused._swiglu.num_graphs == 1  # type: ignore[attr-defined]

@@ -8,12 +8,12 @@ import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from models.cuda import CudaFused
-from recipes import devices
-from recipes.build import build
-from recipes.devices import Cuda, Machine, host_memory_bytes
-from recipes.reader import load
-from recipes.recipe import ROOT, DeviceSection
+from models.ops.cuda import CudaOps
+from recipes.build import machine
+from recipes.build.engine import build
+from recipes.build.machine import Cuda, Machine, host_memory_bytes
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT, DeviceSection
 from tests.interpreter import DEVICE, multiply_rows_alone
 
 MODEL = (
@@ -40,7 +40,7 @@ class Interpreted(Cuda):
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(devices, "Cuda", Interpreted)
+        monkeypatch.setattr(machine, "Cuda", Interpreted)
 
 
 def engine(*overrides: str) -> Engine:
@@ -105,7 +105,7 @@ def test_a_linear_gives_a_row_the_same_bits_wherever_it_stands(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     multiply_rows_alone(monkeypatch)
-    fused = CudaFused(batch_invariant=True)
+    fused = CudaOps(batch_invariant=True)
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(150, 40, generator=generator), torch.randn(70, 40, generator=generator)
     x, packed = x.to(DEVICE, dtype), fused.pack(weight.to(DEVICE, dtype), None)

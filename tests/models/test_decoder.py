@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.reference import AttentionShape
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
+from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
 from models.decoder import Decoder
 from models.runner import ModelRunner
-from models.sampler import Chosen
-from recipes import families as recipe_families
+from models.sampling.sampler import Chosen
+from recipes.build import families as recipe_families
 from tests.devices import Kind, Way, on_each, operators
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make, wide
 

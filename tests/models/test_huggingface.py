@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from recipes.families import FAMILIES, decoder_config, read
+from recipes.build.families import FAMILIES, decoder_config, read
 from tests.models.families import VARIANTS, Variant, make
 
 LLAMA = {

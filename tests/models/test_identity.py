@@ -16,9 +16,9 @@ import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from recipes.build import build
-from recipes.reader import load
-from recipes.recipe import ROOT
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
 from tests.devices import Kind, Way, on_each, settings
 from tests.models.families import VARIANTS, VOCABULARY, Variant, fresh_rope, make, wide
 

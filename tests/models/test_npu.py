@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from attention.products import product
 from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from recipes.build import build
-from recipes.devices import Npu, start
-from recipes.reader import load
-from recipes.recipe import ROOT
+from devices.products import product
+from recipes.build.engine import build
+from recipes.build.machine import Npu, start
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
 from tests.attention.test_atb import answering_as_310p, atb
 from tests.attention.test_attention import Bench, shape
 from tests.devices import has_npu, operators, section, settings, stand_in_alone
@@ -195,8 +195,7 @@ def test_every_start_and_every_result_says_virtual(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from scripts import generate
-    from scripts.benchmark import __main__ as benchmark
+    from scripts import benchmark, generate
 
     monkeypatch.chdir(ROOT)
     trace, answers = tmp_path / "trace.jsonl", tmp_path / "answers.jsonl"
@@ -257,14 +256,14 @@ def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run what an engine runs there alone."""
     import torch_npu
 
-    from models.npu import NpuFused
+    from models.ops.npu import NpuOps
 
     bench = Bench(atb())
     bench.step({0: 20, 3: 1})
     bench.step({3: 1, 0: 1})
     zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
     bench.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
-    fused, heads = NpuFused(product("310P", "")), torch.ones(3, 2, 16, device="npu:0")
+    fused, heads = NpuOps(product("310P", "")), torch.ones(3, 2, 16, device="npu:0")
     fused.rotary(heads, heads.clone(), heads[:, 0], heads[:, 0])
     fused.swiglu(heads)
     monkeypatch.delattr(torch_npu, "_npu_paged_attention_splitfuse_v2")
@@ -277,9 +276,9 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
     start(section("npu"))
     import torch_npu
 
-    from models.npu import chip
+    from models.ops.npu import chip
 
-    files = [path for path in ROOT.glob("*/**/npu.py") if "virtual_npu" not in path.parts]
+    files = [ROOT / "models/ops/npu.py", *sorted((ROOT / "attention/npu").glob("*_attention.py"))]
     with Lines(files) as lines:
         serve(engine_of("device.graphs=2"))
         fused, attention = operators("npu", "fused", shape(page_size=32))
@@ -299,6 +298,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 3
+    assert len(files) == 4
     assert all(lines.wanted.values())
     assert lines.missing() == {}

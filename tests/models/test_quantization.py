@@ -12,19 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention.reference import AttentionShape
+from devices.shapes import AttentionShape
 from models import weights
-from models.cpu import CpuFused
 from models.decoder import Decoder
-from models.fused import Fused
+from models.ops.cpu import CpuOps
+from models.ops.reference import Ops
 from models.quantization import ACTIVATIONS, WEIGHTS, Quantization, quantization, quantize_rows
-from recipes.families import decoder_config, read
+from recipes.build.families import decoder_config, read
 from tests import devices
 from tests.devices import Kind, Way, on_each
 from tests.models.families import VARIANTS, make
 from tests.models.test_weights import bare
 
-IMPLEMENTATIONS = [Fused, CpuFused]
+IMPLEMENTATIONS = [Ops, CpuOps]
 JSON = Quantization().in_json()
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -50,7 +50,7 @@ def stored_in_int8(path: Path) -> None:
 
 @pytest.mark.parametrize("fused", IMPLEMENTATIONS)
 @pytest.mark.parametrize("inputs", [1, 48, 1024, 1025, 4096])
-def test_products_are_exact_at_the_ends_of_the_range(fused: type[Fused], inputs: int) -> None:
+def test_products_are_exact_at_the_ends_of_the_range(fused: type[Ops], inputs: int) -> None:
     generator = torch.Generator().manual_seed(inputs)
     operators = fused()
     for num_rows in (1, 2, 9):
@@ -80,7 +80,7 @@ def test_rows_are_quantised_to_the_nearest_step_of_their_own_scale() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_spoils_only_itself(bad: float) -> None:
-    operators, x = Fused(), torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    operators, x = Ops(), torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
     packed = operators.pack_int8(*weight_of(8, 16), None)
     clean = operators.linear_int8(x, packed)
     x[1, 4] = bad
@@ -98,7 +98,7 @@ def weight_of(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("fused", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_linear_is_the_product_of_what_was_quantised(fused: type[Fused], dtype: torch.dtype) -> None:
+def test_a_linear_is_the_product_of_what_was_quantised(fused: type[Ops], dtype: torch.dtype) -> None:
     operators, generator = fused(), torch.Generator().manual_seed(1)
     x = torch.randn(5, 200, generator=generator).to(dtype)
     (weight, scale), bias = weight_of(24, 200), torch.randn(24, generator=generator).to(dtype)
@@ -117,7 +117,7 @@ def test_each_device_multiplies_as_it_is_defined(
     device: tuple[Kind, Way], dtype: torch.dtype, has_bias: bool
 ) -> None:
     shape = AttentionShape(4, 2, 64, 128, 1.0, dtype, (None,))
-    (operators, attention), plain = devices.operators(*device, shape), Fused()
+    (operators, attention), plain = devices.operators(*device, shape), Ops()
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(7, 192, generator=generator).to(dtype)
     (weight, scale), bias = weight_of(96, 192), torch.randn(96, generator=generator).to(dtype)

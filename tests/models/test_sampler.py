@@ -15,9 +15,9 @@ from torch import Tensor
 from continuous_batching.batch import Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from models import filters
-from models import sampler as sampler_module
-from models.sampler import Sampler, uniforms
+from models.sampling import sampler as sampler_module
+from models.sampling import top_k_top_p
+from models.sampling.sampler import Sampler, uniforms
 
 V = 48
 EOS = 7
@@ -167,7 +167,10 @@ def test_the_nucleus_is_the_same_with_and_without_a_sort(scale: float, top_p: fl
     logits[0, :4000] = -math.inf
     weights = (logits - logits.amax(1, keepdim=True)).exp()
     share = torch.full((6,), top_p)
-    sorting, halving = filters._by_sorting(weights, share, 512), filters._by_halving(weights, share, 512)
+    sorting, halving = (
+        top_k_top_p._by_sorting(weights, share, 512),
+        top_k_top_p._by_halving(weights, share, 512),
+    )
     assert ((weights >= sorting).sum(1) - (weights >= halving).sum(1)).abs().max() <= 1  # a rounding apart
     mass = torch.where(weights >= halving, weights, 0).sum(1)
     assert (mass >= top_p * weights.sum(1) * (1 - 1e-5)).all()
@@ -221,7 +224,7 @@ def test_penalties_follow_their_definitions() -> None:
 
 
 def edited(row: Row) -> Tensor:
-    from models.edits import apply_edits, gather_edits
+    from models.sampling.logit_processors import apply_edits, gather_edits
 
     slots = SlotPool(num_slots=2, max_tokens=64, page_size=4)
     request = Request("a", np.array(row.prompt), row.params)

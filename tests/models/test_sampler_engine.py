@@ -9,10 +9,10 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
-from models.sampler import Sampler
+from models.sampling.sampler import Sampler
 
 V, EOS = 60, 3
 TABLE = torch.randn(V, V, generator=torch.Generator().manual_seed(0)) * 2

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention.reference import Attention, AttentionShape
+from attention.reference import Attention
+from devices.shapes import AttentionShape
 from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.fused import Fused
-from recipes.families import decoder_config, read
+from models.ops.reference import Ops
+from recipes.build.families import decoder_config, read
 from tests.models.families import VARIANTS, make
 
 VARIANT = {variant.name: variant for variant in VARIANTS}
@@ -26,7 +27,7 @@ LAYER = "model.layers.1."
 
 def bare(config: DecoderConfig) -> Decoder:
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-    return Decoder(config, Fused(), Attention(AttentionShape(*sizes, 16, 1.0, config.dtype, config.windows)))
+    return Decoder(config, Ops(), Attention(AttentionShape(*sizes, 16, 1.0, config.dtype, config.windows)))
 
 
 def loaded(path: Path, dtype: torch.dtype | None = None) -> Decoder:

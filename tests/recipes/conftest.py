@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.keys import RecipeError
-from recipes.reader import load
+from recipes.schema.keys import RecipeError
+from recipes.schema.reader import load
 
 GOOD = """\
 model:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.products import product
-from attention.reference import AttentionShape
+from devices.products import product
+from devices.shapes import AttentionShape
 from models.graphs import ladder
 from recipes.__main__ import main
-from recipes.ledger import GIB, report
-from recipes.reader import load
-from recipes.recipe import ROOT
-from recipes.sizing import model_config, size
+from recipes.build.memory_plan import GIB, report
+from recipes.build.sizing import model_config, size
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
 from tests.devices import stand_in_alone
 from tests.recipes import published
 

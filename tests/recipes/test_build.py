@@ -13,13 +13,13 @@ import torch
 from attention.reference import Attention
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.victims import lowest_priority
+from continuous_batching.scheduling.victims import lowest_priority
 from models.warm_up import largest_step_bytes
-from recipes import build as building
-from recipes.build import build
-from recipes.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
-from recipes.scheduling import policy
-from recipes.sizing import size
+from recipes.build import engine as building
+from recipes.build.engine import build
+from recipes.build.scheduler import policy
+from recipes.build.sizing import size
+from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 
 CONFIG = {
     "model_type": "llama",
@@ -100,13 +100,13 @@ def test_the_policy_is_the_one_named():
 
 
 def test_what_was_chosen_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "recipes.build"):
+    with caplog.at_level(logging.INFO, "recipes.build.engine"):
         build(made(attention="reference"))
     assert [line.partition(":")[0] for line in caplog.messages] == [
         "device",
         "model",
         "cache",
-        "operators of CpuFused",
+        "operators of CpuOps",
         "attention of Attention",
     ]
     assert caplog.messages[1].startswith("model: llama, 0.1 M parameters, float32")

@@ -9,8 +9,8 @@ import pytest
 
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request, SamplingParams
-from recipes.build import build
-from recipes.reader import load
+from recipes.build.engine import build
+from recipes.schema.reader import load
 
 RECIPE = """\
 model:

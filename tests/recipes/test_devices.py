@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recipes.devices import Cpu, host_memory_bytes, start
-from recipes.keys import RecipeError
-from recipes.recipe import ROOT, DeviceSection
+from recipes.build.machine import Cpu, host_memory_bytes, start
+from recipes.schema.keys import RecipeError
+from recipes.schema.recipe import ROOT, DeviceSection
 from tests.recipes.test_sizing import made, refusal, sized
 
 

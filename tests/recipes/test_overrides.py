@@ -7,9 +7,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.keys import RecipeError
-from recipes.reader import KEYS, load, read
-from recipes.recipe import ROOT
+from recipes.schema.keys import RecipeError
+from recipes.schema.reader import KEYS, load, read
+from recipes.schema.recipe import ROOT
 from tests.recipes.conftest import GOOD, error
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from recipes.keys import RecipeError, keys_of, table
-from recipes.reader import load, profiles, read
-from recipes.recipe import ROOT, CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from recipes.schema.keys import RecipeError, keys_of, table
+from recipes.schema.reader import load, profiles, read
+from recipes.schema.recipe import ROOT, CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 
 
 def made(**changes: Any) -> Recipe:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from recipes.__main__ import main
-from recipes.keys import table
-from recipes.recipe import ROOT, Recipe
+from recipes.schema.keys import table
+from recipes.schema.recipe import ROOT, Recipe
 
 LLAMA = "recipes/bench/llama_125m.yaml"
 

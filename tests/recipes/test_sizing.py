@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from attention.reference import Attention, AttentionShape
+from attention.reference import Attention
+from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
-from models.cpu import CpuFused
 from models.decoder import Decoder
-from models.fused import Fused
 from models.layers import Linear
+from models.ops.cpu import CpuOps
+from models.ops.reference import Ops
 from models.quantization import Quantization
-from recipes.devices import host_memory_bytes
-from recipes.keys import RecipeError
-from recipes.ledger import GIB, report
-from recipes.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
-from recipes.sizing import estimate, max_positions, model_config, size
+from recipes.build.machine import host_memory_bytes
+from recipes.build.memory_plan import GIB, report
+from recipes.build.sizing import estimate, max_positions, model_config, size
+from recipes.schema.keys import RecipeError
+from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from tests.devices import has_npu, operators, section
 
 LLAMA = {
@@ -73,7 +74,7 @@ def test_the_ledger_equals_what_is_allocated(family, tied, dtype):
     recipe = replace(recipe, device=DeviceSection(kind="cuda"))  # which has the weights as they are
     config, sizing = model_config(recipe), sized(recipe)
     shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, config.dtype, config.windows)
-    decoder = Decoder(config, Fused(), Attention(shape))
+    decoder = Decoder(config, Ops(), Attention(shape))
     assert sizing.weight_bytes == sum(each.nbytes for each in decoder.parameters())
     cache = KVCache(2, sizing.num_pages, 16, 2, config.head_dim, config.dtype)
     assert sizing.cache_bytes == sum(each.nbytes for each in (*cache.keys, *cache.values))
@@ -86,7 +87,7 @@ def test_what_a_cpu_packs_is_counted(tied, has_bfloat16, monkeypatch):
     recipe = made({"tie_word_embeddings": tied}, dtype="bfloat16")
     config, sizing = model_config(recipe), sized(recipe)
     shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, config.dtype, config.windows)
-    decoder = Decoder(config, CpuFused(), Attention(shape))
+    decoder = Decoder(config, CpuOps(), Attention(shape))
     decoder.pack()
     packed = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
     held = [*decoder.parameters(), *packed]

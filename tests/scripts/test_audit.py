@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.gate.gate import LAWS
+from benchmark.gate.sources import rows
 from scripts.audit import main
-from simulation.audit.gate import LAWS
-from simulation.audit.sources import rows
 from tests.simulation.queue import honest
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.offline.timeline import StepRecord, Timeline
+from benchmark.plot import bars
 from continuous_batching.counters import Counters
-from scripts.benchmark.plot import bars
-from scripts.benchmark.timeline import StepRecord, Timeline
 from scripts.demo import RUNS, main
 
 

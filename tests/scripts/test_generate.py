@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.build import build
-from recipes.reader import load
+from recipes.build.engine import build
+from recipes.schema.reader import load
 from recipes.tiny.corpus import messages
 from scripts.generate import main
 

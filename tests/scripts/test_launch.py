@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.recipe import ROOT
+from recipes.schema.recipe import ROOT
 
 NPU = "recipes/qwen3/qwen3_8b_910b.yaml"
 SETTINGS = (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from models.weights import INDEX, SINGLE
-from recipes.recipe import ROOT
+from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
 from scripts.generate import main as generate
 from scripts.quantize import main, quantize

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.generate import main as generate
-from scripts.replay.__main__ import main
+from scripts.replay import main
 
 RECIPE = "recipes/tiny/cpu.yaml"
 SMALL = ["cache.num_pages=12", "scheduler.num_slots=4", "scheduler.max_batch_tokens=24", "device.threads=1"]

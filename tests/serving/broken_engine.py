@@ -1,4 +1,4 @@
-"""An engine's process that breaks where a test asks it to; else as serving/worker.py.
+"""An engine's process that breaks where a test asks it to; else as serving/engine/worker.py.
 
 A step raises, or a row's logits are not numbers, if a request's prompt holds one of the tokens below. The
 environment's BREAK is a folder: its file `ahead` tells by how many seconds the wall clock is ahead, at every
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-import recipes.build
+import recipes.build.engine
 from continuous_batching.engine import Engine
-from recipes.recipe import Recipe
-from serving import worker
+from recipes.schema.recipe import Recipe
+from serving.engine import worker
 
 NAN, ONCE, ALWAYS = 777, 778, 779  # in no text of the tests
 
@@ -64,6 +64,6 @@ def set_clock(folder: Path) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    recipes.build.build = broken(recipes.build.build, Path(os.environ["BREAK"]))
+    recipes.build.engine.build = broken(recipes.build.engine.build, Path(os.environ["BREAK"]))
     set_clock(Path(os.environ["BREAK"]))
     sys.exit(worker.main(sys.argv[1:]))

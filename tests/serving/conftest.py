@@ -22,7 +22,7 @@ from tokenizers import (
     trainers,
 )
 
-from serving.text import Text
+from serving.text.tokenizer import Text
 from tests.serving.server import TINY, Server, started
 
 CORPUS = [f"What is {n} plus {n * 3}? It is {n * 4}, of course." for n in range(200)] + [

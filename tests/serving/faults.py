@@ -17,9 +17,9 @@ import aiohttp
 import numpy as np
 
 from scripts.serve import Server, configuration, listener_at
+from serving.api.api_keys import Keys
+from serving.api.app import application
 from serving.async_llm import AsyncLLM
-from serving.http.app import application
-from serving.http.keys import Keys
 from tests.serving.server import TINY
 
 HANG_S = 10.0

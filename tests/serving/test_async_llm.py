@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import pytest
 
+from serving.answers.failures import BadRequest
 from serving.async_llm import AsyncLLM
-from serving.failures import BadRequest
 from serving.llm import LLM, RequestOutput, SamplingParams
 
 RECIPE, SMALL = "recipes/tiny/cpu.yaml", ("scheduler.num_slots=4", "device.threads=1")

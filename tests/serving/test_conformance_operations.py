@@ -13,7 +13,7 @@ import openai
 import pytest
 import sentencepiece
 
-from serving.http.schema import (
+from serving.api.schemas import (
     UNSUPPORTED,
     Body,
     ChatBody,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.http import connections, protocol, replies
+from serving.api import connections, protocol, replies
 from tests.serving.faults import Served
 from tests.serving.server import TINY, Server
 from tests.serving.test_faults import SMALL

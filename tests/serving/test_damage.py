@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.build import build
-from recipes.reader import load
-from serving.text import Text
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from serving.text.tokenizer import Text
 from tests.serving.damage import WEIGHTS, Damage, cut, kinds
 from tests.serving.server import TINY, Server
 from tests.test_imports import ROOT

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes.reader import load
-from recipes.server import ServerSection
+from recipes.schema.reader import load
+from recipes.schema.server_section import ServerSection
 from scripts.serve import parser
-from serving.http.guard import OPEN_PATHS
+from serving.api.guard import OPEN_PATHS
 from tests.test_imports import ROOT
 
 FOLDER = ROOT / "serving/deploy"

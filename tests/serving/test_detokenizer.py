@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.detokenizer import Detokenizer
-from serving.text import Text
+from serving.text.detokenizer import Detokenizer
+from serving.text.tokenizer import Text
 from tests.serving.conftest import KINDS
 
 SAMPLES = [

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from serving import engine_process, supervisor
+from serving.engine import process, supervisor
 from tests.serving import broken_engine
 from tests.serving.broken_engine import ALWAYS, NAN, ONCE
 from tests.serving.faults import PROMPTS, Served, ask, events
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "_SPARE_AFTER_S", 0.0)
-        patch.setattr(engine_process, "WORKER", "tests.serving.broken_engine")
+        patch.setattr(process, "WORKER", "tests.serving.broken_engine")
         patch.setenv("BREAK", str(folder))
         with Served(*SMALL) as served:
             yield served

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.http.live import CACHED, FREE, HELD, SHARED, page_map
-from serving.messages import View
+from serving.api.live import CACHED, FREE, HELD, SHARED, page_map
+from serving.engine.messages import View
 from tests.serving.server import TINY, Server, started
 
 LONG = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True}

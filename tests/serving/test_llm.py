@@ -11,8 +11,8 @@ import pytest
 from tqdm import tqdm
 
 from continuous_batching.batch import Batch, Sampled
-from recipes.build import build
-from recipes.reader import load
+from recipes.build.engine import build
+from recipes.schema.reader import load
 from serving.llm import LLM, CompletionOutput, SamplingParams
 from serving.offline import read_jobs, run_jobs
 

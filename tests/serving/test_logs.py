@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from continuous_batching.counters import Counters
-from serving.logs import FORMATS, Lines
-from serving.messages import Beat, StepTimes
+from serving.engine.messages import Beat, StepTimes
+from serving.metrics.logs import FORMATS, Lines
 from serving.metrics.pulse import Pulse
 from serving.metrics.tally import NO_GAUGES, Tally
 

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from recipes.recipe import ROOT
+from recipes.schema.recipe import ROOT
 from tests.serving.promql import OF_TARGET, grouping, in_prometheus, selectors
 from tests.serving.server import TINY, Server
 

@@ -14,11 +14,11 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.request import TokenLogprobs
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from serving.offline import Job, read_jobs, run_jobs
-from serving.text import Text
+from serving.text.tokenizer import Text
 from tests.serving.conftest import KINDS
 
 EOS = 2  # of byte_level: <|im_end|>

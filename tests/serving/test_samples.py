@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from continuous_batching.request import Request, TokenLogprobs
-from recipes.build import build
-from recipes.reader import load
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from serving.answers.samples import Samples
 from serving.offline import read_jobs, run_jobs
-from serving.requests import parse_request
-from serving.samples import Samples
-from serving.text import Text
+from serving.text.request_fields import parse_request
+from serving.text.tokenizer import Text
 
 
 def ended(name: str, *logprobs: float, reason: str = "stop") -> Request:

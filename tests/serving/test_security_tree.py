@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving import messages
-from serving.chat import ChatTemplate
-from serving.engine_process import EngineProcess
-from serving.http.guard import OPEN_PATHS
-from serving.http.keys import Keys
+from serving.api.api_keys import Keys
+from serving.api.guard import OPEN_PATHS
+from serving.engine import messages
+from serving.engine.process import EngineProcess
+from serving.text.chat_template import ChatTemplate
 from tests.serving.server import TINY, Server
 from tests.test_imports import MAY_IMPORT, ROOT, files, name
 
@@ -80,7 +80,7 @@ def test_the_server_fetches_nothing() -> None:
     ]
     found = {name(path) for path in served if clients.search(path.read_text(encoding="utf-8"))}
     # to the collector that the command line names; options of connections that came in
-    assert found <= {"serving/metrics/traces.py", "serving/http/connections.py"}
+    assert found <= {"serving/metrics/traces.py", "serving/api/connections.py"}
 
 
 @given(st.binary(max_size=200))
@@ -138,7 +138,7 @@ def test_a_template_has_no_way_out_and_no_time_to_waste(source: str, said: str) 
 
 
 def test_keys_are_compared_in_constant_time() -> None:
-    source = (ROOT / "serving/http/keys.py").read_text()
+    source = (ROOT / "serving/api/api_keys.py").read_text()
     assert "hmac.compare_digest" in source
     assert not re.search(r"\bkey\s*==|==\s*key\b", source)
     keys = Keys({"a": "x", "b": ""})

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from scripts.serve import keys_of, listener_at, parser
-from serving.http.keys import Keys
+from serving.api.api_keys import Keys
 from tests.serving.server import TINY, Server, started
 
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}

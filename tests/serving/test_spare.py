@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.recipe import ROOT
-from serving.spare import AUTOGROUP, LAST
+from recipes.schema.recipe import ROOT
+from serving.engine.spare import AUTOGROUP, LAST
 
 TELL = """
 import importlib, os, threading
-from serving import spare
+from serving.engine import spare
 
 def told(module):
     of_thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -43,15 +43,15 @@ def test_it_gives_way_while_it_imports() -> None:
 
 
 def test_it_goes_on_as_the_module_it_is_told(tmp_path: Path) -> None:
-    brief = "from serving import spare; spare.LARGE = 'json'; import sys; spare.main(sys.argv[1:])"
+    brief = "from serving.engine import spare; spare.LARGE = 'json'; import sys; spare.main(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", brief, str(tmp_path / "done"), "serving.worker", "--help"],
+        [sys.executable, "-c", brief, str(tmp_path / "done"), "serving.engine.worker", "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
         start_new_session=True,
     )
-    assert done.stdout.startswith("usage: python -m serving.worker")
+    assert done.stdout.startswith("usage: python -m serving.engine.worker")
     assert not done.stderr
     assert (tmp_path / "done").exists()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from recipes.server import ServerSection
-from serving.engine_process import EngineLost, EngineProcess
-from serving.messages import Facts, FromEngine, Ready
-from serving.observer import Observer
-from serving.supervisor import Supervisor
+from recipes.schema.server_section import ServerSection
+from serving.engine.messages import Facts, FromEngine, Ready
+from serving.engine.process import EngineLost, EngineProcess
+from serving.engine.supervisor import Supervisor
+from serving.metrics.observer import Observer
 
 FACTS = Facts(*[1, (2,)], *[64] * 6, "cpu", 1, 64)
 

@@ -10,12 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request, SamplingParams
-from serving.answers import Answer
-from serving.detokenizer import TextOptions
-from serving.messages import Beat, Ended, Facts, StepTimes
+from serving.answers.answers import Answer
+from serving.engine.messages import Beat, Ended, Facts, StepTimes
 from serving.metrics.exposition import Exposition
 from serving.metrics.histogram import Histogram
 from serving.metrics.tally import NO_GAUGES, Tally
+from serving.text.detokenizer import TextOptions
 
 FACTS = Facts(100, (1,), 64, 4, 101, 16, 1024, 0, "cpu", 1000, 200)
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from continuous_batching.request import Request, SamplingParams
-from serving.answers import Answer
-from serving.detokenizer import TextOptions
-from serving.http.guard import Guard
-from serving.http.keys import Keys
-from serving.messages import Ended
-from serving.observer import TRACE_HEADERS
+from serving.answers.answers import Answer
+from serving.api.api_keys import Keys
+from serving.api.guard import Guard
+from serving.engine.messages import Ended
+from serving.metrics.observer import TRACE_HEADERS
+from serving.text.detokenizer import TextOptions
 
 trace = pytest.importorskip("opentelemetry.sdk.trace")
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402

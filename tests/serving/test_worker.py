@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import zmq
 
-from continuous_batching.ledger import Ledger
+from continuous_batching.paging.inspection import Ledger
 from continuous_batching.request import SamplingParams
-from recipes.build import build
-from recipes.reader import load
-from serving.messages import Add, Beat, Finish, encode
-from serving.worker import Worker, facts_of
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from serving.engine.messages import Add, Beat, Finish, encode
+from serving.engine.worker import Worker, facts_of
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
 
 ENGINE = """
 import gc, sys
-from serving import worker
+from serving.engine import worker
 
 def tell(self):
     print(gc.get_freeze_count(), len(gc.get_objects()))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from continuous_batching.recording import Entry, Header, Scheduled, read_entries
-from continuous_batching.replay import Divergence
-from continuous_batching.scheduler import Scheduler
-from recipes.scheduling import scheduler_from
+from continuous_batching.recording.format import Entry, Header, Scheduled, read_entries
+from continuous_batching.recording.replay import Divergence
+from continuous_batching.scheduling.scheduler import Scheduler
+from recipes.build.scheduler import scheduler_from
 from scripts.generate import main as generate
-from scripts.trace.__main__ import main as make_trace
+from scripts.trace import main as make_trace
 from simulation.recorded import follow, told
 
 TIGHT = ["cache.num_pages=24", "scheduler.num_slots=8", "scheduler.max_batch_tokens=48"]

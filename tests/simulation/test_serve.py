@@ -11,17 +11,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmark.gate.gate import audit
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduler import Scheduler
+from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
-from recipes.recipe import CacheSection
-from recipes.scheduler import SchedulerSection
-from recipes.scheduling import Limits, scheduler_of
+from recipes.build.scheduler import Limits, scheduler_of
+from recipes.schema.recipe import CacheSection
+from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace
-from simulation.audit.gate import audit
 from simulation.device import Device
 from simulation.roofline import Part, Roofline
 from simulation.serve import serve

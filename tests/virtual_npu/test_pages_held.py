@@ -12,9 +12,9 @@ import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from recipes.build import build
-from recipes.reader import load
-from recipes.recipe import ROOT
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
 from tests.devices import settings
 from virtual_npu.contract import Conditions
 

@@ -93,11 +93,14 @@ def test_a_seed_draws_one_call() -> None:
 
 
 def test_what_the_engine_calls_is_tried() -> None:
-    text = "".join((ROOT / room / "npu.py").read_text() for room in ("attention", "models"))
+    files = "attention/npu/fused_attention.py", "models/ops/npu.py"
+    text = "".join((ROOT / file).read_text() for file in files)
     called = set(re.findall(r"torch_npu\.(npu_\w+)[.(]", text))
     assert len(called) > 5
     assert called <= set(MAKERS)
-    of_310p = set(re.findall(r"torch_npu\.(_npu_\w+)\(", (ROOT / "attention/atb/npu.py").read_text()))
+    of_310p = set(
+        re.findall(r"torch_npu\.(_npu_\w+)\(", (ROOT / "attention/npu/atb_attention.py").read_text())
+    )
     assert len(of_310p) == 3
     assert of_310p <= set(makers(P310))
 

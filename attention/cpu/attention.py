@@ -1,0 +1,301 @@
+"""How does a CPU read the paged cache fastest?
+
+Decodes are bound by the memory, so this class keeps the places of a page in an order of its own, in which
+a decode reads every byte once, in sequence, into whole vectors. A page is B/W tiles; in a tile keys lie
+as [K, W/S, D, S] and values as [K, D/E, W, E]. To everybody else a page stays what it is: a unit to be
+copied, moved and counted.
+
+Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, N slots,
+W places in a tile, S of them in a vector, E dimensions in a vector, R decoding rows, J tiles of all rows,
+M tiles of the longest row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.cpu.tiles import Chunk, Prompt, Tiles
+from attention.reference import Attention, AttentionMetadata
+from continuous_batching.batch import Batch, ragged_ranges
+from devices.compiled import Compiled
+from devices.onednn import product_dtype, products
+from devices.shapes import AttentionShape
+
+SHORT = 4  # spans up to it are read as decodes, a row a token
+TILE = 64  # places; smaller ones cost more to combine, larger ones waste half a tile a row
+LANES = 32  # two vectors of float32 in AVX-512: enough sums at once to hide a multiply-add's latency
+SLAB = 64  # tiles at once without the compiler: their float32 copies stay in the processor's cache
+
+
+@dataclass(frozen=True)
+class CpuMetadata(AttentionMetadata):
+    """What the layers of one step share; a plan for each window in use."""
+
+    place: Tensor  # int64 [4, T]: tile, vector in it, lane, place in it of every token
+    decodes: slice | Tensor  # their tokens: those in front, or int64 [R], at least two (a lone one twice)
+    num_decodes: int
+    tiles: dict[int | None, Tiles]
+    prompts: dict[int | None, tuple[Prompt, ...]]
+    fresh: list[Tensor] = field(default_factory=list)  # key and value of the layer at work
+
+
+class CpuAttention(Attention):
+    """Attention on a CPU. `compile` says whether to use a C++ compiler, without which decodes are slow."""
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device | str = "cpu", *, compile: bool = False
+    ) -> None:
+        super().__init__(shape, device)
+        self.tile = max(1, math.gcd(shape.page_size, TILE))
+        lanes = math.gcd(self.tile, LANES)
+        value_lanes = next((n for n in (LANES, LANES // 2) if shape.head_dim % n == 0), shape.head_dim)
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
+        self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
+        self.compile = compile
+        self._wide = product_dtype(shape.dtype)
+        if compile:
+            self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)))
+            self._decode = Compiled(
+                self._decode_fused, ((0,), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1))
+            )
+            self._rows = Compiled(self._rows, ((0,), (0,)))
+            self._columns = Compiled(self._columns, ((0,), (0,), (0,)))
+            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,)))
+            self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)))
+
+    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> CpuMetadata:
+        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+        shape, tile = self.shape, self.tile
+        index = self.write_index(batch, page_table)
+        address, offset = np.divmod(index, tile)
+        place = np.stack((address, *np.divmod(offset, self.key_view[-1]), offset))
+        lens = batch.stops - batch.starts
+        first_rows = np.cumsum(lens) - lens
+        windows = set(shape.windows)
+
+        is_short = lens <= SHORT
+        counts, starts = lens[is_short], batch.starts[is_short]
+        tokens = ragged_ranges(first_rows[is_short], first_rows[is_short] + counts)
+        num_decodes, tiles = len(tokens), {}
+        in_front = not num_decodes or int(tokens[-1]) == num_decodes - 1
+        if num_decodes:
+            slots = np.repeat(batch.slots[is_short], counts)
+            ends = ragged_ranges(starts + 1, starts + counts + 1)
+            if num_decodes == 1:  # two of it, see Compiled
+                slots, ends = np.repeat(slots, 2), np.repeat(ends, 2)
+            tiles = {w: Tiles.of(slots, ends, page_table, shape.page_size, tile, w) for w in windows}
+        prompts = {
+            window: tuple(
+                Prompt.of(
+                    int(first_rows[span]),
+                    int(batch.starts[span]),
+                    int(batch.stops[span]),
+                    page_table[batch.slots[span]],
+                    shape.page_size,
+                    tile,
+                    window,
+                )
+                for span in np.flatnonzero(~is_short)
+            )
+            for window in windows
+        }
+        return CpuMetadata(
+            torch.from_numpy(index),
+            (),
+            torch.from_numpy(place),
+            slice(0, num_decodes) if in_front else torch.from_numpy(tokens),
+            num_decodes,
+            tiles,
+            prompts,
+        )
+
+    def write(
+        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata
+    ) -> None:
+        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D]."""
+        metadata.fresh[:] = key, value
+        num_tokens = metadata.place.shape[1]
+        self._store(key[:num_tokens], value[:num_tokens], layer_keys, layer_values, metadata.place)
+
+    def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
+        address, offset = index // self.tile, index % self.tile
+        lanes = self.key_view[-1]
+        keys = layer_keys.view(self.key_view)[address, :, offset // lanes, :, offset % lanes]
+        values = layer_values.view(self.value_view)[address, :, :, offset]
+        return keys, values.flatten(2)
+
+    def attend(
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata, layer: int
+    ) -> Tensor:
+        """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
+        window = self.shape.windows[layer]
+        decoded = None
+        if metadata.num_decodes:
+            chosen = query[metadata.decodes].float()
+            if metadata.num_decodes == 1:  # two of it, see Compiled
+                chosen = chosen.expand(2, -1, -1).contiguous()
+            tiles = metadata.tiles[window]
+            decoded = self._decode(
+                chosen,
+                layer_keys,
+                layer_values,
+                tiles.address,
+                tiles.row,
+                tiles.low,
+                tiles.high,
+                tiles.of_row,
+                tiles.is_tile,
+            )[: metadata.num_decodes]
+            if len(decoded) == len(query):
+                return decoded
+        output = torch.empty_like(query)
+        if decoded is not None:
+            output[metadata.decodes] = decoded
+        for prompt in metadata.prompts[window]:
+            keys, values = self._matrices(prompt, layer_keys, layer_values, metadata)
+            for chunk in prompt.chunks:
+                self._attend_chunk(query, keys, values, chunk, output)
+        return output
+
+    def _matrices(
+        self, prompt: Prompt, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """A span's keys [K, D, places] and values [K, places, D].
+
+        A mask hides scores, but not values, for 0 x NaN is NaN: filling must be finite, or its own.
+        """
+        if prompt.fresh is not None:  # nothing to gather from the cache
+            keys, values = self._columns(*metadata.fresh, prompt.fresh)
+            return keys.transpose(1, 2), values
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        keys = layer_keys.view(self.key_view)[prompt.tiles].permute(1, 3, 0, 2, 4)
+        values = layer_values.view(self.value_view)[prompt.tiles].permute(1, 0, 3, 2, 4)
+        values = values.reshape(heads, -1, dim)
+        values[:, prompt.known :] = 0
+        return keys.reshape(heads, dim, -1), values
+
+    def _attend_chunk(
+        self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, output: Tensor
+    ) -> None:
+        """Two products a kv head, with all query heads that share it as rows of one matrix."""
+        rows = self._rows(query, chunk.rows)
+        scores = products(rows.flatten(1, 2), keys[:, :, chunk.keys], self._wide)
+        weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last)
+        sums = products(weights.flatten(1, 2), values[:, chunk.keys], self._wide)
+        self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
+
+    def _rows(self, query: Tensor, tokens: Tensor) -> Tensor:
+        """Some of the queries [T, H, D] as [K, tokens, G, D]."""
+        grouped = query.unflatten(1, (self.shape.num_kv_heads, -1))
+        return grouped[tokens].transpose(0, 1).contiguous()
+
+    def _columns(self, key: Tensor, value: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Some of the keys and values [T, K, D], each as [K, tokens, D]."""
+        return key[tokens].transpose(0, 1).contiguous(), value[tokens].transpose(0, 1).contiguous()
+
+    def _weigh(self, scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and its sums.
+
+        The sums divide the result, which is smaller: two passes over the scores instead of four.
+        """
+        key = torch.arange(scores.shape[-1], dtype=torch.int32)
+        seen = (key >= first[:, None]) & (key <= last[:, None])
+        scores = torch.where(seen[:, None], scores.float() * self.shape.scale, -torch.inf)
+        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+        return weights.to(self.shape.dtype), weights.sum(-1)
+
+    def _scatter(self, output: Tensor, sums: Tensor, totals: Tensor, tokens: Tensor) -> None:
+        """Put the first of sums [K, rows, G, D], divided by totals [K, rows, G], at `tokens` of [T, H, D]."""
+        result = (sums.float() / totals[..., None])[:, : tokens.shape[0]]
+        output[tokens] = result.transpose(0, 1).flatten(1, 2).to(output.dtype)
+
+    def _store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
+        tile, vector, lane, offset = place.unbind()
+        keys.view(self.key_view)[tile, :, vector, :, lane] = key
+        value = value.unflatten(2, (-1, self.value_view[-1]))
+        values.view(self.value_view)[tile, :, :, offset] = value
+
+    def _decode(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        address: Tensor,
+        row: Tensor,
+        low: Tensor,
+        high: Tensor,
+        of_row: Tensor,
+        is_tile: Tensor,
+    ) -> Tensor:
+        """Queries [R, H, D] over their tiles, slab by slab: [R, H, D]."""
+        keys, values = keys.view(self.key_view), values.view(self.value_view)
+        query = query.unflatten(1, (self.shape.num_kv_heads, -1)) * self.shape.scale
+        place = torch.arange(self.tile, dtype=torch.int32)
+        parts = []
+        for slab in zip(address.split(SLAB), row.split(SLAB), low.split(SLAB), high.split(SLAB)):
+            at, whose, begin, end = slab
+            exists = place < end[:, None]
+            seen = exists & (place >= begin[:, None])
+            key = keys[at].float().transpose(2, 3).flatten(3)  # [J, K, D, W]
+            scores = torch.where(seen[:, None, None], query[whose] @ key, -torch.inf)
+            peak = scores.amax(-1)
+            weights = torch.exp(scores - peak[..., None])
+            value = values[at].float().transpose(2, 3).flatten(3)  # [J, K, W, D]
+            value = torch.where(exists[:, None, :, None], value, 0.0)
+            parts.append((peak, weights.sum(-1), weights @ value))
+        peak, weight, output = (torch.cat(each).flatten(1, 2) for each in zip(*parts))
+        return _combine(peak, weight, output, of_row, is_tile).to(self.shape.dtype)
+
+    def _decode_fused(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        address: Tensor,
+        row: Tensor,
+        low: Tensor,
+        high: Tensor,
+        of_row: Tensor,
+        is_tile: Tensor,
+    ) -> Tensor:
+        """The same, for the compiler: it reads the tiles where they are, and each vector of them once.
+
+        One sum for each query head of a group, side by side, become one loop that shares its loads.
+        """
+        heads, group = self.shape.num_kv_heads, self.shape.num_heads // self.shape.num_kv_heads
+        key = keys.view(self.key_view)[address].float()  # [J, K, W/S, D, S]
+        value = values.view(self.value_view)[address].float()  # [J, K, D/E, W, E]
+        asked = query.unflatten(1, (heads, group))[row]  # [J, K, G, D]
+        place = torch.arange(self.tile, dtype=torch.int32)
+        exists = place < high[:, None]
+        seen = (exists & (place >= low[:, None]))[:, None]
+        value = torch.where(exists[:, None, None, :, None], value, 0.0)
+        outputs = []
+        scores = [(asked[:, :, g, None, :, None] * key).sum(3).flatten(2) for g in range(group)]
+        scores = [torch.where(seen, each * self.shape.scale, -torch.inf) for each in scores]
+        peaks = [each.amax(-1) for each in scores]
+        weights = [torch.exp(each - peak[..., None]) for each, peak in zip(scores, peaks)]
+        parts = [(each[:, :, None, :, None] * value).sum(3).flatten(2) for each in weights]
+        for peak, each, part in zip(peaks, weights, parts):
+            outputs.append(_combine(peak, each.sum(-1), part, of_row, is_tile))
+        return torch.stack(outputs, 2).flatten(1, 2).to(self.shape.dtype)
+
+
+def _combine(peak: Tensor, weight: Tensor, output: Tensor, of_row: Tensor, is_tile: Tensor) -> Tensor:
+    """Join the softmaxes of each row's tiles (Milakov and Gimelshein, "Online normalizer calculation", 2018).
+
+    `peak` [J, heads] is the largest score of a tile, `weight` [J, heads] the sum of exp(score - peak), and
+    `output` [J, heads, D] the sum of values so weighed. Gives [R, heads, D].
+    """
+    peaks = torch.where(is_tile[:, :, None], peak[of_row], -torch.inf)
+    scale = torch.exp(peaks - peaks.amax(1, keepdim=True))
+    total = (scale * weight[of_row]).sum(1)
+    return (scale[..., None] * output[of_row]).sum(1) / total[..., None]

@@ -1,0 +1,241 @@
+"""How does a CUDA device read the paged cache fastest?
+
+One launch a layer for the whole mixed batch, of kernels of our own (triton_kernels.py), and a small one
+that joins what was shared out. What they read is planned on the host and sent in one copy a step.
+
+Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, N slots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.cuda.query_tiles import JOIN_FIELDS, TILE_FIELDS, Cut, QueryTiles
+from attention.cuda.triton_kernels import attend_tiles, join_parts, kernel_dtype, stored_dtype, write_places
+from attention.reference import Attention, AttentionMetadata, StaticDecodes
+from continuous_batching.batch import Batch, Index
+from devices.shapes import AttentionShape
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST_DIM, MOST_GROUP = 256, 128
+FEW_ROWS = 16  # of a tile: the fewest that a matrix unit takes
+PROGRAMS_PER_PROCESSOR = 4  # of positions shared out: enough loads in flight, few parts to join
+WRITTEN = 4096  # numbers that one program puts into the cache
+LEAST_SHARE = 128  # positions; joining costs more than smaller ones save
+CHUNK = 512  # positions that batch-invariant attention reads by themselves
+ALIGNED = 4  # int32: a kernel is compiled anew for an address that is no multiple of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What a dtype's kernels are compiled for: rows of a prompt's tile, bytes of keys read at once, warps."""
+
+    num_rows: int
+    step_bytes: int
+    num_warps: int
+
+
+HALF = Tiling(64, 16 * 2**10, 4)
+SINGLE = Tiling(32, 8 * 2**10, 8)  # no matrix unit multiplies it: larger tiles would not fit into registers
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What one window's launches read, and how many rows of parts lie between them."""
+
+    tiles: Tensor  # int32 [n, 8]
+    joins: Tensor  # int32 [m, 4]
+    num_parts: int
+
+
+@dataclass(frozen=True)
+class CudaMetadata(AttentionMetadata):
+    """What the layers of one step share; a launch for each window in use."""
+
+    page_table: Tensor  # int32 [S, pages], of the step's spans
+    num_rows: int  # of a tile
+    tables: Tensor  # int32: what the launches' tables are views of
+    launches: dict[int | None, Launch]
+
+
+class CudaAttention(Attention):
+    """Attention by Triton kernels.
+
+    `batch_invariant`: what a query gets depends on its request's tokens and its position alone, to the bit,
+    not on its neighbours, nor on how its prompt was cut. Tiles then have one size, positions are summed in
+    chunks of `CHUNK` and chunks joined in order, wherever they were computed.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device | str = "cpu", *, batch_invariant: bool = False
+    ) -> None:
+        super().__init__(shape, device)
+        self.batch_invariant = batch_invariant
+        self.group = max(1, shape.num_heads // shape.num_kv_heads)
+        self.padded_dim = max(16, _power_of_two(shape.head_dim))
+        self.tiling = SINGLE if shape.dtype == torch.float32 else HALF
+        self.step = min(64, max(16, self.tiling.step_bytes // (self.padded_dim * shape.dtype.itemsize)))
+        self.num_warps = max(self.tiling.num_warps, self.padded_dim // 32)
+        self.windows = list(dict.fromkeys(shape.windows))
+        self.num_processors = 4
+        if self.device.type == "cuda":
+            self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def check(self) -> None:
+        """Raise ValueError, with the limit, the value and the mend, for a shape that cannot be served."""
+        super().check()
+        shape = self.shape
+        mend = "set device.attention to reference"
+        if shape.head_dim > MOST_DIM:
+            raise ValueError(f"head_dim is {shape.head_dim}; fused attention takes up to {MOST_DIM}: {mend}")
+        if self.group > MOST_GROUP:
+            raise ValueError(
+                f"{self.group} query heads share a kv head; fused attention takes up to {MOST_GROUP}: {mend}"
+            )
+        if shape.dtype not in DTYPES:
+            raise ValueError(
+                f"model.dtype is {shape.dtype}; fused attention takes float32, bfloat16 or float16: {mend}"
+            )
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 0):
+            name = torch.cuda.get_device_name(self.device)
+            raise ValueError(
+                f"{name} is older than compute capability 8.0, which fused attention needs: {mend}"
+            )
+
+    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> CudaMetadata:
+        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+        starts, stops = batch.starts, batch.stops
+        num_rows = self._num_rows(int((stops - starts).max()))
+        planned = self._planned(starts, stops, num_rows)
+        width = -(-int(stops.max()) // self.shape.page_size)
+        arrays = [self.write_index(batch, page_table), page_table[batch.slots, :width], *_tables(planned)]
+        sizes = [-(-each.nbytes // 4 // ALIGNED) * ALIGNED for each in arrays]
+        sent = self._pinned(arrays, sizes).to(self.device, non_blocking=True)
+        pieces = [piece[: a.nbytes // 4] for piece, a in zip(sent.split(sizes), arrays)]
+        write_index, pages, *tables = pieces
+        launches = self._launches(tables, [each.num_parts for each in planned])
+        pages = pages.view(arrays[1].shape)
+        return CudaMetadata(write_index.view(torch.int64), (), pages, num_rows, sent, launches)
+
+    def check_graphs(self, num_graphs: int) -> None:
+        """Any number of steps can be captured."""
+
+    def plan_static(self, decodes: StaticDecodes) -> CudaMetadata:
+        """As `plan`, for a step that is captured: room for the tables, which `replay` fills."""
+        num_spans = len(decodes.kv_lens)
+        num_tiles = 2 * num_spans + self.num_tiles  # two more than whole shares, one at each end
+        sizes = [num_tiles * TILE_FIELDS, num_spans * JOIN_FIELDS] * len(self.windows)
+        tables = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
+        if self.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+            tables.zero_()  # all filling; a capture would do it again at each replay
+        launches = self._launches(tables.split(sizes), [num_tiles] * len(self.windows))
+        return CudaMetadata(decodes.write_index, (), decodes.page_table, self._num_rows(1), tables, launches)
+
+    def replay(self, graph: Any, metadata: CudaMetadata, kv_lens: list[int]) -> None:
+        """Plan for these lengths [R], and run a captured step."""
+        stops = np.array(kv_lens)
+        planned = self._planned(stops - 1, stops, metadata.num_rows)
+        sizes = [table.numel() for each in metadata.launches.values() for table in (each.tiles, each.joins)]
+        metadata.tables.copy_(self._pinned(_tables(planned), sizes), non_blocking=True)
+        graph.replay()
+
+    def write(
+        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CudaMetadata
+    ) -> None:
+        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D]."""
+        heads, dim = self.shape.num_kv_heads, self.shape.head_dim
+        places, width = metadata.write_index, _power_of_two(heads * dim)
+        num_tokens = max(1, WRITTEN // width)
+        write_places[(-(-len(places) // num_tokens),)](
+            key, value, layer_keys, layer_values, places, *_strides(key), *_strides(value), len(places),
+            NUM_KV=heads, HEAD_DIM=dim, TOKENS=num_tokens, WIDTH=width,
+        )  # fmt: skip
+
+    def attend(
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CudaMetadata, layer: int
+    ) -> Tensor:
+        """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
+        shape, window = self.shape, self.shape.windows[layer]
+        launch = metadata.launches[window]
+        parts = self._parts(launch.num_parts)
+        options: dict[str, Any] = {"enable_fp_fusion": not self.batch_invariant}
+        output = torch.empty(query.shape, dtype=stored_dtype(query.dtype), device=query.device)
+        attend_tiles[(len(launch.tiles) * shape.num_kv_heads,)](
+            query, layer_keys, layer_values, output, launch.tiles, metadata.page_table, *parts,
+            *_strides(query), metadata.page_table.stride(0), shape.scale * math.log2(math.e),
+            NUM_KV=shape.num_kv_heads, GROUP=self.group, HEAD_DIM=shape.head_dim, PADDED_DIM=self.padded_dim,
+            PAGE=shape.page_size, RUN=math.gcd(shape.page_size, self.step), ROWS=metadata.num_rows,
+            STEP=self.step, WINDOW=window or 0,
+            CHUNK=CHUNK if self.batch_invariant else 0, OPERAND=kernel_dtype(shape.dtype),
+            num_warps=self.num_warps, num_stages=3, **options,
+        )  # fmt: skip
+        if len(launch.joins):
+            join_parts[(len(launch.joins) * shape.num_heads,)](
+                output, launch.joins, *parts, NUM_HEADS=shape.num_heads, HEAD_DIM=shape.head_dim,
+                PADDED_DIM=self.padded_dim, **options,
+            )  # fmt: skip
+        return output.to(query.dtype)
+
+    @property
+    def num_tiles(self) -> int:
+        """About how many keep the device busy; each is a program for every kv head."""
+        return -(-PROGRAMS_PER_PROCESSOR * self.num_processors // self.shape.num_kv_heads)
+
+    def _planned(self, starts: Index, stops: Index, num_rows: int) -> list[QueryTiles]:
+        """For each window in use, the tables of packed spans."""
+        least = -(-LEAST_SHARE // self.step) * self.step
+        chunk = CHUNK if self.batch_invariant else 0
+        cut = Cut(num_rows // self.group, self.step, self.num_tiles, least, chunk)
+        return [QueryTiles.of(starts, stops, window, cut) for window in self.windows]
+
+    def _launches(self, tables: Sequence[Tensor], num_parts: list[int]) -> dict[int | None, Launch]:
+        """From tiles and joins of one window after the other."""
+        tiles = [each.view(-1, TILE_FIELDS) for each in tables[::2]]
+        joins = [each.view(-1, JOIN_FIELDS) for each in tables[1::2]]
+        return {window: Launch(*each) for window, *each in zip(self.windows, tiles, joins, num_parts)}
+
+    def _num_rows(self, longest: int) -> int:
+        """Rows of a tile: as few as hold the longest span, if they are few."""
+        group = _power_of_two(self.group)
+        few, many = max(FEW_ROWS, group), max(self.tiling.num_rows, group)
+        return few if longest <= few // self.group and not self.batch_invariant else many
+
+    def _parts(self, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        heads, dim = self.shape.num_heads, self.shape.head_dim
+        sizes = ((num_parts, heads, dim), (num_parts, heads), (num_parts, heads))
+        sums, peaks, totals = (torch.empty(size, dtype=torch.float32, device=self.device) for size in sizes)
+        return sums, peaks, totals
+
+    def _pinned(self, arrays: Sequence[NDArray[Any]], sizes: Sequence[int]) -> Tensor:
+        """Arrays of int32 or int64 one after the other, each in so many int32, where a device can fetch them.
+
+        Torch does not give the memory to others before a copy that was asked for has been made.
+        """
+        host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        for piece, array in zip(host.split(sizes), arrays):
+            piece.numpy()[: array.nbytes // 4] = array.reshape(-1).view(np.int32)
+        return host
+
+
+def _tables(planned: Sequence[QueryTiles]) -> list[NDArray[Any]]:
+    return [table for each in planned for table in (each.tiles, each.joins)]
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is no smaller."""
+    return triton.next_power_of_2(number)
+
+
+def _strides(tensor: Tensor) -> tuple[int, int]:
+    """Of rows and heads; what one head holds lies together."""
+    assert tensor.stride(2) == 1, "heads must be contiguous"
+    return tensor.stride(0), tensor.stride(1)

@@ -1,0 +1,63 @@
+"""What does attention of every Ascend product do in the same way?
+
+Legend: T tokens of the step, S spans, N slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.reference import Attention
+from continuous_batching.batch import Batch
+from devices.products import Product
+from devices.shapes import AttentionShape
+from kv_cache.transfer import to_device
+
+MASK_SIDE = 2048  # of the one mask that each operator takes, whatever the lengths
+FRACTAL_NZ = 29  # a format, which the matrix unit reads: tiles of 16 x 16, columns of tiles first
+
+
+class AscendAttention(Attention):
+    """Attention on an NPU, within the limits of a product."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device | str,
+        product: Product,
+        *,
+        takes_float32: bool = False,
+    ) -> None:
+        super().__init__(shape, device)
+        self.product, self.takes_float32 = product, takes_float32
+
+    def check(self) -> None:
+        super().check()
+        self.product.check(self.shape, takes_float32=self.takes_float32)
+
+    def check_longest(self, num_tokens: int) -> None:
+        self.product.check_longest(num_tokens)
+
+    def check_graphs(self, num_graphs: int) -> None:
+        self.product.check_graphs(num_graphs, len(self.shape.windows))
+
+    def cuts(self, batch: Batch) -> Iterator[tuple[slice, slice]]:
+        """The spans of each call, and their rows of the packed query."""
+        lens = batch.stops - batch.starts
+        ends = np.append(0, np.cumsum(lens)).tolist()
+        for first, last in self.product.cuts(lens):
+            yield slice(first, last), slice(ends[first], ends[last])
+
+    def page_table(self, batch: Batch, page_table: NDArray[np.int32]) -> Tensor:
+        """The rows of the spans, as far as the longest reaches. int32 [S, pages]"""
+        width = -(-int(batch.stops.max()) // self.shape.page_size)
+        return to_device(page_table[batch.slots, :width], self.device)
+
+    def places(self, batch: Batch, page_table: NDArray[np.int32]) -> Tensor:
+        """`write_index` on the device, int32 as the operators take it. [T]"""
+        return to_device(self.write_index(batch, page_table).astype(np.int32), self.device)

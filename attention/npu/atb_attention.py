@@ -1,0 +1,143 @@
+"""Which of ATB's operators write and read the paged cache of a 310P?
+
+It has no npu_fused_infer_attention_score, but CANN's PagedAttentionOperation: for decodes, and for spans of
+any length together with decodes. It reads the lengths of queries on the host and those of keys on the device
+(ascend-transformer-boost, PagedAttentionOpsRunner910A), so that a captured step is told nothing anew.
+
+Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a page,
+C = K * D / 16, N slots, R rows of a captured step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch_npu
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.npu.ascend_attention import FRACTAL_NZ, MASK_SIDE, AscendAttention
+from attention.reference import AttentionMetadata, StaticDecodes
+from continuous_batching.batch import Batch
+from devices.products import Product
+from devices.shapes import AttentionShape
+from kv_cache.transfer import to_device
+
+COLUMN = 16  # numbers of a token that lie together in a page
+HIDDEN = -10000.0  # what the mask adds to a score (vllm-ascend, _310p/attention/attention_mask.py)
+
+
+@dataclass(frozen=True, slots=True)
+class AtbPart:
+    """Spans that one call of ATB takes."""
+
+    rows: slice  # of the packed query
+    query_lens: Tensor | None  # int32 [S], the host's; None: one each
+    kv_lens: Tensor  # int32 [S], the device's
+    page_table: Tensor  # int32 [S, pages]
+
+
+@dataclass(frozen=True)
+class AtbMetadata(AttentionMetadata):
+    """What the layers of one step share."""
+
+    parts: tuple[AtbPart, ...] = ()
+
+
+class AtbAttention(AscendAttention):
+    """Attention on a 310P, whose pages lie as [P, C, B, 16] in a format of their own."""
+
+    sliced = False
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device | str,
+        product: Product,
+        *,
+        takes_float32: bool = False,
+    ) -> None:
+        super().__init__(shape, device, product, takes_float32=takes_float32)
+        mask = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.float16).triu(1) * HIDDEN
+        self.mask = mask.to(self.device)
+
+    def check(self) -> None:
+        super().check()
+        if not hasattr(torch_npu, "_npu_paged_attention_splitfuse_v2"):
+            raise ValueError(
+                f"torch_npu is {torch_npu.__version__}, without _npu_paged_attention_splitfuse_v2 for the"
+                f" {self.product.name}: install 2.13, or set device.attention to reference"
+            )
+
+    def new_pages(self, count: int) -> Tensor:
+        """So many pages at zero, for the keys or the values of a layer: [P, C, B, 16]."""
+        shape = self.shape
+        page = (shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)
+        torch.npu.config.allow_internal_format = True  # else the format is left out
+        pages = torch_npu.empty_with_format(
+            (count, *page), dtype=shape.dtype, device=self.device, acl_format=FRACTAL_NZ
+        )
+        return pages.zero_()
+
+    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> AtbMetadata:
+        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+        table, lens = self.page_table(batch, page_table), (batch.stops - batch.starts).astype(np.int32)
+        kv_lens = to_device(batch.stops.astype(np.int32), self.device)
+        parts = tuple(
+            AtbPart(
+                rows,
+                torch.from_numpy(lens[spans]) if (lens[spans] > 1).any() else None,
+                kv_lens[spans],
+                table[spans],
+            )
+            for spans, rows in self.cuts(batch)
+        )
+        return AtbMetadata(self.places(batch, page_table), (), parts)
+
+    def plan_static(self, decodes: StaticDecodes) -> AtbMetadata:
+        """One decode a row, to be captured."""
+        part = AtbPart(slice(0, len(decodes.kv_lens)), None, decodes.kv_lens, decodes.page_table)
+        return AtbMetadata(decodes.write_index, (), (part,))
+
+    def write(
+        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AtbMetadata
+    ) -> None:
+        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, C, B, 16]."""
+        torch_npu._npu_reshape_and_cache(
+            key.contiguous(), value.contiguous(), layer_keys, layer_values, metadata.write_index
+        )
+
+    def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
+        page, offset = index // self.shape.page_size, index % self.shape.page_size
+        heads = (self.shape.num_kv_heads, self.shape.head_dim)
+        keys, values = (
+            each[page, :, offset].flatten(1).unflatten(1, heads) for each in (layer_keys, layer_values)
+        )
+        return keys, values
+
+    def attend(
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AtbMetadata, layer: int
+    ) -> Tensor:
+        """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
+        output = torch.empty_like(query)
+        for part in metadata.parts:
+            call = {
+                "query": query[part.rows],
+                "key_cache": layer_keys,
+                "value_cache": layer_values,
+                "num_kv_heads": self.shape.num_kv_heads,
+                "num_heads": self.shape.num_heads,
+                "scale_value": self.shape.scale,
+                "block_table": part.page_table,
+                "context_lens": part.kv_lens,
+                "out": output[part.rows],
+            }
+            if part.query_lens is None:
+                torch_npu._npu_paged_attention(**call)
+            else:
+                call |= {"seq_len": part.query_lens, "mask": self.mask}
+                torch_npu._npu_paged_attention_splitfuse_v2(**call)
+        return output

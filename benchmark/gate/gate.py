@@ -1,0 +1,55 @@
+"""May this result be believed?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmark.gate import batches, claims, names, records, served, summary
+from benchmark.gate.law import Fields, Law, Outcome, Ruling, rule
+from benchmark.gate.names import under_ours
+
+LAWS: tuple[Law, ...] = (
+    *summary.LAWS,
+    *records.LAWS,
+    *served.LAWS,
+    *batches.LAWS,
+    *names.LAWS,
+    *claims.LAWS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all laws said of one result."""
+
+    rulings: list[Ruling]
+
+    @property
+    def passed(self) -> bool:
+        return not self.of("refused")
+
+    def of(self, outcome: Outcome) -> list[Ruling]:
+        """The rulings of one outcome."""
+        return [ruling for ruling in self.rulings if ruling.outcome == outcome]
+
+    def describe(self) -> dict[str, Any]:
+        """As a result carries it: laws that pass by name, the others with their reasons."""
+        return {
+            "outcome": "pass" if self.passed else "refused",
+            "refused": {each.law.name: each.why for each in self.of("refused")},
+            "passed": [each.law.name for each in self.of("pass")],
+            "not_checkable": {each.law.name: each.why for each in self.of("not checkable")},
+        }
+
+
+def audit(fields: Fields, laws: Iterable[Law] = LAWS) -> Verdict:
+    """Hold a result to the laws, by whichever names; raises ValueError for one with figures that cannot be
+    read, or without any that a law could check."""
+    fields = under_ours(fields)
+    met = [law for law in laws if not law.about or fields.get(law.about) is not None]
+    verdict = Verdict([rule(law, fields) for law in met])
+    if len(verdict.of("not checkable")) == len(verdict.rulings):
+        raise ValueError("no law can be checked: the result has no figure that is known by its name")
+    return verdict

@@ -1,0 +1,225 @@
+"""What do the requests' own records say of the figures?
+
+A record has `id`, `arrival_s`, `first_token_s`, `finish_s`, `prompt_tokens`, `max_tokens`, `output_tokens`,
+`finish_reason` and perhaps `token_times_s`, or where a client saw them in pieces `piece_times_s` and, if it
+knows how many are in each, `piece_tokens`. Answers that ended by "stop" or "length" are completed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmark.gate.law import Fields, Figures, Law, NotCheckable, differs, exceeds, finite, first
+from benchmark.gate.summary import LITTLE_SLACK, SLACK
+
+DONE = ("stop", "length")
+NEEDED = ("arrival_s", "first_token_s", "finish_s", "output_tokens")  # of each that is completed
+SHOWN = 3  # of the requests that break a law, by name
+PARTS = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "min": 0, "max": 100}
+RECOUNT_SLACK_MS = 0.02  # of times told in microseconds
+SAME_S = 5e-6  # of one time that is told twice, in microseconds
+
+
+def value(record: Fields, name: str) -> float:
+    """A number of a record; raises NotCheckable if it is absent, ValueError if it is none."""
+    found = record.get(name)
+    if found is None:
+        raise NotCheckable(f"{name} of request {record.get('id')} is absent")
+    return finite(f"{name} of request {record.get('id')}", found)
+
+
+def done(figures: Figures) -> list[Fields]:
+    """The records of completed requests; raises NotCheckable if there are none."""
+    found = [each for each in figures.records() if each.get("finish_reason") in DONE]
+    if not found:
+        raise NotCheckable("no record is of a completed request")
+    figures.used["completed records"] = len(found)
+    return found
+
+
+def column(records: list[Fields], name: str) -> NDArray[np.float64]:
+    """One number of each record."""
+    return np.array([value(record, name) for record in records])
+
+
+def times_of(record: Fields) -> list[float] | None:
+    """When its tokens came, or its pieces; None if that was not kept."""
+    kept = record.get("token_times_s", record.get("piece_times_s"))
+    if kept is None:
+        return None
+    name = f"a time of request {record.get('id')}"
+    if not isinstance(kept, list):
+        raise ValueError(f"{name}: {kept!r} is told where a list of them must be")
+    return [finite(name, each) for each in kept]
+
+
+def ends_of(records: list[Fields]) -> list[float]:
+    """When they ended, answered or not, of those that tell it."""
+    names = [(each, "finish_s" if each.get("finish_reason") in DONE else "end_s") for each in records]
+    return [value(each, name) for each, name in names if each.get(name) is not None]
+
+
+def _named(wrongs: list[str]) -> str | None:
+    shown = "; ".join(wrongs[:SHOWN])
+    return f"{shown}; and {len(wrongs) - SHOWN} more" if len(wrongs) > SHOWN else shown or None
+
+
+def whole(figures: Figures) -> str | None:
+    """Who leaves out a time keeps it from being recounted."""
+    completed = done(figures)
+    wrongs = [
+        f"{name} of request {record.get('id')} is absent"
+        for record in completed
+        for name in NEEDED
+        if record.get(name) is None
+    ]
+    without = [record for record in completed if times_of(record) is None]
+    if 0 < len(without) < len(completed):
+        wrongs += [f"the times of request {record.get('id')}'s tokens are absent" for record in without]
+    return _named(wrongs)
+
+
+def clock(figures: Figures) -> str | None:
+    """Arrival, first token and end follow one another, and so do tokens, from the first to the end."""
+    wrongs, measured_from_s = [], figures.given("measured_from_s")
+    for record in done(figures):
+        times_s = [value(record, name) for name in ("arrival_s", "first_token_s", "finish_s")]
+        tokens_s = times_of(record) or []
+        if times_s != sorted(times_s) or tokens_s != sorted(tokens_s):
+            wrongs.append(f"request {record.get('id')} goes back in time: {times_s}")
+        elif tokens_s and max(abs(tokens_s[0] - times_s[1]), abs(tokens_s[-1] - times_s[2])) > SAME_S:
+            ends_s = f"{tokens_s[0]:g} and {tokens_s[-1]:g} s"
+            wrongs.append(f"request {record.get('id')} has tokens between {ends_s}, and tells {times_s[1:]}")
+        if measured_from_s is not None and times_s[0] < measured_from_s:
+            wrongs.append(
+                f"request {record.get('id')} came at {times_s[0]:g} s, in the warm-up, and is counted"
+            )
+    return _named(wrongs)
+
+
+def tokens(figures: Figures) -> str | None:
+    """Each answer has as many tokens as were asked for, or stopped before; all of them add up."""
+    completed = done(figures)
+    wrongs = []
+    for record in completed:
+        given, most = value(record, "output_tokens"), value(record, "max_tokens")
+        exact = record["finish_reason"] == "length"
+        times = record.get("token_times_s")
+        if not 1 <= given <= most or (exact and given != most) or value(record, "prompt_tokens") < 1:
+            asked = f"{most:g} asked for, ended by {record['finish_reason']}"
+            wrongs.append(f"request {record.get('id')} has {given:g} tokens, {asked}")
+        elif times is not None and len(times) != given:
+            wrongs.append(f"request {record.get('id')} has {given:g} tokens at {len(times)} times")
+        elif (pieces := record.get("piece_tokens")) is not None and (
+            sum(pieces) != given or len(pieces) != len(record.get("piece_times_s") or [])
+        ):
+            wrongs.append(f"request {record.get('id')} has {given:g} tokens, and {sum(pieces):g} in pieces")
+    for name in ("prompt_tokens", "output_tokens"):
+        told, count = figures.given(name), float(column(completed, name).sum())
+        if told is not None and (wrong := differs(name, told, "their sum over the records", count, 0)):
+            wrongs.append(wrong)
+    return _named(wrongs)
+
+
+def every_request(figures: Figures) -> str | None:
+    """One record for each request, none twice."""
+    records = figures.records()
+    ids = [str(record.get("id")) for record in records]
+    wrong = None if len(set(ids)) == len(ids) else f"{len(ids) - len(set(ids))} ids stand more than once"
+    told, completed = figures.given("completed"), sum(each.get("finish_reason") in DONE for each in records)
+    return first(
+        [
+            wrong,
+            differs("requests", figures.number("requests"), "the number of records", len(ids), 0),
+            None if told is None else differs("completed", told, "their number in the records", completed, 0),
+        ]
+    )
+
+
+def latencies_of(completed: list[Fields]) -> dict[str, NDArray[np.float64]]:
+    """In seconds, by name; gaps only where the times of all tokens, or pieces, are known."""
+    arrival_s, begin_s, end_s = (column(completed, name) for name in NEEDED[:3])
+    num_gaps = column(completed, "output_tokens") - 1
+    longer = num_gaps > 0
+    of_one = (end_s - begin_s)[longer] / num_gaps[longer]
+    found = {"ttft_ms": begin_s - arrival_s, "e2e_ms": end_s - arrival_s, "tpot_ms": of_one}
+    times = [times_of(record) for record in completed]
+    if all(each is not None for each in times):
+        found["itl_ms"] = np.concatenate([np.diff(each) for each in times if each] or [np.empty(0)])
+    return found
+
+
+def recount(figures: Figures) -> str | None:
+    """Duration and latencies, computed anew."""
+    latencies, wrongs = latencies_of(done(figures)), []
+    if "itl_ms" in latencies and (told := figures.given("itl_gaps")) is not None:
+        wrongs.append(differs("itl_gaps", told, "the records'", len(latencies["itl_ms"]), 0))
+    if (told := figures.given("duration_s")) is not None:
+        records = figures.records()
+        ends_s, came_s = ends_of(records), column(records, "arrival_s")
+        taken_s, what = max(ends_s) - float(came_s.min()), "from first arrival to last end"
+        slack = SLACK / 2 * taken_s + 0.0001
+        if len(ends_s) == len(records):
+            wrongs.append(differs("duration_s", told, what, taken_s, slack))
+        else:  # the run may have gone on for those whose end is not told
+            wrongs.append(exceeds(what, taken_s, "duration_s", told, slack))
+    for name, found_s in latencies.items():
+        for part in ("mean", *PARTS) if len(found_s) else ():
+            told = figures.given(f"{name}.{part}")
+            found = 1e3 * float(found_s.mean() if part == "mean" else np.percentile(found_s, PARTS[part]))
+            if told is not None:
+                slack = SLACK * found + RECOUNT_SLACK_MS
+                wrongs.append(differs(f"{name}.{part}", told, "the records'", found, slack))
+    return first(wrongs)
+
+
+def at_once(figures: Figures) -> str | None:
+    """Requests between their first and last token never outnumber the slots."""
+    most, completed = figures.number("slots"), done(figures)
+    most += figures.number("preemptions")  # each takes one out of its slot between its tokens
+    begin_s, end_s = column(completed, "first_token_s"), column(completed, "finish_s")
+    kept = end_s > begin_s
+    times = np.concatenate([end_s[kept], begin_s[kept]])
+    change = np.concatenate([np.full(kept.sum(), -1), np.full(kept.sum(), 1)])
+    together = int(np.cumsum(change[np.lexsort((change, times))]).max(initial=0))  # ends come first
+    return exceeds("the most requests at once", together, "slots + preemptions", most, 0)
+
+
+def in_system(figures: Figures) -> str | None:
+    """N by Little from the records' own times."""
+    completed = done(figures)
+    if len(completed) != len(figures.records()):
+        raise NotCheckable("some requests have no end, and were in the system too")
+    waited_s = column(completed, "finish_s") - column(completed, "arrival_s")
+    expected = float(waited_s.sum()) / figures.number("duration_s")
+    steps, held = figures.given("steps"), figures.number("mean_in_system")
+    slack = LITTLE_SLACK * max(held, expected) + (len(completed) / steps if steps else 0.0)
+    return differs("mean_in_system", held, "the sum of W / duration", expected, slack)
+
+
+def offered(figures: Figures) -> str | None:
+    """The rate told is that of the arrivals; a client sends late, or holds back what is too much at once."""
+    told, came_s = figures.number("offered_per_s"), column(figures.records(), "arrival_s")
+    if len(came_s) != figures.number("requests") or len(came_s) < 2:
+        raise NotCheckable("the arrivals of all requests are not told")
+    if figures.given("retried"):
+        raise NotCheckable("what was refused came again, and tells its last arrival")
+    if told <= 0:
+        return f"offered_per_s is {told:g}, and {len(came_s)} requests came"
+    late_ms = sum(figures.given(f"client.{name}.max") or 0.0 for name in ("late_ms", "held_ms"))
+    spread_s, gaps = float(came_s.max() - came_s.min()), len(came_s) - 1
+    slack_s = SLACK / 2 * spread_s + late_ms / 1e3 + 0.001
+    return differs("(requests - 1) / offered_per_s", gaps / told, "the arrivals' spread", spread_s, slack_s)
+
+
+LAWS = (
+    Law("whole records", "completed ones have their times; of their tokens all, or none", whole),
+    Law("clock", "arrival <= first token <= end, as tokens say, and none came in the warm-up", clock),
+    Law("every request", "one record for each request, and none twice", every_request),
+    Law("tokens by request", "each answer has the tokens that were asked for; they add up", tokens),
+    Law("recount", "latencies and duration are those of the records, within 2 %", recount),
+    Law("at once", "never more requests between first and last token than slots, but preempted", at_once),
+    Law("offered, records", "the rate of arrivals is that of the records", offered),
+    Law("Little, records", "N = the sum of W over the duration, within 5 % and a step", in_system),
+)

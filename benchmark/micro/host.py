@@ -1,0 +1,130 @@
+"""What does a step cost the host?
+
+Drives the real scheduler, slot table and batch inputs with a runner that answers at once. Pure decode:
+every slot holds a context of 1,000 to 1,300 tokens and gets one token a step. With a chunk: one slot works on
+prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th admits and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmark.micro import queues
+from benchmark.options import add_json, at_least, numbers, show
+from continuous_batching.batch import Sampled
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from recipes.build import versions
+
+VOCAB_SIZE = 32_000
+CONTEXT_TOKENS = (1000, 1300)
+CHUNKS_PER_PROMPT = 16
+
+
+def full_scheduler(num_slots: int, page_size: int, num_steps: int, chunk_tokens: int) -> Scheduler:
+    """A scheduler whose slots all decode, but one if there are chunks to compute."""
+    random = np.random.default_rng(0)
+    num_busy = num_slots - bool(chunk_tokens)
+    context_tokens = CONTEXT_TOKENS[1] + num_steps + 8
+    prompt_tokens = chunk_tokens * CHUNKS_PER_PROMPT + 1
+    num_pages = num_busy * -(-context_tokens // page_size) + 2 * -(-prompt_tokens // page_size)
+    scheduler = Scheduler(
+        SlotPool(num_slots, max(context_tokens, prompt_tokens), page_size),
+        PagePool(1 + num_pages),
+        StallFree(),
+        max_batch_tokens=num_slots * CONTEXT_TOKENS[1],  # so that one step computes all contexts
+        vocab_size=VOCAB_SIZE,
+    )
+    params = SamplingParams(max_tokens=num_steps + 8, temperature=0.0)
+    for number in range(num_busy):
+        prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*CONTEXT_TOKENS)))
+        scheduler.add(Request(str(number), prompt, params))
+    step_us(scheduler)
+    assert len(scheduler.slots.busy) == num_busy, "not every slot decodes"
+    scheduler.max_batch_tokens = num_slots + chunk_tokens
+    return scheduler
+
+
+def step_us(scheduler: Scheduler) -> float:
+    """Microseconds of one step's schedule, batch inputs and commit."""
+    start = time.perf_counter()
+    batch = scheduler.schedule(0.0)
+    scheduler.slots.inputs(batch)
+    scheduled = time.perf_counter()
+    sampled = Sampled(np.full(len(batch.sampled), 7, dtype=np.int64))  # the device's work
+    computed = time.perf_counter()
+    scheduler.commit(batch, sampled, 0.0)
+    return 1e6 * (time.perf_counter() - computed + scheduled - start)
+
+
+def measure(num_slots: int, page_size: int, chunk_tokens: int, num_steps: int) -> dict[str, float]:
+    """Percentiles over the steps, of decode alone (`chunk_tokens` 0) or with a chunk of a new prompt."""
+    random = np.random.default_rng(1)
+    scheduler = full_scheduler(num_slots, page_size, num_steps, chunk_tokens)
+    gc.collect()
+    times_us = []
+    for number in range(num_steps):
+        if chunk_tokens and len(scheduler.slots.busy) < num_slots:
+            prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT)
+            scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
+        times_us.append(step_us(scheduler))
+    p50, p99 = np.percentile(times_us, [50, 99])
+    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+
+
+def run(
+    slots: list[int], page_sizes: list[int], chunk_tokens: int, num_steps: int
+) -> list[dict[str, object]]:
+    """One row for each number of slots and page size."""
+    return [
+        {
+            "slots": num_slots,
+            "page_size": page_size,
+            "decode": measure(num_slots, page_size, 0, num_steps),
+            f"decode_and_{chunk_tokens}_token_chunk": measure(num_slots, page_size, chunk_tokens, num_steps),
+        }
+        for num_slots in slots
+        for page_size in page_sizes
+    ]
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """A row for each number of slots and size of page."""
+    rows = result["host"]
+    columns = [name for name in rows[0] if name not in ("slots", "page_size")]
+    print("µs a step, p50 / p99".ljust(24) + "".join(name.replace("_", " ").rjust(36) for name in columns))
+    for row in rows:
+        texts = [f"{row[name]['p50_us']} / {row[name]['p99_us']}" for name in columns]
+        print(
+            f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24)
+            + "".join(text.rjust(36) for text in texts)
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `host`."""
+    add = parser.add_argument
+    add("--slots", type=numbers, default=[64, 256, 1024, 4096], metavar="N,N,...")
+    add("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
+    add("--chunk", type=int, default=512, metavar="TOKENS", help="the new prompt in each step")
+    add("--steps", type=at_least(1), default=300, metavar="N")
+    add("--waiting", type=int, metavar="N", help="instead: under each policy and order, while so many wait")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    if options.waiting is None:
+        rows = run(options.slots, options.page_sizes, options.chunk, options.steps)
+        show({"machine": versions.describe(), "host": rows}, options, print_table)
+        return
+    waited = {each: list(queues.run(each, options.waiting, options.steps)) for each in options.slots}
+    result = {"machine": versions.describe(), "waiting": options.waiting, "slots": waited}
+    show(result, options, lambda each: queues.print_table(each["slots"], options.waiting))

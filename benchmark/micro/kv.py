@@ -1,0 +1,194 @@
+"""What do pages cost: to find, to name, to take, to copy, and to leave half empty?"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from benchmark.options import add_json, at_least, numbers, show
+from continuous_batching.batch import Sampled
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.page_keys import page_keys
+from kv_cache.pages import PageCopy, PagePool
+from kv_cache.prefix_cache import PrefixCache
+from kv_cache.storage import KVCache
+from recipes.build import versions
+
+PROMPT_TOKENS = 32_768
+TAKEN_PAGES = 1024
+VOCAB_SIZE = 32_000
+# Copies are of a cache with the pages of LLaMA 3 8B, and fewer layers
+LAYERS, KV_HEADS, HEAD_DIM, DTYPE = 4, 8, 128, torch.bfloat16
+COPIED_BYTES = 128 * 2**20  # by each timed copy
+VICTIM_TOKENS = 2048
+# The trace for unused places
+MEDIAN_PROMPT, MEDIAN_ANSWER, SIGMA, LONGEST = 150, 200, 0.8, 4096
+
+
+def median_us(act: Callable[[], object], repeats: int) -> float:
+    """The median of so many calls, after one that is not counted."""
+    act()
+    return round(1e6 * float(np.median([seconds(act) for _ in range(repeats)])), 2)
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """How long one call took."""
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def prefix(page_size: int, repeats: int) -> dict[str, float]:
+    """Find, name, publish and evict the pages of one long prompt, which lie scattered in the pool."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, VOCAB_SIZE, PROMPT_TOKENS).astype(np.int32)
+    count = PROMPT_TOKENS // page_size
+    pool = PagePool(1 + 2 * count)
+    cache = PrefixCache(pool, page_size)
+    pages = random.permutation(pool.take(2 * count))[:count]
+    keys = page_keys(tokens, page_size, "")
+
+    def publish() -> None:
+        cache.publish(keys, tokens, pages, 0, "")
+
+    published_s, evicted_s, looked_up_s = [], [], []
+    for _ in range(repeats):
+        published_s.append(seconds(publish))
+        again = page_keys(tokens, page_size, "")  # a second request's keys are objects of their own
+        looked_up_s.append(seconds(lambda again=again: cache.find(again, tokens, "")))  # type: ignore[misc]
+        assert len(cache.find(again, tokens, "")) == count, "not all pages were found"
+        cache.release(pages)
+        evicted_s.append(seconds(lambda: cache.evict(count)))
+        taken = pool.take(count)  # the same pages, held again
+        assert np.array_equal(np.sort(taken), np.sort(pages)), "other pages were evicted"
+    hash_us = median_us(lambda: page_keys(tokens, page_size, ""), repeats)
+    return {
+        "page_size": page_size,
+        "lookup_us": round(1e6 * float(np.median(looked_up_s)), 1),
+        "hash_us": hash_us,
+        "publish_us_per_page": round(1e6 * float(np.median(published_s)) / count, 3),
+        "evict_us_per_page": round(1e6 * float(np.median(evicted_s)) / count, 3),
+    }
+
+
+def take_and_release_us(repeats: int) -> float:
+    """Microseconds to take and release `TAKEN_PAGES` pages."""
+    pool = PagePool(8 * TAKEN_PAGES)
+    return median_us(lambda: pool.release(pool.take(TAKEN_PAGES)), repeats)
+
+
+def copies(page_size: int, repeats: int) -> dict[str, float | str]:
+    """GB/s, bytes read and bytes written, of a plain copy and of page copies, measured in turn.
+
+    Compaction is of a pool of which every other page, at random, is held: the shortest runs there are.
+    Swaps are of victims with scattered pages, one copy each.
+    """
+    page_bytes = KVCache.page_bytes(LAYERS, page_size, KV_HEADS, HEAD_DIM, DTYPE)
+    count = COPIED_BYTES // page_bytes
+    random = np.random.default_rng(0)
+    pool, host = PagePool(1 + 4 * count), PagePool(1 + count)
+    cache = KVCache(
+        LAYERS, pool.num_pages, page_size, KV_HEADS, HEAD_DIM, DTYPE, num_host_pages=host.num_pages
+    )
+    pages = random.permutation(pool.take(4 * count))
+    pool.release(pages[2 * count :])
+    moves = PageCopy(*pool.scattered(pool.num_pages))
+    victim = max(1, VICTIM_TOKENS // page_size)
+    rows = [pages[at : min(at + victim, count)] for at in range(0, count, victim)]
+    out = [PageCopy(row, host.take(len(row)), "to_host") for row in rows]
+    back = [PageCopy(each.targets, each.sources, "from_host") for each in out]
+    source, target = torch.ones(COPIED_BYTES, dtype=torch.uint8), torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+
+    acts: dict[str, tuple[int, Callable[[], object]]] = {
+        "compact": (len(moves.sources) * page_bytes, lambda: cache.apply([moves])),
+        "swap_out": (count * page_bytes, lambda: cache.apply(out)),
+        "swap_in": (count * page_bytes, lambda: cache.apply(back)),
+    }
+    plain_s: list[float] = []
+    times_s: dict[str, list[float]] = {name: [] for name in acts}
+    for number in range(1 + repeats):
+        for name, (_, act) in acts.items():
+            plain, paged = seconds(lambda: target.copy_(source)), seconds(act)
+            if number:
+                plain_s.append(plain)
+                times_s[name].append(paged)
+    rate = 2e-9 * COPIED_BYTES / float(np.median(plain_s))
+    result: dict[str, float | str] = {"page_size": page_size, "plain_gb_per_s": round(rate, 1)}
+    for name, (num_bytes, _) in acts.items():
+        paged_rate = 2e-9 * num_bytes / float(np.median(times_s[name]))
+        result[f"{name}_gb_per_s"] = round(paged_rate, 1)
+        result[f"{name}_share"] = round(paged_rate / rate, 3)
+    return result
+
+
+def unused(page_size: int, num_requests: int) -> dict[str, float]:
+    """The share of token places in the pages that rows hold which hold no token, over all steps of a trace.
+
+    Prompts and answers have log-normal lengths. Cached pages that no row holds are full, and not counted.
+    """
+    random = np.random.default_rng(0)
+    lens = np.exp(random.normal(np.log([MEDIAN_PROMPT, MEDIAN_ANSWER]), SIGMA, (num_requests, 2)))
+    lens = np.clip(lens.astype(int), 1, LONGEST)
+    num_slots, most = 64, 2 * LONGEST
+    slots = SlotPool(num_slots, most, page_size)
+    pool = PagePool(1 + num_slots * -(-most // page_size))
+    scheduler = Scheduler(slots, pool, StallFree(), max_batch_tokens=512, vocab_size=VOCAB_SIZE)
+    for number, (prompt, answer) in enumerate(lens.tolist()):
+        params = SamplingParams(max_tokens=answer, temperature=0.0)
+        scheduler.add(Request(str(number), random.integers(0, VOCAB_SIZE, prompt), params))
+    held = used = 0
+    while scheduler.has_work:
+        batch = scheduler.schedule(0.0)
+        scheduler.commit(batch, Sampled(np.full(len(batch.sampled), 7, dtype=np.int64)), 0.0)
+        busy = slots.busy
+        held += page_size * int(slots.num_pages[busy].sum())
+        used += int(slots.num_computed[busy].sum())
+    return {
+        "page_size": page_size,
+        "mean_prompt_tokens": round(float(lens[:, 0].mean()), 1),
+        "mean_answer_tokens": round(float(lens[:, 1].mean()), 1),
+        "unused_share": round(1 - used / held, 4),
+    }
+
+
+def run(page_sizes: list[int], repeats: int, num_requests: int) -> dict[str, object]:
+    """All figures; times are medians."""
+    return {
+        "threads": torch.get_num_threads(),
+        "prefix": [prefix(page_size, repeats) for page_size in page_sizes],
+        f"take_and_release_{TAKEN_PAGES}_pages_us": take_and_release_us(10 * repeats),
+        "copies": [copies(page_size, repeats) for page_size in page_sizes],
+        "unused_places": [unused(page_size, num_requests) for page_size in page_sizes],
+    }
+
+
+def print_table(result: dict[str, object]) -> None:
+    """Figures, one row a page size."""
+    for name, value in result.items():
+        if isinstance(value, list):
+            for row in value:
+                figures = ", ".join(f"{key.replace('_', ' ')} {each}" for key, each in row.items())
+                print(f"{name.replace('_', ' '):14} {figures}")
+        else:
+            print(f"{name.replace('_', ' ')}: {value}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `kv`."""
+    add = parser.add_argument
+    add("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
+    add("--repeats", type=at_least(1), default=25, metavar="N")
+    add("--requests", type=int, default=1000, metavar="N", help="in the trace of lengths")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    pages = run(options.page_sizes, options.repeats, options.requests)
+    show({"machine": versions.describe(), **pages}, options, print_table)

@@ -1,0 +1,100 @@
+"""What must a result say of its run, so that it can be audited?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmark.micro.device import Load, read_bytes
+from benchmark.offline.timeline import StepRecord, Timeline
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request
+from models.config import DecoderConfig
+from simulation.device_profile import named
+from simulation.tally import rounded
+
+DONE = ("stop", "length")
+Result = dict[str, object]
+
+
+def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, duration_s: float) -> Result:
+    """What the laws need beside the figures.
+
+    The figures know one answer of each request. Where some failed or were searched for, there are no records;
+    where the engine did not end just these requests, each in a step (there are more samples, or stop strings,
+    which end a request between steps), there are no means over time either.
+    """
+    steps = timeline.steps
+    done = [r for r in requests if r.finish_reason in DONE]
+    lens = [len(r.answer) for r in done]
+    arrivals_s = [r.arrival_s for r in requests]
+    spread_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
+    plain = len(done) == len(requests) and not any(r.hypotheses for r in requests)
+    in_steps = sum(step.num_ended for step in steps) == len(requests)
+    return {
+        "offered_per_s": rounded((len(requests) - 1) / spread_s, 4) if spread_s > 0 else None,
+        "slots": engine.slots.num_slots,
+        "max_tokens_per_step": 1,
+        "least_output_tokens": min(lens, default=None),
+        "most_output_tokens": max(lens, default=None),
+        **(means_over_time(steps, arrivals_s, duration_s) if plain and in_steps else {}),
+        **({"records": records(requests, timeline.token_times_s)} if plain else {}),
+    }
+
+
+def hardware(config: DecoderConfig, machine: Mapping[str, object], *, on_host: bool) -> Result:
+    """What a step reads, and from which memory; the profile is None for a device that has none."""
+    whole = sum(window is None for window in config.windows)  # others forget what leaves their window
+    return {
+        "device_profile": named(str(machine["cpu" if on_host else "device"])),
+        "num_devices": 1,
+        "weight_bytes_per_step": read_bytes(config, Load(0, 0, 0, 0)),
+        "kv_bytes_per_token": 2 * whole * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
+    }
+
+
+def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], duration_s: float) -> Result:
+    """How many requests ran, and were in the system at all, on average over the run.
+
+    Counted at the end of each step for all the time since the one before, unless nobody was left then; and
+    of who came during a step, which keeps newcomers out, from the arrival on.
+    """
+    running, present = 0.0, -sum(arrivals_s)
+    before_s, left = 0.0, 0
+    for step in steps:
+        since_s = before_s if left else step.start_s
+        taken_s = step.end_s - since_s
+        running += step.num_running * taken_s
+        present += (step.num_running + step.num_waiting) * taken_s
+        present += (step.num_running + step.num_waiting - left) * since_s  # newcomers, less their arrivals
+        before_s, left = step.end_s, step.num_running + step.num_waiting - step.num_ended
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    return {"mean_running": round(running * per_s, 4), "mean_in_system": round(present * per_s, 4)}
+
+
+def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
+    """What became of each request; times count from the first arrival. The tokens' own are told where each
+    token of every answer came in a step."""
+    origin_s = min((r.arrival_s for r in requests), default=0.0)
+    in_steps = all(len(token_times_s.get(r.id, ())) == len(r.answer) for r in requests)
+
+    def since(time_s: float | None) -> float | None:
+        return None if time_s is None else round(time_s - origin_s, 6)
+
+    def of_tokens(request: Request) -> Result:
+        times_s = token_times_s.get(request.id, ())
+        return {"token_times_s": [since(each) for each in times_s]} if in_steps else {}
+
+    return [
+        {
+            "id": r.id,
+            "arrival_s": since(r.arrival_s),
+            "first_token_s": since(r.first_token_s),
+            "finish_s": since(r.finish_s),
+            "prompt_tokens": r.num_prompt_tokens,
+            "max_tokens": r.params.max_tokens,
+            "output_tokens": len(r.answer),
+            "finish_reason": r.finish_reason,
+            **of_tokens(r),
+        }
+        for r in requests
+    ]

@@ -1,0 +1,91 @@
+"""How long does one batch of requests take, again and again? In the terms of `vllm bench latency`.
+
+The engine is in this process. --batch-size requests of one size come at once; the latency is the time until
+the last has ended, in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from benchmark.gate.verdict import with_verdict
+from benchmark.offline import offline
+from benchmark.offline.accounts import hardware
+from benchmark.offline.throughput import jobs
+from benchmark.offline.timeline import summarise
+from benchmark.options import add_json, add_recipe, at_least, show
+from recipes.build import versions
+from recipes.build.engine import build
+from recipes.build.machine import start
+from recipes.schema.reader import read
+from serving.offline import Job
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `latency`."""
+    add_recipe(parser, profile=True)
+    add = parser.add_argument
+    add("--batch-size", type=at_least(1), default=8, metavar="N")
+    add("--input-len", type=at_least(1), default=32, metavar="TOKENS")
+    add("--output-len", type=at_least(1), default=128, metavar="TOKENS")
+    add("--num-iters", type=at_least(1), default=30, metavar="N", help="batches that are counted")
+    add("--num-iters-warmup", type=at_least(0), default=10, metavar="N", help="batches before, not counted")
+    add("--seed", type=int, default=0)
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    engine = build(recipe)
+    runs = []
+    for number in range(options.num_iters_warmup + options.num_iters):
+        size = (options.batch_size, options.input_len, options.output_len)
+        batch = jobs(engine, *size, options.seed)
+        timeline, records = offline.serve(engine, None, batch)
+        refused = [record["error"] for record in records if "error" in record]
+        if refused:
+            raise ValueError(f"{options.recipe} cannot serve such a batch: {refused[0]}")
+        offline.forget_prefixes(engine)
+        if number >= options.num_iters_warmup:
+            requests = [job.request for job in batch if isinstance(job, Job)]
+            runs.append(summarise(engine, requests, timeline))
+    where = versions.describe(start(recipe.device).name)
+    result: dict[str, object] = {
+        "recipe": options.recipe,
+        "overrides": options.overrides,
+        "machine": where,
+        "batch_size": options.batch_size,
+        "input_len": options.input_len,
+        "output_len": options.output_len,
+        **figures(runs),
+        "warm_up_runs": options.num_iters_warmup,
+        "warm_up_counted": 0,
+        "max_tokens_per_step": 1,
+        **hardware(engine.runner.config, where, on_host=recipe.device.kind == "cpu"),
+    }
+    show(with_verdict(result), options, offline.print_table)
+
+
+def figures(runs: list[dict]) -> dict[str, object]:
+    """Latencies of the batches, and what they come to together."""
+    latencies = [run["duration_s"] for run in runs]
+    told = {name: sum(run[name] for run in runs) for name in ("requests", "completed", "failed")}
+    tokens = {name: sum(run[name] for run in runs) for name in ("prompt_tokens", "output_tokens")}
+    spent_ms = [run["tpot_ms"]["mean"] for run in runs if run["tpot_ms"]]
+    return {
+        "avg_latency": round(float(np.mean(latencies)), 6),
+        "latencies": latencies,
+        "percentiles": {
+            str(part): round(float(value), 6)
+            for part, value in zip(PERCENTILES, np.percentile(latencies, PERCENTILES))
+        },
+        **told,
+        **tokens,
+        "duration_s": round(sum(latencies), 4),
+        "output_tokens_per_s": round(tokens["output_tokens"] / sum(latencies), 2),
+        **({"tpot_ms": {"mean": round(float(np.mean(spent_ms)), 3)}} if spent_ms else {}),
+    }

@@ -1,0 +1,162 @@
+"""What does an engine in this process make of a trace?"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmark import outputs
+from benchmark.gate.verdict import with_verdict
+from benchmark.offline.accounts import accounts, hardware
+from benchmark.offline.timeline import Timeline, readings, summarise
+from benchmark.options import add_json, add_recipe, at_least, show
+from continuous_batching.engine import Engine
+from continuous_batching.paging.gauges import read as read_gauges
+from kv_cache.storage import KVCache
+from recipes.build import versions
+from recipes.build.engine import build
+from recipes.build.machine import start
+from recipes.schema.reader import read
+from recipes.schema.recipe import Recipe
+from serving.offline import Job, Record, read_jobs, run_jobs
+from serving.text.tokenizer import Text
+
+
+def load_trace(path: str, text: Text | None) -> list[Job | Record]:
+    """The jobs of a JSONL file; raises ValueError where there are none, and for a line that is no request,
+    because a benchmark of fewer requests than were asked for would not say so."""
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:  # such a line is refused by number
+        jobs = list(read_jobs(file, text))
+    refused = [job["error"] for job in jobs if not isinstance(job, Job)]
+    if refused:
+        raise ValueError(f"{path}: {refused[0]}")
+    if not jobs:
+        raise ValueError(f"{path} holds no request")
+    return jobs
+
+
+def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tuple[Timeline, list[Record]]:
+    """Run all jobs, recording every step."""
+    timeline = Timeline(replace(engine.scheduler.counters))
+    records = list(run_jobs(engine, text, jobs, observe=lambda step: timeline.record(engine, step)))
+    return timeline, records
+
+
+def forget_prefixes(engine: Engine) -> None:
+    """Empty the prefix cache of an idle engine, so that runs do not feed on each other."""
+    prefix = engine.scheduler.residency.prefix
+    prefix.forget(prefix.chains.names)
+
+
+def cache_figures(engine: Engine) -> dict[str, object]:
+    """What the pools hold now, and what was moved in them since the engine was built."""
+    config, page_size = engine.runner.config, engine.slots.page_size
+    page_bytes = KVCache.page_bytes(
+        config.num_layers, page_size, config.num_kv_heads, config.head_dim, config.dtype
+    )
+    figures = asdict(read_gauges(engine.scheduler, page_bytes))
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
+
+
+def run(
+    recipe_path: str,
+    overrides: Sequence[str],
+    profile: str | None,
+    trace_path: str,
+    num_runs: int,
+    plot: Path | None = None,
+) -> dict[str, object]:
+    """What became of a trace; `plot` is a picture of it to be made."""
+    recipe = read(recipe_path, overrides, profile).recipe
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    load_trace(trace_path, text)  # before the model is built: a bad file fails at once
+    told = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
+    told["trace"] = Path(trace_path).name
+    return measure(told, recipe, text, lambda engine: load_trace(trace_path, text), num_runs, plot)
+
+
+def measure(
+    told: dict[str, object],
+    recipe: Recipe,
+    text: Text | None,
+    load: Callable[[Engine], list[Job | Record]],
+    num_runs: int,
+    plot: Path | None = None,
+) -> dict[str, object]:
+    """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
+
+    The versions and the machine stand beside the figures, with what is `told` of the run.
+    """
+    engine = build(recipe)
+    results: list[tuple[dict[str, object], Timeline, float]] = []
+    for number in range(1 + num_runs):
+        jobs = load(engine)
+        timeline, records = serve(engine, text, jobs)
+        refused = [record["error"] for record in records if "error" in record]
+        if refused:
+            raise ValueError(f"{told['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
+        cache = cache_figures(engine)
+        forget_prefixes(engine)
+        if number:
+            requests = [job.request for job in jobs if isinstance(job, Job)]
+            figures = summarise(engine, requests, timeline)
+            duration_s = float(str(figures["duration_s"]))
+            figures |= accounts(engine, requests, timeline, duration_s)
+            results.append((figures, timeline, min(request.arrival_s for request in requests)))
+    results.sort(key=lambda result: float(str(result[0]["output_tokens_per_s"])))
+    figures, timeline, origin_s = results[num_runs // 2]
+    num_pages = engine.scheduler.pool.num_pages - 1
+    if plot is not None:
+        from benchmark.plot import save_run  # matplotlib
+
+        save_run(plot, timeline, origin_s, num_pages)
+    where = versions.describe(start(recipe.device).name)
+    result = {
+        **told,
+        "machine": where,
+        "runs_output_tokens_per_s": [each["output_tokens_per_s"] for each, _, _ in results],
+        "cache_after_all_runs": cache,
+        "metrics": readings(timeline, origin_s, num_pages),
+        "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
+        "warm_up_runs": 1,
+        "warm_up_counted": 0,
+        **hardware(engine.runner.config, where, on_host=recipe.device.kind == "cpu"),
+        **figures,
+    }
+    return with_verdict(result)
+
+
+def print_table(result: dict[str, object]) -> None:
+    """Figures of one run, one a line."""
+    for name, value in result.items():
+        if name in ("records", "metrics"):
+            continue  # one line for each request, or moment, is for programs
+        if name == "verdict" and isinstance(value, dict):
+            value = "; ".join([value["outcome"], *(f"{law}: {why}" for law, why in value["refused"].items())])
+        elif isinstance(value, dict):
+            value = ", ".join(f"{key} {each}" for key, each in value.items())
+        print(f"{name:22} {value}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `offline`."""
+    add_trace_arguments(parser)
+    parser.add_argument("--plot", type=outputs.file, metavar="FILE.png", help="slots and pages over time")
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is served by what, and how often."""
+    add_recipe(parser, profile=True)
+    add = parser.add_argument
+    add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
+    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is told")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    given = (options.recipe, options.overrides, options.profile, options.trace, options.runs)
+    result = run(*given, options.plot)
+    show(result, options, print_table)

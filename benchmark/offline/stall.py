@@ -1,0 +1,130 @@
+"""How long do running answers wait while long prompts come in, whole and in chunks?
+
+Every slot but a few is kept answering, and a long prompt arrives each so many seconds. The same requests are
+served twice in this process: by whole prompts beside the decodes (orca), and by stall_free in chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmark.offline import offline
+from benchmark.offline.timeline import percentiles
+from benchmark.options import add_json, add_recipe, show
+from continuous_batching.request import Request, SamplingParams
+from recipes.build import versions
+from recipes.build.engine import build
+from recipes.build.machine import start
+from recipes.build.sizing import model_config
+from recipes.schema.reader import read
+from serving.offline import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is served."""
+
+    prompt_tokens: int  # of a long prompt
+    every_s: float  # one arrives
+    num_prompts: int
+    num_answers: int  # that run beside them
+    answer_tokens: int
+    chunk_tokens: int
+
+    def jobs(self, vocab_size: int) -> list[Job]:
+        """New requests, always the same."""
+        random = np.random.default_rng(0)
+        return [Job(request) for request in self._requests(random, vocab_size)]
+
+    def _requests(self, random: np.random.Generator, vocab_size: int) -> Iterator[Request]:
+        for number in range(self.num_answers):
+            params = SamplingParams(max_tokens=self.answer_tokens, temperature=0.0, ignore_eos=True)
+            yield Request(f"answer {number}", random.integers(0, vocab_size, 16), params)
+        for number in range(1, self.num_prompts + 1):
+            prompt = random.integers(0, vocab_size, self.prompt_tokens)
+            params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+            yield Request(f"prompt {number}", prompt, params, arrival_s=number * self.every_s)
+
+    def ways(self) -> dict[str, list[str]]:
+        """The recipe's keys for both."""
+        num_slots, longest = self.num_answers + 2, max(self.prompt_tokens + 2, self.answer_tokens + 16)
+        budget = max(num_slots, self.chunk_tokens + self.num_answers)
+        both = [f"scheduler.num_slots={num_slots}", f"scheduler.max_request_tokens={longest}"]
+        whole = ["scheduler.policy=orca", f"scheduler.max_batch_tokens={longest + num_slots}"]
+        chunked = [
+            "scheduler.policy=stall_free",
+            f"scheduler.max_batch_tokens={budget}",
+        ]
+        return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
+
+
+def run(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any]:
+    """Figures of both ways, and how many times those of the whole prompts the chunks' are."""
+    figures = {name: _serve(recipe_path, [*overrides, *keys], load) for name, keys in load.ways().items()}
+    whole, chunked = figures["whole"], figures["chunked"]
+    return {
+        "recipe": recipe_path,
+        "machine": versions.describe(start(read(recipe_path, overrides).recipe.device).name),
+        **figures,
+        "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
+        "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),
+    }
+
+
+def _serve(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any]:
+    recipe = read(recipe_path, overrides).recipe
+    engine, vocab_size = build(recipe), model_config(recipe).vocab_size
+    gc.collect()
+    jobs = load.jobs(vocab_size)
+    timeline, records = offline.serve(engine, None, jobs)
+    refused = [record["error"] for record in records if "error" in record]
+    if refused:
+        raise ValueError(f"{recipe_path}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
+    requests = [job.request for job in jobs]
+    gaps_s = [
+        gap_s
+        for request in requests[: load.num_answers]
+        for gap_s in np.diff(timeline.token_times_s[request.id]).tolist()
+    ]
+    first_s, last_s = timeline.steps[0].start_s, timeline.steps[-1].end_s
+    tokens = sum(sum(step.num_tokens) for step in timeline.steps)
+    prompts = requests[load.num_answers :]
+    waits_s = [each.first_token_s - each.arrival_s for each in prompts if each.first_token_s is not None]
+    return {
+        "worst_itl_ms": round(1e3 * max(gaps_s), 3),
+        "itl_ms": percentiles(gaps_s),
+        "ttft_of_long_prompts_ms": percentiles(waits_s),
+        "total_tokens_per_s": round(tokens / (last_s - first_s), 2),
+        "steps": len(timeline.steps),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `stall`."""
+    add_recipe(parser)
+    add = parser.add_argument
+    add("--prompt-tokens", type=int, default=4096, metavar="N")
+    add("--every", type=float, default=1.0, metavar="SECONDS", help="between two long prompts")
+    add("--prompts", type=int, default=10, metavar="N", help="long prompts")
+    add("--answers", type=int, default=16, metavar="N", help="that run beside them")
+    add("--answer-tokens", type=int, default=256, metavar="N")
+    add("--chunk", type=int, default=128, metavar="TOKENS")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    load = Load(
+        options.prompt_tokens,
+        options.every,
+        options.prompts,
+        options.answers,
+        options.answer_tokens,
+        options.chunk,
+    )
+    show(run(options.recipe, options.overrides, load), options, offline.print_table)

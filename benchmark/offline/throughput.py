@@ -1,0 +1,87 @@
+"""How many tokens a second, when all requests are there at once? In the terms of `vllm bench throughput`.
+
+The engine is in this process. Requests are those of a trace, their times left out, or --num-prompts of
+--input-len random tokens, each answered with --output-len.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmark.gate.verdict import with_verdict
+from benchmark.offline import offline
+from benchmark.options import add_json, add_recipe, at_least, show
+from benchmark.workloads.lengths import lengths
+from benchmark.workloads.requests import Load, requests
+from continuous_batching.engine import Engine
+from recipes.schema.reader import read
+from serving.offline import Job, Record
+from serving.text.request_fields import parse_request
+from serving.text.tokenizer import Text
+
+INPUT_LEN, OUTPUT_LEN, NUM_PROMPTS = 512, 128, 64
+
+
+def jobs(engine: Engine, num_prompts: int, input_len: int, output_len: int, seed: int) -> list[Job | Record]:
+    """Random requests of one size that come at once; always the same ones."""
+    vocab_size = engine.runner.config.vocab_size
+    load = Load(lengths(str(input_len)), lengths(str(output_len)), vocab_size, seed)
+    return [Job(parse_request(line, None)) for line in requests(load, num_prompts)]
+
+
+def at_once(found: list[Job | Record]) -> list[Job | Record]:
+    """The same, without their times."""
+    for job in found:
+        if isinstance(job, Job):
+            for request in (job.request, *job.request.followers):
+                request.arrival_s = 0.0
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `throughput`."""
+    add_recipe(parser, profile=True)
+    add = parser.add_argument
+    add("--trace", metavar="FILE.jsonl", help="requests, as `generate` reads them; if not, random ones:")
+    add("--num-prompts", type=at_least(1), metavar="N", help=str(NUM_PROMPTS))
+    add("--input-len", type=at_least(1), metavar="TOKENS", help=str(INPUT_LEN))
+    add("--output-len", type=at_least(1), metavar="TOKENS", help=str(OUTPUT_LEN))
+    add("--seed", type=int, default=0)
+    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is told")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    sizes = (options.num_prompts, options.input_len, options.output_len)
+    if options.trace is not None and any(sizes):
+        raise ValueError("--trace says what is asked for; leave out --num-prompts, --input-len, --output-len")
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    if options.trace is not None:
+        offline.load_trace(options.trace, text)  # before the model is built: a bad file fails at once
+    num_prompts, input_len, output_len = (
+        given or usual for given, usual in zip(sizes, (NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN))
+    )
+
+    def load(engine: Engine) -> list[Job | Record]:
+        if options.trace is not None:
+            return at_once(offline.load_trace(options.trace, text))
+        return jobs(engine, num_prompts, input_len, output_len, options.seed)
+
+    told: dict[str, object] = {"recipe": options.recipe, "overrides": options.overrides}
+    told["trace"] = options.trace or f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
+    result = offline.measure(told, recipe, text, load, options.runs)
+    show(with_verdict(in_their_names(result)), options, offline.print_table)
+
+
+def in_their_names(result: dict[str, object]) -> dict[str, object]:
+    """The figures that vLLM's users look for first, under the names that they know."""
+    tokens = int(str(result["prompt_tokens"])) + int(str(result["output_tokens"]))
+    return {
+        "elapsed_time": result["duration_s"],
+        "num_requests": result["requests"],
+        "total_num_tokens": tokens,
+        "requests_per_second": result["requests_per_s"],
+        "tokens_per_second": result["total_tokens_per_s"],
+        **result,
+    }

@@ -1,0 +1,107 @@
+"""What does transformers' own continuous batching make of the trace that we serve, in the same run?
+
+Both get the same model in the same type, on the same device, and the same requests, which all come at once.
+Random weights differ; greedy tokens are then not compared, and nothing ends before its length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmark.offline import offline
+from benchmark.options import show
+from recipes.build.machine import start
+from recipes.build.sizing import model_config
+from recipes.schema.reader import read
+from recipes.schema.recipe import Recipe
+from serving.offline import Job
+from serving.text.tokenizer import Text
+
+PATIENCE_S = 600.0  # for the next answer
+
+
+def run(
+    recipe_path: str, overrides: Sequence[str], profile: str | None, trace_path: str, num_runs: int
+) -> dict[str, object]:
+    """Output tokens per second of both, and how many times theirs ours is."""
+    recipe = read(recipe_path, overrides, profile).recipe
+    ours = offline.run(recipe_path, overrides, profile, trace_path, num_runs)
+    _give_back(recipe)
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    jobs = [job for job in offline.load_trace(trace_path, text) if isinstance(job, Job)]
+    model = _model(recipe)
+    rates = sorted(_serve(model, jobs) for _ in range(1 + num_runs))[:num_runs]  # less the coldest
+    theirs = rates[num_runs // 2]
+    return {
+        **ours,
+        "transformers_output_tokens_per_s": round(theirs, 2),
+        "times_transformers": round(float(str(ours["output_tokens_per_s"])) / theirs, 3),
+    }
+
+
+def _give_back(recipe: Recipe) -> None:
+    """Let the device's memory go: the engine has gone out of scope."""
+    gc.collect()
+    if recipe.device.kind != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def _model(recipe: Recipe) -> Any:
+    import transformers  # here: it takes seconds
+
+    place, dtype = start(recipe.device).device, model_config(recipe).dtype
+    if recipe.model.path is not None and recipe.model.weights == "checkpoint":
+        model = transformers.AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype)
+        return model.to(place).eval()
+    if recipe.model.path is not None:
+        config = transformers.AutoConfig.from_pretrained(recipe.model.path)
+    else:
+        assert recipe.model.config is not None, "a recipe has a model.path or a model.config"
+        said = dict(recipe.model.config)
+        config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
+    with torch.device(place):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _serve(model: Any, jobs: Sequence[Job]) -> float:
+    """Output tokens per second from the first request to the last answer, greedy, each to its full length."""
+    import transformers
+
+    longest = max(job.request.params.max_tokens for job in jobs)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    settings = transformers.GenerationConfig(
+        max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    with model.continuous_batching_context_manager(generation_config=settings) as manager:
+        began, num_tokens = time.perf_counter(), 0
+        for job in jobs:
+            request = job.request
+            manager.add_request(
+                request.tokens.tolist(), max_new_tokens=request.params.max_tokens, eos_token_id=-1
+            )
+        for _ in jobs:
+            answer = manager.get_result(timeout=PATIENCE_S)
+            if answer is None or answer.error:
+                raise ValueError(f"transformers gave no answer: {answer and answer.error}")
+            num_tokens += len(answer.generated_tokens)
+        taken = time.perf_counter() - began
+    wanted = sum(job.request.params.max_tokens for job in jobs)
+    if num_tokens != wanted:
+        raise ValueError(f"transformers gave {num_tokens} tokens where {wanted} were asked for")
+    return num_tokens / taken
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `beside`."""
+    offline.add_trace_arguments(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    result = run(options.recipe, options.overrides, options.profile, options.trace, options.runs)
+    show(result, options, offline.print_table)

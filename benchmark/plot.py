@@ -1,0 +1,91 @@
+"""What does a run look like? Slots over time, drawn."""
+
+from __future__ import annotations
+
+import colorsys
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # files, no screen
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from benchmark.offline.timeline import Timeline
+
+Bar = tuple[float, float]  # start and width, seconds
+
+
+def request_colour(number: int, *, decode: bool) -> tuple[float, float, float]:
+    """A colour for each request, far from its neighbours'; a prompt's is the dark shade of its answer's."""
+    hue = number * 0.6180339887 % 1.0  # the golden ratio spreads any number of hues
+    return colorsys.hsv_to_rgb(hue, 0.45, 0.95) if decode else colorsys.hsv_to_rgb(hue, 0.9, 0.5)
+
+
+def bars(timeline: Timeline) -> dict[tuple[int, str, bool], list[Bar]]:
+    """Stretches of unbroken work by (row, request, is a decode)."""
+    drawn: dict[tuple[int, str, bool], list[Bar]] = {}
+    for step in timeline.steps:
+        for row, request_id, decode in zip(step.rows, step.request_ids, step.decodes):
+            stretches = drawn.setdefault((row, request_id, decode), [])
+            start, end = step.start_s, step.end_s
+            if stretches and start - sum(stretches[-1]) < 0.5 * (end - start):
+                start = stretches.pop()[0]
+            stretches.append((start, end - start))
+    return drawn
+
+
+def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> None:
+    """One row of the picture for each slot; each request in its colour."""
+    numbers: dict[str, int] = {}
+    for (row, request_id, decode), stretches in bars(timeline).items():
+        number = numbers.setdefault(request_id, len(numbers))
+        axes.broken_barh(
+            [(start - origin_s, width) for start, width in stretches],
+            (row - 0.45, 0.9),
+            facecolors=request_colour(number, decode=decode),
+            edgecolors="none",
+        )
+    axes.set_title(title, loc="left")
+    axes.set_ylabel("slot")
+    axes.invert_yaxis()
+
+
+def draw_pages(axes: Axes, timeline: Timeline, origin_s: float, num_pages: int) -> None:
+    """The share of pages that rows hold, step by step."""
+    times_s = [step.end_s - origin_s for step in timeline.steps]
+    axes.step(times_s, [step.held_pages / num_pages for step in timeline.steps], where="post")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("pages in use, share")
+    axes.set_xlabel("seconds since the first arrival")
+
+
+def save_run(path: Path, timeline: Timeline, origin_s: float, num_pages: int) -> None:
+    """Draw one run: slots over time, and below them pages."""
+    figure, (above, below) = plt.subplots(
+        2, 1, sharex=True, figsize=(12, 6.5), gridspec_kw={"height_ratios": [3, 1]}
+    )
+    draw_slots(above, timeline, origin_s, "prompts dark, answers light")
+    draw_pages(below, timeline, origin_s, num_pages)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
+    """Draw runs, each (title, timeline, time of its first arrival), one above the other on one time axis."""
+    figure, all_axes = plt.subplots(len(runs), 1, sharex=True, figsize=(12, 4.2 * len(runs)), squeeze=False)
+    for axes, (title, timeline, origin_s) in zip(all_axes[:, 0], runs):
+        draw_slots(axes, timeline, origin_s, title)
+    all_axes[-1, 0].set_xlabel("seconds since the first arrival")
+    shades = [
+        Patch(color=request_colour(0, decode=False), label="prompt (prefill)"),
+        Patch(color=request_colour(0, decode=True), label="answer (decode)"),
+        Patch(facecolor="white", edgecolor="grey", label="idle"),
+    ]
+    all_axes[0, 0].legend(handles=shades, loc="upper right", ncols=3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,85 @@
+"""How would the same requests have fared under another policy?
+
+The same arrivals and the same answers, simulated with the costs that a fit to the recorded steps gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from continuous_batching.engine import Engine, Step
+from continuous_batching.recording.format import Added
+from continuous_batching.recording.replay import Event, Replayed, request_of
+from continuous_batching.request import Request
+from continuous_batching.scheduling.scheduler import Scheduler
+from simulation.fitted import Timed, timed
+from simulation.recorded import Speaker
+from simulation.replica import Replica
+from simulation.runner import CostModel
+from simulation.serve import in_order
+from simulation.tally import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one request, and when each token came, on the clock it was served by."""
+
+    request: Request
+    token_s: list[float]
+
+
+def served(events: Iterable[Event], scheduler: Scheduler) -> tuple[dict[str, Fate], list[Timed]]:
+    """What became of each request of a replay on `scheduler`, and what each step cost."""
+    found: dict[str, Fate] = {}
+
+    def followed() -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Request):
+                found.update((each.id, Fate(each, [])) for each in (event, *event.followers))
+            elif isinstance(event, Replayed):
+                for owner in event.owner_ids:
+                    found[owner].token_s.append(event.end_s)
+            yield event
+
+    return found, timed(followed(), scheduler)
+
+
+def simulate(
+    scheduler: Scheduler, recorded: dict[str, Fate], added: Sequence[Added], costs: CostModel
+) -> dict[str, Fate]:
+    """Serve the same requests, each to the answer that it got in the recording."""
+    found: dict[str, Fate] = {}
+
+    def observe(engine: Engine, step: Step) -> None:
+        for row in step.batch.owners.tolist():
+            found[engine.slots.requests[row].id].token_s.append(step.end_s)
+
+    speaker = Speaker(scheduler.slots, {name: fate.request.answer for name, fate in recorded.items()})
+    replica = Replica(scheduler, costs, Tally(), speaker=speaker, observe=observe)
+    requests = sorted(map(request_of, added), key=lambda request: request.arrival_s)
+    for request in in_order(requests):
+        found.update((each.id, Fate(each, [])) for each in (request, *request.followers))
+        replica.advance(request.arrival_s)
+        replica.add(request)
+    replica.advance(math.inf)
+    return found
+
+
+def summary(fates: dict[str, Fate]) -> dict[str, float]:
+    """Latencies in ms and throughput of what was served."""
+    begun = [fate for fate in fates.values() if fate.token_s]
+    first = np.array([fate.token_s[0] - fate.request.arrival_s for fate in begun])
+    gaps = np.concatenate([np.diff(fate.token_s) for fate in begun])
+    since = min(fate.request.arrival_s for fate in begun)
+    until = max(fate.token_s[-1] for fate in begun)
+    result = {"requests": float(len(begun))}
+    result["output tokens/s"] = sum(len(fate.token_s) for fate in begun) / (until - since)
+    for name, values in (("TTFT", first), ("ITL", gaps)):
+        if len(values):
+            for percent in (50, 99, 100):
+                result[f"{name} ms, p{percent}"] = 1e3 * float(np.percentile(values, percent))
+    return result

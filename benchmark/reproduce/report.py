@@ -1,0 +1,106 @@
+"""How is it told, with the claim beside each table?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmark.gate.sources import PATH, Row, rows
+from benchmark.reproduce.draw import save
+from benchmark.reproduce.experiment import Experiment, figure
+from benchmark.reproduce.run import KEYS, OBJECTIVES, RECIPE, Result, Results
+
+NAME = "reproduced"  # the report NAME.md, and the folder of its pictures
+HEAD = """# The sources' experiments, re-run
+
+**SIMULATED, not measured.** The real scheduler ran against a virtual clock; the time of a step is the
+roofline of a device that is not here. Trust ratios and orders of magnitude, not the second digit.
+
+Device profile `{device}`: {costs}.
+
+Made by this command, which gives the same bytes again:
+
+    {command}
+
+The model is LLaMA-7B's shape (`{recipe} {keys}`)
+on 8 devices that share each layer, unless a row says otherwise. Lengths of prompts and answers are
+log-normal, of 256 tokens each on average unless said otherwise; arrivals are Poisson, and seeds fixed.
+"Good" requests have their first token within {ttft:g} ms and a mean TPOT within {tpot:g} ms. The verdict is
+the gate's (`python -m scripts.audit`): each row of ours was held to its laws with the records of all its
+requests; {num_passed} of {num_results} pass. A claim's row carries the laws that it breaks.
+"""
+
+
+def write(folder: Path, command: str, told: Sequence[tuple[Experiment, Results]]) -> Path:
+    """The report and its pictures; returns its path."""
+    pictures = folder / NAME
+    pictures.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{NAME}.md"
+    results = [result for _, found in told for result in found.values()]
+    first = results[0]
+    parts = [
+        HEAD.format(
+            device=first["device_profile"],
+            costs=first["costs"],
+            command=command,
+            recipe=RECIPE,
+            keys=" ".join(KEYS),
+            **OBJECTIVES,
+            num_passed=sum(each["verdict"]["outcome"] == "pass" for each in results),
+            num_results=len(results),
+        )
+    ]
+    for experiment, found in told:
+        save(pictures / f"{experiment.name}.png", experiment, found)
+        parts.append("\n".join(_section(experiment, found)))
+    path.write_text("\n".join(parts), encoding="utf-8")
+    return path
+
+
+def plain(result: Result) -> Result:
+    """A result without the records of its requests."""
+    return {name: value for name, value in result.items() if name != "records"}
+
+
+def _section(experiment: Experiment, results: Results) -> Iterator[str]:
+    yield f"## {experiment.title}\n"
+    yield f"Claim: {experiment.claim}\n"
+    yield from _table(experiment, results)
+    yield f"\n![{experiment.title}]({NAME}/{experiment.name}.png)\n"
+    for sentence in experiment.findings(results):
+        yield f"- {sentence}"
+    yield ""
+
+
+def _table(experiment: Experiment, results: Results) -> Iterator[str]:
+    columns = experiment.columns
+    yield f"| | {' | '.join(column.heading for column in columns)} | verdict |"
+    yield "|---|" + "---:|" * len(columns) + "---|"
+    for case in experiment.cases:
+        result = results[case.label]
+        cells = [f"{figure(result, column.name):,.{column.places}f}" for column in columns]
+        yield f"| {case.label} | {' | '.join(cells)} | {verdict(result)} |"
+    claims = {each["row"]: each["result"] for each in json.loads(PATH.read_text(encoding="utf-8"))}
+    audited = {row.name: row for row in rows()}
+    for name in experiment.rows:
+        cells = [_claimed(claims[name], column.name) for column in columns]
+        yield f"| *claimed: {name}* | {' | '.join(cells)} | {_broken(audited[name])} |"
+
+
+def verdict(result: Result) -> str:
+    """The outcome, and of a refused one the laws."""
+    said = result["verdict"]
+    return ": ".join([said["outcome"], *([", ".join(said["refused"])] if said["refused"] else [])])
+
+
+def _claimed(claim: Any, name: str) -> str:
+    name = {"mean_batch": "mean_running"}.get(name, name)  # as the source has it
+    for part in name.split("."):
+        claim = claim.get(part) if isinstance(claim, dict) else None
+    return f"{claim:,g}" if isinstance(claim, (int, float)) else ""
+
+
+def _broken(row: Row) -> str:
+    return "refused: " + ", ".join(each.law.name for each in row.verdict.of("refused"))

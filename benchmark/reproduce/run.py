@@ -1,0 +1,107 @@
+"""What comes of a case, and what does the gate say of it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
+
+from benchmark.gate.verdict import with_verdict
+from benchmark.reproduce.case import Case
+from benchmark.simulate.plan import Plan, plan
+from benchmark.simulate.worlds import SIMULATED, World
+from recipes.schema.reader import read
+from simulation.roofline import Roofline
+
+Result = dict[str, Any]
+Results = dict[str, Result]  # by the label of the case
+RECIPE = "recipes/bench/llama2_7b_cuda.yaml"  # Llama-2-7B has the shape of LLaMA-7B
+KEYS = (  # Ascend 910 has no bfloat16; a prompt of 4,096 tokens needs room for its answer
+    "model.dtype=float16",
+    "device.graphs=0",
+    "model.config.max_position_embeddings=8192",
+    "scheduler.max_request_tokens=8192",
+)
+OBJECTIVES = {"ttft": 1000.0, "tpot": 50.0}  # milliseconds
+
+
+def plan_of(case: Case) -> Plan:
+    """The engine of a case; raises ValueError for what cannot be."""
+    recipe = read(RECIPE, [*KEYS, *case.keys], None).recipe
+    return plan(recipe, case.device, case.tensor, case.pipeline)
+
+
+def run(case: Case) -> Result:
+    """The figures of one case, with their verdict and their records."""
+    world = World(plan_of(case), case.replicas, "least_loaded", case.split)
+    tally, own = world.serve(case.offered.trace(), None, records=True)
+    figures = tally.figures()
+    records = tally.records or []
+    figures["itl_ms"]["max"] = round(1e3 * tally.itl.most_s, 3)
+    good = num_good(records, **OBJECTIVES)
+    return with_verdict(
+        {
+            "SIMULATED": SIMULATED,
+            "case": case.label,
+            "recipe": RECIPE,
+            "overrides": [*KEYS, *case.keys],
+            **world.plan.facts(),
+            "devices": world.num_devices,
+            "slots": world.num_slots,
+            "max_tokens_per_step": 1,
+            "warm_up_counted": 0,
+            **figures,
+            **own,
+            "goodput": OBJECTIVES,
+            "request_goodput": round(good / figures["duration_s"], 4),
+            "records": records,
+        }
+    )
+
+
+def num_good(records: Iterable[Result], ttft: float, tpot: float) -> int:
+    """How many of the requests met both objectives, in milliseconds."""
+    return sum(ttft_ms(each) <= ttft and tpot_ms(each) <= tpot for each in records)
+
+
+def ttft_ms(record: Result) -> float:
+    """From arrival to first token."""
+    return 1e3 * float(record["first_token_s"] - record["arrival_s"])
+
+
+def tpot_ms(record: Result) -> float:
+    """The mean gap of an answer."""
+    gaps = max(1, record["output_tokens"] - 1)
+    return 1e3 * float(record["finish_s"] - record["first_token_s"]) / gaps
+
+
+def run_all(cases: Iterable[Case], jobs: int, tell: Callable[[str], None]) -> dict[Case, Result]:
+    """Each case once, in so many processes; the order in which they end is no matter to what comes of it."""
+    wanted = sorted(dict.fromkeys(cases), key=_work, reverse=True)
+    found: dict[Case, Result] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(run, case): case for case in wanted}
+        for number, future in enumerate(as_completed(futures), 1):
+            case = futures[future]
+            found[case] = future.result()
+            outcome = found[case]["verdict"]["outcome"]
+            tell(f"{number}/{len(wanted)}  {outcome:8} {case.label}")
+    return found
+
+
+def _work(case: Case) -> int:
+    return case.offered.requests * case.offered.answer_tokens
+
+
+def alone_s(case: Case, num_tokens: int, chunk: int) -> float:
+    """Seconds for a prompt with nobody beside it, in chunks."""
+    found = plan_of(case)
+    roofline = found.costs()
+    assert isinstance(roofline, Roofline), "nothing was fitted"
+    layers, total_s = found.shape.num_layers, 0.0
+    for start in range(0, num_tokens, chunk):
+        stop = min(num_tokens, start + chunk)
+        pairs = layers * (stop - start) * (start + stop + 1) / 2
+        total_s += roofline.time_s(stop - start, 1, int(stop == num_tokens), layers * stop, pairs)
+    return total_s

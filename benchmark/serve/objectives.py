@@ -1,0 +1,71 @@
+"""How much of what was served was good? Answers and tokens that came in time."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmark.serve.client import Answer
+
+NAMES = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """The most milliseconds of each latency, by name; `itl` bounds every gap of an answer."""
+
+    most_ms: Mapping[str, float]
+
+    def met(self, answer: Answer) -> bool:
+        """Whether an answer was whole, and met each of them."""
+        if answer.error is not None:
+            return False
+        times_s = answer.piece_times_s
+        spent_ms = {"ttft": times_s[0] - answer.sent_s, "e2el": times_s[-1] - answer.sent_s}
+        if answer.output_tokens > 1:
+            spent_ms["tpot"] = (times_s[-1] - times_s[0]) / (answer.output_tokens - 1)
+        if len(times_s) > 1:
+            spent_ms["itl"] = float(np.diff(times_s).max())
+        return all(1e3 * spent_ms.get(name, 0.0) <= most for name, most in self.most_ms.items())
+
+    def fluidity(self, answers: Sequence[Answer]) -> float | None:
+        """The share of all tokens asked for that met their own deadline: `ttft`, and `tpot` (or `itl`) for
+        each token before. Tokens of answers that failed met none. None where an objective is missing, or
+        the server alone knows how many tokens an answer that failed should have had."""
+        between_ms = self.most_ms.get("tpot", self.most_ms.get("itl"))
+        if "ttft" not in self.most_ms or between_ms is None or not answers:
+            return None
+        good = total = 0
+        for answer in answers:
+            asked = answer.ask.max_tokens if answer.error is not None else answer.output_tokens
+            if asked is None:
+                return None
+            total += asked
+            if answer.error is None:
+                times_ms = 1e3 * (token_times_s(answer) - answer.sent_s)
+                deadlines_ms = self.most_ms["ttft"] + between_ms * np.arange(len(times_ms))
+                good += int((times_ms <= deadlines_ms).sum())
+        return good / total
+
+
+def token_times_s(answer: Answer) -> np.ndarray:
+    """When each token came; where pieces do not tell their tokens, those beyond one each came last."""
+    times_s = np.array(answer.piece_times_s)
+    if answer.piece_tokens is not None:
+        return np.repeat(times_s, answer.piece_tokens)
+    behind = max(0, answer.output_tokens - len(times_s))
+    return np.append(times_s, np.full(behind, times_s[-1]))[: answer.output_tokens]
+
+
+def objective(text: str) -> tuple[str, float]:
+    """From `NAME:MILLISECONDS`."""
+    name, _, value = text.partition(":")
+    try:
+        if name in NAMES and 0 < float(value) < float("inf"):
+            return name, float(value)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no objective; write {', '.join(NAMES)} and :MILLISECONDS")

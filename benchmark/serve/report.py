@@ -1,0 +1,214 @@
+"""What do results say beside one another? `python -m scripts.benchmark report A [B ...] --output report.html`
+
+A page of them; they are results of `serve`, `offline` or `vllm bench serve` as JSON, or folders of a sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from benchmark.gate import names
+from benchmark.gate.gate import audit
+from benchmark.serve import draw, page
+
+Result = dict[str, Any]
+ROWS = {  # a figure by the gate's name: what it is called, and whether more of it is better
+    "completed": ("requests answered", None),
+    "failed": ("requests failed", False),
+    "rejected": ("of these rejected", False),
+    "duration_s": ("seconds", None),
+    "requests_per_s": ("requests/s", True),
+    "request_goodput": ("requests/s within objectives", True),
+    "fluidity": ("share of tokens in time", True),
+    "output_tokens_per_s": ("output tokens/s", True),
+    "total_tokens_per_s": ("all tokens/s", True),
+    **{
+        f"{name}_ms.{part}": (f"{name.upper()} {part}, ms", False)
+        for name in ("ttft", "tpot", "itl", "e2e")
+        for part in ("mean", "p50", "p90", "p99")
+    },
+    "mean_in_flight": ("requests on their way, mean", None),
+    "mean_batch": ("requests in a step, mean", None),
+    "mean_page_use": ("pages in use, mean share", None),
+    "metrics.mean_kv_usage": ("pages in use, mean share, by the server", None),
+    "prefix_hit_rate": ("prompt tokens found cached", True),
+    "metrics.prefix_hit_rate": ("prompt tokens found cached, by the server", True),
+    "preemptions": ("preemptions", False),
+    "metrics.preemptions": ("preemptions, by the server", False),
+}
+FACTS = ("recipe", "overrides", "profile", "base_url", "model_id", "date", "trace", "request_rate", "loop")
+GAUGES = {"running": "requests running", "waiting": "requests waiting", "kv_usage": "share of pages in use"}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What is reported: one result, and if it is the best of a sweep, all its points in order of rate."""
+
+    name: str
+    result: Result
+    points: Sequence[Result] = ()
+
+
+def read(path: Path) -> Side:
+    """A result, or a sweep; raises ValueError or OSError for what is none."""
+    if path.is_dir():
+        points = sorted((_result(each) for each in path.glob("rate-*.json")), key=rate_of)
+        if not points:
+            raise ValueError(f"{path} holds no rate-*.json; it must be the folder of a sweep")
+        best = max(points, key=lambda each: each.get("request_goodput", each["requests_per_s"]))
+        return Side(path.name, best, points)
+    return Side(path.stem, _result(path))
+
+
+def rate_of(result: Mapping[str, Any]) -> float:
+    """Requests a second that were offered; inf for all at once, 0 for the trace's own times."""
+    rate = result["request_rate"]
+    return math.inf if rate == "inf" else float(rate or 0)
+
+
+def _result(path: Path) -> Result:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError("it holds no object")
+        verdict = audit(fields).describe()  # anew: a file may have been changed since
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no result of a benchmark: {error}") from error
+    itl_ms = names.latency(fields, "itl")  # which the gate passes over where nobody counted the gaps
+    return {**({"itl_ms": itl_ms} if itl_ms else {}), **names.under_ours(fields), "verdict": verdict}
+
+
+def figure(result: Mapping[str, Any], name: str) -> float | None:
+    """A figure by its dotted name, or None."""
+    value: Any = result
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value if isinstance(value, (int, float)) else None
+
+
+def write(sides: Sequence[Side], path: Path) -> None:
+    """The page of one side, or of several beside one another."""
+    title = " against ".join(side.name for side in sides[:2])
+    title += f" and {len(sides) - 2} more" if len(sides) > 2 else ""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page.page(f"Benchmark: {title}", _parts(sides)), encoding="utf-8")
+
+
+def _parts(sides: Sequence[Side]) -> Iterator[str]:
+    for side, kind in zip(sides, cycle(page.KINDS)):
+        verdict = side.result["verdict"]
+        reasons = [f"{law}: {why}" for law, why in verdict["refused"].items()]
+        told = page.marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
+        yield f"<p>{page.marked(side.name, kind)}: {told}</p>"
+    yield figures_table(sides)
+    runs = [(side.name, side.result) for side in sides]
+    if any(side.points for side in sides):
+        yield "<h2>Rates</h2>" + page.pictures(_sweep_pictures(sides))
+        for side in sides:
+            yield from [f"<h3>{escape(side.name)}</h3>", points_table(side.points)] if side.points else []
+    drawn = list(_pictures(runs))
+    if drawn:
+        yield "<h2>Pictures</h2>" + page.pictures(drawn)
+    for side in sides:
+        yield page.folded(f"{side.name}: what was run, where", facts_table(side.result))
+
+
+def figures_table(sides: Sequence[Side]) -> str:
+    """All figures; of two sides with how many times the first the second is."""
+    rows = []
+    for name, (label, more_is_better) in ROWS.items():
+        values = [figure(side.result, name) for side in sides]
+        if all(value is None for value in values):
+            continue
+        row = [label, *("-" if value is None else f"{value:,.4g}" for value in values)]
+        if len(sides) == 2:
+            row.append(_ratio(values[0], values[1], more_is_better))
+        rows.append(row)
+    heads = [page.marked(side.name, kind) for side, kind in zip(sides, cycle(page.KINDS))]
+    return page.table(["", *heads, *(["times"] if len(sides) == 2 else [])], rows)
+
+
+def points_table(points: Sequence[Result]) -> str:
+    """A sweep, one rate a row."""
+    shown = ["requests_per_s", "request_goodput", "output_tokens_per_s", "ttft_ms.p50", "ttft_ms.p99"]
+    shown += ["itl_ms.p50", "itl_ms.p99", "failed"]
+    head = ["offered/s", *(ROWS[name][0] for name in shown), "verdict"]
+    rows = []
+    for point in points:
+        values = [figure(point, name) for name in shown]
+        cells = ["-" if value is None else f"{value:,.4g}" for value in values]
+        outcome = point["verdict"]["outcome"]
+        rows.append([f"{rate_of(point):g}", *cells, page.marked(outcome, outcome)])
+    return page.table(head, rows)
+
+
+def facts_table(result: Result) -> str:
+    """What a figure is worthless without."""
+    facts = {name: result[name] for name in FACTS if result.get(name) not in (None, [])}
+    for group in ("machine", "server", "server_said", "client", "errors"):
+        told = result.get(group)
+        if group == "errors" and isinstance(
+            told, list
+        ):  # vLLM's: of each request, empty where there was none
+            told = Counter(str(each) for each in told if each)
+        if isinstance(told, Mapping):
+            facts |= {f"{group}: {name}": value for name, value in told.items()}
+    return page.table(["", ""], [[name, _text(value)] for name, value in facts.items()])
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _ratio(first: float | None, second: float | None, more_is_better: bool | None) -> str:
+    if not first or second is None:
+        return "-"
+    times = second / first
+    text = f"{times:.3g}"
+    if more_is_better is None or 0.98 < times < 1.02:  # nothing that a second run would not undo
+        return text
+    return page.marked(text, "better" if (times > 1) == more_is_better else "worse")
+
+
+def _sweep_pictures(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
+    sweeps = [(side.name, side.points) for side in sides]
+    for latency in ("ttft", "itl", "e2e"):
+        if any(f"{latency}_ms" in point for _, points in sweeps for point in points):
+            image = draw.svg(partial(draw.curves, sweeps=sweeps, latency=latency))
+            yield f"{latency.upper()} over throughput", image
+    yield "Served, and good, over offered", draw.svg(partial(draw.goodput, sweeps=sweeps))
+
+
+def _pictures(runs: draw.Named) -> Iterator[tuple[str, str]]:
+    kept = [(name, result) for name, result in runs if result.get("records")]
+    if kept:
+        for latency in ("ttft", "itl"):
+            image = draw.svg(partial(draw.distribution, runs=kept, latency=latency))
+            yield f"Share of {latency.upper()} at most so long", image
+    for name, result in kept:
+        lanes = draw.svg(partial(draw.lanes, result=result))
+        yield f"{name}: requests over time, light until the first token", lanes
+    for column, label in GAUGES.items():
+        if any(column in draw.columns(result) for _, result in runs):
+            yield label, draw.svg(partial(draw.over_time, runs=runs, column=column, label=label))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `report`."""
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="one, or more to compare")
+    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE.html")
+
+
+def main(options: argparse.Namespace) -> None:
+    write([read(path) for path in options.results], options.output)
+    print(options.output)

@@ -1,0 +1,161 @@
+"""How does a server bear more and more load? One run of `serve` at each rate, each in a file of its own.
+
+Of a server that runs (--base-url), or of one of ours, started for each setting that --try gives (--recipe).
+A sweep that was broken off goes on where it was: a rate whose file is there and whole is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmark import outputs
+from benchmark.serve import command, settings
+
+Result = dict[str, Any]
+WITHIN = 0.99  # of requests meet the objectives, where a server is said to bear a rate
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One server, how it is started, and the folder of what it gave at each rate."""
+
+    name: str
+    folder: Path
+    start: Callable[[], AbstractContextManager[settings.Running | settings.Server]]
+    of: Mapping[str, object] = field(default_factory=dict)
+
+
+def rates(text: str) -> list[float]:
+    """Rates, separated by commas."""
+    return [command.rate(each) for each in text.split(",")]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `sweep`."""
+    command.add_load_arguments(parser, needs_url=False)
+    add = parser.add_argument
+    add(
+        "--recipe",
+        nargs="+",
+        metavar=("RECIPE", "key=value"),
+        help="in place of --base-url: serve this recipe, with overrides, at each setting of --try",
+    )
+    add(
+        "--try",
+        dest="tries",
+        type=settings.values,
+        action="append",
+        default=[],
+        metavar="KEY=V1,V2",
+        help="values of a key of the recipe; of several --try, all combinations",
+    )
+    add("--request-rates", type=rates, required=True, metavar="PER_S,...", help="such as 1,2,4,inf")
+    add(
+        "--result-dir",
+        type=outputs.folder,
+        required=True,
+        metavar="FOLDER",
+        help="a file for each rate, and a page",
+    )
+    add("--share-prefixes", action="store_true", help="a rate may find cached what the one before computed")
+
+
+def legs(options: argparse.Namespace) -> list[Leg]:
+    """What is gone over; raises ValueError, before anything runs, for what cannot be."""
+    if (options.base_url is None) == (options.recipe is None):
+        raise ValueError("give one of --base-url, a server that runs, and --recipe, one to be started")
+    if bool(options.tries) != bool(options.recipe):
+        raise ValueError("--recipe and --try KEY=V1,V2 go together: one server is started for each value")
+    if not options.recipe:
+        return [Leg("", options.result_dir, partial(nullcontext, settings.Running(options.base_url)))]
+    recipe, *overrides = options.recipe
+    found = []
+    for each in settings.product(recipe, overrides, options.tries):
+        folder = options.result_dir / each.name
+        start = partial(settings.started, each, folder / "server.log", options.ready_check_timeout_sec)
+        found.append(Leg(each.name, folder, start, each.identity()))
+    return found
+
+
+def finished(path: Path, said: dict[str, object]) -> Result | None:
+    """The result that is there, or None; raises ValueError for one of other settings."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if "verdict" not in result:
+        return None
+    other = [name for name, value in said.items() if result.get(name) != json.loads(json.dumps(value))]
+    if other:
+        raise ValueError(
+            f"{path} is of another sweep: its {', '.join(other)} differ; choose another --result-dir"
+        )
+    return result
+
+
+def main(options: argparse.Namespace) -> None:
+    gone_over, plan = legs(options), command.plan(options, None)
+    from benchmark.serve import report
+
+    width = max(len(leg.name) for leg in gone_over)
+    head = f"{'offered/s':>10}{'served/s':>10}{'good/s':>10}{'TTFT p99':>12}{'ITL p99':>12}  verdict"
+    print(f"{'setting' if width else '':{width}}{head}")
+    page, bears = options.result_dir / "report.html", {}
+    for leg in gone_over:
+        for rate, result in results(leg, plan, options, page):
+            print(f"{leg.name:{width}}{row(rate, result)}", flush=True)
+            if result.get("good_share", 0) >= WITHIN and not result["verdict"]["refused"]:
+                bears[leg.name] = max(rate, bears.get(leg.name, 0.0))
+    if plan.objectives is not None:
+        print(f"within the objectives for {WITHIN:.0%} of requests: {most(bears)}")
+    if options.recipe or not page.exists():  # the settings that were drawn may have been others
+        report.write([report.read(leg.folder) for leg in gone_over], page)
+    print(page)
+
+
+def results(leg: Leg, plan: Any, options: argparse.Namespace, page: Path) -> Iterator[tuple[float, Result]]:
+    """What one server gave at each rate; it is started for the first that is not there yet."""
+    from benchmark.serve import measure
+
+    with ExitStack() as stack:
+        server = None
+        for rate in options.request_rates:
+            salt = {} if options.share_prefixes else {"cache_salt": f"rate {rate:g}"}
+            point = replace(plan, request_rate=rate, extra={**salt, **plan.extra}, of=leg.of)
+            path = leg.folder / f"rate-{rate:g}.json"
+            result = finished(path, point.settings())
+            if result is None:
+                server = server or stack.enter_context(leg.start())
+                try:
+                    result = measure.run(replace(point, base_url=server.url))
+                finally:
+                    server.check()  # before what a server that is gone has not answered is kept
+                command.save(path, result)
+                page.unlink(missing_ok=True)
+            yield rate, result
+
+
+def most(bears: Mapping[str, float]) -> str:
+    """The highest rate that was borne, and of several settings by which."""
+    if not bears:
+        return "none of these rates"
+    highest = max(bears.values())
+    by = [name for name, rate in bears.items() if name and rate == highest]
+    return f"{highest:g} requests/s" + (f" at most, by {' and '.join(by)}" if by else "")
+
+
+def row(rate: float, result: Result) -> str:
+    """One line of the table."""
+    numbers = [result["request_throughput"], result.get("request_goodput")]
+    cells = "".join("-".rjust(10) if value is None else f"{value:>10.3f}" for value in numbers)
+    for name in ("p99_ttft_ms", "p99_itl_ms"):
+        cells += "-".rjust(12) if result.get(name) is None else f"{result[name]:>12.2f}"
+    verdict = result["verdict"]
+    return f"{rate:>10g}{cells}  {', '.join([verdict['outcome'], *verdict['refused']])}"

@@ -1,0 +1,110 @@
+"""What does the server say of itself while it is loaded? Its `/metrics`, read once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+import numpy as np
+
+from benchmark.serve.client import authorization
+
+EVERY_S = 1.0
+# What is read, under the names that vLLM, its older versions and SGLang have for it
+GAUGES = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
+}
+COUNTERS = {
+    "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_queries"),
+    "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
+    "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+}
+TIMES = {  # histograms in seconds, of requests that have ended
+    "queue": "vllm:request_queue_time_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
+}
+COUNTERS |= {f"{name}_s": (f"{metric}_sum",) for name, metric in TIMES.items()}
+COUNTERS |= {f"{name}_count": (f"{metric}_count",) for name, metric in TIMES.items()}
+LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
+
+
+def parse(text: str) -> dict[str, float]:
+    """The known figures of Prometheus' text; over several engines, sums, and the mean of `kv_usage`."""
+    found: dict[str, list[float]] = {}
+    for name, value in LINE.findall(text):
+        if name.startswith(("vllm:", "sglang:")):
+            try:
+                found.setdefault(name, []).append(float(value))
+            except ValueError:  # no number: not one of ours
+                continue
+    figures = {}
+    for figure, names in (GAUGES | COUNTERS).items():
+        values = next((found[name] for name in names if name in found), None)
+        if values:
+            figures[figure] = sum(values) / (len(values) if figure == "kv_usage" else 1)
+    return figures
+
+
+@dataclass(slots=True)
+class Watch:
+    """Readings, each with its time on the client's clock; the first and the last frame the run."""
+
+    session: aiohttp.ClientSession
+    url: str
+    readings: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+
+    async def look(self) -> bool:
+        """Take one reading; whether there was one. A server without metrics has none."""
+        try:
+            async with self.session.get(self.url, headers=authorization()) as response:
+                figures = parse(await response.text()) if response.status == 200 else {}
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
+            return False  # it may be busy, and the next look finds it; none at all is told as such
+        if figures:
+            self.readings.append((time.perf_counter(), figures))
+        return bool(figures)
+
+    async def go_on(self) -> None:
+        """Take readings until it is cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self.look()
+
+    def describe(self, origin_s: float) -> dict[str, object] | None:
+        """Means of the gauges, growth of the counters, and the readings; None without any.
+
+        What a client waits for its first token beyond `mean_queue_ms` and `mean_prefill_ms` is no engine's:
+        HTTP, texts and the way between processes and machines.
+        """
+        if not self.readings:
+            return None
+        within = self.readings[1:-1]  # the first and the last are of an idle server
+        means = {
+            f"mean_{name}": round(float(np.mean(values)), 4)
+            for name in GAUGES
+            if (values := [figures[name] for _, figures in within if name in figures])
+        }
+        first, last = self.readings[0][1], self.readings[-1][1]
+        grown = {name: last[name] - first[name] for name in COUNTERS if name in first and name in last}
+        queries, hits = grown.pop("prefix_queries", 0), grown.pop("prefix_hits", None)
+        if hits is not None and queries > 0:
+            grown["prefix_hit_rate"] = round(hits / queries, 4)
+        for name in TIMES:
+            taken_s, count = grown.pop(f"{name}_s", 0.0), grown.pop(f"{name}_count", 0)
+            if count:
+                means[f"mean_{name}_ms"] = round(1e3 * taken_s / count, 3)
+        columns = [name for name in GAUGES if name in self.readings[0][1]]
+        return {
+            **means,
+            **grown,
+            "columns": ["at_s", *columns],
+            "readings": [
+                [round(at_s - origin_s, 3), *(figures.get(name) for name in columns)]
+                for at_s, figures in self.readings
+            ],
+        }

@@ -1,0 +1,142 @@
+"""Which is the cheapest setting that meets the objectives?
+
+Settings are tried by the number of devices that they take, fewest first; of those with as many, all are tried
+and the one of the most output tokens a second wins. More devices than the cheapest takes are not tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmark.gate.verdict import with_verdict
+from benchmark.simulate.plan import plan
+from benchmark.simulate.traces import requests_of
+from benchmark.simulate.worlds import SIMULATED, Result, World
+from continuous_batching.request import Request
+from recipes.schema.reader import read
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What may be chosen."""
+
+    tensor: int
+    replicas: int
+    chunk: int | None
+    slots: int | None
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.replicas
+
+    @property
+    def overrides(self) -> list[str]:
+        """The keys of the recipe that it sets."""
+        named = {"scheduler.max_batch_tokens": self.chunk, "scheduler.num_slots": self.slots}
+        return [f"{name}={value}" for name, value in named.items() if value is not None]
+
+    def __str__(self) -> str:
+        return " ".join([f"--tp {self.tensor} --dp {self.replicas}", *self.overrides])
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """So many percent of first tokens, and of the times between tokens, within so long."""
+
+    ttft_s: float
+    itl_s: float
+    percent: float
+
+
+def settings(options: argparse.Namespace) -> list[Setting]:
+    """All that may be tried, fewest devices first."""
+    made = itertools.product(options.tp, options.dp, options.chunk or [None], options.slots or [None])
+    return sorted((Setting(*each) for each in made), key=lambda each: each.num_devices)
+
+
+def tried(options: argparse.Namespace, setting: Setting) -> Result:
+    """How a setting fares: shares within the objectives, and figures; or why it cannot be."""
+    aims = Objectives(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.percent)
+    told: Result = {"setting": str(setting), "devices": setting.num_devices}
+    try:
+        recipe = read(options.recipe, [*options.overrides, *setting.overrides], options.profile).recipe
+        world = World(plan(recipe, options.device, setting.tensor), setting.replicas, "least_loaded")
+        world.plan.scheduler()
+    except ValueError as error:
+        return {**told, "meets": False, "cannot_be": str(error)}
+    requests: Iterator[Request] = requests_of(
+        options.trace, recipe, world.plan.config.vocab_size, skip_bad=options.skip_bad
+    )()
+    tally, own = world.serve(requests, None, records=False)
+    figures = tally.figures()
+    shares = tally.ttft.share_within(aims.ttft_s), tally.itl.share_within(aims.itl_s)
+    result = with_verdict(
+        {**world.plan.facts(), "slots": world.num_slots, "max_tokens_per_step": 1, **figures, **own}
+    )
+    verdict = result["verdict"]
+    assert isinstance(verdict, dict), "a verdict is told by its laws"
+    meets = all(100 * each >= aims.percent for each in shares) and not figures["failed"]
+    return {
+        **told,
+        "meets": meets and verdict["outcome"] == "pass",
+        "ttft_within": round(shares[0], 4),
+        "itl_within": round(shares[1], 4),
+        "output_tokens_per_s": figures["output_tokens_per_s"],
+        "failed": figures["failed"],
+        "ttft_ms": figures["ttft_ms"],
+        "itl_ms": figures["itl_ms"],
+        "verdict": verdict["outcome"],
+    }
+
+
+def search(options: argparse.Namespace) -> list[Result]:
+    """Each setting that was tried; those that meet the objectives stand last, the best at the end."""
+    found: list[Result] = []
+    for num_devices, same in itertools.groupby(settings(options), key=lambda each: each.num_devices):
+        fared = sorted(
+            (tried(options, each) for each in same),
+            key=lambda each: (each["meets"], each.get("output_tokens_per_s", 0.0)),
+        )
+        found += fared
+        if fared[-1]["meets"]:
+            break
+        assert num_devices, "a setting takes a device"
+    return found
+
+
+def search_main(options: argparse.Namespace) -> None:
+    """Print what was tried and what was found; raises ValueError if nothing meets the objectives."""
+    found = search(options)
+    best = found[-1]
+    if options.json:
+        print(
+            json.dumps(
+                {"SIMULATED": SIMULATED, "tried": found, "best": best if best["meets"] else None}, indent=2
+            )
+        )
+    else:
+        print(f"SIMULATED: {SIMULATED}")
+        for each in found:
+            print(row(each))
+    if not best["meets"]:
+        raise ValueError(
+            f"none of {len(found)} settings meets the objectives; allow more devices (--tp, --dp) or time"
+        )
+    if not options.json:
+        print(f"cheapest: {best['devices']} devices, {best['setting']}")
+
+
+def row(each: Result) -> str:
+    """One setting in a line."""
+    if "cannot_be" in each:
+        return f"{each['devices']:>4} devices  {each['setting']}: {each['cannot_be']}"
+    mark = "meets" if each["meets"] else "fails"
+    return (
+        f"{each['devices']:>4} devices  {mark}  TTFT within {each['ttft_within']:.1%},"
+        f" ITL {each['itl_within']:.1%},"
+        f" {each['output_tokens_per_s']:>10,.0f} tokens/s  {each['setting']}"
+    )

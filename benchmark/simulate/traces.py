@@ -1,0 +1,39 @@
+"""Which requests does a trace hold, for a recipe's model?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from continuous_batching.request import Request
+from recipes.schema.recipe import Recipe
+from serving.text.request_fields import parse_request
+from serving.text.tokenizer import Text
+from simulation import trace
+
+
+def requests_of(
+    path: str, recipe: Recipe, vocab_size: int, *, skip_bad: bool
+) -> Callable[[], Iterator[Request]]:
+    """Opens a trace to be read from its start, as often as it is called."""
+    model = recipe.model.path
+    text = Text.load(model) if model is not None else None
+
+    def skip(reason: str) -> None:
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+
+    def parse(fields: dict[str, object]) -> Request:
+        return parse_request(fields, text)
+
+    def opened() -> Iterator[Request]:
+        request = None
+        with open(path, "rb") as file:
+            try:
+                for request in trace.read(file, vocab_size, parse, skip if skip_bad else None):
+                    yield request
+            except trace.BadLine as error:
+                raise ValueError(f"{path}: {error}; --skip-bad leaves such lines out") from error
+        if request is None:
+            raise ValueError(f"{path} holds no request that can be simulated; make one with scripts.trace")
+
+    return opened

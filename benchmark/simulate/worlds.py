@@ -1,0 +1,93 @@
+"""How do one engine, several, a split and a pipeline serve the same trace?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmark.simulate.plan import Plan
+from benchmark.simulate.timeline import Timeline
+from continuous_batching.batch import Batch
+from continuous_batching.request import Request
+from simulation.fleet import Route, serve_fleet
+from simulation.pipeline import Pipeline, Stages
+from simulation.replica import Replica
+from simulation.split import Split
+from simulation.tally import Tally
+
+Result = dict[str, Any]
+SIMULATED = "not measured: the real scheduler against a cost model"
+MOST_CONTEXT = 2**20  # tokens that an answer's engine may take over in a step
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A plan, so many times side by side; or, `split`, prompts' engines and answers' engines."""
+
+    plan: Plan
+    replicas: int = 1
+    route: Route = "round_robin"
+    split: tuple[int, int] | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.plan.num_devices * (sum(self.split) if self.split else self.replicas)
+
+    @property
+    def num_slots(self) -> int:
+        return self.plan.recipe.scheduler.num_slots * (sum(self.split) if self.split else self.replicas)
+
+    def serve(
+        self, trace: Iterable[Request], timeline: Timeline | None, *, records: bool
+    ) -> tuple[Tally, Result]:
+        """What came of a trace, and figures that only this world has."""
+        tally = Tally(records=[] if records else None)
+        if self.split is not None:
+            return tally, self._split(trace, tally)
+        if self.plan.pipeline > 1:
+            return tally, self._pipeline(trace, tally, timeline)
+        overlap, costs = self.plan.recipe.scheduler.overlap, self.plan.costs()
+        observe = None if timeline is None else timeline.observe
+        replicas = [
+            Replica(self.plan.scheduler(), costs, tally, overlap=overlap, observe=None if number else observe)
+            for number in range(self.replicas)
+        ]
+        serve_fleet(trace, replicas, self.route)
+        return tally, {"busy_share": _share(tally.busy_s, self.replicas, tally)}
+
+    def _split(self, trace: Iterable[Request], tally: Tally) -> Result:
+        plan, (num_prompts, num_answers) = self.plan, self.split or (1, 1)
+        Split(
+            [plan.scheduler() for _ in range(num_prompts)],
+            [plan.scheduler(max_batch_tokens=MOST_CONTEXT) for _ in range(num_answers)],
+            plan.costs(),
+            plan.send_cached_s,
+            tally,
+            route=self.route,
+        ).serve(trace)
+        return {
+            "busy_share": _share(tally.busy_s, num_prompts + num_answers, tally),
+            # that there are none says, to the gate, that who is between two tokens is in a slot
+            "preemptions": None,
+            "preemptions_in_engines": tally.preemptions,
+        }
+
+    def _pipeline(self, trace: Iterable[Request], tally: Tally, timeline: Timeline | None) -> Result:
+        def observe(stage: int, number: int, batch: Batch, begin_s: float, end_s: float) -> None:
+            if timeline is not None:
+                args = {"scheduler": number, "spans": batch.num_spans, "tokens": batch.num_tokens}
+                timeline.lane(f"batch of {number}", stage, begin_s, end_s, args)
+
+        plan = self.plan
+        stages = Stages(plan.stages(), plan.send_hidden_s, observe)
+        Pipeline(plan.parts(), stages, tally).serve(trace)
+        return {
+            "busy_share": _share(stages.busy_s, plan.pipeline, tally),
+            "bubble_s": {kind: round(each, 4) for kind, each in stages.bubbles_s.items()},
+        }
+
+
+def _share(busy_s: float, count: int, tally: Tally) -> float:
+    duration_s = tally.last_finish_s - tally.first_arrival_s
+    return round(busy_s / count / duration_s, 4) if tally.completed and duration_s > 0 else 0.0

@@ -1,0 +1,216 @@
+"""How do traces that others published become requests?
+
+Mooncake (github.com/kvcache-ai/Mooncake): JSON lines of `timestamp` (ms), `input_length`, `output_length` and
+`hash_ids`, one for each 512 tokens of the prompt; the same id is of the same tokens after the same prefix.
+BurstGPT (github.com/HPMLL/BurstGPT): CSV with the columns `Timestamp` (s), `Request tokens` and `Response
+tokens`; a request that failed has 0 of the latter. ShareGPT: a JSON list of `conversations`, turns of `from`
+and `value`; a request for each human turn that was answered.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmark.workloads.lengths import MOST_TOKENS
+from benchmark.workloads.requests import ARRIVAL, OUTPUT, THINK, Line, Load, line_of, mark
+
+MOONCAKE_TOKENS = 512  # of a prompt, for each of its hash_ids
+MOONCAKE, BURSTGPT = 20, 21  # streams of chance
+SHOWN = 60  # characters of what is wrong
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+CountTokens = Callable[[str], int]
+Item = tuple[str, Callable[[], Any]]  # where it stands, and how to read it
+
+
+def _length(fields: Any, name: str) -> int:
+    value = fields.get(name)
+    number = math.nan if isinstance(value, bool) or value is None else _float(value)
+    if not number.is_integer() or not 1 <= number <= MOST_TOKENS:
+        raise ValueError(f"{name} is {_shown(value)}; it must be a whole number from 1 to {MOST_TOKENS}")
+    return int(number)
+
+
+def _time(fields: Any, name: str) -> float:
+    time = _float(fields[name])
+    if not 0 <= time < math.inf:
+        raise ValueError(f"{name} is {_shown(fields[name])}; it must be a finite number of 0 or more")
+    return time
+
+
+def _float(value: Any) -> float:
+    """nan for what is no number, inf for one of too many digits."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (ValueError, TypeError):
+        return math.nan
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def mooncake(path: Path, load: Load) -> Iterator[Item]:
+    """Prompts of which those parts are the same that were the same."""
+
+    def read(number: int, line: bytes) -> Line:
+        fields = json.loads(line.decode())
+        if not isinstance(fields, dict):
+            raise ValueError("it is no object")
+        length, ids = _length(fields, "input_length"), fields.get("hash_ids")
+        if ids is None:
+            ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]  # its own
+        if not isinstance(ids, list) or len(ids) != -(-length // MOONCAKE_TOKENS):
+            raise ValueError(
+                f"{length} tokens and hash_ids {_shown(ids)}; there must be one for each 512 tokens"
+            )
+        parts = [
+            np.random.default_rng([load.seed, MOONCAKE, int(each < 0), abs(each)])
+            .integers(0, load.vocab_size, MOONCAKE_TOKENS)
+            .tolist()
+            for each in ids
+        ]
+        prompt = [token for part in parts for token in part][:length]
+        output = _length(fields, "output_length")
+        return line_of(str(number), _time(fields, "timestamp") / 1e3, {"prompt_token_ids": prompt}, output)
+
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"line {number}", lambda number=number, line=line: read(number, line)
+
+
+def burstgpt(path: Path, load: Load) -> Iterator[Item]:
+    """Prompts of random tokens."""
+
+    def read(number: int, names: list[str], line: bytes) -> Line:
+        row = dict(zip(names, _cells(line)))
+        random = np.random.default_rng([load.seed, BURSTGPT, number])
+        prompt = random.integers(0, load.vocab_size, _length(row, "Request tokens")).tolist()
+        output = _length(row, "Response tokens")
+        return line_of(str(number), _time(row, "Timestamp"), {"prompt_token_ids": prompt}, output)
+
+    with path.open("rb") as file:
+        try:
+            names = _cells(file.readline())
+        except (ValueError, csv.Error) as error:
+            raise ValueError(f"{path}: line 1: {_reason(error)}") from error
+        if missing := {"Timestamp", "Request tokens", "Response tokens"} - {*names}:
+            raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; is it BurstGPT's?")
+        for number, line in enumerate(file, 2):
+            if line.strip():
+                yield f"line {number}", lambda number=number, line=line: read(number, names, line)
+
+
+def _cells(line: bytes) -> list[str]:
+    """Of one line of CSV, so that one that is broken takes no other with it."""
+    return next(csv.reader([line.decode("utf-8-sig")]))
+
+
+def conversations(path: Path) -> Iterator[Item]:
+    """The messages of each conversation, up to its last answered turn."""
+
+    def read(entry: Any) -> list[Line]:
+        turns = entry.get("conversations") if isinstance(entry, dict) else None
+        if not isinstance(turns, list):
+            raise ValueError("it has no list of conversations")
+        messages = []
+        for turn in turns:
+            value = turn.get("value") if isinstance(turn, dict) else None
+            if not isinstance(value, str) or not value or str(turn.get("from")) not in ROLES:
+                raise ValueError(
+                    f"a turn is {_shown(turn)}; it must have from ({', '.join(ROLES)}) and a value of text"
+                )
+            value.encode()  # JSON can write halves of surrogate pairs, and no tokenizer reads them
+            messages.append({"role": ROLES[turn["from"]], "content": value})
+        if not any(_pairs(messages)):
+            raise ValueError("no human turn is answered")
+        return messages
+
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {_reason(error)}") from error
+    if not isinstance(entries, list):
+        raise ValueError(f"{path} is no list of conversations")
+    for number, entry in enumerate(entries, 1):
+        yield f"conversation {number}", lambda entry=entry: read(entry)
+
+
+def _pairs(messages: list[Line]) -> Iterator[tuple[list[Line], str]]:
+    """What is known at each human turn, and its answer."""
+    for index, (one, two) in enumerate(pairwise(messages)):
+        if (one["role"], two["role"]) == ("user", "assistant"):
+            yield messages[: index + 1], two["content"]
+
+
+def good(path: Path, items: Iterable[Item], skip_bad: bool, skipped: list[str]) -> Iterator[tuple[str, Any]]:
+    """What can be read, with where it stands; what cannot goes to `skipped`, or raises ValueError."""
+    for where, read in items:
+        try:
+            found = read()
+        except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
+            reason = _reason(error)
+            if not skip_bad:
+                raise ValueError(f"{path}: {where}: {reason}; --skip-bad leaves such out") from error
+            skipped.append(f"{path}: {where}: {reason}")
+        else:
+            yield where, found
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"half a surrogate pair at character {error.start} of a turn's value"
+    return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def timed(
+    path: Path, form: str, load: Load, most: int | None, skip_bad: bool
+) -> tuple[list[Line], list[str]]:
+    """Requests of a trace that has times, which then count from the first; and what was skipped."""
+    skipped: list[str] = []
+    items = mooncake(path, load) if form == "mooncake" else burstgpt(path, load)
+    lines = [line for _, line in islice(good(path, items, skip_bad, skipped), most)]
+    lines.sort(key=lambda line: line["arrival_s"])
+    first_s = lines[0]["arrival_s"] if lines else 0.0
+    for line in lines:
+        line["arrival_s"] = round(line["arrival_s"] - first_s, 6)
+    return mark(load, lines), skipped
+
+
+def sharegpt(
+    path: Path, load: Load, most: int | None, skip_bad: bool, count_tokens: CountTokens | None
+) -> tuple[list[Line], list[str]]:
+    """Requests of conversations that begin as `load` says; answers as long as they were, or as drawn."""
+    skipped: list[str] = []
+    found, num_turns = [], 0
+    for where, messages in good(path, conversations(path), skip_bad, skipped):
+        pairs = list(_pairs(messages))[: None if most is None else most - num_turns]
+        num_turns += len(pairs)
+        if pairs:
+            found.append((where.removeprefix("conversation "), pairs))
+    rate_per_s = load.rate_per_s * len(found) / max(1, num_turns)
+    starts_s = load.arrivals.times_s(load.stream(ARRIVAL), len(found), rate_per_s)
+    drawn = iter(load.output_tokens(load.stream(OUTPUT), num_turns).tolist())
+    think, lines = load.stream(THINK), []
+    for start_s, (name, pairs) in zip(starts_s, found):
+        at_s = float(start_s)
+        for turn, (messages, answer) in enumerate(pairs):
+            num_output = next(drawn) if count_tokens is None else max(1, count_tokens(answer))
+            lines.append(line_of(f"{name}/{turn}", at_s, {"messages": messages}, num_output))
+            at_s += float(think.exponential(load.think_s))
+    return mark(load, sorted(lines, key=lambda line: line["arrival_s"])), skipped

@@ -1,0 +1,144 @@
+"""What is asked of an engine?"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmark.workloads.arrivals import Arrivals
+from benchmark.workloads.lengths import Draw, lengths
+
+Line = dict[str, Any]
+Shares = Mapping[str, float]
+# One stream of chance for each thing, so that changing one leaves the others
+ARRIVAL, PROMPT, OUTPUT, TOKEN, SYSTEM, TURNS, THINK, TENANT, PRIORITY, ANSWER = range(10)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What to draw. `turns` and `system_prompts` are for sessions; `think_s` is a mean."""
+
+    prompt_tokens: Draw
+    output_tokens: Draw
+    vocab_size: int
+    seed: int = 0
+    rate_per_s: float = math.inf
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    system_prompts: tuple[int, Draw] | None = None
+    turns: Draw | None = None
+    think_s: float = 0.0
+    tenants: Shares | None = None
+    priorities: Shares | None = None
+
+    def stream(self, number: int) -> np.random.Generator:
+        """The source of chance for one thing."""
+        return np.random.default_rng([self.seed, number])
+
+
+def shares(text: str) -> Shares:
+    """Names and their shares, from `NAME=SHARE,NAME=SHARE,...`."""
+    try:
+        pairs = [(name, float(share)) for name, _, share in (each.partition("=") for each in text.split(","))]
+        if all(name and 0 < share < math.inf for name, share in pairs) and len(dict(pairs)) == len(pairs):
+            return dict(pairs)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no list of shares; write NAME=SHARE,..., as in a=3,b=1")
+
+
+def levels(text: str) -> Shares:
+    """The same, and each name is a whole number."""
+    found = shares(text)
+    if not all(name.removeprefix("-").isdecimal() for name in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: a priority is a whole number, as in 0=9,5=1")
+    return found
+
+
+def shared_prompts(text: str) -> tuple[int, Draw]:
+    """How many system prompts, and how long, from `COUNT:LENGTHS`."""
+    count, _, length = text.partition(":")
+    if not count.isdecimal() or int(count) < 1 or not length:
+        raise argparse.ArgumentTypeError(f"{text!r} is no COUNT:LENGTHS, as in 4:128 or 2:uniform:50:90")
+    return int(count), lengths(length)
+
+
+def requests(load: Load, count: int) -> list[Line]:
+    """The trace, one input line of `generate` for each request, in order of arrival."""
+    sizes = _sessions(load, count)
+    starts_s = load.arrivals.times_s(load.stream(ARRIVAL), len(sizes), load.rate_per_s * len(sizes) / count)
+    num_prompt = load.prompt_tokens(load.stream(PROMPT), count).tolist()
+    num_output = load.output_tokens(load.stream(OUTPUT), count).tolist()
+    token, answer, think = load.stream(TOKEN), load.stream(ANSWER), load.stream(THINK)
+    openings = _openings(load, len(sizes))
+    lines: list[Line] = []
+    for session, size in enumerate(sizes):
+        at_s, prompt = float(starts_s[session]), openings[session]
+        for turn in range(size):
+            number = len(lines)
+            prompt = prompt + token.integers(0, load.vocab_size, num_prompt[number]).tolist()
+            name = _name(load, number, session, turn)
+            lines.append(line_of(name, at_s, {"prompt_token_ids": prompt}, num_output[number]))
+            at_s += float(think.exponential(load.think_s))
+            if turn + 1 < size:  # what the model answered is not known: a stand-in of its length
+                prompt = prompt + answer.integers(0, load.vocab_size, num_output[number]).tolist()
+    return mark(load, sorted(lines, key=lambda line: line["arrival_s"]))
+
+
+def line_of(name: str, arrival_s: float, prompt: Line, max_tokens: int) -> Line:
+    """One request, answered to its full length."""
+    return {
+        "id": name,
+        "arrival_s": round(arrival_s, 6),
+        **prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def _name(load: Load, number: int, session: int, turn: int) -> str:
+    if load.arrivals.kind == "closed":
+        clients = int(load.arrivals.value)
+        return f"{number % clients}/{number // clients}"
+    return str(number) if load.turns is None else f"{session}/{turn}"
+
+
+def _sessions(load: Load, count: int) -> list[int]:
+    """The turns of each session, `count` in all; the last one may be cut."""
+    if load.turns is None:
+        return [1] * count
+    drawn = load.turns(load.stream(TURNS), count)
+    whole = int(np.searchsorted(np.cumsum(drawn), count))
+    return [*drawn[:whole].tolist(), count - int(drawn[:whole].sum())]
+
+
+def _openings(load: Load, count: int) -> list[list[int]]:
+    """How each session begins: with one of the system prompts, if there are any."""
+    if load.system_prompts is None:
+        return [[] for _ in range(count)]
+    random, (num_prompts, length) = load.stream(SYSTEM), load.system_prompts
+    texts = [random.integers(0, load.vocab_size, each).tolist() for each in length(random, num_prompts)]
+    return [texts[index] for index in random.integers(0, num_prompts, count)]
+
+
+def mark(load: Load, lines: list[Line]) -> list[Line]:
+    """Give tenants and priorities, drawn by their shares; a session keeps its own."""
+    sessions = list(dict.fromkeys(line["id"].partition("/")[0] for line in lines))
+    for stream, field_name, given in (
+        (TENANT, "tenant", load.tenants),
+        (PRIORITY, "priority", load.priorities),
+    ):
+        if given is None:
+            continue
+        weights = np.array(list(given.values()))
+        drawn = load.stream(stream).choice(len(given), len(sessions), p=weights / weights.sum())
+        of_session = {session: list(given)[index] for session, index in zip(sessions, drawn.tolist())}
+        for line in lines:
+            name = of_session[line["id"].partition("/")[0]]
+            line[field_name] = int(name) if field_name == "priority" else name
+    return lines

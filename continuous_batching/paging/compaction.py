@@ -1,0 +1,22 @@
+"""When do held pages move to the low end?"""
+
+from __future__ import annotations
+
+from continuous_batching.paging.page_tables import PageTables
+
+
+class Compaction:
+    """Starts every `every_steps` steps (0: never), and moves at most `pages_per_step` in each (0: all)."""
+
+    def __init__(self, tables: PageTables, every_steps: int, pages_per_step: int) -> None:
+        self._tables = tables
+        self._every_steps = every_steps
+        self._pages_per_step = pages_per_step or tables.pool.num_pages
+        self._going_on = False
+
+    def step(self, num_steps: int) -> None:
+        """Move what is due after so many steps."""
+        if self._every_steps and num_steps % self._every_steps == 0:
+            self._going_on = True
+        if self._going_on:
+            self._going_on = self._tables.compact(self._pages_per_step) == self._pages_per_step

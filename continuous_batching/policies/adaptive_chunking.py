@@ -1,0 +1,62 @@
+"""What is the largest chunk that keeps the time between tokens below a target?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.batch import Batch
+from continuous_batching.policies.chunking import Chunks, Limit
+from continuous_batching.policies.policy import Busy
+from continuous_batching.step_time import StepTime
+
+QUANTILE = 0.99  # of the times between tokens, that is held
+
+
+class AdaptiveChunks(Chunks):
+    """The most prompt tokens that fit between two tokens of the running requests.
+
+    A step's tokens, decodes included, are a multiple of `tile_tokens`, because that is what a matrix unit
+    computes. `min_tokens` are computed even where the target is missed, so that prompts get on; and no more
+    than twice the most that was ever tried, so that little is staked on a model that has seen little.
+    """
+
+    def __init__(self, target_itl_s: float, min_tokens: int, max_tokens: int, tile_tokens: int) -> None:
+        self._target_itl_s = target_itl_s
+        self._min_tokens = min_tokens
+        self._max_tokens = max_tokens
+        self._tile_tokens = tile_tokens
+        self._most_seen = 0
+        self._num_plain = 0  # steps that computed no prompt
+        self.step_time = StepTime(QUANTILE)
+
+    def limit(self, busy: Busy, left: int) -> Limit:
+        """By the predicted time of each possible step."""
+        decodes = busy.todo == 1
+        num_decodes = int(np.count_nonzero(decodes))
+        most = min(left, self._max_tokens)
+        if not num_decodes:
+            return Limit(most)  # nobody waits for a token
+        most = min(most, max(self._min_tokens, 2 * self._most_seen))
+        first = self._min_tokens + -(num_decodes + self._min_tokens) % self._tile_tokens
+        sizes = np.arange(first, most + 1, self._tile_tokens)
+        if not len(sizes):
+            return Limit(min(most, self._min_tokens))
+        prompts = busy.computed[~decodes]
+        start = int(prompts[0]) if len(prompts) else 0
+        context = np.full(len(sizes), float(busy.computed[decodes].sum() + start))
+        times_s = self.step_time.predict(
+            (num_decodes + sizes).astype(np.float64), context, sizes * (start + sizes / 2)
+        )
+        within = times_s <= self._target_itl_s
+        num_fitting = len(sizes) if within.all() else int(np.argmin(within))
+        return Limit(int(sizes[num_fitting - 1]) if num_fitting else self._min_tokens)
+
+    def observe(self, batch: Batch, took_s: float) -> None:
+        """Fit the model; of the steps without a prompt, which are much alike, to one in eight."""
+        num_prompt_tokens = batch.num_tokens - batch.num_spans
+        if not num_prompt_tokens:
+            self._num_plain += 1
+            if self._num_plain % 8:
+                return
+        self._most_seen = max(self._most_seen, num_prompt_tokens)
+        self.step_time.observe(batch, took_s)

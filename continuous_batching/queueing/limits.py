@@ -1,0 +1,96 @@
+"""How much may wait, and for how long?"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from continuous_batching.policies.policy import ALL
+from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.request import Request
+
+_WINDOW = 32  # steps with admissions that the retry hint goes by
+_UNKNOWN_S = 1.0  # the hint before anything was admitted
+
+
+class QueueFull(ValueError):
+    """A request was refused because too much waits; it may come again in about `retry_after_s` seconds."""
+
+    def __init__(self, text: str, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What is refused or given up, lest a queue grow without end."""
+
+    max_waiting_requests: int = ALL
+    max_waiting_tokens: int = ALL  # of prompts
+    max_queue_wait_s: float = math.inf  # from arrival to the first admission
+
+
+class QueueGate:
+    """Refuses who would wait behind too many, and tells who has waited or taken too long."""
+
+    def __init__(self, bounds: QueueLimits, waiting: WaitingQueue) -> None:
+        self._bounds = bounds
+        self._waiting = waiting
+        self._due: list[tuple[float, int, bool, Request]] = []  # when; whether only if it still waits
+        self._most_due = 64
+        self._pace: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)  # when how much had left the queue
+
+    def check(self, request: Request, num_following: int) -> None:
+        """Raise QueueFull if it and its samples are too many; `num_following` wait for others' prompts."""
+        waiting, bounds = self._waiting, self._bounds
+        if not len(waiting):
+            return  # nobody is before it: it is not the queue that is too long
+        num_requests = len(waiting) + num_following + 1 + len(request.followers)
+        num_tokens = waiting.num_tokens + request.num_prompt_tokens
+        for column, what, count, limit in (
+            (1, "requests", num_requests, bounds.max_waiting_requests),
+            (2, "tokens", num_tokens, bounds.max_waiting_tokens),
+        ):
+            if count > limit:
+                retry_after_s = self._seconds_for(count - limit, column)
+                raise QueueFull(
+                    f"request {request.id} would be in a queue of {count} {what}; it may hold {limit}"
+                    f" (scheduler.max_waiting_{what}): try again in {retry_after_s:.1f} s",
+                    retry_after_s,
+                )
+
+    def watch(self, request: Request) -> None:
+        """Remember when its time is over."""
+        wait_s, timeout_s = self._bounds.max_queue_wait_s, request.timeout_s
+        if wait_s < math.inf:
+            heapq.heappush(self._due, (request.arrival_s + wait_s, 2 * request.number, True, request))
+        if timeout_s is not None:
+            heapq.heappush(self._due, (request.arrival_s + timeout_s, 2 * request.number + 1, False, request))
+        if len(self._due) > self._most_due:  # mostly of requests that have ended: forget these
+            self._due = [each for each in self._due if each[3].finish_reason is None]
+            heapq.heapify(self._due)
+            self._most_due = 64 + 2 * len(self._due)
+
+    def over(self, now_s: float) -> Iterator[Request]:
+        """Whose time is over; each is to be ended before the next is asked for."""
+        while self._due and self._due[0][0] <= now_s:
+            _, _, only_waiting, request = heapq.heappop(self._due)
+            waits = self._waiting.find(request.id) is request and not request.num_preemptions
+            if request.finish_reason is None and (waits or not only_waiting):
+                yield request
+
+    def measure(self, now_s: float) -> None:
+        """Learn how fast the queue is served."""
+        totals = now_s, self._waiting.num_removed, self._waiting.num_removed_tokens
+        if not self._pace or self._pace[-1][1] != totals[1]:
+            self._pace.append(totals)
+
+    def _seconds_for(self, excess: int, column: int) -> float:
+        """Until so many requests (column 1) or tokens (2) leave the queue, at the pace of late."""
+        if not self._pace or self._pace[-1][0] <= self._pace[0][0]:
+            return _UNKNOWN_S
+        first, last = self._pace[0], self._pace[-1]
+        return (last[0] - first[0]) * excess / (last[column] - first[column])

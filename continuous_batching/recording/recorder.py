@@ -1,0 +1,120 @@
+"""How is a running engine recorded?"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.recording.format import (
+    FORMAT,
+    FRAME_BYTES,
+    Added,
+    Chain,
+    Copied,
+    Ended,
+    Entry,
+    Header,
+    Looked,
+    Resized,
+    Sample,
+    Scheduled,
+    committed,
+    packed,
+)
+from continuous_batching.request import Request
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Appends to a new file what an engine is told and what it decides; `facts` are what it is made of.
+
+    The file must not be there yet, and only its owner may read it. Each entry is handed to the system at
+    once, so that it outlives this process. When the file can no longer be written (a full disk), recording
+    ends with one line in the log, and serving goes on: `failed` says so.
+    """
+
+    def __init__(self, path: Path | str, facts: dict[str, Any]) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._chain = Chain()
+        self._last: Batch | None = None
+        self.path = Path(path)
+        self.failed: OSError | None = None
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._write(Header(FORMAT, facts))
+
+    def added(self, request: Request) -> None:
+        """A request was accepted."""
+        samples = [Sample(each.id, each.params) for each in (request, *request.followers)]
+        self._write(
+            Added(
+                samples,
+                packed(request.prompt),
+                request.tenant,
+                request.cache_salt,
+                request.priority,
+                request.arrival_s,
+                request.timeout_s,
+            )
+        )
+
+    def ended(self, request_id: str, reason: str, now_s: float) -> None:
+        """A request was ended from outside."""
+        self._write(Ended(request_id, reason, now_s))
+
+    def resized(self, num_pages: int, give_up: str) -> None:
+        """The pool got another number of pages."""
+        self._write(Resized(num_pages, give_up))
+
+    def scheduled(self, batch: Batch, now_s: float, held_back: str | None) -> None:
+        """A batch was made, with at least one span."""
+        last, self._last = self._last, batch
+        goes_on = (
+            last is not None
+            and np.array_equal(batch.slots, last.slots)
+            and np.array_equal(batch.starts, last.stops)
+            and np.array_equal(batch.stops, last.stops + 1)
+        )
+        all_sample = len(batch.sampled) == batch.num_spans and np.array_equal(batch.owners, batch.slots)
+        new = batch.new_pages
+        self._write(
+            Scheduled(
+                now_s,
+                self._chain.add(batch),
+                None if goes_on else (packed(batch.slots), packed(batch.starts), packed(batch.stops)),
+                None if all_sample else (packed(batch.sampled), packed(batch.owners)),
+                (packed(new[0]), packed(new[1]), packed(new[2])) if len(new[0]) else None,
+                [Copied(packed(copy.sources), packed(copy.targets), copy.way) for copy in batch.copies],
+                held_back,
+            )
+        )
+
+    def looked(self, now_s: float) -> None:
+        """With a batch in flight, no other was made."""
+        self._write(Looked(now_s))
+
+    def committed(self, sampled: Sampled, now_s: float) -> None:
+        """The device answered."""
+        self._write(committed(sampled, now_s))
+
+    def close(self) -> None:
+        """Nothing is recorded afterwards."""
+        os.close(self._file)
+
+    def _write(self, entry: Entry) -> None:
+        if self.failed is not None:
+            return
+        body = self._encoder.encode(entry)
+        frame = len(body).to_bytes(FRAME_BYTES, "little") + body
+        try:
+            while frame:  # the system may take a part, and refuse the rest
+                frame = frame[os.write(self._file, frame) :]
+        except OSError as error:
+            self.failed = error
+            log.error("recording to %s ended: %s; serving goes on without it", self.path, error)

@@ -1,0 +1,145 @@
+"""Does a recording come out the same again, and what happened in it?"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from continuous_batching.batch import Batch
+from continuous_batching.recording.format import (
+    Added,
+    Chain,
+    Committed,
+    Copied,
+    Ended,
+    Entry,
+    Header,
+    Looked,
+    Resized,
+    Scheduled,
+    answered,
+    packed,
+    unpacked,
+)
+from continuous_batching.request import Request
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.validation import GiveUp
+
+
+class Divergence(ValueError):
+    """The first decision that came out otherwise than it was recorded: which step, what, and both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One step, decided again and found the same."""
+
+    number: int  # from 1
+    batch: Batch
+    ids: list[str]  # of the request of each span
+    owner_ids: list[str]  # of the request of each token
+    held_back: str | None
+    start_s: float
+    end_s: float
+    finished: list[Request]
+
+
+Event = Request | Ended | Resized | Replayed  # added, ended from outside, another size, a step
+
+
+def request_of(entry: Added) -> Request:
+    """The request as it was added, its other samples as followers."""
+    leader, *followers = (
+        Request(
+            sample.id,
+            unpacked(entry.prompt).astype(np.int32),
+            sample.params,
+            tenant=entry.tenant,
+            cache_salt=entry.cache_salt,
+            priority=entry.priority,
+            arrival_s=entry.arrival_s,
+            timeout_s=entry.timeout_s,
+        )
+        for sample in entry.samples
+    )
+    leader.followers = followers
+    return leader
+
+
+def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
+    """Tell a new scheduler what a recording holds; yields what happened, in order,
+    each event when the scheduler stands as it left it.
+
+    The scheduler must be made of the header's facts; the header itself is passed over. Raises Divergence
+    at the first decision that differs.
+    """
+    chain, number, landed = Chain(), 0, 0
+    started = deque[tuple[Batch, Scheduled]]()
+    last: Batch | None = None
+    for entry in entries:
+        if isinstance(entry, Header):
+            continue
+        if isinstance(entry, Added):
+            request = request_of(entry)
+            scheduler.add(request)
+            yield request
+        elif isinstance(entry, Ended):
+            scheduler.end(entry.id, entry.reason)
+            yield entry
+        elif isinstance(entry, Resized):
+            scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up))
+            scheduler.residency.tables.take_copies()
+            yield entry
+        elif isinstance(entry, Scheduled):
+            number += 1
+            batch = scheduler.schedule(entry.now_s)
+            if chain.add(batch) != entry.digest:
+                raise Divergence(f"step {number}: {_difference(entry, batch, last)}")
+            last = batch
+            started.append((batch, entry))
+        elif isinstance(entry, Looked):
+            if scheduler.schedule(entry.now_s).num_spans:
+                raise Divergence(f"after step {number}: a batch was made where there was nothing to compute")
+        else:
+            assert isinstance(entry, Committed), "an entry of another kind"
+            if not started:
+                raise Divergence(f"after step {number}: a commit without a batch")
+            batch, made = started.popleft()
+            requests = scheduler.slots.requests
+            ids = [requests[row].id for row in batch.slots.tolist()]
+            owner_ids = [requests[row].id for row in batch.owners.tolist()]
+            finished = scheduler.commit(batch, answered(entry), entry.now_s)
+            landed += 1
+            yield Replayed(landed, batch, ids, owner_ids, made.held_back, made.now_s, entry.now_s, finished)
+
+
+def _difference(entry: Scheduled, batch: Batch, last: Batch | None) -> str:
+    """What of a batch is not as recorded: the first field that differs, both values."""
+    if entry.spans is None:
+        assert last is not None, "the first batch has no batch before it"
+        slots, starts, stops = last.slots, last.stops, last.stops + 1
+    else:
+        slots, starts, stops = map(unpacked, entry.spans)
+    sampled, owners = (
+        (np.arange(len(slots)), slots) if entry.samples is None else map(unpacked, entry.samples)
+    )
+    recorded = {"slots": slots, "starts": starts, "stops": stops, "sampled": sampled, "owners": owners}
+    decided = {name: getattr(batch, name) for name in recorded}
+    new = entry.new_pages or (b"", b"", b"")
+    for name, old, now in zip(("rows", "indexes", "pages"), new, batch.new_pages):
+        recorded[f"new page-table {name}"], decided[f"new page-table {name}"] = unpacked(old), now
+    for name, old_array in recorded.items():
+        if not np.array_equal(old_array, decided[name]):
+            return f"{name} were {old_array.tolist()}, and are {decided[name].tolist()} now"
+    copies = [Copied(packed(copy.sources), packed(copy.targets), copy.way) for copy in batch.copies]
+    if copies != entry.copies:
+        return f"{_in_words(entry.copies)} were asked for, and {_in_words(copies)} are now"
+    return "an earlier decision, which the recording does not hold any more, was another"
+
+
+def _in_words(copies: list[Copied]) -> str:
+    return ", ".join(f"{len(unpacked(copy.sources))} pages {copy.way}" for copy in copies) or "no copies"

@@ -1,0 +1,85 @@
+"""Which requests wait for another to compute their prompt?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.paging.residency import Residency
+from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.request import Request
+from kv_cache.pages import Index
+
+
+class ParallelSamples:
+    """Samples of one prompt: the leader computes it, its followers fork from it when it is computed.
+
+    What was asked to be told of the prompt is told once, in a list that they share.
+
+    `row_of` is the scheduler's: the row of each running request, by its id.
+    """
+
+    def __init__(self, residency: Residency, waiting: WaitingQueue, row_of: dict[str, int]) -> None:
+        self._residency = residency
+        self._waiting = waiting
+        self._row_of = row_of
+        self._leader_of: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._leader_of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._leader_of
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that wait here."""
+        leaders = {id(leader): leader for leader in self._leader_of.values()}
+        return [follower for leader in leaders.values() for follower in leader.followers]
+
+    def add(self, leader: Request) -> None:
+        """Let a request's followers wait."""
+        self._leader_of.update((follower.id, leader) for follower in leader.followers)
+
+    def end(self, request_id: str) -> Request | None:
+        """Take out a follower that gave up; None if it does not wait here."""
+        leader = self._leader_of.pop(request_id, None)
+        if leader is None:
+            return None
+        (follower,) = (each for each in leader.followers if each.id == request_id)
+        leader.followers.remove(follower)
+        return follower
+
+    def fork(self, rows: Index, sampled: Index) -> tuple[Index, Index]:
+        """Let followers of the prompts that this batch completes sample beside their leaders.
+
+        Those that find no free row queue up as requests of their own. `sampled` are the spans that yield a
+        token; returns all of them, and the row that each token is for.
+        """
+        slots, spans, owners = self._residency.slots, sampled.tolist(), rows[sampled].tolist()
+        for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
+            for follower in self._release(slots.requests[row]):
+                follower.num_scored = follower.num_prompt_tokens - 1  # with this batch
+                if slots.num_free:
+                    self._row_of[follower.id] = self._residency.fork(row, follower)
+                    spans.append(span)
+                    owners.append(self._row_of[follower.id])
+                else:
+                    self._waiting.push(follower)
+        return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)
+
+    def part(self, leader: Request) -> None:
+        """Let the samples that still followed a request that ended go on without it: the first leads."""
+        followers = self._release(leader)
+        if followers:
+            first = followers[0]
+            first.followers, first.num_scored = followers[1:], leader.num_scored
+            self.add(first)
+            self._waiting.push(first)
+
+    def _release(self, leader: Request) -> list[Request]:
+        """The followers of a request, which from now on stand alone."""
+        followers, leader.followers = leader.followers, []
+        for each in followers:
+            each.prompt_logprobs = leader.prompt_logprobs
+            del self._leader_of[each.id]
+        return followers

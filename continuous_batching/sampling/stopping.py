@@ -1,0 +1,37 @@
+"""Which rows end with the token they just got, and why?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.request import SamplingParams
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+
+
+class StopConditions:
+    """Knows the model's own end tokens, and looks up those of a request."""
+
+    def __init__(self, slots: SlotPool, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._slots = slots
+        self._stop_mask = np.zeros(vocab_size, dtype=np.bool_)
+        self._stop_mask[list(eos_token_ids)] = True
+        self._eos_token_ids = eos_token_ids
+
+    def stop_tokens(self, params: SamplingParams) -> Index:
+        """The tokens that end a request, each once."""
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
+        return np.array(sorted(stops), dtype=np.int64)
+
+    def of(self, rows: Index, tokens: Index) -> dict[int, str]:
+        """The rows that end, with the reason, now that `tokens` are booked; -1 stands for no token."""
+        slots = self._slots
+        failed = tokens < 0
+        stopped = self._stop_mask[tokens] & ~slots.ignore_eos[rows]
+        for index in slots.own_stops[rows].nonzero()[0].tolist():
+            stopped[index] |= int(tokens[index]) in slots.requests[rows[index]].params.stop_token_ids
+        over = failed | stopped | (slots.num_tokens[rows] >= slots.limit[rows])
+        return {
+            int(rows[index]): "error" if failed[index] else "stop" if stopped[index] else "length"
+            for index in over.nonzero()[0].tolist()
+        }

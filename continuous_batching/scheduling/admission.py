@@ -1,0 +1,142 @@
+"""Who comes in now?"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from continuous_batching.counters import Counters
+from continuous_batching.paging.page_tables import EMPTY
+from continuous_batching.paging.residency import Residency
+from continuous_batching.policies.policy import Busy, Policy, Room, Waiting
+from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.request import Request
+from continuous_batching.sampling.beam_search import BeamSearches
+from continuous_batching.scheduling.preemption import Preemption
+from continuous_batching.scheduling.validation import longest_tokens
+from kv_cache.pages import Index
+
+# What the head of the queue waits for: a slot, a share of the step's tokens, its policy's leave, or pages
+HeldBack = Literal["slots", "tokens", "policy", "pages"]
+
+
+class Admission:
+    """Brings waiting requests into free rows while the policy, the slots and the pages allow it.
+
+    `held_back` says why the last `admit` left some waiting; None where it left none. `row_of` is the
+    scheduler's. With `outrank`, who is next preempts running requests of lower priority where slots or pages
+    run short.
+    """
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        residency: Residency,
+        searches: BeamSearches,
+        counters: Counters,
+        policy: Policy,
+        preemption: Preemption,
+        row_of: dict[str, int],
+        *,
+        outrank: bool,
+    ) -> None:
+        self._waiting = waiting
+        self._policy = policy
+        self._residency = residency
+        self._searches = searches
+        self._counters = counters
+        self._preemption = preemption
+        self._row_of = row_of
+        self._outrank = outrank
+        self.held_back: HeldBack | None = None
+        self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
+
+    def admit(self, max_batch_tokens: int, now_s: float) -> None:
+        """Fill rows."""
+        residency, waiting, slots = self._residency, self._waiting, self._residency.slots
+        self.held_back = "slots"
+        if not slots.num_free and not self._is_outranked():
+            return
+        room = self._room(max_batch_tokens, now_s)
+        tokens_left, requests_left, longs_left = room.tokens, room.requests, room.long_requests
+        if tokens_left <= 0 or requests_left <= 0:
+            return
+        spare = self._num_spare()
+        while tokens_left > 0 and requests_left > 0:
+            request = waiting.peek(short_only=longs_left <= 0)
+            if request is None:
+                break
+            if slots.num_free < max(1, request.params.beam_width):
+                if self._outrank and self._preemption.make_way(request):
+                    spare = self._num_spare()
+                    continue
+                self.held_back = "slots"
+                return
+            matched = self._match(request)
+            # the last token is never cached
+            reserved = min(self._policy.reserve(request), longest_tokens(request) - 1)
+            wanted = self._pages(request, matched, reserved)
+            if room.whole and len(request.tokens) - len(matched) * slots.page_size > tokens_left:
+                self.held_back = "tokens"
+                return
+            if wanted > spare:
+                if self._outrank and self._preemption.make_way(request):
+                    spare = self._num_spare()
+                    continue
+                self.held_back = "pages"
+                return
+            spare -= wanted
+            longs_left -= waiting.is_long(request)
+            row = self._enter(request, matched, reserved, now_s)
+            requests_left -= 1
+            if not residency.is_blocked(row):
+                tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
+        self.held_back = ("tokens" if tokens_left <= 0 else "policy") if len(waiting) else None
+
+    def _is_outranked(self) -> bool:
+        """Whether who is next would take the row of another."""
+        request = self._waiting.peek() if self._outrank else None
+        return request is not None and self._preemption.outranked(request) is not None
+
+    def _room(self, max_batch_tokens: int, now_s: float) -> Room:
+        slots, running = self._residency.slots, self._residency.runnable()
+        computed = slots.num_computed[running]
+        busy = Busy(slots.num_tokens[running] - computed, computed)
+        queue = Waiting(len(self._waiting), now_s - self._waiting.longest_since_s)
+        self.held_back = "tokens" if int(busy.todo.sum()) >= max_batch_tokens else "policy"
+        return self._policy.room(busy, max_batch_tokens, queue)
+
+    def _num_spare(self) -> int:
+        """Pages that are neither held nor promised to a row for what it knows already."""
+        return self._residency.tables.num_available - self._residency.num_promised()
+
+    def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
+        """Give it a row, and count what a newcomer brings and finds."""
+        residency, first_time = self._residency, not request.num_preemptions
+        if first_time:
+            request.admitted_s = now_s
+            residency.count_lookup(request, matched)
+        self._waiting.remove(request)
+        self._row_of[request.id] = row = residency.enter(request, matched, reserved)
+        if request.params.beam_width:
+            self._searches.seat(request, row, reserved)
+        if first_time:
+            self._counters.prompt_tokens += request.num_prompt_tokens
+            if self._waiting.shares:
+                missing = request.num_prompt_tokens - int(residency.slots.num_computed[row])
+                self._waiting.shares.charge_prompt(request, missing)
+        return row
+
+    def _pages(self, request: Request, matched: Index, reserved: int) -> int:
+        """Pages that a newcomer takes from those that are available, for so many tokens."""
+        shared = matched[matched > 0]  # resting ones take pages like what is computed
+        idle = int((self._residency.tables.pool.holders[shared] == 1).sum())  # these counted as available
+        wanted = -(-reserved // self._residency.slots.page_size) - len(shared) + idle
+        return wanted + self._searches.extra_pages(request, reserved) if request.params.beam_width else wanted
+
+    def _match(self, request: Request) -> Index:
+        """What the head of the queue can share; searched again only when the cache has changed."""
+        number, version, matched = self._head
+        if number != request.number or version != self._residency.prefix.version:
+            matched = self._residency.find(request)
+            self._head = (request.number, self._residency.prefix.version, matched)
+        return matched

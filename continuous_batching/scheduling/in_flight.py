@@ -1,0 +1,97 @@
+"""What is on the device, and what of it does the host not know yet?"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from continuous_batching.batch import Batch
+from continuous_batching.paging.page_tables import EMPTY
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+
+
+class InFlight:
+    """Batches that were made and are not committed: one, or two where the host works ahead of the device.
+
+    Before a second is made, the first is booked as done but for the values of its tokens (`advance`): these
+    are on the device, where the second finds them.
+
+    A request may end while the device still computes its row. The row is then outrun: nothing of it counts
+    any more, and it is freed when the last batch with it is committed.
+    """
+
+    def __init__(self, slots: SlotPool) -> None:
+        self._slots = slots
+        self._batches: deque[tuple[Batch, Index, float]] = deque()  # with their rows, and since when
+        self._unknown = EMPTY  # rows whose last token has no value yet
+        self.outrun: dict[int, bool] = {}  # row -> whether its request failed
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def last(self) -> Batch:
+        """The batch that was made last."""
+        return self._batches[-1][0]
+
+    @property
+    def rows(self) -> Index:
+        """The rows that the device computes or samples for."""
+        return np.unique(np.concatenate([EMPTY, *(rows for _, rows, _ in self._batches)]))
+
+    def holds(self, row: int) -> bool:
+        """Whether the device computes or samples for a row."""
+        return any(row in rows for _, rows, _ in self._batches)
+
+    def launch(self, batch: Batch, rows: Index, now_s: float) -> None:
+        """A batch was made, which computes or samples for `rows`."""
+        self._batches.append((batch, rows, now_s))
+
+    def advance(self) -> None:
+        """Book the one batch in flight as done, with tokens of no value."""
+        assert len(self._batches) == 1, f"the host is {len(self._batches)} batches ahead already"
+        slots, batch = self._slots, self.last
+        rows = batch.owners[~np.isin(batch.owners, list(self.outrun))] if self.outrun else batch.owners
+        slots.num_computed[batch.slots] = batch.stops
+        slots.token_ids[rows, slots.num_tokens[rows]] = 0  # any legal one: the device has its own
+        slots.num_tokens[rows] += 1
+        self._unknown = rows
+
+    def withheld(self) -> Index:
+        """Rows that are outrun, or end with a token that has no value yet."""
+        slots, rows = self._slots, self._unknown
+        full: Index = rows[slots.num_tokens[rows] >= slots.limit[rows]]
+        return np.concatenate([full, np.array(list(self.outrun), dtype=np.int64)])
+
+    def is_unknown(self, rows: Index) -> Index:
+        """Which of these rows, as indices, end in a token of no value."""
+        return np.flatnonzero(np.isin(rows, self._unknown)) if len(self._unknown) else EMPTY
+
+    def land(self, batch: Batch) -> tuple[Index, float]:
+        """The device answered: book what was computed; no token is unknown now. Returns the batch's rows, and
+        when it was made.
+        """
+        assert self._batches, "a batch was committed that is not in flight"
+        first, rows, since_s = self._batches.popleft()
+        assert first is batch, "batches are committed in the order in which they were made"
+        self._slots.num_computed[batch.slots] = batch.stops
+        if len(self._unknown):
+            self._slots.num_tokens[self._unknown] -= 1
+            self._unknown = EMPTY
+        return rows, since_s
+
+    def outrun_by(self, row: int, *, failed: bool) -> None:
+        """The request in this row ends, and the device goes on with it."""
+        if row in self._unknown:
+            self._slots.num_tokens[row] -= 1
+            self._unknown = self._unknown[self._unknown != row]
+        self.outrun[row] = failed
+
+    def take_landed(self) -> dict[int, bool]:
+        """Outrun rows that the device is done with, and whether their requests failed; they are forgotten."""
+        landed = {row: failed for row, failed in self.outrun.items() if not self.holds(row)}
+        for row in landed:
+            del self.outrun[row]
+        return landed

@@ -1,0 +1,204 @@
+"""What does each Ascend product's fused attention take?
+
+Sources: op-plugin, torch_npu.npu_fused_infer_attention_score and its v2; vllm-ascend, attention_v1.py and
+_310p/attention; CANN, PagedAttentionOperation; CANN's own errors where these are silent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from devices.shapes import AttentionShape
+from kv_cache.pages import Index
+
+MOST_SPANS = 4096  # in one call of a packed batch
+MOST_HEADS, MOST_GROUP = 256, 64
+PAGE_STEP, MOST_PAGE = 16, 1024
+MOST_ROW = 65535  # kv heads x head dim
+MOST_KEYS = 262144  # that a single query reads
+ATB_PAGES = (128, 64)  # the first that fits is the one to choose
+ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
+ATB_MOST_PAGE = 128 * 128  # tokens x head dim
+MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more: vllm-ascend's bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One line of products, by the name it has in a recipe."""
+
+    name: str
+    chip: str  # what one of them calls itself
+    chips: str  # what any of them does, as a pattern
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    head_dims: tuple[int, ...] = (64, 128)
+    is_fused: bool = True  # has npu_fused_infer_attention_score
+    is_atb: bool = False  # has ATB's attention over pages in its place
+    has_swiglu: bool = True
+    most_spans: int = MOST_SPANS  # in one call
+    is_mixed: bool = True  # one call takes single tokens and longer spans together
+    has_int8: bool = True  # products of int8 with a scale for each token
+    most_graphs: int | None = None  # sizes that may be captured; None: what its streams allow
+
+    def check(self, shape: AttentionShape, *, takes_float32: bool = False) -> None:
+        """Raise ValueError for a shape that fused attention of this product does not take."""
+        self.check_dtype(shape.dtype)
+        plain = "or set device.attention to reference"
+        if not (self.is_fused or self.is_atb):
+            fused = ", ".join(each.name for each in PRODUCTS if each.is_fused or each.is_atb)
+            raise ValueError(
+                f"device.product is {self.name}, for which there is no fused attention here, but for {fused}:"
+                f" use one of these, {plain}"
+            )
+        names = [_name(each) for each in self.dtypes]
+        if shape.dtype not in self.dtypes and not takes_float32:
+            raise ValueError(
+                f"model.dtype is {_name(shape.dtype)}; fused attention of the {self.name} takes"
+                f" {' or '.join(names)}: set model.dtype to {names[0]}, {plain}"
+            )
+        if self.is_atb:
+            self._check_atb(shape, plain)
+        else:
+            self._check_fused(shape, plain)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ValueError for a type that this product does not compute in, whatever attention is used."""
+        if dtype not in (*self.dtypes, torch.float32):
+            names = [_name(each) for each in self.dtypes]
+            raise ValueError(
+                f"model.dtype is {_name(dtype)}; the {self.name} computes in {', '.join(names)} or float32:"
+                f" set model.dtype to {names[0]}"
+            )
+
+    def _check_atb(self, shape: AttentionShape, plain: str) -> None:
+        dim, size = shape.head_dim, shape.page_size
+        if dim % ATB_DIM_STEP or not 0 < dim <= ATB_MOST_DIM:
+            raise ValueError(
+                f"the model's head_dim is {dim}; attention of the {self.name} takes a multiple of"
+                f" {ATB_DIM_STEP} to {ATB_MOST_DIM}: choose another model, {plain}"
+            )
+        sizes = [each for each in ATB_PAGES if each * dim <= ATB_MOST_PAGE]
+        if size not in sizes:
+            raise ValueError(
+                f"cache.page_size is {size}; attention of the {self.name} takes"
+                f" {' or '.join(map(str, sizes))} with heads of {dim}: set {sizes[0]}, {plain}"
+            )
+        for layer, window in enumerate(shape.windows):
+            if window is not None:
+                raise ValueError(
+                    f"layer {layer} of the model has a sliding window of {window}; attention of the"
+                    f" {self.name} has none: choose another model, {plain}"
+                )
+
+    def _check_fused(self, shape: AttentionShape, plain: str) -> None:
+        if shape.head_dim not in self.head_dims:
+            allowed = " or ".join(map(str, self.head_dims))
+            raise ValueError(
+                f"the model's head_dim is {shape.head_dim}; fused attention of the {self.name} takes"
+                f" {allowed}: choose another model, {plain}"
+            )
+        group = shape.num_heads // shape.num_kv_heads
+        if shape.num_heads > MOST_HEADS or group > MOST_GROUP:
+            raise ValueError(
+                f"the model has {shape.num_heads} query heads over {shape.num_kv_heads}; fused attention"
+                f" takes {MOST_HEADS}, and {MOST_GROUP} a key and value head: choose another model, {plain}"
+            )
+        if shape.num_kv_heads * shape.head_dim > MOST_ROW:
+            raise ValueError(
+                f"the model's key and value heads are {shape.num_kv_heads} x {shape.head_dim} wide; fused"
+                f" attention takes {MOST_ROW} together: choose another model, {plain}"
+            )
+        if shape.page_size % PAGE_STEP or not PAGE_STEP <= shape.page_size <= MOST_PAGE:
+            raise ValueError(
+                f"cache.page_size is {shape.page_size}; fused attention takes a multiple of {PAGE_STEP} to"
+                f" {MOST_PAGE}: set 128, {plain}"
+            )
+
+    def check_longest(self, num_tokens: int) -> None:
+        """Raise ValueError for requests longer than a decode reads; the last token is no key of any query."""
+        if self.is_fused and num_tokens > MOST_KEYS + 1:
+            raise ValueError(
+                f"a request may have {num_tokens} tokens; fused attention of the {self.name} reads"
+                f" {MOST_KEYS} keys: set scheduler.max_request_tokens to {MOST_KEYS + 1}, or set"
+                " device.attention to reference"
+            )
+
+    def check_int8(self, dtype: torch.dtype) -> None:
+        """Raise ValueError for a model of this type in W8A8 (op-plugin, npu_quant_matmul: products)."""
+        if not self.has_int8:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_int8)
+            raise ValueError(
+                f"the model is in W8A8; the {self.name} takes no scale for each token, {some} do: use one of"
+                " these, or the original checkpoint with model.quantization: auto"
+            )
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"model.dtype is {_name(dtype)}; products of int8 give bfloat16 or float16: set model.dtype"
+                " to bfloat16"
+            )
+
+    def check_graphs(self, num_graphs: int, num_layers: int) -> None:
+        """Raise ValueError for more graphs than a device holds: each layer of each takes a stream."""
+        most = MOST_STREAMS // (num_layers + 1)
+        if self.most_graphs is not None:
+            most = min(most, self.most_graphs)
+        if num_graphs > most:
+            raise ValueError(
+                f"device.graphs asks for {num_graphs} graphs of {num_layers} layers; the {self.name} holds"
+                f" {most}: lower it, or raise cache.page_size, which makes the steps between sizes longer"
+            )
+
+    def cuts(self, lens: Index) -> Iterator[tuple[int, int]]:
+        """Spans [first, last) for each call, given the spans' lengths: as few calls as the product allows."""
+        edges = {0, len(lens), *range(0, len(lens), self.most_spans)}
+        if not self.is_mixed:
+            edges |= set((np.flatnonzero(np.diff(lens == 1)) + 1).tolist())
+        ordered = sorted(edges)
+        yield from pairwise(ordered)
+
+
+PRODUCTS = (
+    Product(
+        name="310P",
+        chip="Ascend310P3",
+        chips=r"Ascend310P\d",
+        dtypes=(torch.float16,),
+        is_fused=False,
+        is_atb=True,
+        has_swiglu=False,
+        has_int8=False,
+        most_spans=2000,
+    ),
+    Product(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d"),
+    Product(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d"),
+    Product(name="950", chip="Ascend950", chips=r"Ascend950", is_mixed=False, most_graphs=4),
+    Product(
+        name="910",
+        chip="Ascend910A",
+        chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$",
+        dtypes=(torch.float16,),
+        is_fused=False,
+        has_int8=False,
+    ),
+)
+
+
+def product(name: str | None, chip: str) -> Product:
+    """The product that a recipe names, or else that of the device's own name."""
+    for each in PRODUCTS:
+        if each.name == name or (name is None and re.match(each.chips, chip)):
+            return each
+    known = ", ".join(each.name for each in PRODUCTS)
+    raise ValueError(
+        f"the device calls itself {chip!r}, which is no product known here: set device.product to the nearest"
+        f" of {known}"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

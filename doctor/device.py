@@ -1,0 +1,209 @@
+"""Is there a device, and may this user compute on it?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from doctor.facts import Chip, Facts, Node, numbers
+from doctor.finding import Check, Finding
+
+Device = TypeVar("Device", Node, Chip)
+
+GROUP = "HwHiAiUser"
+CAPTURING_DRIVER = (25, 5)  # 25.5.1, of which the first two numbers are compared, then the third
+FREE_SHARE = 0.8
+DOCKER = (
+    "start the container with --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm"
+    " --device /dev/hisi_hdc -v /usr/local/dcmi:/usr/local/dcmi"
+    " -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
+    " -v /usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64"
+    " -v /usr/local/Ascend/driver/version.info:/usr/local/Ascend/driver/version.info"
+)
+INSTALLING = "vllm-ascend, docs/source/installation.md"
+
+
+def _no_linux(facts: Facts) -> Finding | None:
+    if facts.system == "Linux":
+        return None
+    return Finding(
+        f"this is {facts.system}",
+        "driver, CANN and torch_npu are made for Linux alone",
+        "use a Linux machine, or device.kind: cpu",
+        INSTALLING,
+    )
+
+
+def _no_driver(facts: Facts) -> Finding | None:
+    if facts.driver_version or facts.nodes or facts.has_npu_smi or facts.in_container:
+        return None
+    return Finding(
+        "there is no Ascend driver: no driver/version.info, no /dev/davinci*, no npu-smi",
+        "the driver is not installed, or this machine has no NPU",
+        "if `lspci | grep -i d80` shows a card, install Ascend HDK (driver, then firmware) as root and"
+        " restart; without a card use device.kind: cpu, or device.virtual: true to try",
+        INSTALLING,
+    )
+
+
+def _no_device_in_container(facts: Facts) -> Finding | None:
+    if facts.nodes or not facts.in_container:
+        return None
+    return Finding(
+        "this container has no /dev/davinci*",
+        "it was started without devices, or its host has no NPU",
+        DOCKER,
+        INSTALLING,
+    )
+
+
+def _no_device(facts: Facts) -> Finding | None:
+    if facts.nodes or facts.in_container or not (facts.driver_version or facts.has_npu_smi):
+        return None
+    return Finding(
+        "the driver is installed and there is no /dev/davinci*",
+        "its kernel module is not loaded: the machine was not restarted, or the kernel was upgraded after it",
+        "restart; if that does not help, install the driver again for this kernel, and see `dmesg`",
+        "Ascend HDK installation guide",
+    )
+
+
+def _no_control_node(facts: Facts) -> Finding | None:
+    if not facts.nodes or not facts.absent_control_nodes:
+        return None
+    return Finding(
+        f"there is no {', '.join(facts.absent_control_nodes)}",
+        "a chip is opened through these device files, and the container was started without them",
+        DOCKER,
+        INSTALLING,
+    )
+
+
+def _not_in_group(facts: Facts) -> Finding | None:
+    nodes = _visible(facts, facts.nodes)
+    closed = [index for index, node in nodes.items() if not node.is_usable and node.group not in facts.groups]
+    if not closed or facts.is_root:
+        return None
+    node = nodes[closed[0]]
+    return Finding(
+        f"{node.path} belongs to the group {node.group}, and this user is not in it",
+        f"only root and {node.group} may open the device (usually {GROUP})",
+        f"sudo usermod -aG {node.group} $USER, then log in anew",
+        "Ascend HDK installation guide",
+        is_fatal=closed[0] == min(nodes),
+    )
+
+
+def _no_permission(facts: Facts) -> Finding | None:
+    nodes = _visible(facts, facts.nodes)
+    closed = [
+        index
+        for index, node in nodes.items()
+        if not node.is_usable and (facts.is_root or node.group in facts.groups)
+    ]
+    if not closed:
+        return None
+    node = nodes[closed[0]]
+    return Finding(
+        f"{node.path} cannot be read and written",
+        "its mode was changed, or the container runtime forbids the device although the file is there",
+        f"sudo chmod 660 {node.path}; in a container pass it by --device, not as a volume",
+        INSTALLING,
+        is_fatal=closed[0] == min(nodes),
+    )
+
+
+def _npu_smi_cannot_run(facts: Facts) -> Finding | None:
+    if facts.npu_smi_refusal is None:
+        return None
+    return Finding(
+        f"npu-smi is there and cannot be run: {facts.npu_smi_refusal}",
+        "the file is damaged or of another architecture, or the interpreter that it names is absent; the"
+        " health and the memory of the chips stay unknown",
+        "install the driver's own npu-smi again; in a container mount the one of the host,"
+        " -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi",
+        f"execve(2); {INSTALLING}",
+        is_fatal=False,
+    )
+
+
+def _npu_smi_fails(facts: Facts) -> Finding | None:
+    if facts.npu_smi_error is None:
+        return None
+    return Finding(
+        f"npu-smi info fails: {facts.npu_smi_error}",
+        "the driver does not answer: a device is held by another container, is lost, or dcmi is absent",
+        "end what holds the device on the host (`fuser -v /dev/davinci*`), mount /usr/local/dcmi, or restart",
+        "vllm-ascend, docs/source/installation.md; HAMi ascend-device-plugin #9 (-8010)",
+    )
+
+
+def _unhealthy(facts: Facts) -> Finding | None:
+    sick = [index for index, chip in _visible(facts, facts.chips).items() if chip.health != "OK"]
+    if not sick:
+        return None
+    return Finding(
+        f"npu-smi shows chip {sick[0]} as {facts.chips[sick[0]].health}",
+        "the chip reports a fault of hardware, link or temperature",
+        f"see `npu-smi info -t health -i {sick[0]}`; restart, or leave it out by ASCEND_RT_VISIBLE_DEVICES",
+        "npu-smi reference",
+    )
+
+
+def _little_memory(facts: Facts) -> Finding | None:
+    chips = _visible(facts, facts.chips)
+    full = [
+        f"chip {index}: {chip.used_mib} of {chip.total_mib} MiB"
+        for index, chip in chips.items()
+        if chip.total_mib and chip.used_mib > (1 - FREE_SHARE) * chip.total_mib
+    ]
+    if not full or len(full) < len(chips):
+        return None
+    return Finding(
+        f"device memory is in use ({'; '.join(full[:2])})",
+        "another process computes on every chip, or one that ended left its memory behind",
+        "end it (`npu-smi info` lists processes), choose another machine, or lower cache.memory_fraction",
+        "vllm-ascend #6002: calls that block during capture (107030) where memory is tight",
+        is_fatal=False,
+    )
+
+
+def _old_driver_for_graphs(facts: Facts) -> Finding | None:
+    version = facts.driver_version
+    if version is None or _three(version) >= (*CAPTURING_DRIVER, 1):
+        return None
+    return Finding(
+        f"the driver is {version}; graphs want 25.5.1 or newer",
+        "older drivers have too few streams to capture: Alloc sq cq fail, which reads like a full disk",
+        "install Ascend HDK 25.5.1 or newer, or set device.graphs: 0",
+        "vllm-ascend #8393",
+        is_fatal=False,
+    )
+
+
+def _visible(facts: Facts, devices: Sequence[Device]) -> dict[int, Device]:
+    """The devices, by index, that the shell leaves to be computed on; the first is npu:0."""
+    return {index: device for index, device in enumerate(devices) if facts.is_visible(index)}
+
+
+def _three(version: str) -> tuple[int, int, int]:
+    """25.5.1 -> (25, 5, 1); what is no number, such as RC1, counts as 0."""
+    first, second = numbers(version) or (0, 0)
+    rest = version.split(".")[2:]
+    return first, second, int(rest[0]) if rest and rest[0].isdecimal() else 0
+
+
+CHECKS: tuple[Check, ...] = (
+    _no_linux,
+    _no_driver,
+    _no_device_in_container,
+    _no_device,
+    _no_control_node,
+    _not_in_group,
+    _no_permission,
+    _npu_smi_cannot_run,
+    _npu_smi_fails,
+    _unhealthy,
+    _little_memory,
+    _old_driver_for_graphs,
+)

@@ -1,0 +1,187 @@
+"""Does the shell or the system hold a setting that breaks or slows a run?"""
+
+from __future__ import annotations
+
+from doctor.facts import VISIBLE, Facts
+from doctor.finding import Check, Finding
+
+ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
+LEAST_SHM = 2**30
+LEAST_FILES = 4096
+LEAST_TIMEOUT_S = 120  # what HCCL waits by itself
+YEAR = 2025  # no CANN that fits is older
+VARIABLES = "Ascend Extension for PyTorch, environment variables"
+
+
+def _visible_devices(facts: Facts) -> Finding | None:
+    said = facts.environment.get(VISIBLE)
+    if said is None:
+        return None
+    numbers = [each.strip() for each in said.split(",")]
+    if not all(each.isdecimal() for each in numbers):
+        problem = f"{VISIBLE} is {said!r}, which is no list of numbers"
+    elif facts.chips and any(int(each) >= len(facts.chips) for each in numbers):
+        problem = f"{VISIBLE} is {said}, and the chips here are 0 to {len(facts.chips) - 1}"
+    elif numbers != sorted(set(numbers), key=int):
+        problem = f"{VISIBLE} is {said}, which is not in rising order or names a chip twice"
+    else:
+        return None
+    return Finding(
+        problem,
+        "the runtime ends the list at the first number that it does not know, and sees fewer devices or none",
+        f"export {VISIBLE}=0, or another number of `npu-smi info`; unset it to see all",
+        "CANN environment variables",
+    )
+
+
+def _allocator(facts: Facts) -> Finding | None:
+    said = facts.environment.get(ALLOCATOR, "")
+    options = dict(part.split(":", 1) for part in said.replace(" ", "").split(",") if ":" in part)
+    clash = {"max_split_size_mb", "garbage_collection_threshold"} & set(options)
+    if options.get("expandable_segments", "").lower() != "true" or not clash:
+        return None
+    return Finding(
+        f"{ALLOCATOR} sets expandable_segments and {' and '.join(sorted(clash))}",
+        "segments that grow are not split: torch_npu refuses the two together at the first allocation",
+        f"export {ALLOCATOR}=expandable_segments:True",
+        f"{VARIABLES}; vllm-ascend PR #5855, #6572",
+    )
+
+
+def _hccl_timeout(facts: Facts) -> Finding | None:
+    said = facts.environment.get("HCCL_CONNECT_TIMEOUT")
+    if said is None or (said.isdecimal() and LEAST_TIMEOUT_S <= int(said) <= 7200):
+        return None
+    return Finding(
+        f"HCCL_CONNECT_TIMEOUT is {said!r}",
+        "it is in seconds, from 120 to 7200; ranks that load for longer than it end in EI0006",
+        "export HCCL_CONNECT_TIMEOUT=1200, or unset it",
+        "vllm-ascend #2248, #1221, #486",
+        is_fatal=False,
+    )
+
+
+def _blocking(facts: Facts) -> Finding | None:
+    if facts.environment.get("ASCEND_LAUNCH_BLOCKING") != "1":
+        return None
+    return Finding(
+        "ASCEND_LAUNCH_BLOCKING is 1",
+        "each operator waits for the one before, to find faults: it is slow, and no graph is captured",
+        "unset ASCEND_LAUNCH_BLOCKING",
+        VARIABLES,
+        is_fatal=False,
+    )
+
+
+def _task_queue(facts: Facts) -> Finding | None:
+    if facts.environment.get("TASK_QUEUE_ENABLE") != "0":
+        return None
+    return Finding(
+        "TASK_QUEUE_ENABLE is 0",
+        "operators are then prepared and launched by one thread in turn",
+        "export TASK_QUEUE_ENABLE=1",
+        VARIABLES,
+        is_fatal=False,
+    )
+
+
+def _loud_log(facts: Facts) -> Finding | None:
+    said = facts.environment.get("ASCEND_GLOBAL_LOG_LEVEL")
+    if said not in ("0", "1"):
+        return None
+    return Finding(
+        f"ASCEND_GLOBAL_LOG_LEVEL is {said}",
+        "CANN writes a line for every call: steps get slower and ~/ascend/log grows",
+        "export ASCEND_GLOBAL_LOG_LEVEL=3",
+        "CANN environment variables",
+        is_fatal=False,
+    )
+
+
+def _autoload_off(facts: Facts) -> Finding | None:
+    if facts.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0" or "torch_npu" not in facts.packages:
+        return None
+    return Finding(
+        "TORCH_DEVICE_BACKEND_AUTOLOAD is 0",
+        "torch then does not load torch_npu by itself, and programs that only import torch find no NPU",
+        "unset TORCH_DEVICE_BACKEND_AUTOLOAD; this project imports torch_npu by name and runs either way",
+        "torch_npu 2.13.0",
+        is_fatal=False,
+    )
+
+
+def _little_shm(facts: Facts) -> Finding | None:
+    if facts.shm_bytes is None or facts.shm_bytes >= LEAST_SHM:
+        return None
+    return Finding(
+        f"/dev/shm has {facts.shm_bytes // 2**20} MiB",
+        "ranks and processes share memory there; a container gets 64 MiB unless told otherwise",
+        "start the container with --shm-size=1g or more",
+        "vllm-ascend, docs/source/installation.md",
+        is_fatal=False,
+    )
+
+
+def _few_files(facts: Facts) -> Finding | None:
+    if facts.max_open_files >= LEAST_FILES:
+        return None
+    return Finding(
+        f"a process may open {facts.max_open_files} files",
+        "libraries, shards of weights and a connection for each client are files",
+        "ulimit -n 65536, or LimitNOFILE= of the service",
+        "getrlimit(2)",
+        is_fatal=False,
+    )
+
+
+def _locale(facts: Facts) -> Finding | None:
+    if facts.encoding.replace("-", "").lower() == "utf8":
+        return None
+    return Finding(
+        f"text is read and written as {facts.encoding}",
+        "an answer in Chinese then ends in UnicodeEncodeError",
+        "export LANG=C.UTF-8 PYTHONUTF8=1",
+        "PEP 538, PEP 540",
+    )
+
+
+def _proxy(facts: Facts) -> Finding | None:
+    names = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    proxies = [name for name in names if facts.environment.get(name)]
+    spared = facts.environment.get("no_proxy", facts.environment.get("NO_PROXY", ""))
+    if not proxies or {"localhost", "127.0.0.1", "*"} & set(spared.replace(" ", "").split(",")):
+        return None
+    return Finding(
+        f"{proxies[0]} is set and no_proxy does not name localhost",
+        "a client on this machine then asks the proxy for the server beside it, and gets 502 or 503",
+        "export no_proxy=localhost,127.0.0.1",
+        "curl(1)",
+        is_fatal=False,
+    )
+
+
+def _clock(facts: Facts) -> Finding | None:
+    if facts.year >= YEAR:
+        return None
+    return Finding(
+        f"the clock says it is {facts.year}",
+        "certificates are then not valid yet, and files seem to be of the future, so that much is made anew",
+        "set the clock: timedatectl set-ntp true",
+        "timedatectl(1)",
+    )
+
+
+CHECKS: tuple[Check, ...] = (
+    _visible_devices,
+    _allocator,
+    _hccl_timeout,
+    _blocking,
+    _task_queue,
+    _loud_log,
+    _autoload_off,
+    _little_shm,
+    _few_files,
+    _locale,
+    _proxy,
+    _clock,
+)

@@ -1,0 +1,230 @@
+"""Are CANN, torch and torch_npu there, and do they fit each other?"""
+
+from __future__ import annotations
+
+from os.path import realpath
+
+from doctor.facts import Facts, numbers
+from doctor.finding import Check, Finding
+
+PYTHONS = ((3, 10), (3, 12))
+MATCHING = "Ascend/pytorch, COMPATIBILITY.md"
+# The CANN that a release of torch_npu was made with, from that page; a newer release has at least the newest
+CANN_OF = {
+    "2.12.0": (9, 1), "2.12.0.post2": (9, 1), "2.11.0": (9, 1), "2.11.0.post2": (9, 1),
+    "2.10.0": (9, 0), "2.10.0.post4": (9, 1), "2.10.0.post6": (9, 1),
+    "2.9.0": (8, 5), "2.9.0.post2": (9, 0), "2.9.0.post6": (9, 1), "2.9.0.post8": (9, 1),
+    "2.8.0": (8, 3), "2.8.0.post2": (8, 5), "2.8.0.post4": (9, 0),
+    "2.7.1": (8, 3), "2.7.1.post2": (8, 5), "2.7.1.post4": (9, 0), "2.7.1.post8": (9, 1),
+    "2.7.1.post10": (9, 1),
+    "2.6.0": (8, 2), "2.6.0.post3": (8, 3), "2.6.0.post5": (8, 5), "2.5.1": (8, 1), "2.5.1.post1": (8, 2),
+}  # fmt: skip
+DRIVER_OF = {
+    (8, 1): (25, 0),
+    (8, 2): (25, 2),
+    (8, 3): (25, 3),
+    (8, 5): (25, 5),
+    (9, 0): (25, 5),
+    (9, 1): (25, 5),
+}
+CANN_NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
+CPU_TORCH = "pip install torch==VERSION+cpu --index-url https://download.pytorch.org/whl/cpu"
+
+
+def _python(facts: Facts) -> Finding | None:
+    if PYTHONS[0] <= facts.python <= PYTHONS[1]:
+        return None
+    return Finding(
+        f"this is Python {facts.python[0]}.{facts.python[1]}",
+        "this project's requirements are pinned for 3.10 to 3.12, for which torch_npu has wheels too",
+        "PYTHON=python3.11 bash scripts/setup.sh",
+        "scripts/setup.sh; pypi.org/project/torch-npu",
+    )
+
+
+def _old_glibc(facts: Facts) -> Finding | None:
+    if facts.glibc is None or facts.wheel_glibc is None or facts.glibc >= facts.wheel_glibc:
+        return None
+    return Finding(
+        f"glibc is {_dotted(facts.glibc)}; the wheel of torch_npu asks for {_dotted(facts.wheel_glibc)}",
+        "the system is older than the one that the wheel was built on",
+        "use a newer system, such as the image quay.io/ascend/cann",
+        "PEP 600",
+    )
+
+
+def _no_cann(facts: Facts) -> Finding | None:
+    if facts.cann_home is not None:
+        return None
+    return Finding(
+        "CANN is not found in /usr/local/Ascend nor in ~/Ascend",
+        "the toolkit is not installed, or lies elsewhere and its set_env.sh was not sourced",
+        "install the CANN toolkit and the operator package of your product, then source its set_env.sh",
+        "vllm-ascend, docs/source/installation.md",
+    )
+
+
+def _not_sourced(facts: Facts) -> Finding | None:
+    home, environment = facts.cann_home, facts.environment
+    said = environment.get("ASCEND_TOOLKIT_HOME") or environment.get("ASCEND_HOME_PATH")
+    if home is None or said:
+        return None
+    return Finding(
+        f"CANN is in {home} and its environment is not set",
+        "set_env.sh was not sourced in this shell, so that no library of CANN is found",
+        f"source {home.rstrip('/').removesuffix('/latest')}/set_env.sh, or start by bash scripts/launch.sh",
+        "vllm-ascend #262",
+    )
+
+
+def _wrong_home(facts: Facts) -> Finding | None:
+    names = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
+    said = {name: place for name in names if (place := facts.environment.get(name))}
+    found = facts.cann_home and realpath(facts.cann_home)  # `latest` and 8.5.0 may be one folder
+    wrong = [name for name, place in said.items() if realpath(place) != found]
+    if not wrong:
+        return None
+    return Finding(
+        f"{wrong[0]} is {said[wrong[0]]}, and CANN is found in {facts.cann_home or 'no place'}",
+        "the variable is left from an installation that was removed, or two set_env.sh were sourced",
+        "open a new shell and source one set_env.sh",
+        "Ascend/pytorch #152, #117, #99",
+    )
+
+
+def _no_kernels(facts: Facts) -> Finding | None:
+    if facts.cann_home is None or facts.has_kernels:
+        return None
+    return Finding(
+        "CANN has no compiled operators (opp/built-in/op_impl/ai_core/tbe/kernel is empty)",
+        "the toolkit is installed without the operator package of the product",
+        "install Ascend-cann-kernels (from CANN 8.5 on Ascend-cann-ops) for your chip, as old as the toolkit",
+        "CANN installation guide",
+    )
+
+
+def _no_hccl(facts: Facts) -> Finding | None:
+    if facts.cann_home is None or facts.has_hccl:
+        return None
+    return Finding(
+        f"there is no libhccl.so in {facts.cann_home}",
+        "the toolkit is not whole; torch_npu needs the collective library to load, on one chip too",
+        "install the CANN toolkit again",
+        "vllm-ascend #262",
+    )
+
+
+def _old_driver(facts: Facts) -> Finding | None:
+    cann, driver = numbers(facts.cann_version), numbers(facts.driver_version)
+    wanted = DRIVER_OF.get(cann) if cann else None
+    if driver is None or wanted is None or driver >= wanted:
+        return None
+    return Finding(
+        f"CANN is {facts.cann_version} and the driver {facts.driver_version}; {_dotted(cann)} was released"
+        f" with {_dotted(wanted)}",
+        "a runtime newer than its driver asks for what the driver does not know",
+        f"install Ascend HDK {_dotted(wanted)} or newer, or an older CANN",
+        "vllm-ascend, docs/source/installation.md; Ascend deployer, version_match.json",
+        is_fatal=False,
+    )
+
+
+def _no_torch(facts: Facts) -> Finding | None:
+    if "torch" in facts.packages:
+        return None
+    return Finding(
+        "torch is not installed for this Python",
+        "the project's environment was not set up, or another Python is in use",
+        "bash scripts/setup.sh, then run everything by .venv/bin/python",
+        "scripts/setup.sh",
+    )
+
+
+def _no_torch_npu(facts: Facts) -> Finding | None:
+    if "torch_npu" in facts.packages:
+        return None
+    torch = facts.packages.get("torch", "the version of torch").partition("+")[0]
+    return Finding(
+        "torch_npu is not installed for this Python",
+        "it is no part of torch, and has to be of its very version",
+        f"pip install torch-npu=={torch}",
+        MATCHING,
+    )
+
+
+def _versions_apart(facts: Facts) -> Finding | None:
+    torch, npu = facts.packages.get("torch"), facts.packages.get("torch_npu")
+    if torch is None or npu is None or _base(torch) == _base(npu):
+        return None
+    return Finding(
+        f"torch is {torch} and torch_npu {npu}",
+        "torch_npu is compiled against one version of torch: all three numbers must agree",
+        f"pip install torch-npu=={_base(torch)}, or the torch {_base(npu)}",
+        MATCHING,
+    )
+
+
+def _cann_apart(facts: Facts) -> Finding | None:
+    npu, cann = facts.packages.get("torch_npu", ""), numbers(facts.cann_version)
+    is_newer = (numbers(npu) or (0, 0)) > max(filter(None, map(numbers, CANN_OF)))
+    wanted = max(CANN_OF.values()) if is_newer else CANN_OF.get(npu)
+    if wanted is None or cann is None or cann == wanted or (is_newer and cann > wanted):
+        return None
+    least = f"{_dotted(wanted)}{' or newer' * is_newer}"
+    return Finding(
+        f"torch_npu {npu} was made with CANN {least}, and this is {facts.cann_version}",
+        "its calls and CANN's operators may differ in arguments: errors such as 561002, or symbols not found",
+        f"install CANN {least}, or the torch_npu of {_dotted(cann)}",
+        MATCHING,
+        is_fatal=cann < wanted,
+    )
+
+
+def _cuda_torch(facts: Facts) -> Finding | None:
+    if facts.torch_cuda is None or "torch_npu" not in facts.packages:
+        return None
+    return Finding(
+        f"torch is a build for CUDA {facts.torch_cuda} beside torch_npu",
+        "torch has room for one accelerator: torch_npu refuses to load where another is built in",
+        CPU_TORCH.replace("VERSION", _base(facts.packages["torch"])),
+        "torch_npu 2.13.0, on import",
+    )
+
+
+def _cann_packages(facts: Facts) -> Finding | None:
+    absent = [name for name in CANN_NEEDS if name not in facts.packages]
+    if facts.cann_home is None or not absent:
+        return None
+    return Finding(
+        f"CANN's operator compiler lacks {', '.join(absent)}",
+        "it runs in this Python and imports them; without, the first operator ends in EH9999",
+        f"pip install {' '.join(absent)}",
+        "Ascend/pytorch #7",
+    )
+
+
+def _base(version: str) -> str:
+    """2.9.0.post2+git -> 2.9.0."""
+    return ".".join(version.partition("+")[0].split(".")[:3]).partition("rc")[0]
+
+
+def _dotted(version: tuple[int, int] | None) -> str:
+    return ".".join(map(str, version or ()))
+
+
+CHECKS: tuple[Check, ...] = (
+    _python,
+    _old_glibc,
+    _no_cann,
+    _not_sourced,
+    _wrong_home,
+    _no_kernels,
+    _no_hccl,
+    _old_driver,
+    _no_torch,
+    _no_torch_npu,
+    _versions_apart,
+    _cann_apart,
+    _cuda_torch,
+    _cann_packages,
+)

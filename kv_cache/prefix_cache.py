@@ -1,0 +1,269 @@
+"""Which pages are kept to be found again, and which go?"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_cache.page_history import PageHistory
+from kv_cache.page_keys import TokenIds
+from kv_cache.pages import Index, PageCopy, PagePool
+from kv_cache.prefix_index import EMPTY, Miss, PrefixIndex
+
+
+class PrefixCache:
+    """Full pages that are found again by the tokens they hold and all tokens before them (see `PrefixIndex`).
+
+    The cache is a holder of its pages like any slot. A page whose only holder is the cache is idle:
+    it is found and shared again, or evicted, least recently used first, when pages run short.
+
+    With a pool of the `host`, evicted pages come to rest there: they are found as before, and copied back
+    for who needs them, which pays as far as copying a page is cheaper than computing it. Whatever else
+    takes pages of that pool has right of way. A page is in one place at a time: one that came back is
+    copied out again if it is evicted again, and nobody has to keep two copies alike.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, host: PagePool | None = None) -> None:
+        self._pool = pool
+        self._host = host
+        self._page_size = page_size
+        num_host_pages = 0 if host is None else host.num_pages
+        self.chains = PrefixIndex(pool.num_pages, num_host_pages, page_size)
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._resting: OrderedDict[int, None] = OrderedDict()  # names in `chains`, the same way
+        self.history = PageHistory(pool.num_pages, num_host_pages)
+        self.version = 0  # changes with what can be found
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_resting(self) -> int:
+        """Pages of the host's pool that the cache holds."""
+        return len(self._resting)
+
+    @property
+    def pages(self) -> Index:
+        """The pages that the cache holds on the device, idle or in use."""
+        names = self.chains.names
+        return names[names > 0]
+
+    @property
+    def idle_pages(self) -> Index:
+        """Idle pages, the next to be evicted first."""
+        return np.fromiter(self._idle, dtype=np.int64, count=len(self._idle))
+
+    @property
+    def resting_pages(self) -> Index:
+        """Pages of the host's pool that the cache holds, the next to go first."""
+        return -np.fromiter(self._resting, dtype=np.int64, count=len(self._resting))
+
+    def is_cached(self, pages: Index) -> NDArray[np.bool_]:
+        """Which of these pages the cache holds."""
+        return self.chains.has(pages)
+
+    def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
+        """The cached pages that continue the pages `held`, as far as `tokens` go without a gap.
+
+        `keys` and `tokens` are a request's from its start. Pages of the device come first; -h after them is
+        page h of the host, to be shared once it is brought back. Neither holds the pages nor renews them.
+        """
+        return self.chains.find(keys, tokens, salt, held)
+
+    def why_missed(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> Miss | None:
+        """Why a lookup ended where it did; None if it found a page for every key.
+
+        `keys` are those of the pages that the request could use, `matched` what was found of them.
+        """
+        at = len(matched)
+        if at == len(keys):
+            return None if len(keys) else "too_short"
+        if self.history.was_evicted(keys[at]):
+            return "evicted"
+        return self.chains.why_missed(tokens, salt, matched)
+
+    def share(self, pages: Index) -> None:
+        """Give each of these held pages, cached or not, one more holder."""
+        idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]
+        for page in idle.tolist():
+            del self._idle[page]
+        self.history.reused(idle)
+        self._pool.share(pages)
+
+    def release(self, pages: Index) -> None:
+        """Take a slot's hold from its pages, given in the order of its tokens.
+
+        Pages left with the cache as only holder become idle, the last of the chain as the first to
+        be evicted, so that no page outlives the page it depends on.
+        """
+        pages = pages[::-1]
+        self._pool.release(pages)
+        idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]
+        for page in idle.tolist():
+            self._idle[page] = None
+        self.history.idled(idle)
+
+    def publish(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, first: int, salt: str) -> Index:
+        """Make pages `first` and up of a request findable; returns the pages that now stand for them.
+
+        `keys`, `tokens` and `pages` are the request's from its start, `pages` ending with the last to
+        publish; their keys and values are computed. Where an equal page is cached already, that one is
+        returned in its place; the caller should hold it instead of its own. Nothing is published after
+        a page that was forgotten.
+        """
+        chains, size, count = self.chains, self._page_size, len(pages)
+        parent = chains.tail(pages[:first])
+        new_keys, new_pages = keys[first:count], pages[first:]
+        if parent is None or not len(new_pages):
+            return new_pages
+        content = tokens[first * size : count * size].reshape(len(new_pages), size)
+        if not chains.uses(new_keys):
+            self._insert(new_keys, content, new_pages, parent, salt, keys[first - 1] if first else None)
+            return new_pages
+        standing, previous = new_pages.copy(), pages[:first][-1:]
+        for index, key in enumerate(new_keys):
+            own = new_pages[[index]]
+            equal = self._equal(key, content[index], parent, salt)
+            if chains.tail(previous) != parent:
+                break  # the page that gave up this key was one before it in the same chain
+            if equal is None:
+                before = keys[first + index - 1] if first + index else None
+                self._insert([key], content[[index]], own, parent, salt, before)
+            elif equal < 0:  # computed again while it rested
+                self._wake(np.array([equal]), own)
+            else:
+                standing[index] = equal
+            previous = standing[[index]]
+            parent = chains.tail(previous)
+            assert parent is not None, "a page that stands is cached"
+        return standing
+
+    def forget(self, pages: Index) -> None:
+        """Make pages unfindable that turned out wrong, and all that continue them.
+
+        Those that are not cached are passed over.
+        """
+        lost = self.chains.with_what_follows(pages)
+        if lost:
+            self._remove(lost)
+
+    def evict(self, count: int) -> PageCopy | None:
+        """Free the `count` idle pages that were used longest ago.
+
+        As many of them as find room in the host's pool, those used last, come to rest there: the copy that
+        takes them out is returned, to be made before anything else is written to them.
+        """
+        assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
+        room = 0 if self._host is None else min(count, self._host.num_free + len(self._resting))
+        pages = list(islice(self._idle, count))
+        if room < count:
+            self._drop(pages[: count - room])
+        return self._rest(pages[count - room :]) if room else None
+
+    def keep(self, names: Index) -> None:
+        """Do not let these resting pages go: they are about to be brought back."""
+        for name in names.tolist():
+            del self._resting[name]
+
+    def bring_back(self, names: Index, pages: Index) -> PageCopy:
+        """Let these pages of the device, which the caller holds, stand for resting ones that were kept.
+
+        Returns the copy that brings their content back, to be made before anybody reads it.
+        """
+        self.history.reused(names)
+        self._wake(names, pages)
+        return PageCopy(-names, pages, "from_host")
+
+    def yield_host(self, count: int) -> bool:
+        """Let resting pages go until `count` of the host's pages are free; False, and none gone, if never."""
+        assert self._host is not None, "there is no host pool"
+        short = count - self._host.num_free
+        if short > len(self._resting):
+            return False
+        if short > 0:
+            self._drop(list(islice(self._resting, short)))
+        return True
+
+    def move(self, sources: Index, targets: Index) -> None:
+        """Follow pages that moved: what was found in a source page is found in its target."""
+        cached = self.is_cached(sources)
+        sources, targets = sources[cached], targets[cached]
+        self.history.moved(self.chains.rename(sources, targets), sources, targets)
+        target_of = dict(zip(sources.tolist(), targets.tolist()))
+        if not self._idle.keys().isdisjoint(target_of):  # a page keeps its place in the order of eviction
+            self._idle = OrderedDict((target_of.get(page, page), None) for page in self._idle)
+        self.version += 1
+
+    def resize(self, num_pages: int) -> None:
+        """Follow the pool to another number of pages; pages that go are not cached."""
+        self.history.resize(num_pages)
+        self.chains.resize(num_pages)
+
+    def _equal(self, key: bytes, tokens: TokenIds, parent: int, salt: str) -> int | None:
+        """The cached page of this key and content; one of another content gives up the key."""
+        page = self.chains.page_of(key)
+        if page is None or self.chains.is_same(page, tokens, parent, salt):
+            return page
+        self.forget(np.array([page]))  # two prefixes of one key: the later takes the place
+        return None
+
+    def _insert(
+        self,
+        keys: Sequence[bytes],
+        tokens: TokenIds,
+        pages: Index,
+        parent: int,
+        salt: str,
+        parent_key: bytes | None,
+    ) -> None:
+        """Hold pages [n] of `tokens` [n, B] that continue each other, under keys that are not in use."""
+        self.chains.insert(keys, tokens, pages, parent, salt)
+        self._pool.share(pages)
+        self.history.stored(keys, pages, parent_key)
+        self.version += 1
+
+    def _rest(self, pages: list[int]) -> PageCopy:
+        """Move idle pages to the host, in their order of eviction; resting pages give way to them."""
+        assert self._host is not None, "there is no host pool"
+        has_room = self.yield_host(len(pages))
+        assert has_room, f"{len(pages)} pages find no room in the host's pool"
+        sources, targets = np.array(pages, dtype=np.int64), self._host.take(len(pages))
+        self.history.moved(self.chains.rename(sources, -targets), sources, -targets)
+        for page in pages:
+            del self._idle[page]
+        self._resting.update(dict.fromkeys((-targets).tolist()))
+        self._pool.release(sources)
+        self.version += 1
+        return PageCopy(sources, targets, "to_host")
+
+    def _wake(self, names: Index, pages: Index) -> None:
+        """Let held pages of the device stand for resting ones, whose host pages are then free."""
+        assert self._host is not None, "there is no host pool"
+        for name in names.tolist():
+            self._resting.pop(name, None)
+        self.history.moved(self.chains.rename(names, pages), names, pages)
+        self._pool.share(pages)
+        self._host.release(-names)
+        self.version += 1
+
+    def _drop(self, names: list[int]) -> None:
+        """Let cached pages go because room is needed."""
+        self.history.evicted(map(self.chains.key, names), np.array(names, dtype=np.int64))
+        self._remove(names)
+
+    def _remove(self, names: list[int]) -> None:
+        """Let go of cached pages."""
+        gone = np.array(names, dtype=np.int64)
+        self.history.removed(self.chains.remove(names), gone)
+        for name in names:
+            self._idle.pop(name, None)
+            self._resting.pop(name, None)
+        self._pool.release(gone[gone > 0])
+        if self._host is not None:
+            self._host.release(-gone[gone < 0])
+        self.version += 1

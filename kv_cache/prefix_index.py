@@ -1,0 +1,217 @@
+"""Which pages hold these tokens?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_cache.page_keys import TokenIds
+from kv_cache.pages import Index
+
+Miss = Literal["too_short", "other_salt", "evicted", "unaligned", "unseen"]
+ROOT = 0  # serial of the chain before a request's first page
+EMPTY: Index = np.empty(0, dtype=np.int64)
+
+
+def resized(column: NDArray[Any], num_pages: int, num_host_pages: int) -> NDArray[Any]:
+    """A column over pages by name (see `PrefixIndex`), for another number of pages on the device."""
+    new = np.zeros((num_pages + num_host_pages, *column.shape[1:]), dtype=column.dtype)
+    old_pages = len(column) - num_host_pages
+    kept = min(num_pages, old_pages)
+    new[:kept], new[num_pages:] = column[:kept], column[old_pages:]
+    return new
+
+
+Counted = TypeVar("Counted", bound=Hashable)
+
+
+def _less(counts: Counter[Counted], what: Counted) -> None:
+    counts[what] -= 1
+    if not counts[what]:
+        del counts[what]
+
+
+class PrefixIndex:
+    """Full pages by the tokens that they hold and all tokens before them; knows nothing of holders.
+
+    A page is known by a name: a page of the device by its number, page h of the host's pool by -h. Both
+    index the same columns, where numpy counts negative numbers from the end, so that a lookup need not
+    tell them apart, and a page that changes places keeps all that is known of it.
+
+    Equal keys are not believed: a hit also compares the page's tokens, its salt and its parent. Each
+    page here carries a serial number that is never used twice, and the serial of the page before it, so
+    that a chain is right from its root or it ends.
+    """
+
+    def __init__(self, num_pages: int, num_host_pages: int, page_size: int) -> None:
+        self._num_host_pages = num_host_pages
+        self._page_size = page_size
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._salt_of: dict[int, str] = {}  # of the first pages of chains only, as the two counts of these
+        self._num_firsts: Counter[tuple[str, int]] = Counter()  # by salt and first token
+        self._num_equal: Counter[bytes] = Counter()  # by their tokens
+        num_names = num_pages + num_host_pages
+        self._tokens = np.zeros((num_names, page_size), dtype=np.int32)
+        self._serial = np.zeros(num_names, dtype=np.int64)  # 0: the page is not here
+        self._parent = np.zeros(num_names, dtype=np.int64)
+        self._next_serial = ROOT + 1
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+    @property
+    def names(self) -> Index:
+        """All pages that are here."""
+        return np.fromiter(self._key_of, dtype=np.int64, count=len(self._key_of))
+
+    def has(self, pages: Index) -> NDArray[np.bool_]:
+        """Which of these pages are here."""
+        here: NDArray[np.bool_] = self._serial[pages] > 0
+        return here
+
+    def key(self, page: int) -> bytes:
+        """The key that finds a page."""
+        return self._key_of[page]
+
+    def prefix(self, page: int) -> tuple[str, list[int]]:
+        """What a page stands for: the salt of its chain, and all tokens up to its end."""
+        pages, parents = [page], self.parents()
+        while pages[-1] in parents:
+            pages.append(parents[pages[-1]])
+        return self._salt_of[pages[-1]], self._tokens[pages[::-1]].ravel().tolist()
+
+    def parents(self) -> dict[int, int]:
+        """For each page but the first of a chain, the page that it continues."""
+        pages = self.names
+        page_of = dict(zip(self._serial[pages].tolist(), pages.tolist()))
+        return {page: page_of[at] for page, at in zip(pages.tolist(), self._parent[pages].tolist()) if at}
+
+    def tail(self, pages: Index) -> int | None:
+        """The serial that the page after these continues; None if the last was forgotten."""
+        if not len(pages):
+            return ROOT
+        return int(self._serial[pages[-1]]) or None
+
+    def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
+        """The pages that continue the pages `held`, as far as `tokens` go without a gap.
+
+        `keys` and `tokens` are a request's from its start.
+        """
+        first, size, parent = len(held), self._page_size, self.tail(held)
+        if parent is None:
+            return EMPTY
+        found = []
+        for key in keys[first:]:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        if not found:
+            return EMPTY
+        pages = np.array(found, dtype=np.int64)
+        wanted = tokens[first * size : (first + len(pages)) * size].reshape(len(pages), size)
+        parents = np.empty_like(pages)
+        parents[0] = parent
+        parents[1:] = self._serial[pages[:-1]]
+        right = (self._tokens[pages] == wanted).all(axis=1) & (self._parent[pages] == parents)
+        if parent == ROOT:
+            right[0] &= self._salt_of.get(found[0]) == salt
+        return pages if right.all() else pages[: int(right.argmin())]
+
+    def why_missed(self, tokens: TokenIds, salt: str, matched: Index) -> Miss:
+        """Why nothing of these tokens, a request's from its start, was found after `matched`."""
+        at, size, parent = len(matched), self._page_size, self.tail(matched)
+        assert parent is not None, "a page that was found is here"
+        wanted = tokens[at * size : (at + 1) * size]
+        if parent == ROOT:
+            if self._num_equal[wanted.tobytes()]:  # of the same salt it would have been found
+                return "other_salt"
+            begins_alike = self._num_firsts[salt, int(wanted[0])] > 0
+        else:
+            nexts = ((self._parent == parent) & (self._serial > 0)).nonzero()[0]
+            begins_alike = bool((self._tokens[nexts, 0] == wanted[0]).any())
+        return "unaligned" if begins_alike else "unseen"
+
+    def uses(self, keys: Sequence[bytes]) -> bool:
+        """Whether any of these keys, or two of them, would find one page."""
+        return len(set(keys)) < len(keys) or not self._page_of.keys().isdisjoint(keys)
+
+    def page_of(self, key: bytes) -> int | None:
+        """The page of this key, whatever it holds."""
+        return self._page_of.get(key)
+
+    def is_same(self, page: int, tokens: TokenIds, parent: int, salt: str) -> bool:
+        """Whether a page holds these tokens after that parent."""
+        same = self._parent[page] == parent and np.array_equal(self._tokens[page], tokens)
+        return same and (parent != ROOT or self._salt_of[page] == salt)
+
+    def insert(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, parent: int, salt: str) -> None:
+        """Take in pages [n] of `tokens` [n, B] that continue each other, under keys that are not in use."""
+        page_list = pages.tolist()
+        self._page_of.update(zip(keys, page_list))
+        self._key_of.update(zip(page_list, keys))
+        if parent == ROOT:
+            self._salt_of[page_list[0]] = salt
+            self._num_firsts[salt, int(tokens[0, 0])] += 1
+            self._num_equal[tokens[0].tobytes()] += 1
+        serials = np.arange(self._next_serial, self._next_serial + len(pages))
+        self._next_serial += len(pages)
+        self._tokens[pages] = tokens
+        self._serial[pages] = serials
+        self._parent[pages] = serials - 1
+        self._parent[pages[0]] = parent
+
+    def with_what_follows(self, pages: Index) -> list[int]:
+        """Those of these pages that are here, and all that continue them."""
+        wrong = set(self._serial[pages[self._serial[pages] > 0]].tolist())
+        if not wrong:
+            return []
+        here = self.names
+        order = here[np.argsort(self._serial[here])]  # a page gets its serial after the one it continues
+        lost = []
+        for page, serial, parent in zip(
+            order.tolist(), self._serial[order].tolist(), self._parent[order].tolist()
+        ):
+            if serial in wrong or parent in wrong:
+                wrong.add(serial)
+                lost.append(page)
+        return lost
+
+    def remove(self, pages: Sequence[int]) -> list[bytes]:
+        """Take pages out; returns their keys."""
+        keys = [self._key_of.pop(page) for page in pages]
+        for page, key in zip(pages, keys):
+            del self._page_of[key]
+            if page in self._salt_of:
+                tokens = self._tokens[page]
+                _less(self._num_firsts, (self._salt_of.pop(page), int(tokens[0])))
+                _less(self._num_equal, tokens.tobytes())
+        self._serial[np.array(pages, dtype=np.int64)] = 0
+        return keys
+
+    def rename(self, sources: Index, targets: Index) -> list[bytes]:
+        """What was found in a source page is found in its target from now on; returns their keys."""
+        for column in (self._tokens, self._serial, self._parent):
+            column[targets] = column[sources]
+        self._serial[sources] = 0
+        keys = [self._key_of.pop(page) for page in sources.tolist()]
+        for key, source, target in zip(keys, sources.tolist(), targets.tolist()):
+            self._key_of[target] = key
+            self._page_of[key] = target
+            if source in self._salt_of:
+                self._salt_of[target] = self._salt_of.pop(source)
+        return keys
+
+    def resize(self, num_pages: int) -> None:
+        """Follow the pool to another number of pages; pages that go are not here."""
+        num_host = self._num_host_pages
+        gone = self._serial[num_pages : len(self._serial) - num_host]
+        assert not gone.any(), "a page that goes is cached"
+        self._tokens = resized(self._tokens, num_pages, num_host)
+        self._serial = resized(self._serial, num_pages, num_host)
+        self._parent = resized(self._parent, num_pages, num_host)

@@ -1,0 +1,93 @@
+"""What of the decoder's small operators does a CUDA device do in kernels of our own?
+
+Products of matrices are torch's (cuBLAS), the greedy choice is the plain one.
+
+Legend: T tokens of the step, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from attention.cuda.triton_kernels import kernel_dtype, stored_dtype
+from models.ops.reference import Ops, Packed
+from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
+
+HEADS, COLUMNS = 8, 1024  # that one program turns, or weighs
+TILE = (64, 64, 64)  # rows, columns and depth of a product's tile
+SMALL_TILE = (32, 32, 32)  # for float32, which no matrix unit multiplies
+
+
+class CudaOps(Ops):
+    """Norms, rotary and swiglu as Triton kernels.
+
+    `batch_invariant`: linears too, always in tiles of one size. cuBLAS chooses its kernel by the number of
+    rows, so that neighbours would change how a row's products are summed.
+    """
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """[T, in] -> [T, out]."""
+        if not self.batch_invariant:
+            return super().linear(x, packed)
+        weight, bias = packed
+        (num_rows, inner), outer = x.shape, len(weight)
+        rows, columns, depth = SMALL_TILE if x.dtype == torch.float32 else TILE
+        assert x.stride(1) == 1, "rows must be contiguous"
+        assert weight.is_contiguous(), "a weight is packed as it was filled"
+        y = x.new_empty(num_rows, outer, dtype=stored_dtype(x.dtype))
+        multiply_rows[(triton.cdiv(num_rows, rows) * triton.cdiv(outer, columns),)](
+            x, weight, weight if bias is None else bias, y, num_rows, x.stride(0),
+            INNER=inner, OUTER=outer, ROWS=rows, COLUMNS=columns, DEPTH=depth,
+            OPERAND=kernel_dtype(x.dtype), HAS_BIAS=bias is not None, num_warps=4, num_stages=4,
+        )  # fmt: skip
+        return y.to(x.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dimension, in float32; `weight` [x.shape[-1]]. Up to two leading dimensions."""
+        return self._norm(x, None, weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        return self._norm(x, residual.contiguous(), weight, eps)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        heads = x if x.ndim == 3 else x.unsqueeze(1)
+        num_tokens, num_heads, size = heads.shape
+        assert heads.stride(2) == 1, "a row must be contiguous"
+        normed = torch.empty(x.shape, dtype=stored_dtype(x.dtype), device=x.device)
+        total = normed if residual is None else torch.empty_like(normed)
+        norm_rows[(num_tokens * num_heads,)](
+            x, x if residual is None else residual, weight, normed, total,
+            heads.stride(0), heads.stride(1), num_heads, eps,
+            SIZE=size, PADDED=triton.next_power_of_2(size), ADD=residual is not None,
+            num_warps=1 if size <= 256 else 8,
+        )  # fmt: skip
+        return normed.to(x.dtype), total.to(x.dtype)
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn query [T, H, D] and key [T, K, D]; cos and sin [T, D], both halves of D alike."""
+        num_tokens, num_heads, dim = query.shape
+        num_kv_heads = key.shape[1]
+        assert query.stride(2) == key.stride(2) == 1, "heads must be contiguous"
+        turned = [torch.empty(x.shape, dtype=stored_dtype(x.dtype), device=x.device) for x in (query, key)]
+        groups = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
+        turn_heads[(num_tokens, groups)](
+            query, key, cos.contiguous(), sin.contiguous(), *turned, *query.stride()[:2], *key.stride()[:2],
+            NUM_HEADS=num_heads, NUM_KV=num_kv_heads, HEAD_DIM=dim,
+            PADDED_HALF=triton.next_power_of_2(dim // 2), HEADS=HEADS,
+        )  # fmt: skip
+        return turned[0].to(query.dtype), turned[1].to(key.dtype)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
+        num_tokens, size = len(gate_up), gate_up.shape[1] // 2
+        product = gate_up.new_empty(num_tokens, size, dtype=stored_dtype(gate_up.dtype))
+        weigh_by_gate[(num_tokens, triton.cdiv(size, COLUMNS))](
+            gate_up.contiguous(), product, SIZE=size, COLUMNS=COLUMNS
+        )
+        return product.to(gate_up.dtype)

@@ -1,0 +1,89 @@
+"""Which of Ascend's fused operators compute what lies between a decoder's matrix products?
+
+npu_top_k_top_p is not among them: it cuts within equals, takes at most 1024 for k, and knows no min_p, where
+models/sampling/top_k_top_p.py keeps all equals, so that a draw does not hang on how a device sorts.
+
+Legend: T tokens of the step, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from attention.npu.ascend_attention import FRACTAL_NZ
+from devices.products import Product
+from models.ops.reference import Ops, Packed
+
+TURNED_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
+TURNED_BYTES = 180 * 1024  # of a token's heads, in float32, that its vector cores hold, five times over
+
+
+def chip() -> str:
+    """What the first NPU calls itself, as in Ascend910B3. Raises ValueError where torch_npu finds none."""
+    if not torch.npu.is_available():
+        raise ValueError(
+            "torch_npu finds no NPU; see `npu-smi info`, and whether CANN's set_env.sh has been sourced"
+        )
+    return torch.npu.get_device_name(0)
+
+
+class NpuOps(Ops):
+    """Linear, also in int8, norm, rotary and swiglu on an NPU."""
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        torch.npu.config.allow_internal_format = True  # else a cast to another order leaves a weight as it is
+
+    def check_int8(self, dtype: torch.dtype) -> None:
+        """Raise ValueError where this product multiplies no int8 for a model of this type."""
+        self.product.check_int8(dtype)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        """Bring the weight into the order of the matrix unit, which has none for float32."""
+        if weight.dtype == torch.float32:
+            return weight, bias
+        return torch_npu.npu_format_cast(weight, FRACTAL_NZ), bias
+
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+        """As `pack`, turned to [in, out], of an int8 weight [out, in] with its scale [out]."""
+        turned = weight.t().contiguous()
+        bias = None if bias is None else bias.float()
+        return torch_npu.npu_format_cast(turned, FRACTAL_NZ), scale.contiguous(), bias
+
+    def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
+        """[T, in] -> [T, out]; the operators know bfloat16 and float16 alone."""
+        weight, scale, bias = packed
+        rows, row_scale = torch_npu.npu_dynamic_quant(x)
+        return torch_npu.npu_quant_matmul(
+            rows, weight, scale, pertoken_scale=row_scale, bias=bias, output_dtype=x.dtype
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
+        return torch_npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn query [T, H, D] and key [T, K, D], in place where they are contiguous; cos and sin [T, D]."""
+        (_, heads, dim), kv_heads = query.shape, key.shape[1]
+        turned = dim in TURNED_DIMS and 5 * 4 * dim * (heads + kv_heads) <= TURNED_BYTES
+        if not (turned or self.product.is_fused):  # npu_rotary_mul of the 310P takes four axes
+            return super().rotary(query, key, cos, sin)
+        cos, sin = cos[:, None], sin[:, None]
+        if turned:
+            return torch_npu.npu_apply_rotary_pos_emb(
+                query.contiguous(), key.contiguous(), cos, sin, layout="TND", rotary_mode="half"
+            )
+        return torch_npu.npu_rotary_mul(query, cos, sin), torch_npu.npu_rotary_mul(key, cos, sin)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
+        if not self.product.has_swiglu:
+            return super().swiglu(gate_up)
+        return torch_npu.npu_swiglu(gate_up, dim=-1)

@@ -1,0 +1,98 @@
+"""What do the decoder's small operators compute?
+
+Plain torch, the same on every device: the definition of what is right. A device's file subclasses
+`Ops` and overrides only what it does faster.
+
+Legend: T tokens of the step, H query heads, K kv heads, D head dim, R sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.quantization import quantize_rows
+
+EXACT_SUM = 1024  # products of two int8 that float32 adds up exactly: 128 * 128 * 1024 = 2**24
+
+Packed = Any  # a linear's weight and bias in whatever form the device multiplies fastest
+
+
+class Ops:
+    """Linear, norm, rotary, swiglu and greedy choice as a decoder uses them."""
+
+    def padded(self, num_rows: int) -> int:
+        """How many rows to compute for so many: a device may like some numbers better. Never fewer."""
+        return num_rows
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        """Bring a linear's weight [out, in] and bias [out] into this device's form, once, at load.
+
+        The caller lets go of `weight` afterwards, unless it is tied to the embedding.
+        """
+        return weight, bias
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """[T, in] -> [T, out]."""
+        weight, bias = packed
+        return F.linear(x, weight, bias)
+
+    def check_int8(self, dtype: torch.dtype) -> None:
+        """Raise ValueError where this device multiplies no int8 for a model of this type."""
+
+    def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+        """As `pack`, of an int8 weight [out, in] with a float32 scale [out] for each output channel."""
+        return weight, scale, bias
+
+    def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
+        """[T, in] -> [T, out] in x's type: x is quantised token by token and multiplied in int8."""
+        weight, scale, bias = packed
+        rows, row_scale = self.quantize(x)
+        y = self.int8_product(rows, weight).float() * scale * row_scale
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, n] -> int8 [T, n], float32 scale [T, 1]."""
+        return quantize_rows(x)
+
+    def int8_product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """int8 [T, in] by the weight that `pack_int8` made of [out, in] -> exact int32 [T, out]."""
+        pairs = zip(rows.split(EXACT_SUM, dim=1), weight.split(EXACT_SUM, dim=1))
+        return sum(F.linear(some.float(), part.float()).int() for some, part in pairs)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+        residual = residual + x
+        return self.rms_norm(residual, weight, eps), residual
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn query [T, H, D] and key [T, K, D]; cos and sin [T, D], both halves of D alike."""
+        cos, sin = cos[:, None], sin[:, None]
+        return query * cos + _half_turn(query) * sin, key * cos + _half_turn(key) * sin
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite, bool [R].
+
+        A row with a NaN anywhere is not finite.
+        """
+        best, tokens = logits.max(-1)
+        return tokens, best.isfinite()
+
+
+def _half_turn(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

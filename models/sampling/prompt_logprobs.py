@@ -1,0 +1,78 @@
+"""How likely does the model find the tokens of the prompts that ask for it?
+
+Legend: T tokens of the step, N those of them that are asked how likely the token after them is, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from continuous_batching.batch import Batch, ragged_ranges
+from continuous_batching.request import TokenLogprobs
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+from kv_cache.transfer import to_device
+from models.decoder import Decoder
+from models.sampling.logprobs import NUM_TOP, fetch, likeliest, told_of
+
+_PIECE_BYTES = 2**26  # of float32 logits that are looked at together
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked in one step, as the host knows it when the step begins."""
+
+    at: Index  # [N] of the T
+    tokens: Index  # [N] those that follow in the prompt
+    num_tops: Index  # [N] how many of the best are wanted beside
+    counts: dict[int, int]  # how many of the N are whose, by row, in this order
+
+
+def asked_of(batch: Batch, slots: SlotPool) -> Asked | None:
+    """None if nobody asks, or the prompts of all that do are behind them."""
+    asking = slots.scoring[batch.slots]
+    if not asking.any():
+        return None
+    known = np.array([request.num_scored for request in slots.requests[batch.slots]])
+    starts = np.maximum(batch.starts, known)
+    stops = np.minimum(batch.stops, slots.num_prompt[batch.slots] - 1)
+    spans = np.flatnonzero(asking & (starts < stops))
+    if not len(spans):
+        return None
+    rows, starts, stops = batch.slots[spans], starts[spans], stops[spans]
+    lens = batch.stops - batch.starts
+    offsets = (np.cumsum(lens) - batch.stops)[spans]  # from a position to its place in the step
+    positions, counts = ragged_ranges(starts, stops), stops - starts
+    wanted = [request.params.prompt_logprobs for request in slots.requests[rows]]
+    return Asked(
+        positions + np.repeat(offsets, counts),
+        slots.token_ids[np.repeat(rows, counts), positions + 1].astype(np.int64),
+        np.repeat(np.array(wanted), counts),
+        dict(zip(rows.tolist(), counts.tolist())),
+    )
+
+
+def score(asked: Asked, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, list[TokenLogprobs]]]:
+    """What is asked, by row, from the hidden states [T, hidden] of a step; what is returned waits for it.
+
+    Logits [N, V] are never there as a whole, for a long prompt's would not fit beside the model.
+    """
+    at, tokens = to_device(asked.at, hidden.device), to_device(asked.tokens, hidden.device)
+    num_rows = max(1, _PIECE_BYTES // (4 * decoder.config.vocab_size))
+    num_top = NUM_TOP if asked.num_tops.any() else 0
+    pieces = [
+        likeliest(decoder.logits(hidden[some]), following, num_top)
+        for some, following in zip(at.split(num_rows), tokens.split(num_rows))
+    ]
+    arrived = fetch({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
+
+    def wait() -> dict[int, list[TokenLogprobs]]:
+        told = iter(told_of(asked.tokens, arrived(), asked.num_tops))
+        return {row: [next(told) for _ in range(count)] for row, count in asked.counts.items()}
+
+    return wait

@@ -1,0 +1,190 @@
+"""Which token does each sampled row get?
+
+Chance is one number per token: a hash of the request's seed and the token's position, made on the host.
+So a request draws the same tokens whatever runs beside it, in whatever row, also after preemption.
+
+Down once, up once: the parameters of all rows travel to the device in one piece, and tokens and
+log-probabilities come back in one.
+
+Legend: R sampled rows, W those of them that need more than the best token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from continuous_batching.batch import Sampled
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+from models.ops.reference import Ops
+from models.sampling.logit_processors import Arrays, apply_edits, gather_edits, needs_edit
+from models.sampling.logprobs import Beams, asked_logprobs, bring, fetch, likeliest, read_likeliest
+from models.sampling.top_k_top_p import draw, tile_size, top_k_threshold, top_p_threshold
+
+Tensors = dict[str, Tensor]
+
+_GREEDY_BELOW = 1e-5  # temperatures under it would divide float32 logits out of range
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniforms(seeds: NDArray[np.uint64], counters: Index) -> NDArray[np.float32]:
+    """For each pair of seed and counter one number in [0, 1), a multiple of 2^-24.
+
+    The generator is SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+    2014), which can be entered at any counter; the seed is mixed first, so that neighbouring seeds have
+    nothing in common.
+    """
+    state = _mix(seeds + _GOLDEN) + counters.astype(np.uint64) * _GOLDEN
+    return (_mix(state) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What was chosen, on its way to the host."""
+
+    tokens: Tensor  # int64 [R] on the device; -1 where the logits were not finite
+    wait: Callable[[], Sampled]
+
+
+class Sampler:
+    """Chooses tokens from logits by each row's sampling parameters.
+
+    First come the changes of logit_processors.py. Then temperature 0 (or top_k 1) takes the best token; any
+    other row draws from softmax(logits / temperature) under the thresholds of top_k_top_p.py.
+    Log-probabilities are of the model's own distribution, before any of that. A row that holds NaN or +inf
+    gets token -1, and so does one to which every token is forbidden; rows do not affect each other. A beam
+    gets candidates (see logprobs.py).
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int, fused: Ops | None = None) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._fused = fused or Ops()
+        self._tile = tile_size(vocab_size)
+
+    def run(self, logits: Tensor, rows: Index, slots: SlotPool) -> Sampled:
+        """Tokens for logits [R, V] of the slot rows [R], each for position `slots.num_tokens` of its row."""
+        return self.start(logits, rows, slots).wait()
+
+    def start(self, logits: Tensor, rows: Index, slots: SlotPool) -> Chosen:
+        """The same, without waiting for the device."""
+        assert logits.shape == (len(rows), self._vocab_size), f"logits are {tuple(logits.shape)}"
+        drawn = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
+        plain = bool(slots.plain[rows].all())
+        edited = np.zeros_like(drawn) if plain else needs_edit(rows, slots)
+        asked = [] if plain else asked_logprobs(rows, slots)
+        beams = None if plain else Beams(rows, slots, self._eos_token_ids, self._vocab_size)
+        if beams:
+            edited[beams.at] = False  # their log-probabilities are, not their logits
+        work = np.flatnonzero(drawn | edited)
+
+        tokens, finite = self._fused.greedy(logits)
+        if not len(work) and not asked and not beams:
+            tokens = torch.where(finite, tokens, -1)
+            arrival = bring(tokens)
+            return Chosen(tokens, lambda: Sampled(arrival()))
+        host: Arrays = {"work": work, "asked": np.array([index for index, _ in asked], dtype=np.int64)}
+        host |= self._parameters(rows[work], drawn[work], slots)
+        if edited.any():
+            host |= gather_edits(rows[work], slots, self._eos_token_ids, self._vocab_size)
+        if beams:
+            host |= beams.arrays()
+        sent = _send(host, logits.device)
+        if len(work):
+            chosen, possible = self._choose(logits, tokens, host, sent)
+            tokens[sent["work"]] = chosen
+            finite[sent["work"]] &= possible
+        up = {"tokens": torch.where(finite, tokens, -1)}
+        if asked:
+            up |= likeliest(logits[sent["asked"]], tokens[sent["asked"]])
+        if beams:
+            up |= beams.candidates(logits, sent)
+        arrived = fetch(up)
+
+        def wait() -> Sampled:
+            got = arrived()
+            logprobs = read_likeliest(got, asked) if asked else {}
+            return Sampled(got["tokens"], logprobs, beams.read(got) if beams else {})
+
+        return Chosen(up["tokens"], wait)
+
+    def _parameters(self, rows: Index, drawn: NDArray[np.bool_], slots: SlotPool) -> Arrays:
+        """What drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""
+        if not drawn.any():
+            return {}
+        top_k, top_p = slots.top_k[rows], slots.top_p[rows]
+        has_k = drawn & (top_k > 0) & (top_k < self._vocab_size)
+        k_rows, p_rows = np.flatnonzero(has_k), np.flatnonzero(drawn & ~has_k & (top_p < 1))
+        arrays: Arrays = {
+            "uniform": uniforms(slots.seed[rows], slots.num_tokens[rows]),
+            "sharpness": 1 / np.where(drawn, slots.temperature[rows], np.float32(1)),
+            "drawn": drawn.astype(np.int64),
+        }
+        if len(k_rows):
+            arrays |= {"k_rows": k_rows, "top_k": top_k[k_rows], "k_top_p": top_p[k_rows]}
+        if len(p_rows):
+            arrays |= {"p_rows": p_rows, "top_p": top_p[p_rows]}
+        min_p = slots.min_p[rows]
+        if len(k_rows) or len(p_rows) or min_p.any():
+            arrays["min_p"] = min_p
+        return arrays
+
+    def _choose(self, logits: Tensor, best: Tensor, host: Arrays, sent: Tensors) -> tuple[Tensor, Tensor]:
+        """Tokens [W] of the rows that are edited or drawn, and whether any token was possible, bool [W]."""
+        work = sent["work"]
+        scores, best = _take(logits, work).contiguous().float(), best[work]
+        if scores.data_ptr() == logits.data_ptr():
+            scores = scores.clone()  # the caller's stay as they are
+        if "bias" in sent:
+            apply_edits(scores, sent)
+            best = scores.argmax(-1)
+        peak = scores.gather(1, best[:, None])
+        possible = peak.isfinite()[:, 0]
+        if "uniform" not in sent:
+            return best, possible
+        weights = scores.sub_(peak).mul_(sent["sharpness"][:, None]).exp_()
+        if "min_p" in sent:
+            weights.masked_fill_(weights < self._thresholds(weights, host, sent), 0.0)
+        tokens = draw(weights, sent["uniform"], best, self._tile)
+        return torch.where(sent["drawn"] > 0, tokens, best), possible
+
+    def _thresholds(self, weights: Tensor, host: Arrays, sent: Tensors) -> Tensor:
+        """The least weight [W, 1] that may be drawn in each row."""
+        least = sent["min_p"][:, None].clone()
+        if "k_rows" in sent:
+            at, largest_k = sent["k_rows"], int(host["top_k"].max())
+            threshold = top_k_threshold(_take(weights, at), sent["top_k"], sent["k_top_p"], largest_k)
+            least[at] = torch.maximum(least[at], threshold)
+        if "p_rows" in sent:
+            at = sent["p_rows"]
+            threshold = top_p_threshold(_take(weights, at), sent["top_p"], self._tile)
+            least[at] = torch.maximum(least[at], threshold)
+        return least
+
+
+def _take(table: Tensor, rows: Tensor) -> Tensor:
+    """The rows [W] of table [R, V], which rise; the table itself if they are all of it."""
+    return table if len(rows) == len(table) else table[rows]
+
+
+def _send(arrays: Arrays, device: torch.device) -> Tensors:
+    """Bring arrays of small integers (then int64 there) and float32 to the device in one copy."""
+    parts = [a.view(np.int32) if a.dtype == np.float32 else a.astype(np.int32) for a in arrays.values()]
+    whole = torch.from_numpy(np.concatenate(parts)).to(device)
+    pieces = torch.split_with_sizes(whole, [len(part) for part in parts])
+    return {
+        name: piece.view(torch.float32) if array.dtype == np.float32 else piece.long()
+        for (name, array), piece in zip(arrays.items(), pieces)
+    }

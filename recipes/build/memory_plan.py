@@ -1,0 +1,89 @@
+"""What does a recipe take of the machine?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models.config import DecoderConfig
+from recipes.schema.recipe import Recipe
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """What a recipe takes of the machine, and what it gives to a request."""
+
+    num_parameters: int
+    weight_bytes: int
+    page_bytes: int  # keys and values of all layers
+    num_pages: int  # allocated, the null page among them
+    num_pages_fitting: int  # that would fit beside all else
+    num_host_pages: int  # the null page among them; 0: no host tier
+    host_is_device: bool  # the host tier lies in the device's memory, as on a CPU
+    cache_tokens: int  # the longest request that the cache alone would allow
+    longest_tokens: int  # a request's prompt and answer
+    longest_because: str  # what sets this limit
+    slot_bytes: int
+    activation_bytes: int  # of the largest step
+    is_measured: bool  # it has been run; else they are estimated
+    reserve_bytes: int
+    memory_bytes: int
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.num_host_pages * self.page_bytes
+
+    @property
+    def host_beside_bytes(self) -> int:
+        """What the host tier takes of the device's memory."""
+        return self.host_bytes if self.host_is_device else 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """All that is on the device but its pages."""
+        parts = (self.weight_bytes, self.slot_bytes, self.activation_bytes, self.reserve_bytes)
+        return sum(parts) + self.host_beside_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.beside_bytes + self.cache_bytes
+
+
+def report(recipe: Recipe, config: DecoderConfig, sizing: Sizing) -> list[tuple[str, str]]:
+    """The sizing table, in words."""
+    page_size, num_slots = recipe.cache.page_size, recipe.scheduler.num_slots
+    pages_each = -(-(sizing.longest_tokens - 1) // page_size)
+    wanted = num_slots * pages_each
+    how = "measured" if sizing.is_measured else "estimated"
+    dtype = str(config.dtype).removeprefix("torch.") + (", W8A8" if config.quantization else "")
+    memory = in_gib(sizing.memory_bytes)
+    return [
+        ("model", f"{config.family}, {sizing.num_parameters / 1e6:,.1f} M parameters, {dtype}"),
+        ("weights", in_gib(sizing.weight_bytes)),
+        (
+            "a page",
+            f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {config.num_layers} layers",
+        ),
+        ("pages", f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {memory}"),
+        ("cache", f"{in_gib(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),
+        ("host tier", f"{in_gib(sizing.host_bytes)}, {max(0, sizing.num_host_pages - 1):,} pages"),
+        ("slot table", in_gib(sizing.slot_bytes)),
+        ("activations", f"{in_gib(sizing.activation_bytes)} in the largest step, {how}"),
+        ("reserve", in_gib(sizing.reserve_bytes)),
+        ("sum", f"{in_gib(sizing.total_bytes)} of {memory}"),
+        ("longest request", f"{sizing.longest_tokens:,} tokens ({sizing.longest_because})"),
+        (
+            "all slots at longest",
+            f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
+        ),
+    ]
+
+
+def in_gib(count: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,154 @@
+"""How does a recipe become a scheduler? No model and no device is needed for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from continuous_batching.policies.adaptive_chunking import AdaptiveChunks
+from continuous_batching.policies.chunking import Chunks, FixedChunks, StagedChunks
+from continuous_batching.policies.long_prompts import LongPrompts
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.policy import ALL, Policy
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.split import Split
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.queueing.fair_share import FairShare
+from continuous_batching.queueing.limits import QueueLimits
+from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, fcfs, shortest_first
+from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_priority, youngest
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from recipes.schema.keys import keys_of
+from recipes.schema.recipe import CacheSection, SchedulerSection
+from recipes.schema.scheduler_section import contradictions
+
+Value = TypeVar("Value")
+
+VICTIMS: dict[str, Victim] = {
+    "youngest": youngest,
+    "fewest_lost": fewest_lost,
+    "lowest_priority": lowest_priority,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What model and memory add to the numbers of a recipe."""
+
+    num_pages: int
+    num_host_pages: int
+    longest_tokens: int  # of a request, prompt and answer
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_shared_tokens: int | None  # see Scheduler
+
+
+def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -> Scheduler:
+    """An empty scheduler."""
+    slots = SlotPool(asked.num_slots, limits.longest_tokens, cache.page_size)
+    return Scheduler(
+        slots,
+        PagePool(limits.num_pages),
+        policy(asked),
+        waiting=waiting(asked, slots),
+        bounds=QueueLimits(
+            max_waiting_requests=asked.max_waiting_requests or ALL,
+            max_waiting_tokens=asked.max_waiting_tokens or ALL,
+            max_queue_wait_s=asked.max_queue_wait_s or math.inf,
+        ),
+        outrank=asked.outrank,
+        victim=VICTIMS[asked.victim],
+        host_pool=PagePool(limits.num_host_pages) if limits.num_host_pages else None,
+        max_batch_tokens=asked.max_batch_tokens,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=limits.eos_token_ids,
+        prefix_sharing=cache.prefix_sharing,
+        max_shared_tokens=limits.max_shared_tokens,
+        compact_every_steps=cache.compact_every_steps,
+        compact_pages_per_step=cache.compact_pages_per_step,
+        seed=asked.seed,
+    )
+
+
+def facts_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -> dict[str, Any]:
+    """All that a scheduler is made of, as plain values: for a recording's header."""
+    scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
+    return {"scheduler": scheduler, "cache": asdict(cache), "limits": asdict(limits)}
+
+
+def scheduler_from(facts: dict[str, Any]) -> Scheduler:
+    """The scheduler of these facts; raises ValueError for those of another version of this project."""
+    try:
+        asked, cache = SchedulerSection(**facts["scheduler"]), CacheSection(**facts["cache"])
+        limits = Limits(**{**facts["limits"], "eos_token_ids": tuple(facts["limits"]["eos_token_ids"])})
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"the recording is of another version: {error}; replay it with that version"
+        ) from error
+    for section, values in (("scheduler", asked), ("cache", cache)):
+        for key in keys_of(type(values), f"{section}."):
+            key.check(getattr(values, key.name.partition(".")[2]))
+    for problem in contradictions(asked):
+        raise problem
+    return scheduler_of(asked, cache, limits)
+
+
+def policy(asked: SchedulerSection) -> Policy:
+    """The way of batching that a recipe names."""
+    lanes = None
+    if asked.max_long_prefills is not None:
+        lanes = LongPrompts(asked.max_long_prefills, _said(asked.long_prompt_tokens))
+    match asked.policy:
+        case "stall_free":
+            return StallFree(chunks(asked), lanes)
+        case "split":
+            return Split(int(_said(asked.prompt_share) * asked.max_batch_tokens), chunks(asked), lanes)
+        case "prefill_first":
+            return PrefillFirst()
+        case "orca":
+            return Orca()
+        case "static":
+            return Static(_said(asked.batch_size), _said(asked.max_wait_ms) / 1000)
+
+
+def chunks(asked: SchedulerSection) -> Chunks:
+    """How long a prompt's chunks are."""
+    if asked.chunk == "fixed":
+        return FixedChunks(asked.chunk_tokens or ALL)
+    least, most, tile = _said(asked.min_chunk_tokens), _said(asked.max_chunk_tokens), asked.tile_tokens or 32
+    if asked.chunk == "dynamic":
+        return StagedChunks(least, most, _said(asked.chunk_stages), _said(asked.staged_tokens), tile)
+    return AdaptiveChunks(_said(asked.target_itl_ms) / 1000, least, most, tile)
+
+
+def waiting(asked: SchedulerSection, slots: SlotPool) -> WaitingQueue:
+    """An empty queue in the order that a recipe names."""
+    shares = FairShare(slots, asked.tenant_weights or {}) if asked.fair_tenants else None
+    return WaitingQueue(order(asked), shares, asked.long_prompt_tokens or ALL)
+
+
+def order(asked: SchedulerSection) -> QueueOrder:
+    """Who is admitted next."""
+    match asked.queue:
+        case "fcfs":
+            return fcfs
+        case "sjf":
+            return shortest_first
+        case "priority":
+            return Aged(
+                10.0 if asked.priority_s is None else asked.priority_s,
+                1.0 if asked.length_s is None else asked.length_s,
+            )
+        case "deadline":
+            return EarliestDeadline(_said(asked.deadline_s))
+
+
+def _said(value: Value | None) -> Value:
+    """The value of a key that a recipe must have with what it asks for."""
+    assert value is not None, "a recipe is checked when it is made"
+    return value

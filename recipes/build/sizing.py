@@ -1,0 +1,185 @@
+"""How much does a recipe need, and how many pages does that leave?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from devices.onednn import product_dtype
+from kv_cache.storage import KVCache
+from models.config import DecoderConfig
+from models.huggingface import DTYPES
+from models.quantization import Quantization
+from recipes.build import families
+from recipes.build.machine import host_memory_bytes, start
+from recipes.build.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
+from recipes.build.memory_plan import GIB, Sizing
+from recipes.schema.keys import RecipeError
+from recipes.schema.recipe import Recipe
+
+SCORED_ROWS = 256  # queries whose scores live at once
+LOGIT_BYTES = 16  # beside the logits themselves: float32 scores, weights, and what choosing from them takes
+STEP_BYTES = 16 * 2**20  # what operators keep however small a step is
+
+
+def model_config(recipe: Recipe) -> DecoderConfig:
+    """The decoder that a recipe names; raises ValueError for one that is not supported."""
+    model = recipe.model
+    hf = families.read(model.path) if model.path is not None else model.config
+    assert hf is not None, "a recipe has a model.path or a model.config"
+    config = families.decoder_config(hf)
+    for token in config.eos_token_ids:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(
+                f"the model's configuration has eos_token_id: {token}; its vocabulary goes from 0 to"
+                f" {config.vocab_size - 1}"
+            )
+    if model.quantization == "w8a8" and config.quantization is None:
+        config = replace(config, quantization=Quantization(is_stored=False))
+    if model.weights == "random" and config.quantization is not None:
+        config = replace(config, quantization=replace(config.quantization, is_stored=False))
+    return config if model.dtype == "auto" else replace(config, dtype=DTYPES[model.dtype])
+
+
+def size(
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory_bytes: int | None = None,
+    activation_bytes: int | None = None,
+) -> Sizing:
+    """Raises RecipeError, with what is missing and the key to change, if it cannot fit.
+
+    `memory_bytes` None: what the recipe's device has. `activation_bytes` None: estimated.
+    """
+    cache = recipe.cache
+    page_bytes = KVCache.page_bytes(
+        config.num_layers, cache.page_size, config.num_kv_heads, config.head_dim, config.dtype
+    )
+    most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
+    sizing = Sizing(
+        num_parameters=config.num_parameters,
+        weight_bytes=config.weight_bytes + _packed_bytes(recipe, config),
+        page_bytes=page_bytes,
+        num_pages=0,
+        num_pages_fitting=0,
+        num_host_pages=_num_host_pages(recipe, page_bytes),
+        host_is_device=recipe.device.kind == "cpu",
+        cache_tokens=0,
+        longest_tokens=0,
+        longest_because="",
+        slot_bytes=_slot_bytes(recipe, most_tokens),
+        activation_bytes=estimate(recipe, config) if activation_bytes is None else activation_bytes,
+        is_measured=activation_bytes is not None,
+        reserve_bytes=int(cache.reserve_gib * GIB),
+        memory_bytes=start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes,
+    )
+    num_pages = _num_pages(recipe, sizing)
+    cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
+    longest_tokens, longest_because = _longest(recipe, config, cache_tokens)
+    sizing = replace(
+        sizing,
+        num_pages=num_pages,
+        cache_tokens=cache_tokens,
+        longest_tokens=longest_tokens,
+        longest_because=longest_because,
+        slot_bytes=_slot_bytes(recipe, longest_tokens),
+    )
+    spare_bytes = sizing.memory_bytes - sizing.beside_bytes
+    sizing = replace(sizing, num_pages_fitting=max(0, spare_bytes // page_bytes))
+    check_fits(recipe, sizing)
+    return sizing
+
+
+def estimate(recipe: Recipe, config: DecoderConfig) -> int:
+    """Bytes that the largest step takes beside weights and cache, for a ledger without a model.
+
+    Of one layer all that lives at once, the scores of the longest span that the budget allows, and the logits
+    of all slots as the sampler works on them.
+    """
+    num_tokens, num_slots = recipe.scheduler.max_batch_tokens, recipe.scheduler.num_slots
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * config.intermediate_size
+    span = min(num_tokens, max_positions(config))
+    scores = config.num_heads * min(span, SCORED_ROWS) * span * (8 + config.dtype.itemsize)
+    item_bytes = config.dtype.itemsize
+    if recipe.device.kind == "cpu" and product_dtype(config.dtype) != config.dtype:
+        item_bytes += torch.float32.itemsize  # rows are widened, and what comes of them lies beside
+    logits = num_slots * config.vocab_size * (config.dtype.itemsize + LOGIT_BYTES)
+    return STEP_BYTES + num_tokens * widths * item_bytes + scores + logits
+
+
+def max_positions(config: DecoderConfig) -> int:
+    """The positions that a model reaches with its rotary embedding stretched as its configuration says."""
+    rope = config.rope
+    if rope.kind == "yarn":
+        return max(config.max_positions, int(rope.original_max_positions * rope.factor))
+    if rope.kind in ("linear", "dynamic"):
+        return int(config.max_positions * rope.factor)
+    return config.max_positions
+
+
+def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
+    """What linears, but for their biases, take more as the device multiplies them: a CPU without bfloat16 has
+    them in float32, and the embedding stays beside a tied head in an order of its own.
+    """
+    device, dtype, num_bytes = recipe.device, config.dtype, 0
+    if device.kind == "cpu":
+        dtype = product_dtype(config.dtype)
+        plain = (each for each in config.linears() if config.form(each[0]) == "plain")
+        num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
+        num_bytes = num_elements * (dtype.itemsize - config.dtype.itemsize)
+        is_packed = torch.backends.mkldnn.is_available() or dtype != config.dtype
+    else:
+        is_packed = device.kind == "npu" and device.product != "910" and config.dtype != torch.float32
+    is_kept_twice = is_packed and config.tie_embeddings
+    return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
+
+
+def _slot_bytes(recipe: Recipe, longest_tokens: int) -> int:
+    """Token ids and page table of all slots."""
+    return recipe.scheduler.num_slots * 4 * (longest_tokens + -(-longest_tokens // recipe.cache.page_size))
+
+
+def _num_pages(recipe: Recipe, sizing: Sizing) -> int:
+    cache, page_bytes = recipe.cache, sizing.page_bytes
+    if cache.num_pages is not None:
+        return cache.num_pages
+    if cache.memory_fraction is not None:
+        budget = int(cache.memory_fraction * sizing.memory_bytes) - sizing.beside_bytes
+        if budget < 2 * page_bytes:
+            raise too_small_a_part(recipe, sizing, 2 * page_bytes - budget)
+        return min(budget // page_bytes, 2**31 - 1)
+    assert cache.memory_gib is not None, "a recipe says how many pages there are"
+    num_pages = int(cache.memory_gib * GIB) // page_bytes
+    if num_pages < 2:
+        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes)
+    return min(num_pages, 2**31 - 1)
+
+
+def _num_host_pages(recipe: Recipe, page_bytes: int) -> int:
+    host_gib = recipe.cache.host_gib
+    if not host_gib:
+        return 0
+    num_pages = int(host_gib * GIB) // page_bytes
+    if num_pages < 2:
+        raise too_few_pages("cache.host_gib", host_gib, num_pages, page_bytes)
+    if host_gib * GIB > host_memory_bytes() and recipe.device.kind != "cpu":
+        raise too_much_of_the_host(host_gib, host_memory_bytes())
+    return min(num_pages, 2**31 - 1)
+
+
+def _longest(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
+    """The most tokens of a request, and what sets this limit."""
+    asked, positions = recipe.scheduler.max_request_tokens, max_positions(config)
+    if asked is None:
+        limits = ((positions, "the model's positions"), (cache_tokens, "what the cache holds"))
+        return min(limits, key=lambda limit: limit[0])
+    for limit, what in ((positions, "positions of the model"), (cache_tokens, "tokens that the cache holds")):
+        if asked > limit:
+            raise RecipeError(
+                f"scheduler.max_request_tokens: {asked} is more than the {limit} {what}; lower it to {limit}"
+                + ("" if limit == positions else ", or give the cache more pages"),
+                "scheduler.max_request_tokens",
+            )
+    return asked, "scheduler.max_request_tokens"

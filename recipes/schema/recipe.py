@@ -1,0 +1,245 @@
+"""Which model, on which machine, with which numbers?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from recipes.schema.keys import RecipeError, key, keys_of
+from recipes.schema.scheduler_section import SchedulerSection, contradictions
+from recipes.schema.server_section import ServerSection
+
+ROOT = Path(__file__).resolve().parents[2]  # of the repository: what a recipe's paths are relative to
+KINDS_OF = {  # the keys of `device` that only some kinds of machine read
+    "threads": ("cpu",),
+    "compile": ("cpu",),
+    "graphs": ("cuda", "npu"),
+    "batch_invariant": ("cuda",),
+    "product": ("npu",),
+    "memory_gib": ("cuda", "npu"),
+    "virtual": ("npu",),
+    "virtual_fp32": ("npu",),
+}
+
+
+def from_root(path: Path) -> str:
+    """A path as it would stand in a recipe: relative to the repository, unless it leads out of it."""
+    text = os.path.relpath(path, ROOT)
+    return os.fspath(path) if text.startswith("..") else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """The decoder and where its weights come from."""
+
+    path: Path | None = key(
+        "directory in the Hugging Face layout: `config.json`, `*.safetensors`, tokenizer", default=None
+    )
+    config: dict[str, Any] | None = key(
+        "the keys of a `config.json`, written here in place of `model.path`", default=None
+    )
+    weights: Literal["checkpoint", "random"] = key(
+        "read from `model.path`, or seeded random ones of the same shapes", default="checkpoint"
+    )
+    seed: int = key("seed of random weights", default=0, least=0, most=2**63 - 1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "type of weights, activations and cache; auto: as `config.json` says", default="auto"
+    )
+    quantization: Literal["auto", "w8a8"] = key(
+        "w8a8: linears in int8, quantised when they are loaded; auto: as `config.json` says", default="auto"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSection:
+    """The machine."""
+
+    kind: Literal["cpu", "cuda", "npu"] = key("the machine that computes")
+    attention: Literal["fused", "reference"] = key(
+        "as fast as the device can, or the plain torch that defines what is right", default="fused"
+    )
+    threads: int | None = key(
+        "cpu: threads that compute; null: `OMP_NUM_THREADS`, or one for each core",
+        default=None,
+        least=1,
+        most=1024,
+    )
+    compile: bool = key(
+        "cpu: compile what gains by it, which needs a C++ compiler and up to a minute at start-up",
+        default=False,
+    )
+    graphs: int = key(
+        "cuda, npu: steps of up to so many decodes, and nothing else, run as captured graphs; 0: none",
+        default=0,
+        least=0,
+        most=1024,
+    )
+    batch_invariant: bool = key(
+        "cuda: what a request gets does not depend on its neighbours, to the bit; it is slower", default=False
+    )
+    product: Literal["310P", "910", "910B", "910C", "950"] | None = key(
+        "npu: whose operators and limits hold; null: what the device says it is", default=None
+    )
+    memory_gib: float | None = key(
+        "cuda, npu: free memory of the device that `recipes show` plans with; null: asks the device",
+        default=None,
+        least=0.001,
+        most=2**20,
+    )
+    virtual: bool = key(
+        "npu: a stand-in within this machine's memory, to try and to test; it is slow", default=False
+    )
+    virtual_fp32: bool = key(
+        "npu: for tests, let the stand-in's fused operators take float32, which no product does",
+        default=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSection:
+    """Pages of keys and values."""
+
+    page_size: int = key("tokens in a page", default=16, least=1, most=1024)
+    num_pages: int | None = key(
+        "pages in the cache; the first of them stays empty", default=None, least=2, most=2**31 - 1
+    )
+    memory_gib: float | None = key(
+        "in place of `cache.num_pages`: as many pages as fit into this", default=None, least=0.001, most=2**20
+    )
+    memory_fraction: float | None = key(
+        "in place of `cache.num_pages`: as many pages as fit into this part of the device's memory beside"
+        " weights, activations and reserve",
+        default=None,
+        least=0.01,
+        most=1.0,
+    )
+    reserve_gib: float = key(
+        "device memory left for the process itself and for others", default=0.5, least=0, most=2**20
+    )
+    host_gib: float | None = key(
+        "host memory where preempted requests leave their pages, and evicted shared pages rest; null or 0:"
+        " they are computed again",
+        default=None,
+        least=0,
+        most=2**20,
+    )
+    prefix_sharing: bool = key("let requests with a common beginning share its pages", default=True)
+    compact_every_steps: int = key(
+        "every so many steps held pages start to move to the low end; 0: never",
+        default=0,
+        least=0,
+        most=2**31 - 1,
+    )
+    compact_pages_per_step: int = key(
+        "the most pages that then move in one step; 0: all at once", default=0, least=0, most=2**31 - 1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A model, a machine and the numbers to serve it with; raises RecipeError for what cannot be meant."""
+
+    model: ModelSection
+    device: DeviceSection
+    cache: CacheSection
+    scheduler: SchedulerSection
+    server: ServerSection = field(default_factory=ServerSection)
+
+    def __post_init__(self) -> None:
+        for each in keys_of(Recipe):
+            each.check(self.value(each.name))
+        for problem in self._contradictions():
+            raise problem
+
+    def value(self, name: str) -> Any:
+        """The value of a dotted key."""
+        section, _, leaf = name.partition(".")
+        return getattr(getattr(self, section), leaf)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """The value of every key by section, as JSON can say it: paths are text, from the repository on."""
+        told: dict[str, dict[str, Any]] = {}
+        for each in keys_of(Recipe):
+            section, _, leaf = each.name.partition(".")
+            value = self.value(each.name)
+            told.setdefault(section, {})[leaf] = from_root(value) if isinstance(value, Path) else value
+        return told
+
+    def _contradictions(self) -> Iterator[RecipeError]:
+        """Keys that each are in range and cannot stand together."""
+        yield from self._one_of("model.path", "model.config")
+        yield from self._one_of("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
+        if self.model.config is not None and self.model.weights == "checkpoint":
+            yield RecipeError(
+                "model.weights: a model.config has no checkpoint; set model.weights to random,"
+                " or name a model.path",
+                "model.weights",
+                "model.config",
+            )
+        if self.cache.compact_pages_per_step and not self.cache.compact_every_steps:
+            yield RecipeError(
+                "cache.compact_pages_per_step: read only where cache.compact_every_steps is set, and it is 0;"
+                " set it, or leave this out",
+                "cache.compact_pages_per_step",
+                "cache.compact_every_steps",
+            )
+        yield from self._device_contradictions()
+        yield from contradictions(self.scheduler)
+        cache, longest = self.cache, self.scheduler.max_request_tokens
+        if cache.num_pages is not None and longest is not None:
+            capacity = (cache.num_pages - 1) * cache.page_size + 1  # the last token is never cached
+            if longest > capacity:
+                pages = -(-(longest - 1) // cache.page_size) + 1
+                yield RecipeError(
+                    f"scheduler.max_request_tokens: {longest} is more than the {capacity} that fit into"
+                    f" {cache.num_pages} pages of {cache.page_size}; lower it,"
+                    f" or set cache.num_pages to {pages}",
+                    "scheduler.max_request_tokens",
+                    "cache.num_pages",
+                    "cache.page_size",
+                )
+
+    def _device_contradictions(self) -> Iterator[RecipeError]:
+        device = self.device
+        for leaf, kinds in KINDS_OF.items():
+            said = getattr(device, leaf)
+            if said not in (None, False, 0) and device.kind not in kinds:
+                yield RecipeError(
+                    f"device.{leaf}: read only where device.kind is {' or '.join(kinds)}, and it is"
+                    f" {device.kind}; leave it out",
+                    f"device.{leaf}",
+                    "device.kind",
+                )
+        if device.virtual_fp32 and not device.virtual:
+            yield RecipeError(
+                "device.virtual_fp32: no product takes float32 in its fused operators, only the stand-in can"
+                " be told to; set device.virtual to true, or leave this out",
+                "device.virtual_fp32",
+                "device.virtual",
+            )
+        if device.batch_invariant and device.attention == "reference":
+            yield RecipeError(
+                "device.batch_invariant: device.attention is reference, which sums as a prompt was cut; set"
+                " device.batch_invariant to false, or device.attention to fused",
+                "device.batch_invariant",
+                "device.attention",
+            )
+        if device.graphs and device.attention == "reference":
+            yield RecipeError(
+                "device.graphs: device.attention is reference, which asks the host at each span and cannot"
+                " be captured; set device.graphs to 0, or device.attention to fused",
+                "device.graphs",
+                "device.attention",
+            )
+
+    def _one_of(self, *names: str) -> Iterator[RecipeError]:
+        first, given = names[0], [name for name in names if self.value(name) is not None]
+        if not given:
+            yield RecipeError(f"{first}: required, or {' or '.join(names[1:])} in its place", *names)
+        elif len(given) > 1:
+            yield RecipeError(
+                f"{given[0]}: excludes {given[1]}, and both are set; set one of them to null", *given
+            )

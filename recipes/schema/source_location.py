@@ -1,0 +1,83 @@
+"""What does a YAML text say, and on which line?
+
+Stricter than YAML: a key stands once, keys are text, there are no aliases, and only plain types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from recipes.schema.keys import RecipeError
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A value and the line where its key stands; a mapping's values are themselves Located."""
+
+    value: Any
+    line: int
+
+    @property
+    def plain(self) -> Any:
+        """The value without lines."""
+        if isinstance(self.value, dict):
+            return {name: each.plain for name, each in self.value.items()}
+        return [each.plain for each in self.value] if isinstance(self.value, list) else self.value
+
+
+class _Problem(Exception):
+    """What is wrong, and the line of it (0: unknown)."""
+
+    def __init__(self, text: str, mark: Any) -> None:
+        super().__init__(text)
+        self.line: int = mark.line + 1 if mark is not None else 0
+
+
+def parse(text: str, name: str, *, numbered: bool = True) -> Located:
+    """The one document of a text; raises RecipeError that opens with `name` and, if numbered, the line."""
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise _Problem(f"*{event.anchor} is an alias; write the value out", event.start_mark)
+        node = yaml.compose(text, yaml.SafeLoader)
+        return _located(node, 1) if node is not None else Located(None, 1)
+    except _Problem as error:
+        line, problem = error.line, str(error)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, problem = (mark.line + 1 if mark else 0), f"not YAML: {error.problem}"
+    except yaml.YAMLError as error:  # bytes that are no text
+        line, problem = 0, f"not YAML: {' '.join(str(error).split())}"
+    except RecursionError:
+        line, problem = 0, "nested too deeply for a recipe"
+    raise RecipeError(f"{name}:{line}: {problem}" if line and numbered else f"{name}: {problem}")
+
+
+def _located(node: yaml.Node, line: int, name: str = "") -> Located:
+    if isinstance(node, yaml.MappingNode):
+        return Located(dict(_items(node, name)), line)
+    if isinstance(node, yaml.SequenceNode):
+        return Located([_located(each, each.start_mark.line + 1, name) for each in node.value], line)
+    try:
+        return Located(yaml.SafeLoader("").construct_object(node), line)
+    except ValueError as error:  # a date of the 99th month, say
+        raise _Problem(f"not YAML: {error}", node.start_mark) from None
+
+
+def _items(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Located]]:
+    lines: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = key_node.value, key_node.start_mark.line + 1
+        if key_node.tag != "tag:yaml.org,2002:str":
+            raise _Problem("a key is not text; put it in quotes", key_node.start_mark)
+        name = f"{prefix}.{key}" if prefix else key
+        if key in lines:
+            raise _Problem(
+                f"{name}: stands twice, the first time in line {lines[key]}; remove one", key_node.start_mark
+            )
+        lines[key] = line
+        yield key, _located(value_node, line, name)

@@ -1,0 +1,49 @@
+"""How fast is it? `python -m scripts.benchmark VERB ...`; each verb has its own --help."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from scripts import verb
+
+VERBS = {  # their modules are loaded when they run: some bring torch, and some do without
+    "serve": ("serve.command", "what clients see of a server, ours or another's"),
+    "sweep": ("serve.sweep", "the same at one rate, and one setting, after the other, with a page"),
+    "report": ("serve.report", "a page of one result, or of several beside one another"),
+    "offline": ("offline.offline", "throughput and latencies of a trace on an engine in this process"),
+    "throughput": ("offline.throughput", "tokens a second when all requests are there at once"),
+    "latency": ("offline.latency", "how long a batch of requests of one size takes"),
+    "beside": (
+        "offline.transformers_beside",
+        "the same, beside transformers' own continuous batching",
+    ),
+    "device": ("micro.device", "single steps, against what the device copies and multiplies"),
+    "stall": ("offline.stall", "what long prompts cost those who are being answered, whole and in chunks"),
+    "host": ("micro.host", "what a step costs the host, with a device that answers at once"),
+    "simulation": ("micro.simulation", "simulated tokens a second, with the real scheduler"),
+    "kv": ("micro.kv", "what pages cost: to find, name, take, copy, and leave half empty"),
+}
+
+
+def main(argv: list[str]) -> None:
+    """Run one benchmark and print its result."""
+    top = argparse.ArgumentParser(
+        prog="python -m scripts.benchmark",
+        description="\n".join([__doc__, "", *(f"{name:12}{what}" for name, (_, what) in VERBS.items())]),
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    top.add_argument("verb", choices=VERBS, metavar="VERB")
+    name = top.parse_args(argv[:1]).verb
+    module = import_module(f"benchmark.{VERBS[name][0]}")
+    parser = argparse.ArgumentParser(
+        prog=f"{top.prog} {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    module.add_arguments(parser)
+    module.main(parser.parse_args(argv[1:]))
+
+
+if __name__ == "__main__":
+    verb.run(main)

@@ -1,0 +1,146 @@
+"""How is the server asked about itself?"""
+
+from __future__ import annotations
+
+import platform
+import time
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from recipes.build import versions
+from serving.answers.failures import BadRequest, CutOff
+from serving.api.errors import NotFound
+from serving.api.schemas import DetokenizeBody, TokenizeBody
+from serving.async_llm import AsyncLLM
+from serving.text.tokenizer import Text
+
+VERSION = "0.1.0"
+
+
+def router(llm: AsyncLLM, model: str) -> APIRouter:
+    """The routes for who operates the server."""
+    routes = APIRouter()
+    born_s, described = int(time.time()), versions.describe()
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """200 while the engine lives, or starts for the first time, or ends on purpose; else 503."""
+        bad = llm.state in ("lost", "dead")
+        said = {"status": llm.state} | ({"reason": llm.engine.trouble} if bad else {})
+        return JSONResponse(said, 503 if bad else 200)
+
+    @routes.get("/ready")
+    async def ready() -> Response:
+        """200 while requests are taken; else 503."""
+        return JSONResponse({"status": llm.state}, 200 if llm.state == "ready" else 503)
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        """Of this server and of what it runs on."""
+        return {"version": VERSION, "python": platform.python_version(), "torch": metadata.version("torch")}
+
+    @routes.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """What stands beside a figure that is measured here."""
+        return _info(llm, model, described)
+
+    def entry() -> dict[str, Any]:
+        limits = {} if llm.facts is None else {"max_model_len": llm.facts.max_tokens}
+        named = {"id": model, "object": "model", "created": born_s, "owned_by": "local", "root": model}
+        return named | limits
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one that is served, and its limits."""
+        return {"object": "list", "data": [entry()]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def retrieve(name: str) -> dict[str, Any]:
+        """The same, by its name."""
+        if name != model:
+            raise NotFound.of_model(name, model)
+        return entry()
+
+    @routes.post("/abort/{request_id}")
+    async def abort(request_id: str, request: Request) -> dict[str, Any]:
+        """End a request, by the id of its answer; a key that has pages of its own ends only its own."""
+        salt = request.state.client.salt
+        answers = [each for each in llm.find(request_id) if each.request.cache_salt.startswith(salt)]
+        if not answers:
+            raise NotFound(f"there is no request {request_id[:128]!r}; it may have ended")
+        for answer in answers:
+            llm.abort(answer, CutOff("the request was aborted", "asked"))
+        return {"id": request_id, "aborted": len(answers)}
+
+    return routes
+
+
+def text_router(llm: AsyncLLM, model: str) -> APIRouter:
+    """The routes of a tokenizer that is asked from afar."""
+    routes = APIRouter()
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        """The tokens of a prompt or a conversation."""
+        text = _text(llm, body.model, model)
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequest("exactly one of prompt and messages must be given")
+        answer = await llm.apart(partial(_tokens, text, body))
+        return answer | {"max_model_len": llm.facts.max_tokens if llm.facts else None}
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        """The text of some tokens."""
+        text = _text(llm, body.model, model)
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < text.vocab_size:
+            raise BadRequest(f"tokens must be ids from 0 to {text.vocab_size - 1}")
+        decode = partial(text.decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": await llm.apart(decode)}
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What a remote tokenizer needs to know."""
+        return _text(llm, None, model).describe()
+
+    return routes
+
+
+def _info(llm: AsyncLLM, model: str, described: dict[str, Any]) -> dict[str, Any]:
+    """The recipe as it was read, the machine, the versions; what only an engine knows is null without one."""
+    facts = llm.facts
+    return {
+        "model": model,
+        "version": VERSION,
+        "recipe": llm.recipe.described(),
+        "machine": described,
+        "device": None if facts is None else facts.device,
+        "num_slots": None if facts is None else facts.num_slots,
+        "num_pages": None if facts is None else facts.num_pages - 1,  # page 0 is nobody's
+        "page_size": None if facts is None else facts.page_size,
+    }
+
+
+def _text(llm: AsyncLLM, asked: str | None, model: str) -> Text:
+    if asked not in (None, model):
+        raise NotFound.of_model(asked, model)
+    if llm.text is None:
+        raise BadRequest("this model has no tokenizer; it reads and writes token ids")
+    return llm.text
+
+
+def _tokens(text: Text, body: TokenizeBody) -> dict[str, Any]:
+    if body.messages is not None:
+        ids = text.chat(body.messages)
+    else:
+        assert body.prompt is not None
+        ids = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    names = {"token_strs": [_name(text, each) for each in ids]} if body.return_token_strs else {}
+    return {"tokens": ids, "count": len(ids), **names}
+
+
+def _name(text: Text, token: int) -> str:
+    return text.token_bytes(token, skip_special_tokens=False).decode("utf-8", "replace")

@@ -1,0 +1,229 @@
+"""How much of a request is listened to before its path is known, and for how long?
+
+uvicorn's parser has no limit of its own on the first line and the headers of a request, nor on how slowly it
+comes: a client could fill the memory by a header that never ends, or hold connections that never ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from serving.api.errors import error_response
+
+MOST_HEAD_BYTES = 64 * 1024
+MOST_HEADERS = 100
+MOST_WAITING = 64  # requests behind one that is being answered, on its connection
+MOST_WAITING_BYTES = 2**20  # of their bodies
+WHOLE_S = 60.0  # from a request's first byte, or from a connection's start, to its last
+
+_TOO_MANY = (
+    f"behind a request {MOST_WAITING} others and {MOST_WAITING_BYTES} bytes may wait on one connection; send"
+    " them when it is answered, or on more connections"
+)
+_TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
+
+
+class Joined:
+    """A transport that keeps the head of a response until its first piece comes, at most for one turn of the
+    loop: a write of its own would wake the client for it, which takes longer than making the head.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Write it, and the head that was kept before it."""
+        if data.startswith(b"HTTP/1.1 ") and not self._head:
+            self._head = data
+            self._loop.call_soon(self.flush)
+        else:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+
+    def close(self) -> None:
+        """Close it when all is written."""
+        self.flush()
+        self._transport.close()
+
+    def flush(self) -> None:
+        """Keep the head no longer."""
+        if self._head and not self._transport.is_closing():
+            self.write(b"")
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection, of at most so many. An application may call `scope["state"]["cut_off"]` to drop it at
+    once, with all that its client has not read.
+    """
+
+    _in_request = False
+    _in_head = False
+    _has_told = False  # of a request's begin, or of its body, in the bytes at hand
+    _is_refused = False
+    _is_deaf = False  # what still comes is thrown away: a request that waits was one too many
+    _num_head_bytes = 0
+    _due: asyncio.TimerHandle | None = None
+    _answered: RequestResponseCycle | None = None  # or being answered: not the last one, where others wait
+
+    def __init__(self, *arguments: Any, most_connections: int, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._most_connections = most_connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client is there."""
+        self._joined = Joined(cast(asyncio.Transport, transport), self.loop)
+        super().connection_made(cast(asyncio.Transport, self._joined))
+        self._hurry()
+        if len(self.connections) > self._most_connections:
+            self._refuse(503, f"there are {self._most_connections} connections already; try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._stop_hurrying()
+        self.pipeline.clear()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes: of a head, or of headers behind a body, that do not end the parser tells nothing."""
+        if self._is_deaf:
+            return
+        self._has_told = False
+        self._unset_keepalive_if_required()
+        try:
+            self._read(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: CONNECT
+            self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
+        if self._in_request and not self._has_told:
+            self._count(len(data))
+        if self.pipeline and not self.transport.is_closing():
+            self._listen_on()
+        is_idle = self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+        if is_idle and self._due is None and self.timeout_keep_alive_task is None:
+            self._hurry()  # a line break between requests, or the rest of one that was refused
+
+    def eof_received(self) -> None:
+        """The client sends no more; the transport closes itself."""
+        self._joined.flush()
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self.scope["state"]["cut_off"] = self.transport.abort
+        self._in_request, self._in_head, self._has_told, self._num_head_bytes = True, True, True, 0
+        self._hurry()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the path."""
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; what follows a body is none, and never stands for one that was to come before it."""
+        self._count(len(name) + len(value))
+        if not self._in_head:
+            return
+        super().on_header(name, value)
+        if len(self.headers) > MOST_HEADERS:
+            self._refuse(431, _TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        """The head has ended."""
+        self._in_head = False
+        if not self._is_refused and not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._has_told, self._num_head_bytes = True, 0
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of a request is there."""
+        if self.parser.should_upgrade():
+            return  # of its head alone
+        self._in_request = False
+        self._stop_hurrying()
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MOST_HEAD_BYTES:
+            self._refuse(431, _TOO_LARGE)
+
+    def _read(self, data: bytes) -> None:
+        """Where a request asks for another protocol, the parser stops behind its head and would take its body
+        for what comes next. We speak no other, so such a request is read as if it had not asked.
+        """
+        rest = memoryview(data)
+        while not self._is_refused:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as stop:
+                rest = rest[stop.args[0] :]
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            lines = [method + b" " + self.url + b" HTTP/" + version]
+            lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self._is_refused:
+            return
+        self._is_refused = True
+        answered = self._answered
+        # no refusal stands in the middle of an answer
+        if answered is None or not answered.response_started or answered.response_complete:
+            response = error_response(status, message)
+            lines = [STATUS_LINE[status].rstrip(), b"connection: close"]
+            lines += [name + b": " + value for name, value in response.raw_headers]
+            self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _listen_on(self) -> None:
+        """Requests wait, for which uvicorn stops to read: it would not hear that their client goes away."""
+        self.flow.resume_reading()
+        num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if len(self.pipeline) > MOST_WAITING or num_bytes > MOST_WAITING_BYTES:
+            self._is_deaf = True
+            self.cycle.keep_alive = False
+            self.cycle.body.clear()
+            self.pipeline[0] = self.cycle, error_response(413, _TOO_MANY)  # the last that came
+
+    def _hurry(self) -> None:
+        self._stop_hurrying()
+        self._due = self.loop.call_later(WHOLE_S, self._late)
+
+    def _stop_hurrying(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _late(self) -> None:
+        """Closes a connection whose request has not come; not while it waits for an answer to another."""
+        answers = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if answers or self.pipeline:
+            self._hurry()
+        elif self._in_head or (self.cycle is not None and not self.cycle.response_started):
+            self._refuse(408, f"the request has not come whole in {WHOLE_S:g} s; send it again")
+        else:
+            self.transport.close()

@@ -1,0 +1,65 @@
+"""How does a process get ready to follow an engine, and take nothing from the one that serves?
+
+    python -m serving.engine.spare DONE MODULE [ARGUMENT ...]
+
+It imports what is large in a thread that gives way to all others, makes the file DONE, and goes on as MODULE.
+Kernels that share out processor time by session (sched(7), autogroup) have to be told of the session, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+
+LARGE = "recipes.build.engine"  # and torch with it
+LAST = 19  # niceness: what runs where nobody else would
+AUTOGROUP = Path("/proc/self/autogroup")
+_TRIES = 40
+
+
+def main(argv: list[str]) -> None:
+    """Prepare, and go on as the module."""
+    done, *sys.argv = argv
+    import_gently(LARGE)
+    Path(done).touch()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def import_gently(module: str) -> None:
+    """Import a module in a thread of the lowest priority, which on Linux each thread has for itself."""
+    importlib.import_module("numpy")  # whose own threads, made now, do not give way for good
+    thread = threading.Thread(target=_import, args=(module,))
+    give_way(LAST)
+    thread.start()
+    thread.join()
+    give_way(0)
+
+
+def give_way(niceness: int) -> None:
+    """Set this session's niceness, where sessions have one."""
+    for _ in range(_TRIES if AUTOGROUP.exists() else 0):
+        try:
+            AUTOGROUP.write_text(str(niceness))
+        except BlockingIOError:  # but for root, the kernel takes one each tenth of a second from all
+            time.sleep(0.05)
+        except OSError:  # this /proc is not to be written to
+            break
+        else:
+            return
+    if AUTOGROUP.exists():
+        print(f"WARNING this session's niceness cannot be set to {niceness}", file=sys.stderr)
+
+
+def _import(module: str) -> None:
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST)
+    importlib.import_module(module)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

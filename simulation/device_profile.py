@@ -1,0 +1,51 @@
+"""How fast can a device read its memory at best?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+FOLDER = Path(__file__).with_name("profiles")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One device, from a file of `simulation/profiles`.
+
+    `efficiency` is the share of the bandwidth that a step can reach, and `basis` says how it is known.
+    `cache_mib` may stay on the chip from one step to the next, so a step need not read it from memory.
+    `matches`: part of the name by which the device reports itself.
+    """
+
+    name: str
+    matches: list[str]
+    memory_gb_per_s: float
+    cache_mib: float
+    efficiency: float
+    basis: Literal["assumed", "measured"]
+    source: str
+
+    def read_ms(self, num_bytes: float, num_devices: float) -> float:
+        """The least time in which that many devices together read so many bytes."""
+        from_memory = max(0.0, num_bytes - num_devices * self.cache_mib * 2**20)
+        return from_memory / (num_devices * self.memory_gb_per_s * 1e9 * self.efficiency) * 1e3
+
+
+def load(name: str) -> Profile:
+    """A profile by its name; raises ValueError for one that is not there."""
+    path = FOLDER / f"{name}.json"
+    if path.parent != FOLDER or not path.exists():
+        names = ", ".join(each.stem for each in sorted(FOLDER.glob("*.json")))
+        raise ValueError(f"{name!r} is no device profile; there are {names}")
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    del facts["step"]  # for `simulation.device`
+    return Profile(name=name, **facts)
+
+
+def named(device: str) -> str | None:
+    """The profile of a device that reports itself so, or None; the longest match counts."""
+    profiles = [load(path.stem) for path in sorted(FOLDER.glob("*.json"))]
+    found = [(len(part), each.name) for each in profiles for part in each.matches if part in device]
+    return max(found)[1] if found else None

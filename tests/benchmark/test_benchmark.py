@@ -1,0 +1,291 @@
+"""Benchmarks say what happened; how fast it was is not for a test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmark.gate.gate import audit
+from benchmark.micro import device, host, kv, queues, simulation
+from benchmark.offline import offline
+from benchmark.offline.accounts import means_over_time
+from benchmark.offline.timeline import StepRecord, percentiles
+from recipes.build.sizing import model_config
+from recipes.schema.reader import read
+from scripts.benchmark import main
+
+RECIPE = "recipes/tiny/cpu.yaml"
+
+
+def test_the_host_benchmark_measures_decodes_and_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["host", "--slots", "2,5", "--page-sizes", "16", "--chunk", "32", "--steps", "40", "--json"])
+    rows = json.loads(capsys.readouterr().out)["host"]
+    assert [row["slots"] for row in rows] == [2, 5]
+    for row in rows:
+        for figures in (row["decode"], row["decode_and_32_token_chunk"]):
+            assert 0 < figures["p50_us"] <= figures["p99_us"]
+
+
+def test_the_host_benchmark_runs_what_it_says() -> None:
+    scheduler = host.full_scheduler(num_slots=4, page_size=16, num_steps=10, chunk_tokens=0)
+    assert len(scheduler.slots.busy) == 4
+    batch = scheduler.schedule(0.0)
+    assert (batch.stops - batch.starts == 1).all()
+    assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
+
+
+def test_the_host_benchmark_measures_every_policy_and_order_while_many_wait(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["host", "--slots", "4", "--waiting", "12", "--steps", "30", "--json"])
+    rows = json.loads(capsys.readouterr().out)["slots"]["4"]
+    assert [row["variant"] for row in rows] == list(queues.variants(4))
+    assert rows[0]["times_the_first"] == 1
+    assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
+
+
+def test_requests_come_and_go_while_many_wait() -> None:
+    bench = queues.Bench(8, 20, {"queue": "sjf"})
+    for _ in range(100):
+        bench.step_us()
+    admitted = bench.scheduler.waiting.num_removed
+    assert 50 < admitted - 8 < 150, "about one at each step"
+
+
+def test_the_simulation_benchmark_counts_what_it_simulates(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["simulation", "--slots", "4", "--requests", "20", "--output-tokens", "30", "--json"])
+    runs = json.loads(capsys.readouterr().out)["simulation"]
+    assert runs["decode"]["output_tokens"] == 4 * simulation.ANSWER_TOKENS
+    assert {(runs[each]["requests"], runs[each]["output_tokens"]) for each in runs if each != "decode"} == {
+        (20, 600)
+    }
+    assert all(run["output_tokens_per_cpu_s"] > 0 for run in runs.values())
+
+
+def test_the_kv_benchmark_measures_pages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kv, "COPIED_BYTES", 4 * 2**20)
+    monkeypatch.setattr(kv, "PROMPT_TOKENS", 1024)
+    main(["kv", "--page-sizes", "16,128", "--repeats", "2", "--requests", "20", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert [row["page_size"] for row in result["prefix"]] == [16, 128]
+    assert result["take_and_release_1024_pages_us"] > 0
+    for row in (*result["prefix"], *result["copies"]):
+        assert all(figure > 0 for figure in row.values())
+
+
+def test_few_places_in_small_pages_stay_unused() -> None:
+    assert kv.unused(1, 50)["unused_share"] == 0
+    assert 0 < kv.unused(16, 50)["unused_share"] < 0.04
+
+
+def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "id": f"{n}",
+            "prompt_token_ids": [7] * (20 + n),
+            "max_tokens": 5 + n,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for n in range(6)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    main(["offline", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["requests"] == result["completed"] == 6
+    assert result["output_tokens"] == sum(5 + n for n in range(6))
+    assert result["prompt_tokens"] == sum(20 + n for n in range(6))
+    assert result["output_tokens_per_s"] == pytest.approx(
+        result["output_tokens"] / result["duration_s"], rel=0.01
+    )
+    assert result["ttft_ms"]["p50"] <= result["e2e_ms"]["p50"]
+    assert 1 <= result["mean_batch"] <= 6
+    assert result["machine"]["torch"]
+    cache = result["cache_after_all_runs"]
+    assert cache["held_pages"] == 0
+    assert cache["idle_pages"] > 0
+    assert cache["hit_rate"] == pytest.approx(result["prefix_hit_rate"], abs=0.01)
+    assert result["verdict"] == audit(result).describe(), "the file can be audited as it is"
+    assert list(result["verdict"]["refused"]) == ["samples"], "six requests are few"
+    assert {"Little", "Little, records", "recount", "tokens by request"} <= {*result["verdict"]["passed"]}
+    main(["offline", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace)])
+    table = capsys.readouterr().out
+    assert "verdict                refused; samples: 6 requests were answered; 30 are the least\n" in table
+    assert "records" not in table
+
+
+def test_samples_that_the_figures_leave_out_are_not_audited_as_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"id": "a", "prompt_token_ids": [7] * 20, "max_tokens": 5, "n": 3, "ignore_eos": True}
+    trace.write_text(json.dumps(line) + "\n")
+    main(["offline", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert "mean_in_system" not in result
+    assert list(result["verdict"]["refused"]) == ["samples"]
+    assert "mean_in_system is absent" in result["verdict"]["not_checkable"]["Little"]
+
+
+def test_means_over_time_count_idle_time_and_no_gap_between_steps() -> None:
+    def step(start_s: float, end_s: float, running: int, waiting: int, ended: int) -> StepRecord:
+        return StepRecord(start_s, end_s, [0], ["a"], [1], [True], 0, running, waiting, ended)
+
+    steps = [step(0, 1, 2, 1, 1), step(1.5, 2, 2, 0, 2), step(8, 9, 1, 0, 1)]
+    assert means_over_time(steps, [0, 0, 0, 8], 10.0) == {"mean_running": 0.5, "mean_in_system": 0.6}
+    long = [step(0, 1, 2, 0, 1), step(1, 2, 2, 0, 2)]
+    assert means_over_time(long, [0, 0, 0.25], 2.0)["mean_in_system"] == 2.375, "it came during a step"
+
+
+def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"id": "a", "prompt_token_ids": [1]}\n{"id": "b"}\n')
+    with pytest.raises(ValueError, match=r"trace.jsonl: line 2"):
+        main(["offline", RECIPE, "--trace", str(trace)])
+
+
+@pytest.mark.parametrize("verb", ["offline", "throughput"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\n", r"trace\.jsonl holds no request$"), (b'\n{"id": "\xff"}', "line 2: not UTF-8 at column 9")],
+    ids=["none", "bytes"],
+)
+def test_a_trace_of_no_use_is_refused_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, content: bytes, message: str
+) -> None:
+    monkeypatch.setattr(offline, "build", lambda recipe: pytest.fail("it was built"))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        main([verb, RECIPE, "--trace", str(trace)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["offline", RECIPE, "--trace", "none", "--runs", "0"],
+        ["device", RECIPE, "--repeats", "0"],
+        ["kv", "--repeats", "0"],
+        ["host", "--steps", "0"],
+    ],
+)
+def test_nothing_is_measured_no_times(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "'0' must be an integer of at least 1" in capsys.readouterr().err
+
+
+def test_percentiles_are_in_milliseconds() -> None:
+    assert percentiles([0.001, 0.002, 0.003]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
+    assert percentiles([]) == {}
+
+
+def test_a_trace_that_the_recipe_cannot_serve_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"id": "a", "prompt_token_ids": [5]}\n{"id": "b", "prompt_token_ids": [5000000]}\n')
+    with pytest.raises(ValueError, match=r"1 of 2 requests failed: request b holds the token id 5000000"):
+        main(["offline", RECIPE, "device.compile=false", "--trace", str(trace)])
+
+
+def test_the_device_benchmark_measures_steps_against_their_floors(capsys: pytest.CaptureFixture[str]) -> None:
+    loads = ["--decode", "1x40,3x64,99x64", "--prefill", "2x32", "--mixed", "2x40+1x32", "--repeats", "2"]
+    main(["device", RECIPE, "device.compile=false", "device.threads=1", *loads, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert all(rate > 0 for rate in result["rates"].values())
+    assert result["machine"]["triton"]
+    one, three, beyond, prompts, mixed = result["steps"]
+    assert beyond["not_measured"] == "99 decodes at 64: 32 slots of 2048 tokens do not hold it"
+    for step in (one, three, prompts):
+        assert step["step_ms"] > 0
+        assert step["share_of_copy_rate"] > 0
+    assert mixed["over_sum_of_parts"] == pytest.approx(mixed["step_ms"] / sum(mixed["parts_ms"]), rel=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_its_device_every_figure_of_the_device_benchmark_is_not_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = "recipes/bench/qwen3_8b_cuda.yaml"
+    main(["device", recipe, "--candidates", "varlen_attn"])
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| ") and not line.startswith("| load")]
+    assert [len(row) for row in rows] == [8, 8, 8, 8, 4]
+    assert {cell.rstrip(" |") for row in rows for cell in row[1:]} == {"not measured"}
+    assert "rates: not measured" in lines
+    assert lines[-1].startswith("not measured: device.kind: torch ")
+    main(["device", recipe, "--json"])
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert all("finds no CUDA device" in step["not_measured"] for step in steps)
+    with pytest.raises(ValueError, match=r"device\.kind: 'gpu' is not allowed"):
+        main(["device", recipe, "device.kind=gpu"])
+    with pytest.raises(
+        ValueError, match="--candidates: xformers is not known; choose of varlen_attn, flashinfer"
+    ):
+        main(["device", recipe, "--candidates", "xformers"])
+
+
+def test_the_device_benchmark_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    loads = ["--decode", "1x40,99x64", "--prefill", "", "--mixed", "2x40+1x32", "--repeats", "1"]
+    main(["device", RECIPE, "device.compile=false", "device.threads=1", *loads, "--candidates", "flashinfer"])
+    lines = capsys.readouterr().out.splitlines()
+    one, beyond, mixed = (line for line in lines if " decodes at " in line and line.startswith("|"))
+    assert one.count("not measured") == 1
+    assert beyond.count("not measured") == 7
+    assert "not measured" not in mixed
+    assert "not measured: flashinfer reads pages on CUDA alone" in lines
+
+
+def test_floors_count_what_a_step_reads_and_multiplies() -> None:
+    config = replace(model_config(read(RECIPE).recipe), windows=(None, 8), num_layers=2)
+    load = device.Load(3, 20, 1, 10)
+    page = 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize
+    weights = config.weight_bytes - (not config.tie_embeddings) * (
+        config.vocab_size * config.hidden_size * config.dtype.itemsize
+    )
+    assert device.read_bytes(config, load) == weights + page * (3 * 20 + 10 + 4 * 8)
+    pairs = 3 * 20 + 55 + 3 * 8 + (36 + 2 * 8)  # by hand: each query and each position it sees
+    heads = config.num_heads * config.head_dim
+    inner, kv = config.intermediate_size, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kv + 3 * inner)
+    products = 13 * 2 * layer + 4 * config.vocab_size * config.hidden_size
+    assert device.operations(config, load) == pytest.approx(2 * products + 4 * heads * pairs, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_same_trace_is_served_beside_transformers(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"prompt_token_ids": [7] * 9, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    trace.write_text("".join(json.dumps({"id": str(n), **line}) + "\n" for n in range(3)))
+    code = "import sys; from scripts.benchmark import main; main(sys.argv[1:])"  # it starts threads
+    command = ["beside", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"]
+    run = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+    result = json.loads(run.stdout)
+    assert result["output_tokens"] == 15
+    assert result["times_transformers"] == pytest.approx(
+        result["output_tokens_per_s"] / result["transformers_output_tokens_per_s"], rel=0.01
+    )
+
+
+def test_the_stall_benchmark_serves_the_same_in_two_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["device.compile=false", "device.threads=1", "cache.prefix_sharing=false"]
+    sizes = ["--prompt-tokens", "300", "--every", "0.05", "--prompts", "3", "--answers", "4"]
+    main(["stall", RECIPE, *quick, *sizes, "--answer-tokens", "40", "--chunk", "16", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    whole, chunked = result["whole"], result["chunked"]
+    assert whole["worst_itl_ms"] >= whole["itl_ms"]["p99"] > 0
+    assert chunked["steps"] >= 3 * 300 / 20, "a chunk at each step"
+    assert whole["steps"] < 100
+    assert result["worst_itl_times_lower"] == pytest.approx(
+        whole["worst_itl_ms"] / chunked["worst_itl_ms"], abs=0.01
+    )
+    rates = chunked["total_tokens_per_s"] / whole["total_tokens_per_s"]
+    assert result["throughput_times"] == pytest.approx(rates, abs=0.001)

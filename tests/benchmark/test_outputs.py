@@ -1,0 +1,50 @@
+"""What cannot be written is told before the work, whose figures would be lost."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmark import outputs
+
+URL, RECIPE = "http://127.0.0.1:1", "recipes/tiny/cpu.yaml"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("trace", ["--output", "{}/none/a"], "make the folder .*/none first"),
+        ("simulate", ["fit", "{}/none", "--output", "{}/none/a"], "make the folder .*/none first"),
+        ("simulate", [RECIPE, "--trace", "{}/none", "--timeline", "{}"], "is a folder; name a file"),
+        ("demo", ["--output", "{}/none/a.png"], "make the folder .*/none first"),
+        ("reproduce", ["--output", "{}/file/a"], "cannot be a folder: .*/file is a file"),
+        ("reproduce", ["--output", "{}/b", "--json", "{}/b"], "/b is a folder; name a file in it"),
+        ("benchmark", ["offline", RECIPE, "--plot", "{}/none/a.png"], "make the folder .*/none"),
+        ("benchmark", ["serve", "--base-url", URL, "--result-dir", "{}/file"], "/file is a file"),
+        ("benchmark", ["sweep", "--base-url", URL, "--result-dir", "{}/file/a"], "/file is a file"),
+    ],
+)
+def test_it_is_told_before_the_work(tmp_path: Path, command: str, arguments: list[str], message: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=message):
+        import_module(f"scripts.{command}").main([each.format(tmp_path) for each in arguments])
+
+
+def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
+    there = tmp_path / "a"
+    there.write_text("b")
+    assert outputs.file(str(there)) == there
+    assert outputs.file(str(tmp_path / "c")) == tmp_path / "c"
+    assert outputs.folder(str(tmp_path / "d" / "e")) == tmp_path / "d" / "e"
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert there.read_text() == "b"
+
+
+def test_what_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everything
+    for look in (outputs.file, outputs.folder):
+        with pytest.raises(PermissionError, match=rf"cannot be written: {tmp_path} may not be written to"):
+            look(str(tmp_path / "a"))

@@ -1,0 +1,183 @@
+"""A sweep goes on where it was, and a page holds all that it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.serve.draw import VARIABLES
+from scripts.benchmark import main
+from tests.benchmark.openai_server import Stub, running
+from tests.simulation.queue import honest
+
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Its words, its cells by row, and whether each tag is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open += [] if tag in VOID else [tag]
+        self.links += [str(value) for name, value in attrs if name in ("src", "href") and value]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [str(value) for name, value in attrs if name in ("src", "href") and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+
+
+def checked(path: Path) -> Page:
+    """A page that is whole, and needs nothing beside itself."""
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.open
+    assert not [link for link in page.links if not link.startswith("#")]
+    assert "url(http" not in text
+    assert 'name="viewport"' in text
+    assert not [colour for colour in VARIABLES if colour in text]
+    used, style = set(re.findall(r"var\((--\w+)\)", text)), text.partition("</style>")[0]
+    assert used <= set(re.findall(r"(--\w+):", style))
+    return page
+
+
+def swept(stub: Stub, folder: Path, *options: str) -> None:
+    asked = [{"id": str(n), "prompt_token_ids": [n + 1, 2], "max_tokens": 3} for n in range(31)]
+    trace = folder / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    where = ["--base-url", stub.url, "--trace", str(trace), "--result-dir", str(folder / "sweep")]
+    main(["sweep", *where, "--request-rates", "300,inf", "--goodput", "ttft:9e5", "tpot:9e5", *options])
+
+
+def test_a_sweep_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmark.gate.served.LATE_MS", 60_000.0)  # this machine may be busy
+    with running(Stub()) as stub:
+        swept(stub, tmp_path)
+        first = capsys.readouterr().out
+        assert "within the objectives for 99% of requests: inf requests/s" in first
+        assert {each["cache_salt"] for each in stub.asked} == {"rate 300", "rate inf"}
+        stub.asked.clear()
+        swept(stub, tmp_path)
+        assert capsys.readouterr().out == first
+        assert not stub.asked
+        whole = (tmp_path / "sweep" / "rate-inf.json").read_text()
+        (tmp_path / "sweep" / "rate-inf.json").write_text(whole[:-20])
+        swept(stub, tmp_path)
+        assert len(stub.asked) == 32, "one rate, and its warm-up"
+        with pytest.raises(ValueError, match=r"rate-300.json is of another sweep: its seed differ"):
+            swept(stub, tmp_path, "--seed", "3")
+    page = checked(tmp_path / "sweep" / "report.html")
+    assert [row[0] for row in page.rows if row[0] in ("300", "inf")] == ["300", "inf"]
+
+
+def write(path: Path, result: dict[str, Any]) -> str:
+    path.write_text(json.dumps(result))
+    return str(path)
+
+
+def test_two_results_stand_beside_one_another(tmp_path: Path) -> None:
+    first, second = honest(1), honest(2)
+    second["machine"] = {"cpu": "<script>alert(1)</script>"}
+    paths = [write(tmp_path / "a.json", first), write(tmp_path / "b&b.json", second)]
+    main(["report", *paths, "--output", str(tmp_path / "out" / "report.html")])
+    page = checked(tmp_path / "out" / "report.html")
+    rows = {row[0]: row[1:] for row in page.rows}
+    assert rows[""] == ["a", "b&b", "times"] or page.rows[0] == ["", "a", "b&b", "times"]
+    a, b, times = rows["output tokens/s"]
+    assert float(a.replace(",", "")) == pytest.approx(first["output_tokens_per_s"], rel=0.001)
+    assert float(b.replace(",", "")) == pytest.approx(second["output_tokens_per_s"], rel=0.001)
+    assert float(times) == pytest.approx(
+        second["output_tokens_per_s"] / first["output_tokens_per_s"], rel=0.01
+    )
+    assert rows["machine: cpu"] == ["<script>alert(1)</script>"]
+    assert "<script>" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_pieces_that_came_together_can_be_drawn(tmp_path: Path) -> None:
+    result = honest(1)
+    for record in result["records"]:
+        record["token_times_s"] = [record["finish_s"]] * record["output_tokens"]
+    point = {**result, "request_rate": 5.0, "itl_ms": dict.fromkeys(result["itl_ms"], 0.0)}
+    (tmp_path / "sweep").mkdir()
+    write(tmp_path / "sweep" / "rate-5.json", point)
+    main(["report", str(tmp_path / "sweep"), "--output", str(tmp_path / "a.html")])
+    checked(tmp_path / "a.html")
+
+
+def test_a_page_audits_what_it_shows(tmp_path: Path) -> None:
+    result = honest(1) | {"verdict": {"outcome": "pass", "refused": {}}}
+    result["ttft_ms"]["mean"] /= 3
+    main(["report", write(tmp_path / "a.json", result), "--output", str(tmp_path / "a.html")])
+    checked(tmp_path / "a.html")
+    assert "; recount: ttft_ms.mean" in (tmp_path / "a.html").read_text()
+
+
+def test_a_result_of_vllm_is_shown(tmp_path: Path) -> None:
+    told = {"duration": 2.0, "completed": 40, "request_throughput": 20.0, "mean_itl_ms": 8.5}
+    main(["report", write(tmp_path / "vllm.json", told), "--output", str(tmp_path / "a.html")])
+    rows = {row[0]: row[1:] for row in checked(tmp_path / "a.html").rows}
+    assert (rows["requests/s"], rows["ITL mean, ms"]) == (["20"], ["8.5"])
+
+
+def test_a_result_of_vllm_with_details_is_shown(tmp_path: Path) -> None:
+    told = {"duration": 2.0, "completed": 2, "request_throughput": 1.0, "mean_itl_ms": 8.5}
+    told |= {"ttfts": [0.1, 0.2, 0.0, 0.0], "itls": [[0.0085], [0.0085], [], []], "output_lens": [2, 2, 0, 0]}
+    told |= {"errors": ["", "", "broke", "broke"], "server": "theirs"}
+    main(["report", write(tmp_path / "vllm.json", told), "--output", str(tmp_path / "a.html")])
+    rows = {row[0]: row[1:] for row in checked(tmp_path / "a.html").rows}
+    assert {name: row for name, row in rows.items() if "errors" in name} == {"errors: broke": ["2"]}
+
+
+def test_a_file_may_have_any_name(tmp_path: Path) -> None:
+    names = [r"a$\foo$", "_b", "c$d$e"]
+    paths = [write(tmp_path / f"{name}.json", honest(seed)) for seed, name in enumerate(names, 1)]
+    main(["report", *paths, "--output", str(tmp_path / "a.html")])
+    checked(tmp_path / "a.html")
+    legends = re.findall(r"<text [^>]*>\s*([^<]*?)</text>", (tmp_path / "a.html").read_text())
+    assert {*names} <= {*legends}
+    (tmp_path / "_sweep").mkdir()
+    write(tmp_path / "_sweep" / "rate-5.json", {**honest(1), "request_rate": 5.0})
+    main(["report", str(tmp_path / "_sweep"), "--output", str(tmp_path / "a.html")])
+    assert " _sweep p50</text>" in (tmp_path / "a.html").read_text()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"duration_s": "x"}'])
+def test_what_is_no_result_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=r"a\.json is no result of a benchmark: .+"):
+        main(["report", str(tmp_path / "a.json"), "--output", str(tmp_path / "a.html")])
+
+
+def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no rate-\*.json"):
+        main(["report", str(tmp_path), "--output", str(tmp_path / "a.html")])
+
+
+def test_more_than_two_stand_beside_one_another(tmp_path: Path) -> None:
+    named = [write(tmp_path / f"{name}.json", honest(seed)) for seed, name in enumerate("abcdefghi", 1)]
+    main(["report", *named, "--output", str(tmp_path / "a.html")])
+    page = checked(tmp_path / "a.html")
+    assert page.rows[0] == ["", *"abcdefghi"], "and no ratio, of which there is one to each pair"
+    assert all(len(row) == 10 for row in page.rows if row[0] == "output tokens/s")

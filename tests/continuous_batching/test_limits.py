@@ -1,0 +1,217 @@
+"""What is too much is refused or given up, and whoever leaves takes nothing along."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.queueing.limits import QueueFull, QueueLimits
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+
+
+def make(bounds: QueueLimits | None = None, num_slots: int = 2, num_pages: int = 40) -> Engine:
+    slots, host_pool = SlotPool(num_slots, 64, 4), PagePool(60)
+    scheduler = Scheduler(
+        slots,
+        PagePool(num_pages),
+        StallFree(),
+        bounds=bounds,
+        host_pool=host_pool,
+        prefix_sharing=False,
+        max_batch_tokens=16,
+        vocab_size=VOCAB_SIZE,
+    )
+    ticks = itertools.count()
+    runner = ChecksumRunner(slots, scheduler.pool, host_pool)
+    return Engine(scheduler, runner, clock=lambda: float(next(ticks)))
+
+
+def ask(name: str, num_prompt: int = 4, max_tokens: int = 8, num_samples: int = 1, **fields) -> Request:
+    prompt = np.random.default_rng(sum(map(ord, name))).integers(0, VOCAB_SIZE, num_prompt)
+    leader, *followers = (
+        Request(f"{name}{index or ''}", prompt, SamplingParams(max_tokens=max_tokens, seed=index), **fields)
+        for index in range(num_samples)
+    )
+    leader.followers = followers
+    return leader
+
+
+def run_out(engine: Engine) -> dict[str, Request]:
+    """Everybody who ends, by id."""
+    ended: dict[str, Request] = {}
+    while engine.has_work:
+        step = engine.step()
+        recount(engine.scheduler)
+        for request in step.finished if step else []:
+            assert request.id not in ended
+            ended[request.id] = request
+    return ended
+
+
+def test_a_queue_that_is_full_refuses_and_says_when_to_come_again() -> None:
+    engine = make(QueueLimits(max_waiting_requests=3))
+    for number in range(3):
+        engine.add(ask(f"a{number}"))
+    with pytest.raises(
+        QueueFull, match=r"request b would be in a queue of 4 requests; it may hold 3"
+    ) as caught:
+        engine.add(ask("b"))
+    assert caught.value.retry_after_s == 1.0, "nobody was admitted yet"
+    while len(engine.scheduler.waiting) == 3:
+        engine.step()
+    for number in range(3, 5):
+        engine.add(ask(f"a{number}"))
+    for _ in range(8):
+        engine.step()
+    for number in range(5, 7):
+        engine.add(ask(f"a{number}"))
+    with pytest.raises(QueueFull) as caught:
+        engine.add(ask("c", num_samples=2))
+    times = [pace[0] for pace in engine.scheduler._gate._pace]
+    removed = [pace[1] for pace in engine.scheduler._gate._pace]
+    per_s = (removed[-1] - removed[0]) / (times[-1] - times[0])
+    assert caught.value.retry_after_s == pytest.approx(2 / per_s), "its two samples are two too many"
+    ended = run_out(engine)
+    assert set(ended) <= {f"a{number}" for number in range(7)}
+
+
+def test_a_queue_of_many_tokens_is_full_too_but_not_for_the_only_one() -> None:
+    engine = make(QueueLimits(max_waiting_tokens=30))
+    engine.add(ask("alone", 40))
+    with pytest.raises(
+        QueueFull, match=r"a queue of 44 tokens; it may hold 30 \(scheduler.max_waiting_tokens\)"
+    ):
+        engine.add(ask("b", 4))
+    assert [request.id for request in engine.scheduler.waiting.requests] == ["alone"]
+    assert run_out(engine)["alone"].finish_reason == "length"
+
+
+def test_who_waits_too_long_ends_and_who_was_admitted_does_not() -> None:
+    engine = make(QueueLimits(max_queue_wait_s=5.0), num_slots=1)
+    engine.add(ask("runs", max_tokens=30))
+    engine.add(ask("waits"))
+    ended = run_out(engine)
+    assert (ended["runs"].finish_reason, ended["waits"].finish_reason) == ("length", "timeout")
+    assert ended["waits"].finish_s is not None
+    assert 5.0 <= ended["waits"].finish_s <= 7.0
+
+
+def test_a_leader_that_waited_too_long_takes_its_followers_along() -> None:
+    engine = make(QueueLimits(max_queue_wait_s=5.0), num_slots=1)
+    engine.add(ask("runs", max_tokens=30))
+    engine.add(ask("waits", num_samples=3))
+    ended = run_out(engine)
+    assert [ended[name].finish_reason for name in ("waits", "waits1", "waits2")] == ["timeout"] * 3
+
+
+def test_a_timeout_ends_a_request_wherever_it_is() -> None:
+    engine = make(num_slots=1)
+    engine.add(runs := ask("runs", max_tokens=30, timeout_s=10.0))
+    engine.add(ask("waits", timeout_s=4.0))
+    engine.add(ask("late", timeout_s=500.0))
+    ended = run_out(engine)
+    assert [ended[name].finish_reason for name in ("runs", "waits", "late")] == [
+        "timeout",
+        "timeout",
+        "length",
+    ]
+    assert 3 <= len(runs.answer) < 10
+    assert runs.answer.tolist() == alone(runs.prompt.tolist(), 30)[: len(runs.answer)]
+
+
+def test_a_step_that_only_ends_requests_has_an_empty_batch() -> None:
+    engine = make(num_slots=1)
+    engine.add(ask("a", timeout_s=0.5))
+    engine.clock()
+    step = engine.step()
+    assert step is not None
+    assert (step.batch.num_spans, [request.id for request in step.finished]) == (0, ["a"])
+    assert engine.step() is None
+
+
+def test_what_has_ended_is_not_remembered() -> None:
+    engine = make()
+    for number in range(500):
+        engine.add(ask(f"{number}", 2, 1, timeout_s=1e6))
+        engine.step()
+    assert len(engine.scheduler._gate._due) < 200
+
+
+STATES = ["waiting", "chunking", "decoding", "swapped", "forked", "following", "searching", "in_flight"]
+
+
+def bring(engine: Engine, state: str) -> str:
+    """Bring a request into a state; returns its id."""
+    scheduler = engine.scheduler
+    if state == "waiting":
+        for name in ("x", "y", "z"):
+            engine.add(ask(name))
+        engine.step()
+        assert scheduler.waiting.find("z")
+        return "z"
+    engine.add(ask("old", 4, 20))
+    num_samples = 3 if state in ("forked", "following") else 1
+    z = ask("z", 40 if state == "chunking" else 14, num_samples=num_samples)
+    if state == "searching":
+        z.params = SamplingParams(max_tokens=8, beam_width=2)
+    engine.add(z)
+    engine.step()
+    if state == "following":
+        return "z2"
+    if state == "in_flight":
+        return "z"
+    for _ in range(0 if state == "chunking" else 2):
+        engine.step()
+    row = scheduler._row_of["z"]
+    if state == "chunking":
+        assert 0 < engine.slots.num_computed[row] < 40
+    if state == "searching":
+        assert len(scheduler._searches.rows_of(row)) == 2
+    if state == "forked":
+        assert "z1" in scheduler._row_of
+        return "z1"
+    if state == "swapped":
+        scheduler.preemption.preempt(row)
+        assert scheduler.residency.swap.all_left
+    return "z"
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("by", ["abort", "timeout"])
+def test_whoever_is_cancelled_frees_its_pages_within_two_steps(state: str, by: str) -> None:
+    engine = make(num_slots=2 if state == "waiting" else 4)
+    name = bring(engine, state)
+    scheduler = engine.scheduler
+    if state == "in_flight":
+        batch = scheduler.schedule(0.0)
+        scheduler.end(name, by)
+        scheduler.commit(batch, engine.runner.run(batch), 0.0)
+    elif by == "abort":
+        assert engine.abort(name) is not None
+    else:
+        everybody = [*scheduler.waiting.requests, *engine.slots.requests[engine.slots.busy]]
+        everybody += scheduler._followers.requests
+        request = next(each for each in everybody if each.id == name)
+        request.timeout_s = 0.0
+        scheduler._gate.watch(request)
+    for _ in range(2):
+        engine.step()
+    recount(scheduler)
+    assert name not in scheduler._row_of
+    assert scheduler.waiting.find(name) is None
+    left = {request.id for request in engine.slots.requests[engine.slots.busy]}
+    held = sum(len(engine.slots.pages(row)) for row in engine.slots.busy.tolist())
+    assert name not in left
+    assert scheduler.pool.num_held <= held
+    assert not scheduler.residency.swap.all_left
+    assert name not in run_out(engine)
+    assert scheduler.pool.num_held == 0

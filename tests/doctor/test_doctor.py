@@ -1,0 +1,315 @@
+"""Each fault of an Ascend environment is told by the check that is for it, and a sound one by none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doctor.facts import Chip, Facts, Node, _error_of, chips_of, gather, numbers
+from scripts.doctor import CHECKS, diagnose, in_json, in_words, main, name_of
+
+HOME = "/usr/local/Ascend/ascend-toolkit/latest"
+NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
+FIT = Facts(
+    system="Linux",
+    architecture="aarch64",
+    python=(3, 11),
+    glibc=(2, 35),
+    encoding="UTF-8",
+    year=2026,
+    in_container=True,
+    is_root=False,
+    groups=("users", "HwHiAiUser"),
+    max_open_files=65536,
+    shm_bytes=2**34,
+    environment={"ASCEND_TOOLKIT_HOME": HOME, "http_proxy": "http://p:1", "no_proxy": "localhost"},
+    driver_version="25.5.2",
+    has_npu_smi=True,
+    npu_smi_refusal=None,
+    npu_smi_error=None,
+    chips=(Chip("910B1", "OK", 3200, 65536), Chip("910B1", "OK", 60000, 65536)),
+    nodes=(Node("/dev/davinci0", "HwHiAiUser", True), Node("/dev/davinci1", "HwHiAiUser", True)),
+    absent_control_nodes=(),
+    cann_home=HOME,
+    cann_version="9.0.0",
+    has_kernels=True,
+    has_hccl=True,
+    nnal_home="/usr/local/Ascend/nnal",
+    packages={"torch": "2.9.0+cpu", "torch_npu": "2.9.0.post2", "numpy": "2.4"} | dict.fromkeys(NEEDS, "1"),
+    wheel_glibc=(2, 28),
+    num_devices=2,
+)  # fmt: skip
+SHUT = (Node("/dev/davinci0", "HwHiAiUser", False),)
+BUSY = (Chip("910B1", "OK", 60000, 65536),)
+HCCL = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
+ATB = "ImportError: libatb.so: cannot open shared object file: No such file or directory"
+TLS = "OSError: libgomp-d22c30c5.so.1: cannot allocate memory in static TLS block"
+GOMP = "ImportError: libgomp.so.1: cannot open shared object file: No such file or directory"
+SYMBOL = "ImportError: libtorch_npu.so: undefined symbol: aclrtGetSocName"
+
+
+def shell(**more: str) -> dict[str, Any]:
+    return {"environment": {**FIT.environment, **more}}
+
+
+def packages(**more: str) -> dict[str, Any]:
+    return {"packages": {**FIT.packages, **more}}
+
+
+def without(name: str) -> dict[str, Any]:
+    return {"packages": {key: value for key, value in FIT.packages.items() if key != name}}
+
+
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("no_linux", {"system": "Darwin"}, "device.kind: cpu"),
+    (
+        "no_driver",
+        {"driver_version": None, "nodes": (), "has_npu_smi": False, "chips": (), "in_container": False},
+        "install Ascend HDK",
+    ),
+    ("no_device_in_container", {"nodes": (), "chips": ()}, "--device /dev/davinci_manager"),
+    ("no_device", {"nodes": (), "chips": (), "in_container": False}, "install the driver again"),
+    ("no_control_node", {"absent_control_nodes": ("/dev/hisi_hdc",)}, "--device /dev/hisi_hdc"),
+    ("not_in_group", {"nodes": SHUT, "groups": ("users",)}, "usermod -aG HwHiAiUser"),
+    ("no_permission", {"nodes": SHUT}, "chmod 660 /dev/davinci0"),
+    ("no_permission", {"nodes": SHUT, "is_root": True, "groups": ("root",)}, "chmod 660"),
+    ("npu_smi_cannot_run", {"npu_smi_refusal": "Exec format error", "chips": ()}, "-v /usr/local/bin"),
+    ("npu_smi_fails", {"npu_smi_error": "dcmi module initialize failed. ret is -8005"}, "fuser -v"),
+    ("unhealthy", {"chips": (*FIT.chips, Chip("910B1", "Alarm", 1, 65536))}, "health -i 2"),
+    ("little_memory", {"chips": BUSY}, "lower cache.memory_fraction"),
+    ("old_driver_for_graphs", {"driver_version": "25.5.0"}, "25.5.1 or newer"),
+    ("python", {"python": (3, 13)}, "PYTHON=python3.11"),
+    ("python", {"python": (3, 9)}, "PYTHON=python3.11"),
+    ("old_glibc", {"glibc": (2, 17)}, "newer system"),
+    ("no_cann", {"cann_home": None, "cann_version": None, "environment": {}}, "install the CANN toolkit"),
+    ("not_sourced", {"environment": {}}, "source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
+    ("wrong_home", shell(ASCEND_HOME_PATH="/opt/gone"), "open a new shell"),
+    ("no_kernels", {"has_kernels": False}, "Ascend-cann-kernels"),
+    ("no_hccl", {"has_hccl": False}, "toolkit again"),
+    ("old_driver", {"driver_version": "24.1.0"}, "HDK 25.5 or newer"),
+    ("no_torch", without("torch"), "scripts/setup.sh"),
+    ("no_torch_npu", without("torch_npu"), "pip install torch-npu==2.9.0"),
+    ("versions_apart", packages(torch="2.8.0+cpu"), "pip install torch-npu==2.8.0"),
+    ("cann_apart", {"cann_version": "8.3.RC1"}, "install CANN 9.0"),
+    ("cann_apart", {"cann_version": "9.1.0"}, "install CANN 9.0"),
+    ("cann_apart", packages(torch="2.13.0", torch_npu="2.13.0"), "install CANN 9.1 or newer"),
+    ("cuda_torch", {"torch_cuda": "12.8"}, "torch==2.9.0+cpu"),
+    ("cann_packages", without("decorator"), "pip install decorator"),
+    ("static_tls", {"npu_error": TLS}, "LD_PRELOAD"),
+    ("static_tls", {"torch_error": TLS}, "LD_PRELOAD"),
+    (
+        "torch_fails",
+        shell(TORCH_DEVICE_BACKEND_AUTOLOAD="0") | {"torch_error": GOMP},
+        "pip install torch==2.9.0+cpu",
+    ),
+    ("autoload", {"torch_error": "RuntimeError: Failed to load the backend extension"}, "AUTOLOAD=0"),
+    ("no_atb", {"npu_error": ATB}, "source /usr/local/Ascend/nnal/atb/set_env.sh"),
+    ("no_library", {"npu_error": HCCL}, "set_env.sh"),
+    ("import_fails", {"npu_error": SYMBOL}, "table of versions"),
+    ("sees_none", {"num_devices": 0}, "unset ASCEND_RT_VISIBLE_DEVICES"),
+    ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="0,2"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
+    ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="npu:0"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
+    ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="1,0"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
+    (
+        "allocator",
+        shell(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64"),
+        "=expandable_segments:True",
+    ),
+    ("visible_devices", shell(ASCEND_RT_VISIBLE_DEVICES="²"), "export ASCEND_RT_VISIBLE_DEVICES=0"),
+    ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="²"), "HCCL_CONNECT_TIMEOUT=1200"),
+    ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="60"), "HCCL_CONNECT_TIMEOUT=1200"),
+    ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="20min"), "HCCL_CONNECT_TIMEOUT=1200"),
+    ("blocking", shell(ASCEND_LAUNCH_BLOCKING="1"), "unset"),
+    ("task_queue", shell(TASK_QUEUE_ENABLE="0"), "TASK_QUEUE_ENABLE=1"),
+    ("loud_log", shell(ASCEND_GLOBAL_LOG_LEVEL="1"), "ASCEND_GLOBAL_LOG_LEVEL=3"),
+    ("autoload_off", shell(TORCH_DEVICE_BACKEND_AUTOLOAD="0"), "unset TORCH_DEVICE_BACKEND_AUTOLOAD"),
+    ("little_shm", {"shm_bytes": 2**26}, "--shm-size"),
+    ("few_files", {"max_open_files": 1024}, "ulimit -n"),
+    ("locale", {"encoding": "ANSI_X3.4-1968"}, "C.UTF-8"),
+    ("proxy", shell(no_proxy="example.org"), "no_proxy=localhost"),
+    ("clock", {"year": 1970}, "timedatectl"),
+]  # fmt: skip
+
+
+def test_a_sound_environment_has_no_finding() -> None:
+    assert diagnose(FIT) == {}
+    plenty = shell(ASCEND_RT_VISIBLE_DEVICES="0,1", HCCL_CONNECT_TIMEOUT="1200", TASK_QUEUE_ENABLE="2")
+    assert diagnose(replace(FIT, **plenty)) == {}
+    newest = packages(torch="2.13.0", torch_npu="2.13.0")
+    for version in ("9.1.0", "9.2.0", None):
+        assert diagnose(replace(FIT, cann_version=version, **newest)) == {}
+
+
+def test_one_folder_by_several_names_is_one(tmp_path: Path) -> None:
+    (tmp_path / "8.5.0").mkdir()
+    (tmp_path / "latest").symlink_to("8.5.0")
+    home = f"{tmp_path}/latest"
+    for other in (f"{tmp_path}/8.5.0", f"{home}/", ""):
+        environment = {"ASCEND_TOOLKIT_HOME": home, "ASCEND_HOME_PATH": other}
+        assert diagnose(replace(FIT, cann_home=home, environment=environment)) == {}
+    environment = {"ASCEND_TOOLKIT_HOME": "", "ASCEND_HOME_PATH": ""}
+    assert set(diagnose(replace(FIT, environment=environment))) == {"not_sourced"}
+
+
+def test_a_device_that_is_hidden_is_not_asked_for() -> None:
+    sick = replace(FIT, chips=(Chip("910B1", "Warning", 3200, 65536), FIT.chips[0]))
+    closed = replace(FIT, nodes=(*SHUT, FIT.nodes[1]), groups=("users",))
+    for facts, name in ((sick, "unhealthy"), (closed, "not_in_group")):
+        assert diagnose(facts)[name].is_fatal
+        for hidden in ("1", " 1 "):
+            assert name not in diagnose(replace(facts, **shell(ASCEND_RT_VISIBLE_DEVICES=hidden)))
+        assert name in diagnose(replace(facts, **shell(ASCEND_RT_VISIBLE_DEVICES="npu:1")))
+    busy = replace(FIT, **shell(ASCEND_RT_VISIBLE_DEVICES="1"), chips=(FIT.chips[0], *BUSY))
+    assert set(diagnose(busy)) == {"little_memory"}
+
+
+@pytest.mark.parametrize(("name", "groups"), [("not_in_group", ("users",)), ("no_permission", FIT.groups)])
+def test_a_closed_device_that_is_not_the_first_is_advice(name: str, groups: tuple[str, ...]) -> None:
+    found = diagnose(replace(FIT, nodes=(FIT.nodes[0], *SHUT), groups=groups))
+    assert [(each, finding.is_fatal) for each, finding in found.items()] == [(name, False)]
+
+
+def test_a_broken_torch_is_told_without_torch_npu_too() -> None:
+    found = diagnose(replace(FIT, torch_error=GOMP, **without("torch_npu")))
+    assert set(found) == {"torch_fails", "no_torch_npu"}
+
+
+@pytest.mark.parametrize(("name", "changes", "mend"), CASES)
+def test_a_fault_is_told_by_its_check_alone(name: str, changes: dict[str, Any], mend: str) -> None:
+    found = diagnose(replace(FIT, **changes))
+    also = {"old_driver": {"old_driver_for_graphs"}, "torch_fails": {"autoload_off"}}
+    assert set(found) == {name} | also.get(name, set())
+    finding = found[name]
+    assert mend in finding.mend
+    for text in (finding.problem, finding.cause, finding.mend, finding.source):
+        assert text.strip() == text != ""
+        assert "\n" not in text
+
+
+def test_every_check_has_its_case() -> None:
+    assert {name_of(check) for check in CHECKS} == {name for name, *_ in CASES}
+    assert len(CHECKS) >= 20
+
+
+def test_what_keeps_all_from_running_comes_first() -> None:
+    facts = replace(FIT, shm_bytes=0, cann_version="8.3", max_open_files=3)
+    findings = diagnose(facts)
+    assert [finding.is_fatal for finding in findings.values()] == [True, False, False]
+    words = in_words(facts, findings)
+    assert "not fit: 1 problems; 2 pieces of advice" in words
+    assert words.index("PROBLEM") < words.index("advice ")
+
+
+PRINTED = {
+    "with one line a chip": """
+| npu-smi 25.2.0                   Version: 25.2.0                                               |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B4-1             | OK            | 91.3        33                0    / 0             |
+| 0                         | 0000:01:00.0  | 0           0    / 0          3197 / 65536         |
++===========================+===============+====================================================+
+| 1     910B4-1             | Alarm         | 91.3        33                0    / 0             |
+| 0                         | 0000:02:00.0  | 0           0    / 0          61197/ 65536         |
++===========================+===============+====================================================+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| 1       0                 | 4711          | python                   | 58000                   |
+""",
+    "with two chips a card": """
+| npu-smi 26.0.rc2                            Version: 26.0.rc2   |
+| NPU   Name                | Health        | Power(W)             Temp(C)           Hugepages-Usage(page)|
+| Chip  Phy-ID              | Bus-Id        | AICore(%)            Memory-Usage(MB)        HBM-Usage(MB)   |
++===========================+===============+=======================================================+
+| 0     Ascend910           | OK            | 162.6                34                      0    / 0   |
+| 0     0                   | 0000:9D:00.0  | 0                    0    / 0                3419 / 65536   |
++---------------------------------------------------------------------------------------------------+
+| 0     Ascend910           | OK            | -                    34                      0    / 0   |
+| 1     1                   | 0000:9F:00.0  | 0                    0    / 0                2874 / 65536   |
+| No running processes found in NPU 0   |
+""",
+}
+
+
+def test_npu_smi_is_read_as_it_prints() -> None:
+    single, double = PRINTED.values()
+    assert chips_of(single) == (Chip("910B4-1", "OK", 3197, 65536), Chip("910B4-1", "Alarm", 61197, 65536))
+    assert chips_of(double) == (Chip("Ascend910", "OK", 3419, 65536), Chip("Ascend910", "OK", 2874, 65536))
+    assert chips_of("dcmi module initialize failed. ret is -8005") == ()
+
+
+def test_versions_are_read_as_they_are_written() -> None:
+    assert [numbers(each) for each in ("8.3.RC1", "25.5.1", "V100R001", None, "")] == [
+        (8, 3),
+        (25, 5),
+        None,
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "refusal", "error"),
+    [
+        (b"\x7fELF of another machine", "Exec format error", None),
+        (b"#!/no/such/interpreter\n", "No such file or directory", None),
+        ("#!/bin/sh\necho 驱动未加载 >&2\nexit 1\n".encode("gbk"), None, "\ufffd"),
+        (b"#!/bin/sh\nexit 3\n", None, "ended by 3"),
+    ],
+)
+def test_an_npu_smi_that_does_not_work_is_told(
+    file: bytes, refusal: str | None, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "npu-smi").write_bytes(file)
+    (tmp_path / "npu-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("doctor.facts._error_of", lambda code: (None, "1"))
+    facts = gather()
+    assert facts.npu_smi_refusal == refusal
+    assert (facts.npu_smi_error is None) == (error is None)
+    assert (error or "") in (facts.npu_smi_error or "")
+    assert {"npu_smi_cannot_run", "npu_smi_fails"} & set(diagnose(facts))
+
+
+def test_what_a_library_says_in_another_encoding_is_told() -> None:
+    code = "import os, sys; os.write(2, b'RuntimeError: \\xc7\\xfd\\xb6\\xaf 507899'); sys.exit(1)"
+    assert "507899" in str(_error_of(code)[0])
+
+
+@pytest.fixture(scope="module")
+def here() -> Facts:
+    return gather()
+
+
+def test_this_machine_is_told_as_it_is(here: Facts) -> None:
+    devices = list(Path("/dev").glob("davinci[0-9]*"))
+    assert len(here.nodes) == len(devices)
+    assert here.python == sys.version_info[:2]
+    assert here.packages["torch"].startswith("2.")
+    assert here.torch_error is None
+    if not devices:
+        assert {"no_driver", "no_device", "no_device_in_container"} & set(diagnose(here))
+
+
+def test_a_report_says_nothing_of_the_rest_of_the_shell(here: Facts) -> None:
+    facts = replace(here, environment={"SECRET_TOKEN": "abc", "ASCEND_HOME_PATH": "/x", "HCCL_BUFFSIZE": "2"})
+    told = json.loads(json.dumps(in_json(facts, diagnose(facts))))
+    assert told["facts"]["environment"] == {"ASCEND_HOME_PATH": "/x", "HCCL_BUFFSIZE": "2"}
+    assert told["is_fit"] == (not any(each["is_fatal"] for each in told["findings"].values()))
+
+
+def test_the_command_ends_by_its_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scripts.doctor.gather", lambda: FIT)
+    assert main([]) == 0
+    assert "fit to compute on an NPU; 0 pieces of advice" in capsys.readouterr().out
+    monkeypatch.setattr("scripts.doctor.gather", lambda: replace(FIT, nodes=SHUT))
+    assert main(["--json"]) == 1
+    assert list(json.loads(capsys.readouterr().out)["findings"]) == ["no_permission"]

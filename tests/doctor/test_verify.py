@@ -1,0 +1,203 @@
+"""A report of a hardware day is whole whatever breaks, and says what did."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from devices.products import product
+from doctor.verify import tokens
+from recipes.build.machine import Npu
+from recipes.schema.recipe import ROOT
+from recipes.tiny.corpus import held_out_sums
+from scripts import verify
+from scripts.verify import Outcome, Part
+from serving.offline import Record
+from tests.devices import stand_in_alone
+from virtual_npu.verify import main as verify_operators
+
+ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0"]
+WELL = Part("tokens", "are they?", ("scripts.doctor", "--help"))
+BROKEN = Part("operators", "do they?", ("scripts.nothing",))
+UNFIT = Part("environment", "is it?", ("scripts.nothing",), counts=False)
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def report(parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict, list[str]]:
+    monkeypatch.setattr(verify, "parts", lambda *_, **__: parts)
+    status = verify.main([*ON_CPU, "--output", str(tmp_path)])
+    (packed,) = tmp_path.glob("verify-cpu-*.tar.gz")
+    with tarfile.open(packed) as file:
+        names = sorted(Path(each.name).name for each in file.getmembers() if each.isfile())
+        opened = file.extractfile(next(each for each in file.getmembers() if each.name.endswith(".json")))
+        assert opened is not None
+        return status, json.load(opened), names
+
+
+def test_what_breaks_is_told_and_the_rest_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, told, names = report([BROKEN, WELL], tmp_path, monkeypatch)
+    assert status == 1
+    assert names == ["report.json", "report.txt"]
+    assert [part["is_right"] for part in told["parts"]] == [False, True]
+    assert (told["is_right"], told["is_virtual"]) == (False, False)
+    assert told["machine"]["torch"]
+    printed = capsys.readouterr().out
+    assert "No module named scripts.nothing" in printed
+    assert "NOT RIGHT; the report to send back: " in printed
+
+
+def test_an_environment_that_does_not_count_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, told, _ = report([UNFIT, WELL], tmp_path, monkeypatch)
+    assert (status, told["is_right"]) == (0, True)
+    assert re.search(r"^environment +not fit ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_doctors_problems_and_the_wrong_operators_are_told() -> None:
+    findings = {"a": {"problem": "no CANN", "is_fatal": True}, "b": {"problem": "slow", "is_fatal": False}}
+    wrong = [{"operator": "npu_swiglu", "is_right": False}, {"operator": "npu_rms_norm", "is_right": True}]
+    outcomes = [
+        Outcome("environment", "?", 1, 0.1, True, {"findings": findings}, ""),
+        Outcome("operators", "?", 1, 0.1, True, wrong, ""),
+    ]
+    text = verify.in_words(outcomes, virtual=False)
+    assert "no CANN" in text
+    assert "npu_swiglu" in text
+    assert "slow" not in text
+    assert "npu_rms_norm" not in text
+
+
+@pytest.mark.parametrize("result", [{"tokens": 1}, [{"operator": "npu_swiglu", "is_right": True}], [], 3])
+def test_a_crash_after_a_result_is_told(result: object) -> None:
+    crashed = Outcome("benchmark", "?", -11, 0.1, True, result, "a\nb\nc\nSegmentation fault\n")
+    lines = [line.strip() for line in verify.in_words([crashed], virtual=False).splitlines()]
+    assert lines[1:] == ["it ended with status -11", "b", "c", "Segmentation fault"]
+
+
+def test_bytes_that_are_no_text_do_not_end_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told.py").write_text("import os, sys; os.write(2, b'\\xc7\\xfd 507899'); sys.exit(3)")
+    monkeypatch.setattr(verify, "ROOT", tmp_path)
+    outcome = verify.run(Part("tokens", "are they?", ("told",)))
+    assert outcome.status == 3
+    assert outcome.log.endswith(" 507899")
+
+
+def test_no_call_checks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="--calls is 0; it must be at least 1"):
+        verify.main([*ON_CPU, "--calls", "0", "--output", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        verify_operators(["--calls", "0"])
+    assert "--calls is 0; it must be at least 1" in capsys.readouterr().err
+
+
+def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
+    asked = ["recipes/tiny/npu.yaml", "device.virtual=true"]
+    whole = verify.parts(Path("/x"), asked, virtual=True, num_calls=7)
+    assert [part.name for part in whole] == ["environment", "operators", "tokens", "trace", "benchmark"]
+    assert [part.name for part in whole if not part.counts] == ["environment"]
+    assert "--virtual" in whole[1].command
+    assert all("device.virtual=true" in whole[index].command for index in (2, 4))
+    real = verify.parts(Path("/x"), asked[:1], virtual=False, num_calls=7)
+    assert all(part.counts and "--virtual" not in part.command for part in real)
+    assert verify.in_words([], virtual=True).startswith("VIRTUAL: ")
+    named = verify.parts(Path("/x"), asked, virtual=True, num_calls=7, product="310P")
+    assert named[1].command[-2:] == ("--product", "310P")
+
+
+def test_what_a_product_has_not_is_told_and_right() -> None:
+    left_out = [{"name": "float16", "is_right": True}, {"name": "W8A8", "left_out": "none", "is_right": True}]
+    outcomes = [
+        Outcome("operators", "?", 0, 0.1, True, [], ""),
+        Outcome("tokens", "?", 0, 0.1, True, left_out, ""),
+    ]
+    lines = [line.strip() for line in verify.in_words(outcomes, virtual=False).splitlines()]
+    assert lines[1] == "there is nothing of it on this product"
+    assert lines[3:] == ["without W8A8: none"]
+
+
+@pytest.mark.parametrize("name", ["310P", "910"])
+def test_a_product_without_int8_is_not_asked_for_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def answers(recipe: str, overrides: list[str]) -> dict[str, Record]:
+        asked.extend(overrides)
+        return records()
+
+    npu = object.__new__(Npu)
+    npu.product = product(name, "")
+    monkeypatch.setattr(tokens, "start", lambda device: npu)
+    monkeypatch.setattr(tokens, "answers", answers)
+    assert tokens.main(["recipes/tiny/npu.yaml", "model.dtype=float16"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told] == ["float16", "W8A8"]
+    assert told[1]["left_out"] == f"the {name} multiplies no int8 with a scale for each token"
+    assert asked.count("model.dtype=float16") == 2, "the device's and the CPU's"
+    assert "model.quantization=w8a8" not in asked
+
+
+def records(**changes: list[int]) -> dict[str, Record]:
+    """An answer of three tokens to each sum, but for the changes by its number."""
+    made = {}
+    for number, (a, b) in enumerate(held_out_sums(tokens.NUM_SUMS)):
+        ids = changes.get(f"at_{number}", [7, 8, 2])
+        logprobs = [{"token": each, "logprob": -0.1 * (index + 1)} for index, each in enumerate(ids)]
+        made[f"{a}+{b}="] = {"token_ids": ids, "text": str(a + b), "logprobs": logprobs}
+    return made
+
+
+def test_answers_are_compared_up_to_their_first_difference() -> None:
+    same = tokens.compare("x", records(), records())
+    assert (same.num_same, same.num_right, same.mean_apart, same.is_right) == (32, 32, 0, True)
+    one = tokens.compare("x", records(at_0=[7, 9, 2]), records())
+    assert (one.num_same, one.is_right) == (31, True)
+    many = tokens.compare("x", records(**{f"at_{number}": [9] for number in range(4)}), records())
+    assert (many.num_same, many.is_right) == (28, False)
+    shifted = records()
+    for record in shifted.values():
+        record["logprobs"] = [{**each, "logprob": each["logprob"] - 0.1} for each in record["logprobs"]]
+    assert not tokens.compare("x", shifted, records()).is_right
+
+
+def test_a_cpu_gives_what_a_cpu_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tokens.main(ON_CPU) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in told] == ["bfloat16", "W8A8"]
+    for each in told:
+        assert each["num_same"] == 32
+        assert each["num_right"] >= 30
+
+
+@pytest.mark.slow
+@pytest.mark.npu
+@stand_in_alone
+@pytest.mark.parametrize("overrides", [(), ("device.product=310P", "model.dtype=float16")])
+def test_the_stand_in_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "scripts/verify_npu.sh", "--virtual", *overrides, "--calls", "2", "--output", str(tmp_path)],
+        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("VIRTUAL: ")
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    told = json.loads((folder / "report.json").read_text())
+    assert [part["is_right"] for part in told["parts"] if part["counts"]] == [True] * 4
+    assert "VIRTUAL" in told["parts"][-1]["result"]["machine"]["device"]

@@ -1,0 +1,226 @@
+"""Evicted pages that rest in the host's pool are found, brought back, and go when they must."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kv_cache.page_history import PageEvent
+from kv_cache.pages import PagePool
+from kv_cache.prefix_cache import PrefixCache
+from tests.kv_cache.test_prefix_cache import SIZE, Owner
+
+NUM_HOST = 5  # pages of the host's pool but for its null page
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    return PagePool(12)
+
+
+@pytest.fixture
+def host() -> PagePool:
+    return PagePool(1 + NUM_HOST)
+
+
+@pytest.fixture
+def cache(pool: PagePool, host: PagePool) -> PrefixCache:
+    return PrefixCache(pool, SIZE, host)
+
+
+def left(pool: PagePool, cache: PrefixCache, first: int, num_pages: int) -> Owner:
+    """Somebody who published a chain of `num_pages`, and left."""
+    owner = Owner(pool, cache, range(first, first + SIZE * num_pages)).publish()
+    owner.leave()
+    return owner
+
+
+def found(cache: PrefixCache, owner: Owner) -> list[int]:
+    return cache.find(owner.keys, owner.tokens, owner.salt).tolist()
+
+
+def bring_back(pool: PagePool, cache: PrefixCache, names: list[int]) -> list[int]:
+    """The pages of a row that takes these resting pages."""
+    kept = np.array(names)
+    cache.keep(kept)
+    pages = pool.take(len(names))
+    copy = cache.bring_back(kept, pages)
+    assert (copy.way, copy.sources.tolist(), copy.targets.tolist()) == (
+        "from_host",
+        [-name for name in names],
+        pages.tolist(),
+    )
+    return pages.tolist()
+
+
+def test_evicted_pages_rest_and_are_found_after_those_on_the_device(
+    pool: PagePool, host: PagePool, cache: PrefixCache
+) -> None:
+    owner = left(pool, cache, 0, 3)
+    one, two, three = owner.pages.tolist()
+    copy = cache.evict(2)
+    assert copy is not None
+    assert copy.way == "to_host"
+    assert copy.sources.tolist() == [three, two]
+    assert pool.holders[[one, two, three]].tolist() == [1, 0, 0]
+    place_of = dict(zip(copy.sources.tolist(), copy.targets.tolist()))
+    assert found(cache, owner) == [one, -place_of[two], -place_of[three]]
+    assert (cache.num_idle, cache.num_resting, host.num_held) == (1, 2, 2)
+    assert cache.why_missed(owner.keys, owner.tokens, "", np.array(found(cache, owner))) is None
+
+
+def test_without_a_host_pool_nothing_rests(pool: PagePool) -> None:
+    cache = PrefixCache(pool, SIZE)
+    owner = left(pool, cache, 0, 3)
+    assert cache.evict(2) is None
+    assert found(cache, owner) == owner.pages[:1].tolist()
+
+
+def test_of_more_than_there_is_room_for_the_last_used_and_the_first_of_chains_rest(
+    pool: PagePool, cache: PrefixCache
+) -> None:
+    old, new = left(pool, cache, 0, 4), left(pool, cache, 100, 4)
+    copy = cache.evict(7)
+    assert copy is not None
+    assert copy.sources.tolist() == [*old.pages[1::-1], *new.pages[:0:-1]]
+    assert len(found(cache, old)) == 2
+    assert len(found(cache, new)) == 4
+    assert cache.why_missed(old.keys, old.tokens, "", np.array(found(cache, old))) == "evicted"
+
+
+def test_resting_pages_give_way_to_later_ones(pool: PagePool, cache: PrefixCache) -> None:
+    old = left(pool, cache, 0, 4)
+    cache.evict(4)
+    new = left(pool, cache, 100, 3)
+    cache.evict(3)
+    assert len(found(cache, old)) == 2, "leaves go first"
+    assert len(found(cache, new)) == 3
+
+
+def test_resting_pages_give_way_to_whoever_needs_the_host_or_all_stay(
+    pool: PagePool, host: PagePool, cache: PrefixCache
+) -> None:
+    owner = left(pool, cache, 0, 4)
+    cache.evict(4)
+    other = host.take(1)
+    assert cache.yield_host(0)
+    assert not cache.yield_host(5)
+    assert len(found(cache, owner)) == 4
+    assert cache.yield_host(3)
+    assert host.num_free == 3
+    assert len(found(cache, owner)) == 1
+    host.release(other)
+
+
+def test_pages_that_are_about_to_come_back_give_way_to_nobody(
+    pool: PagePool, host: PagePool, cache: PrefixCache
+) -> None:
+    owner = left(pool, cache, 0, NUM_HOST)
+    cache.evict(NUM_HOST)
+    names = np.array(found(cache, owner))
+    cache.keep(names)
+    left(pool, cache, 100, 2)
+    assert cache.evict(2) is None, "the host has no room but theirs"
+    assert found(cache, owner) == names.tolist()
+    copy = cache.bring_back(names, pool.take(NUM_HOST))
+    assert found(cache, owner) == copy.targets.tolist()
+    assert host.num_held == 0
+
+
+def test_a_page_that_came_back_is_shared_and_what_rests_after_it_still_found(
+    pool: PagePool, host: PagePool, cache: PrefixCache
+) -> None:
+    owner = left(pool, cache, 0, 3)
+    cache.evict(3)
+    one, two, three = found(cache, owner)
+    pages = bring_back(pool, cache, [one, two])
+    assert found(cache, owner) == [*pages, three]
+    assert pool.holders[pages].tolist() == [2, 2], "the row's and the cache's"
+    assert host.num_held == cache.num_resting == 1
+    cache.release(np.array(pages))
+    assert cache.idle_pages.tolist() == pages[::-1]
+    cache.evict(2)
+    assert len(found(cache, owner)) == 3
+    assert cache.resting_pages[0] == -three, "a leaf goes before the page it continues"
+
+
+def test_a_page_computed_again_takes_the_place_of_the_one_at_rest(
+    pool: PagePool, host: PagePool, cache: PrefixCache
+) -> None:
+    owner = left(pool, cache, 0, 3)
+    early = Owner(pool, cache, [])
+    early.tokens, early.keys, early.pages = owner.tokens, owner.keys[:2], pool.take(2)
+    cache.evict(3)
+    early.publish()
+    assert host.num_held == cache.num_resting == 1
+    assert found(cache, owner)[:2] == early.pages.tolist()
+    assert len(found(cache, owner)) == 3, "what continues it may stay"
+    assert pool.holders[early.pages].tolist() == [2, 2]
+
+
+def test_what_continues_a_forgotten_page_is_forgotten_at_rest_too(
+    pool: PagePool, host: PagePool, cache: PrefixCache
+) -> None:
+    owner, other = left(pool, cache, 0, 3), left(pool, cache, 100, 1)
+    again = Owner(pool, cache, range(SIZE))
+    cache.evict(cache.num_idle)
+    assert host.num_held == 3
+    cache.forget(again.pages)
+    assert found(cache, owner) == []
+    assert len(found(cache, other)) == 1
+    assert host.num_held == 1
+
+
+def test_resting_pages_keep_their_places_when_the_device_is_compacted_and_resized(
+    pool: PagePool, cache: PrefixCache
+) -> None:
+    filler = pool.take(3)
+    owner = left(pool, cache, 0, 3)
+    cache.evict(2)
+    names = found(cache, owner)[1:]
+    pool.release(filler)
+    sources, targets = pool.scattered(1)
+    pool.move(sources, targets)
+    cache.move(sources, targets)
+    for num_pages in (4, 30):
+        pool.resize(num_pages)
+        cache.resize(num_pages)
+        assert found(cache, owner) == [*targets.tolist(), *names]
+
+
+def test_a_lookup_misses_beside_resting_pages_as_beside_others(pool: PagePool, cache: PrefixCache) -> None:
+    left(pool, cache, 0, 2)
+    cache.evict(2)
+    for ids, salt, why in (
+        ([0, 1, 99, 99], "", "unaligned"),
+        ([0, 1, 2, 3], "b", "other_salt"),
+        ([9, 9, 9, 9], "", "unseen"),
+    ):
+        asking = Owner(pool, cache, ids, salt)
+        assert cache.why_missed(asking.keys, asking.tokens, salt, asking.pages[:0]) == why
+
+
+def test_events_tell_of_the_medium_and_ages_go_on_at_rest(pool: PagePool, cache: PrefixCache) -> None:
+    events, history = [], cache.history
+    history.events = events
+    owner = left(pool, cache, 0, 1)
+    (key,) = owner.keys
+    history.now_s = 2.0
+    cache.evict(1)
+    (name,) = found(cache, owner)
+    assert history.lifetime.counts.sum() == 0, "it can still be found"
+    history.now_s = 5.0
+    pages = bring_back(pool, cache, [name])
+    assert history.reuse_gap.sum_s == 5.0
+    cache.release(np.array(pages))
+    cache.evict(1)
+    history.now_s = 9.0
+    cache.yield_host(NUM_HOST)
+    assert (history.lifetime.sum_s, history.idle_before_eviction.sum_s) == (9.0, 4.0)
+    assert events == [
+        PageEvent("stored", key, owner.pages[0]),
+        PageEvent("moved", key, -name, "host"),
+        PageEvent("moved", key, pages[0]),
+        PageEvent("moved", key, -name, "host"),
+        PageEvent("removed", key, -name, "host"),
+    ]

@@ -1,0 +1,217 @@
+"""Is the log-probability of each prompt token what transformers finds, however the prompt was computed?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from continuous_batching.engine import Engine
+from continuous_batching.recording.format import Header, read_entries
+from continuous_batching.recording.replay import Replayed, replay
+from continuous_batching.request import Request, SamplingParams
+from models.sampling import prompt_logprobs
+from recipes.build.engine import build
+from recipes.build.scheduler import scheduler_from
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from serving.text.tokenizer import Text
+from tests.devices import Kind, Way, npu, on_each, settings
+
+WEIGHTS = ROOT / "recipes/tiny/weights"
+SETTINGS = {
+    "whole": [],
+    "chunks": ["scheduler.num_slots=6", "scheduler.max_batch_tokens=24"],
+    "ones": ["scheduler.num_slots=5", "scheduler.max_batch_tokens=5"],
+    "overlap": ["scheduler.num_slots=6", "scheduler.max_batch_tokens=24", "scheduler.overlap=true"],
+    "few pages": ["cache.num_pages=16", "cache.page_size=8", "scheduler.max_request_tokens=112"],
+    "swap": ["cache.num_pages=30", "cache.page_size=4", "scheduler.max_request_tokens=112"],
+    "prompts first": ["scheduler.policy=prefill_first", "scheduler.max_request_tokens=256"],
+    "nothing shared": [
+        "cache.prefix_sharing=false",
+        "scheduler.num_slots=4",
+        "scheduler.max_batch_tokens=50",
+    ],
+}
+SETTINGS["swap"] += ["cache.host_gib=0.01"]
+TEXT = Text.load(WEIGHTS)
+PROMPTS = [
+    "348+275=623. Ben has 506 books and gets 3 more. How many books does Ben have now? " * 2,
+    "348+275=623. Ben has 506 books. 狐狸是红色的，跑得很快。在两座山之间可以看到小河。 One day",
+    "狐狸",
+]
+ASKED = (None, 0, 1, 5, 20)
+
+
+@cache
+def expected(tokens: tuple[int, ...]) -> torch.Tensor:
+    """Log-probabilities [T, V] after each token."""
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def requests(seed: int = 0) -> list[Request]:
+    """The same few prompts again and again, so that their pages are cached, and some prompts of one token."""
+    assert TEXT is not None
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(15):
+        prompt = [7] if number % 7 == 6 else TEXT.encode(PROMPTS[number % 3])
+        params = SamplingParams(
+            max_tokens=int(random.integers(1, 12)),
+            temperature=0.0 if number % 2 else 0.8,
+            seed=number,
+            prompt_logprobs=ASKED[number % len(ASKED)],
+            logprobs=2 if number % 4 == 0 else None,
+        )
+        request = Request(str(number), np.array(prompt), params)
+        if number % 4 == 1:
+            request.followers = [Request(f"{number}#{n}", request.prompt, params) for n in range(2)]
+        made.append(request)
+    return made
+
+
+def engine_of(overrides: list[str]) -> Engine:
+    return build(load(ROOT / "recipes/tiny/cpu.yaml", overrides))
+
+
+def serve(engine: Engine, made: list[Request]) -> None:
+    for number, request in enumerate(made):
+        engine.add(request)
+        if number % 2:
+            engine.step()
+    while engine.has_work:
+        engine.step()
+
+
+def check(request: Request) -> None:
+    count, found = request.params.prompt_logprobs, request.prompt_logprobs
+    if count is None:
+        assert not found
+        return
+    tokens = request.prompt.tolist()
+    assert [each.token for each in found] == tokens[1:]
+    logprobs = expected(tuple(tokens))
+    for position, each in enumerate(found):
+        assert each.logprob == pytest.approx(float(logprobs[position, each.token]), abs=1e-4)
+        assert len(each.top) == count
+        best = logprobs[position].topk(max(1, count))
+        values = [value for _, value in each.top]
+        assert values == pytest.approx(best.values[:count].tolist(), abs=1e-4)
+        assert values == sorted(values, reverse=True)
+        if count:  # as lm-eval asks whether a continuation is the greedy one
+            margin = float(best.values[0] - logprobs[position, each.token])
+            assert margin < 1e-4 or each.logprob < values[0]
+            assert margin > 0 or each.logprob == values[0]
+            assert dict(each.top).get(each.token, each.logprob) == each.logprob
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_schedule_tells_what_transformers_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "chunks":
+        monkeypatch.setattr(prompt_logprobs, "_PIECE_BYTES", 4 * 1024 * 5)  # five positions
+    made, plain = requests(), requests()
+    engine = engine_of(SETTINGS[name])
+    serve(engine, made)
+    everyone = [each for request in made for each in (request, *request.followers)]
+    for request in everyone:
+        check(request)
+        assert request.finish_reason in ("stop", "length")
+    if name in ("few pages", "swap"):
+        assert engine.scheduler.counters.preemptions
+    for request in plain:
+        for each in (request, *request.followers):
+            each.params = replace(each.params, prompt_logprobs=None)
+    serve(engine_of(SETTINGS[name]), plain)
+    assert [each.answer.tolist() for each in made] == [each.answer.tolist() for each in plain]
+
+
+@pytest.mark.parametrize("overrides", [[], ["cache.host_gib=0.01"]])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_preempted_anywhere_nothing_is_told_twice_or_lost(overrides: list[str], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    engine = engine_of([*SETTINGS["chunks"], "cache.page_size=4", *overrides])
+    made, interrupted = requests(seed), 0
+    everyone = [each for request in made for each in (request, *request.followers)]
+    for request in made:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        busy = engine.slots.busy
+        if len(busy) and random.random() < 0.4:
+            request = engine.slots.requests[row := int(random.choice(busy))]
+            engine.scheduler.preemption.preempt(row)
+            interrupted += 0 < request.num_scored < request.num_prompt_tokens - 1
+    assert interrupted > 3
+    for request in everyone:
+        check(request)
+
+
+@pytest.mark.parametrize("device", on_each("fused"))
+def test_each_device_tells_what_transformers_finds(device: tuple[Kind, Way]) -> None:
+    if device[0] == "npu" and npu() == "real":
+        pytest.skip("it computes in bfloat16, which is no match for float32")
+    graphs = [] if device[0] == "cpu" else ["device.graphs=4"]
+    sizes = ["scheduler.num_slots=4", "scheduler.max_batch_tokens=23"]  # so that a chunk is of one token
+    engine = engine_of([*settings(device[0]), *sizes, *graphs])
+    made = requests()[1:5]
+    serve(engine, made)
+    for request in made:
+        check(request)
+
+
+def test_a_prompt_is_told_again_though_it_is_cached() -> None:
+    engine = engine_of(["cache.page_size=4"])
+    for count in (0, 3):
+        first, second = requests()[0], requests()[0]
+        first.params = second.params = replace(first.params, prompt_logprobs=count)
+        serve(engine, [first])
+        serve(engine, [second])
+        assert second.num_cached_tokens == 0
+        check(second)
+    plain = requests()[0]
+    serve(engine, [plain])
+    assert plain.num_cached_tokens > 40  # what was told of is there for others
+
+
+def test_who_leads_in_place_of_one_that_gave_up_tells_the_rest() -> None:
+    engine = engine_of(["scheduler.num_slots=6", "scheduler.max_batch_tokens=12"])
+    leader = requests()[1]
+    leader.params = replace(leader.params, prompt_logprobs=2)
+    followers = [Request(f"f{n}", leader.prompt, leader.params) for n in range(3)]
+    leader.followers = list(followers)
+    engine.add(leader)
+    engine.step()
+    engine.step()
+    engine.abort(leader.id)
+    while engine.has_work:
+        engine.step()
+    for each in followers:
+        check(each)
+    assert followers[0].prompt_logprobs is followers[2].prompt_logprobs
+    assert 0 < leader.num_scored < leader.num_prompt_tokens - 1
+
+
+def test_a_recording_is_decided_again_without_the_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    engine = engine_of([*SETTINGS["few pages"], f"scheduler.record={path}"])
+    serve(engine, requests())
+    assert engine.scheduler.counters.preemptions
+    with path.open("rb") as file:
+        header, *entries = read_entries(file)
+        assert isinstance(header, Header)
+        steps = [each for each in replay(entries, scheduler_from(header.facts)) if isinstance(each, Replayed)]
+    assert len(steps) == engine.scheduler.counters.steps
+
+
+def test_a_search_is_not_told_of_its_prompt() -> None:
+    with pytest.raises(ValueError, match=r"prompt_logprobs is 1; it must be left out beside beam_width"):
+        SamplingParams(beam_width=2, prompt_logprobs=1)
+    with pytest.raises(ValueError, match=r"prompt_logprobs is 21; it must be from 0 to 20"):
+        SamplingParams(prompt_logprobs=21)

@@ -1,0 +1,218 @@
+"""Would a test notice if this were wrong?
+
+Plants one fault after the other in a copy of the tree and runs the fast tests there, cheapest first, until
+one fails. Prints which test killed which fault; the status is 1 if a fault survives, or if its place in the
+code is no longer found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import verb
+from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
+from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
+from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
+from tests.mutation.fault import Fault
+from tests.mutation.host_tier_faults import RESTING_FAULTS
+from tests.mutation.in_flight_faults import FLIGHT_FAULTS
+from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
+from tests.mutation.prefix_faults import PREFIX_FAULTS
+from tests.mutation.prompt_logprob_faults import FOLLOWERS, PROMPT_FAULTS, PROMPTS, REQUEST
+from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
+from tests.mutation.residency_faults import RESIDENCY_FAULTS
+from tests.mutation.schedule_faults import SCHEDULE_FAULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = (
+    *CACHE_FAULTS,
+    *PREFIX_FAULTS,
+    *RESTING_FAULTS,
+    *RESIDENCY_FAULTS,
+    *SCHEDULE_FAULTS,
+    *SEARCH_FAULTS,
+    *FLIGHT_FAULTS,
+    *QUEUE_FAULTS,
+    *ANSWER_FAULTS,
+    *PROMPT_FAULTS,
+    *NPU_FAULTS,
+)
+ROOMS = (
+    "kv_cache",
+    "continuous_batching",
+    "attention",
+    "models",
+    "recipes",
+    "scripts",
+    "simulation",
+    "serving",
+    "virtual_npu",
+    "tests",
+)
+
+BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"
+HOST_TESTS = (
+    *(
+        CACHE + name
+        for name in ("test_pages.py", "test_prefix_cache.py", "test_page_history.py", "test_host_tier.py")
+    ),
+    *(
+        BATCHING + name
+        for name in ("test_scheduler.py", "test_residency.py", "test_in_flight.py", "test_overlap.py")
+    ),
+    *(
+        BATCHING + name
+        for name in ("test_host_tier.py", "test_host_tier_schedules.py", "test_small_pools.py")
+    ),
+    CACHE + "test_model.py",
+    BATCHING + "test_machine.py",
+    BATCHING + "test_weak_keys.py",
+    BATCHING + "test_beam_search.py",
+)
+QUEUE_TESTS = tuple(
+    BATCHING + name
+    for name in ("test_policies.py", "test_ordering.py", "test_limits.py", "test_adaptive_chunking.py")
+)
+PROMPT_TESTS = "tests/models/test_prompt_logprobs.py"
+DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py")
+TESTS_OF = {  # all others: HOST_TESTS
+    **dict.fromkeys(QUEUES, QUEUE_TESTS),
+    **dict.fromkeys((REQUEST, FOLLOWERS), (*HOST_TESTS, PROMPT_TESTS)),
+    PROMPTS: (PROMPT_TESTS,),
+    OUTRANK: (BATCHING + "test_ordering.py", *HOST_TESTS),
+    STORAGE: DEVICE_TESTS,
+    RUNNER: DEVICE_TESTS,
+    ATTENTION: ("tests/attention/test_attention.py", "tests/attention/test_cpu.py"),
+    SAMPLES: ("tests/serving/test_samples.py",),
+    BEAMS: (BATCHING + "test_beam_scoring.py", BATCHING + "test_beam_search.py"),
+    SEARCHES: (BATCHING + "test_beam_search.py",),
+    **NPU_TESTS_OF,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the tests said about one fault."""
+
+    fault: Fault | None  # None: the tree as it is, which has to pass
+    killer: str  # the test that failed; empty if none did
+    problem: str  # why there is no verdict, or empty
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether a fault was killed, or the sound tree passed."""
+        return not self.problem and bool(self.killer) == (self.fault is not None)
+
+
+def main(argv: list[str]) -> int:
+    arguments = parser().parse_args(argv)
+    chosen = [fault for fault in FAULTS if not arguments.only or fault.name in arguments.only]
+    unknown = set(arguments.only or ()) - {fault.name for fault in FAULTS}
+    if unknown:
+        raise ValueError(f"there is no fault called {', '.join(sorted(unknown))}; --list names them")
+    if arguments.list:
+        for fault in chosen:
+            print(f"{fault.name:36} {fault.file:36} {fault.why}")
+        return 0
+    bad = 0
+    for outcome in outcomes(chosen, arguments.jobs, arguments.timeout_s):
+        name = outcome.fault.name if outcome.fault else "(no fault)"
+        verdict = outcome.problem or (f"killed by {outcome.killer}" if outcome.killer else "survived")
+        mark = " " if outcome.is_good else "!"
+        print(f"{mark} {name:36} {outcome.seconds:6.1f} s  {verdict}", flush=True)
+        bad += not outcome.is_good
+    print(
+        f"{len(chosen)} faults; {bad} without a test that kills them"
+        if bad
+        else f"{len(chosen)} faults killed"
+    )
+    return 1 if bad else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = argparse.ArgumentParser(prog="python -m scripts.mutants", description=__doc__)
+    options.add_argument("--only", action="append", metavar="NAME", help="this fault; may be given again")
+    options.add_argument("--list", action="store_true", help="say what the faults are, and run nothing")
+    options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults at once (the cores)")
+    options.add_argument("--timeout-s", type=float, default=300.0, help="seconds for the tests of one fault")
+    return options
+
+
+def outcomes(faults: Sequence[Fault], jobs: int, timeout_s: float) -> Iterator[Outcome]:
+    """What becomes of each fault, in their order, the sound tree before them."""
+    with ThreadPoolExecutor(jobs) as workers:
+        sets = dict.fromkeys(tests_of(fault) for fault in faults)
+        every = tuple(dict.fromkeys(test for tests in sets for test in tests))
+        sound = workers.submit(judge, None, every, timeout_s * len(sets))  # it runs them all
+        found = workers.map(lambda fault: judge(fault, tests_of(fault), timeout_s), faults)
+        yield sound.result()
+        yield from found
+
+
+def tests_of(fault: Fault) -> tuple[str, ...]:
+    """The files of tests that are to kill it."""
+    return TESTS_OF.get(fault.file, HOST_TESTS)
+
+
+def judge(fault: Fault | None, tests: Sequence[str], timeout_s: float) -> Outcome:
+    """Run the tests in a copy of the tree that has this fault."""
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant") as folder:
+        copy_tree(Path(folder))
+        try:
+            if fault is not None:
+                fault.plant(Path(folder))
+            killer, problem = run_tests(Path(folder), tests, timeout_s)
+        except ValueError as error:
+            killer, problem = "", str(error)
+    return Outcome(fault, killer, problem, time.monotonic() - start_s)
+
+
+def copy_tree(folder: Path) -> None:
+    """Copy what the tests need."""
+    for room in ROOMS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / room, folder / room, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def run_tests(folder: Path, tests: Sequence[str], timeout_s: float) -> tuple[str, str]:
+    """The test that fails first, and what stood in the way of a verdict; empty for none."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
+    command += ["-m", "not slow", "--hypothesis-profile=no_shrink", "--tb=no", *tests]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"no verdict within {timeout_s:g} s"
+    failed = re.findall(r"^FAILED tests/(\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 0:
+        return "", ""
+    if done.returncode == 1 and failed:
+        return failed[0], ""
+    return "", f"the tests did not run: {(done.stdout + done.stderr).strip()[-300:]}"
+
+
+if __name__ == "__main__":
+    verb.run(main)

@@ -1,0 +1,221 @@
+"""Which faults are seeded in what calls Ascend's operators, and in the rules that they are called by?"""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+NPU, ATB, ASCEND = (
+    "attention/npu/fused_attention.py",
+    "attention/npu/atb_attention.py",
+    "attention/npu/ascend_attention.py",
+)
+PRODUCTS, FUSED = "devices/products.py", "models/ops/npu.py"
+RULES = "virtual_npu/operators/"
+LENGTHS, OPTIONS = RULES + "attention_lengths.py", RULES + "attention_options.py"
+SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULES + "spans.py"
+WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb_rules.py"
+RECORDER = "virtual_npu/recorder.py"
+
+CALLS = ("tests/models/test_npu.py", "tests/attention/test_attention.py")
+ATB_CALLS = ("tests/attention/test_products.py", "tests/attention/test_atb.py", "tests/models/test_310p.py")
+RULE_TESTS = tuple(
+    f"tests/virtual_npu/test_{name}.py" for name in ("wrong_calls", "attention", "right_calls")
+)
+NPU_TESTS_OF = {
+    **dict.fromkeys((NPU, ASCEND, FUSED), CALLS),
+    **dict.fromkeys((ATB, PRODUCTS), ATB_CALLS),
+    **dict.fromkeys((LENGTHS, OPTIONS, SHAPES, PAGING, SPANS, WRITES, ATB_RULES), RULE_TESTS),
+    RECORDER: ("tests/virtual_npu/test_graphs.py", "tests/models/test_npu.py"),
+}
+
+NPU_FAULTS = (
+    Fault(
+        "mask_shows_what_it_should_hide",
+        NPU,
+        "dtype=torch.int8).triu(1)",
+        "dtype=torch.int8).tril()",
+        "op-plugin's third example of sparse_mode 3 passes the mask so: queries see the future",
+    ),
+    Fault(
+        "mask_of_half_the_side",
+        ASCEND,
+        "MASK_SIDE = 2048",
+        "MASK_SIDE = 1024",
+        "the compressed modes read past its end",
+    ),
+    Fault(
+        "query_lengths_one_by_one",
+        NPU,
+        "np.cumsum(lens[spans]).tolist()",
+        "lens[spans].tolist()",
+        "TND wants them to add up: else error 561002",
+    ),
+    Fault(
+        "keys_without_the_token_itself",
+        NPU,
+        "batch.stops[spans].tolist()",
+        "(batch.stops[spans] - 1).tolist()",
+        "a decode does not see its own key",
+    ),
+    Fault(
+        "window_one_too_long",
+        NPU,
+        '"pre_tokens": window - 1',
+        '"pre_tokens": window',
+        "the query itself is one of the window",
+    ),
+    Fault(
+        "default_cache_mode",
+        NPU,
+        'cache_mode="Norm"',
+        'cache_mode="PA_NZ"',
+        "the operator's own default is another order of the cache",
+    ),
+    Fault(
+        "default_scale",
+        NPU,
+        '            "scale": self.shape.scale,\n',
+        "",
+        "the operator's own is 1.0",
+    ),
+    Fault(
+        "replay_of_old_lengths",
+        NPU,
+        'task.arguments | {"actual_seq_lengths_kv": kv_lens}',
+        "task.arguments",
+        "vllm-ascend #4649: a replay attends to what was there when it was captured",
+    ),
+    Fault(
+        "rows_of_the_next_call",
+        ASCEND,
+        "slice(ends[first], ends[last])",
+        "slice(ends[first], ends[last - 1])",
+        "a call is given fewer rows than its lengths say",
+    ),
+    Fault(
+        "columns_within_places",
+        ATB,
+        "(shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)",
+        "(shape.page_size, shape.num_kv_heads * shape.head_dim // COLUMN, COLUMN)",
+        "the cache lies as on a 910B, whose operators it is not read by",
+    ),
+    Fault(
+        "pages_in_rows",
+        ATB,
+        "acl_format=FRACTAL_NZ",
+        "acl_format=2",
+        "ATB takes the 310P's cache in its inner format alone",
+    ),
+    Fault(
+        "decodes_among_prompts",
+        ATB,
+        "if (lens[spans] > 1).any() else None",
+        "if (lens[spans] > 1).all() else None",
+        "a mixed batch goes to the operator for one query a sequence",
+    ),
+    Fault(
+        "lengths_of_queries_sent",
+        ATB,
+        "torch.from_numpy(lens[spans])",
+        "to_device(lens[spans], self.device)",
+        "ascend-transformer-boost reads them on the host: its hostData is null",
+    ),
+    Fault(
+        "mask_that_rewards",
+        ATB,
+        "HIDDEN = -10000.0",
+        "HIDDEN = 10000.0",
+        "what is hidden outweighs all else",
+    ),
+    Fault(
+        "swiglu_of_no_product",
+        PRODUCTS,
+        "        has_swiglu=False,\n",
+        "",
+        "npu_swiglu is not there on the 310P",
+    ),
+    Fault(
+        "rotary_mul_forgotten",
+        FUSED,
+        "if not (turned or self.product.is_fused):",
+        "if not turned:",
+        "heads beyond the buffer are turned in plain torch on every product",
+    ),
+    Fault(
+        "sum_of_queries_unasked",
+        LENGTHS,
+        'call["actual_seq_qlen"][-1] != tokens',
+        'call["actual_seq_qlen"][-1] > tokens',
+        "padding rows without a sequence of their own pass: error 561002 on the device",
+    ),
+    Fault(
+        "falling_lengths_pass",
+        LENGTHS,
+        "elif lens[0] < 0 or any(after < before for before, after in pairwise(lens)):",
+        "elif lens[0] < 0:",
+        "lengths one by one pass where their sum happens to fit",
+    ),
+    Fault(
+        "pages_of_any_size",
+        OPTIONS,
+        "elif size % step or not least <= size <= most:",
+        "elif not least <= size <= most:",
+        "pages that are no multiple of 16 pass",
+    ),
+    Fault(
+        "wrong_type_passes",
+        SHAPES,
+        "call.conditions) or tensor.dtype != query:",
+        "call.conditions):",
+        "float16 queries over a bfloat16 cache pass",
+    ),
+    Fault(
+        "page_beyond_the_last",
+        PAGING,
+        "(ids >= num_pages)",
+        "(ids > num_pages)",
+        "the first page that is none passes",
+    ),
+    Fault(
+        "held_by_nobody",
+        PAGING,
+        "wrong = ids[~torch.isin(ids, held)]",
+        "wrong = ids[ids < 0]",
+        "a page that was released is read and no one says so",
+    ),
+    Fault(
+        "causal_but_for_oneself",
+        SPANS,
+        "seen = places <= at + after",
+        "seen = places < at + after",
+        "the reference hides each query's own key",
+    ),
+    Fault(
+        "written_twice",
+        WRITES,
+        "places, counts = torch.unique(slots, return_counts=True)\n    if len(places) != len(slots):",
+        "places, counts = torch.unique(slots, return_counts=True)\n    if len(places) > len(slots):",
+        "two tokens in one place pass, of which the device keeps either",
+    ),
+    Fault(
+        "lengths_lie_anywhere",
+        ATB_RULES,
+        "on_device(call[name]) != wanted",
+        "on_device(call[name]) is None",
+        "lengths that the device cannot find pass",
+    ),
+    Fault(
+        "update_that_writes_elsewhere",
+        RECORDER,
+        "if old.writes != recorded.writes:",
+        "if not recorded.writes:",
+        "what follows in the graph reads the old place",
+    ),
+    Fault(
+        "what_is_captured_is_there",
+        RECORDER,
+        "        for each in places:\n            poison(each)\n",
+        "",
+        "a value read while a graph is captured looks like a result",
+    ),
+)

@@ -1,0 +1,143 @@
+"""Which faults are seeded where it is decided who runs when?"""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+ROOM = "continuous_batching/"
+ADMISSION, DOOR, QUEUE = (
+    ROOM + "scheduling/admission.py",
+    ROOM + "scheduling/validation.py",
+    ROOM + "queueing/waiting_queue.py",
+)
+ENDINGS, PREEMPTION = ROOM + "sampling/stopping.py", ROOM + "scheduling/preemption.py"
+SCHEDULER, SLOTS = ROOM + "scheduling/scheduler.py", ROOM + "slots.py"
+
+SCHEDULE_FAULTS = (
+    Fault(
+        "resumed_at_its_prompt",
+        SLOTS,
+        "        self.num_tokens[row] = count\n",
+        "        self.num_tokens[row] = request.num_prompt_tokens\n",
+        "a preempted request forgets what it has answered",
+    ),
+    Fault(
+        "published_count_stays",
+        SLOTS,
+        "for column in (self.num_computed, self.num_pages, self.num_published):",
+        "for column in (self.num_computed, self.num_pages):",
+        "a row's next request publishes nothing",
+    ),
+    Fault(
+        "newcomers_at_the_end",
+        SLOTS,
+        "at = int(np.searchsorted(self.number[self.busy], request.number))",
+        "at = len(self.busy)",
+        "a resumed request loses its place and is preempted first again",
+    ),
+    Fault(
+        "aborted_while_swapped",
+        SCHEDULER,
+        "            self.residency.swap.forget(request)\n",
+        "",
+        "an abort during a swap leaks host pages",
+    ),
+    Fault(
+        "abort_of_the_unknown",
+        SCHEDULER,
+        "row = self._row_of.get(request_id)",
+        "row = self._row_of[request_id]",
+        "an abort that comes after the end stops the engine",
+    ),
+    Fault(
+        "victim_stays_in_the_batch",
+        PREEMPTION,
+        "kept = ~np.isin(rows, self._searches.rows_of(victim))",
+        "kept = rows >= 0",
+        "a request is computed in the row that it was just thrown out of",
+    ),
+    Fault(
+        "victim_not_requeued",
+        PREEMPTION,
+        "        request.num_preemptions += 1\n        self._waiting.push(request)\n",
+        "        request.num_preemptions += 1\n",
+        "a preempted request is never heard of again",
+    ),
+    Fault(
+        "oldest_preempted",
+        PREEMPTION,
+        "victim = self.victim(slots, others)",
+        "victim = self.victim(slots, slots.busy)",
+        "two requests that do not fit together take turns for ever",
+    ),
+    Fault(
+        "resize_evicts_nothing",
+        SCHEDULER,
+        "        tables.evict(max(0, pool.num_held - (num_pages - 1)))\n",
+        "",
+        "held pages are cut off with the pool",
+    ),
+    Fault(
+        "resize_without_compaction",
+        SCHEDULER,
+        "        tables.compact(pool.num_pages)\n",
+        "",
+        "held pages at the high end are cut off",
+    ),
+    Fault(
+        "resize_forgets_followers",
+        SCHEDULER,
+        ", *self._followers.requests]",
+        "]",
+        "the pool shrinks below what a sample will need",
+    ),
+    Fault(
+        "followers_orphaned",
+        SCHEDULER,
+        "        del self._row_of[request.id]\n        self._followers.part(request)\n",
+        "        del self._row_of[request.id]\n",
+        "when the first sample is aborted the others never answer",
+    ),
+    Fault(
+        "nan_becomes_a_token",
+        ENDINGS,
+        "failed = tokens < 0",
+        "failed = tokens < -1",
+        "logits that are not finite go on as an answer",
+    ),
+    Fault(
+        "idle_pages_counted_twice",
+        ADMISSION,
+        " - len(shared) + idle\n",
+        " - len(shared)\n",
+        "a newcomer is let in on pages that are its own prefix, and thrown out again",
+    ),
+    Fault(
+        "stale_lookup",
+        ADMISSION,
+        "if number != request.number or version != self._residency.prefix.version:",
+        "if number != request.number:",
+        "a newcomer shares pages that were evicted since it was refused",
+    ),
+    Fault(
+        "last_token_needs_a_page",
+        ADMISSION,
+        "longest_tokens(request) - 1)",
+        "longest_tokens(request) + 1)",
+        "a request that just fits is never admitted",
+    ),
+    Fault(
+        "door_counts_the_null_page",
+        DOOR,
+        "return (pool.num_pages - 1) * slots.page_size + 1",
+        "return pool.num_pages * slots.page_size + 1",
+        "a request is taken that can never fit, and blocks all",
+    ),
+    Fault(
+        "queue_keeps_the_dead",
+        QUEUE,
+        "while heap and self._waiting.get(heap[0][2].id) is not heap[0][2]:",
+        "while False:",
+        "an aborted request is admitted",
+    ),
+)

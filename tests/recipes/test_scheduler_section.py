@@ -1,0 +1,145 @@
+"""What a recipe may ask of the scheduler, and that it gets it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from continuous_batching.policies.adaptive_chunking import AdaptiveChunks
+from continuous_batching.policies.chunking import StagedChunks
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.split import Split
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.queueing.ordering import Aged, EarliestDeadline, fcfs, shortest_first
+from continuous_batching.request import Request
+from recipes.build.scheduler import Limits, chunks, order, policy, scheduler_of
+from recipes.schema.keys import RecipeError
+from recipes.schema.recipe import CacheSection
+from recipes.schema.scheduler_section import SchedulerSection, contradictions
+
+DYNAMIC = {
+    "chunk": "dynamic",
+    "min_chunk_tokens": 64,
+    "max_chunk_tokens": 256,
+    "chunk_stages": 5,
+    "staged_tokens": 500,
+}
+ADAPTIVE = {"chunk": "adaptive", "min_chunk_tokens": 32, "max_chunk_tokens": 256, "target_itl_ms": 50.0}
+STATIC = {"policy": "static", "batch_size": 4, "max_wait_ms": 1.0}
+
+
+def section(**values: Any) -> SchedulerSection:
+    return SchedulerSection(**{"num_slots": 8, "max_batch_tokens": 512, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"num_slots": 600},
+            "num_slots: 600 is more than scheduler.max_batch_tokens (512), so that not every slot",
+        ),
+        ({"chunk_tokens": 513}, "chunk_tokens: 513 is more than scheduler.max_batch_tokens (512)"),
+        (
+            {**DYNAMIC, "max_chunk_tokens": 1024},
+            "max_chunk_tokens: 1024 is more than scheduler.max_batch_tokens",
+        ),
+        (
+            {**ADAPTIVE, "min_chunk_tokens": 288},
+            "min_chunk_tokens: 288 is more than scheduler.max_chunk_tokens (256)",
+        ),
+        ({**ADAPTIVE, "target_itl_ms": None}, "target_itl_ms: required where scheduler.chunk is adaptive"),
+        (
+            {"target_itl_ms": 50.0},
+            "target_itl_ms: read only where scheduler.chunk is adaptive, and it is fixed",
+        ),
+        ({"tile_tokens": 64}, "tile_tokens: read only where scheduler.chunk is dynamic or adaptive"),
+        (
+            {**DYNAMIC, "chunk_tokens": 64},
+            "chunk_tokens: read only where scheduler.chunk is fixed, and it is dynamic",
+        ),
+        ({"policy": "split"}, "prompt_share: required where scheduler.policy is split"),
+        ({"prompt_share": 0.5}, "prompt_share: read only where scheduler.policy is split"),
+        ({"policy": "split", "prompt_share": 0.99}, "prompt_share: 0.99 of 512 tokens leaves 6 for decodes"),
+        (
+            {"policy": "split", "prompt_share": 0.001},
+            "prompt_share: 0.001 of 512 tokens leaves 512 for decodes",
+        ),
+        ({**STATIC, **ADAPTIVE}, "chunk: scheduler.policy is static, which takes no length of chunks"),
+        (
+            {"policy": "orca", "chunk_tokens": 64},
+            "chunk_tokens: scheduler.policy is orca, which takes no length",
+        ),
+        ({"policy": "prefill_first", "max_request_tokens": 513}, "max_request_tokens: 513 is more than"),
+        (
+            {**STATIC, "max_long_prefills": 2},
+            "max_long_prefills: read only where scheduler.policy is stall_free or",
+        ),
+        ({"max_long_prefills": 2}, "max_long_prefills: and scheduler.long_prompt_tokens need each other"),
+        ({"deadline_s": 1.0}, "deadline_s: read only where scheduler.queue is deadline, and it is fcfs"),
+        ({"queue": "deadline"}, "deadline_s: required where scheduler.queue is deadline"),
+        (
+            {"queue": "sjf", "length_s": 1.0},
+            "length_s: read only where scheduler.queue is priority, and it is sjf",
+        ),
+        (
+            {"outrank": True},
+            "outrank: read only where scheduler.queue is priority, and it is fcfs; leave it out",
+        ),
+        ({"tenant_weights": {"a": 2}}, "tenant_weights: read only where scheduler.fair_tenants is true"),
+        ({"fair_tenants": True, "tenant_weights": {"a": 0}}, "tenant_weights: 'a': 0 is no weight"),
+        ({"fair_tenants": True, "tenant_weights": {"a": "much"}}, "tenant_weights: 'a': 'much' is no weight"),
+    ],
+)
+def test_what_cannot_stand_together_is_refused(values: dict[str, Any], message: str) -> None:
+    problem = next(contradictions(section(**values)), None)
+    assert isinstance(problem, RecipeError)
+    assert str(problem).startswith(f"scheduler.{message}")
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({}, StallFree),
+        ({"policy": "split", "prompt_share": 0.5}, Split),
+        ({"policy": "orca", "max_request_tokens": 512}, Orca),
+        ({"policy": "prefill_first"}, PrefillFirst),
+        (STATIC, Static),
+    ],
+)
+def test_a_policy_is_what_was_asked_for(values: dict[str, Any], kind: type) -> None:
+    asked = section(**values)
+    assert not list(contradictions(asked))
+    assert type(policy(asked)) is kind
+
+
+def test_chunks_are_what_was_asked_for() -> None:
+    assert not list(contradictions(section(**DYNAMIC)))
+    staged = chunks(section(**DYNAMIC))
+    assert isinstance(staged, StagedChunks)
+    assert staged.sizes.tolist() == [256, 192, 160, 128, 64]
+    assert not list(contradictions(section(**ADAPTIVE)))
+    assert isinstance(chunks(section(**ADAPTIVE)), AdaptiveChunks)
+
+
+def test_an_order_is_what_was_asked_for() -> None:
+    assert order(section()) is fcfs
+    assert order(section(queue="sjf")) is shortest_first
+    assert order(section(queue="priority")) == Aged(10.0, 1.0)
+    assert order(section(queue="priority", priority_s=0.0, length_s=3.0)) == Aged(0.0, 3.0)
+    assert order(section(queue="deadline", deadline_s=9.0)) == EarliestDeadline(9.0)
+
+
+def test_the_scheduler_of_a_recipe_keeps_its_bounds() -> None:
+    asked = section(fair_tenants=True, tenant_weights={"a": 2.0}, max_waiting_requests=1)
+    limits = Limits(64, 0, 100, 10, (), None)
+    scheduler = scheduler_of(asked, CacheSection(num_pages=64), limits)
+    assert scheduler.waiting.shares is not None
+    scheduler.add(Request("a", [1]))
+    with pytest.raises(
+        ValueError, match=r"a queue of 2 requests; it may hold 1 \(scheduler.max_waiting_requests\)"
+    ):
+        scheduler.add(Request("b", [1]))
