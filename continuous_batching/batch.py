@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.request import TokenLogprobs
+from continuous_batching.request import Request, TokenLogprobs
 from kv_cache.pages import Index, PageCopy
-
-NewPages = tuple[Index, Index, Index]  # page-table entries: row, index, page
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +17,21 @@ class Batch:
 
     A span is never empty, and a row has at most one. A decode is a span of one token, a prompt's
     chunk a longer one; nothing below the scheduler asks which it is.
+
+    A span may yield tokens at several of its last positions: then its last tokens are drafts, and what the
+    model chooses at each of these places says whether the draft that follows is what it would have said.
     """
 
     slots: Index  # [S] rows of the slot table
     starts: Index  # [S] first position to compute; all before it are in the cache
     stops: Index  # [S] one past the last
-    sampled: Index  # [R] spans (indices into the above) whose last position yields a token
+    sampled: Index  # [R] spans (indices into the above) that yield tokens, one entry for each token
     owners: Index  # [R] the row that each token is for: its span's own, or one that forks from it
-    new_pages: NewPages  # set since the last batch
+    targets: Index  # [R] the position that each token is for: one past the position that yields it
     copies: tuple[PageCopy, ...] = ()  # to be made before the forward pass, one after the other
     # [U] spans whose last token is the one that the device chose last for this row: the host does not know it
     unknown: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    num_drafts: int = 0  # tokens at the ends of spans that are guesses
     num_tokens: int = field(init=False)  # of all spans; asked for often, so summed once
 
     def __post_init__(self) -> None:
@@ -38,6 +40,13 @@ class Batch:
     @property
     def num_spans(self) -> int:
         return len(self.slots)
+
+    @property
+    def yielding(self) -> Index:
+        """Where the positions that yield tokens stand among all tokens of the batch, span after span. [R]"""
+        ends = np.cumsum(self.stops - self.starts)
+        rows: Index = ends[self.sampled] - 1 + self.targets - self.stops[self.sampled]
+        return rows
 
     @property
     def is_decode(self) -> bool:
@@ -50,7 +59,7 @@ class Batch:
 
 
 _NONE: Index = np.empty(0, dtype=np.int64)
-NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, (_NONE, _NONE, _NONE))
+NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,15 @@ class Sampled:
             {index_of[old]: each for old, each in self.candidates.items() if old in index_of},
             self.prompt_logprobs,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """What a committed batch brought; `sampled` is aligned with `owners`."""
+
+    owners: Index  # [A] rows, each as often as it got tokens
+    sampled: Sampled  # without the tokens that follow wrong drafts
+    finished: list[Request]  # requests that ended with it
 
 
 @dataclass(frozen=True, slots=True)

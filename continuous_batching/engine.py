@@ -10,21 +10,22 @@ from typing import Protocol
 import numpy as np
 
 from continuous_batching.batch import NO_BATCH, Batch, Sampled
-from continuous_batching.recording.recorder import Recorder
 from continuous_batching.request import Request
+from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PageCopy
+from kv_cache.pages import Index, PageCopy
 
-NO_TOKENS = Sampled(np.empty(0, dtype=np.int64))
+_NONE = np.empty(0, dtype=np.int64)
+NO_TOKENS = Sampled(_NONE)
 
 
 class Runner(Protocol):
     """Computes a batch on a device."""
 
     def run(self, batch: Batch) -> Sampled:
-        """One forward pass; one token for each of `batch.owners`."""
+        """One forward pass; one token for each of `batch.owners`, at its position `batch.targets`."""
         ...
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
@@ -36,15 +37,38 @@ class Runner(Protocol):
         ...
 
 
+class Observer:
+    """Is shown what an engine is told and what it decides; this one looks away. A recorder is another."""
+
+    def added(self, request: Request) -> None:
+        """A request was accepted."""
+
+    def ended(self, request_id: str, reason: str, now_s: float) -> None:
+        """A request was ended from outside, or by the clock."""
+
+    def resized(self, num_pages: int, give_up: GiveUp) -> None:
+        """The pool got another number of pages."""
+
+    def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
+        """A batch with at least one span was made from the slot table; `held_back` as in `Scheduler`."""
+
+    def looked_ahead(self, now_s: float) -> None:
+        """With a batch in flight, no other was made; a request may have got its row all the same."""
+
+    def committed(self, sampled: Sampled, now_s: float) -> None:
+        """The device answered, and what it answered was booked."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What one step did. Its batch is empty where requests ended by the clock and nothing was computed.
 
-    Until the next step, `engine.slots.requests[step.batch.slots[i]]` is the request of span i, also
-    when it ended.
+    `sampled` holds the tokens that were booked, for the rows `owners` [A]. Until the next step,
+    `engine.slots.requests[step.owners[i]]` is the request of token i, also when it ended.
     """
 
     batch: Batch
+    owners: Index
     sampled: Sampled
     finished: list[Request]
     start_s: float
@@ -66,7 +90,7 @@ class Engine:
     With `overlap`, the next step is scheduled while the device runs this one, wherever it does not depend on
     it; a token that a request turns out not to need is then dropped. Answers are the same.
 
-    A `recorder`, which must be there before the first request, writes down what it is told and decides.
+    An `observer` must be there before the first request.
     """
 
     def __init__(
@@ -81,7 +105,7 @@ class Engine:
         self.runner = runner
         self.clock = clock
         self.overlap = overlap
-        self.recorder: Recorder | None = None
+        self.observer = Observer()
         self._started: Started | None = None
         self._landed: list[Step] = []  # done, and not yet given out
 
@@ -97,16 +121,14 @@ class Engine:
     def add(self, request: Request) -> None:
         """Take a request; raises ValueError if it could never be served, QueueFull if too much waits."""
         self.scheduler.add(request)
-        if self.recorder is not None:
-            self.recorder.added(request)
+        self.observer.added(request)
 
     def finish(self, request_id: str, reason: str = "stop") -> Request | None:
         """End a request whose text is complete; None if it has ended already."""
         request = self.scheduler.end(request_id, reason)
         if request is not None:
             request.finish_s = self.clock()
-            if self.recorder is not None:
-                self.recorder.ended(request_id, reason, request.finish_s)
+            self.observer.ended(request_id, reason, request.finish_s)
         return request
 
     def abort(self, request_id: str) -> Request | None:
@@ -117,9 +139,8 @@ class Engine:
         """Change the size of the cache while serving (see `Scheduler.resize`), when the device is done."""
         self.drain()
         self.scheduler.resize(num_pages, give_up)
-        self.runner.resize(num_pages, self.scheduler.residency.tables.take_copies())
-        if self.recorder is not None:
-            self.recorder.resized(num_pages, give_up)
+        self.runner.resize(num_pages, self.scheduler.tables.take_copies())
+        self.observer.resized(num_pages, give_up)
 
     def drain(self) -> None:
         """Wait until the device is idle; what it was at is given out by the next `step`."""
@@ -133,12 +154,11 @@ class Engine:
             return self._landed.pop(0)
         now_s = self.clock()
         expired = self.scheduler.expire(now_s)
-        if self.recorder is not None:
-            for request in expired:
-                self.recorder.ended(request.id, "timeout", now_s)
+        for request in expired:
+            self.observer.ended(request.id, "timeout", now_s)
         started = self._started or self._start(now_s)
         if started is None:
-            return Step(NO_BATCH, NO_TOKENS, expired, now_s, now_s) if expired else None
+            return Step(NO_BATCH, _NONE, NO_TOKENS, expired, now_s, now_s) if expired else None
         ahead = self.overlap and self.scheduler.can_look_ahead
         self._started = self._start(self.clock()) if ahead else None
         step = self._land(started)
@@ -147,11 +167,10 @@ class Engine:
     def _start(self, now_s: float) -> Started | None:
         batch = self.scheduler.schedule(now_s)
         if not batch.num_spans:
-            if self.recorder is not None and len(self.scheduler.flight):
-                self.recorder.looked(now_s)
+            if len(self.scheduler.in_flight):
+                self.observer.looked_ahead(now_s)
             return None
-        if self.recorder is not None:
-            self.recorder.scheduled(batch, now_s, self.scheduler.held_back)
+        self.observer.scheduled(batch, self.slots, now_s, self.scheduler.held_back)
         if self.overlap:
             return Started(batch, self.runner.start(batch), now_s)
         sampled = self.runner.run(batch)
@@ -160,7 +179,6 @@ class Engine:
     def _land(self, started: Started) -> Step:
         batch, sampled = started.batch, started.wait()
         end_s = self.clock()
-        finished = self.scheduler.commit(batch, sampled, end_s)
-        if self.recorder is not None:
-            self.recorder.committed(sampled, end_s)
-        return Step(batch, sampled, finished, started.start_s, end_s)
+        booked = self.scheduler.commit(batch, sampled, end_s)
+        self.observer.committed(sampled, end_s)
+        return Step(batch, booked.owners, booked.sampled, booked.finished, started.start_s, end_s)

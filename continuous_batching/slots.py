@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import KeysView
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +38,7 @@ class SlotPool:
         self.num_prompt = self._integers()
         self.num_tokens = self._integers()  # known: prompt and answer so far
         self.num_computed = self._integers()  # of these, how many are in the cache
+        self.num_drafts = self._integers()  # guesses that follow the known tokens in token_ids
         self.num_pages = self._integers()  # entries of page_table in use
         self.num_published = self._integers()  # of these, known to the prefix cache
         self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
@@ -62,6 +65,7 @@ class SlotPool:
         self.requests: NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         self.busy: Index = np.empty(0, dtype=np.int64)
         self._free = list(range(num_slots - 1, -1, -1))
+        self._row_of: dict[str, int] = {}
 
     def _integers(self) -> Index:
         return np.zeros(self.num_slots, dtype=np.int64)
@@ -70,18 +74,39 @@ class SlotPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request: Request) -> int:
-        """Put a request with all its known tokens into a free row."""
+    @property
+    def running_ids(self) -> KeysView[str]:
+        """The requests that are found in rows."""
+        return self._row_of.keys()
+
+    def find(self, request_id: str) -> int | None:
+        """The row of a request, from the time it takes one until its tokens are handed back."""
+        return self._row_of.get(request_id)
+
+    def decoding(self, rows: Index, computed: Index) -> NDArray[np.bool_]:
+        """Which of these rows, with `computed` tokens each in the cache, lack nothing but their last token.
+
+        The prompt of such a row is computed, so that each step gives it a token.
+        """
+        is_decoding: NDArray[np.bool_] = (computed >= self.num_prompt[rows]) & (
+            computed + 1 == self.num_tokens[rows]
+        )
+        return is_decoding
+
+    def take(self, request: Request, *, is_beam: bool = False) -> int:
+        """Put a request with all its known tokens into a free row; a beam is found by its leader's alone."""
         row = self._free.pop()
         params, count = request.params, len(request.tokens)
         self.requests[row] = request
+        if not is_beam:
+            self._row_of[request.id] = row
         self.number[row] = request.number
         self.priority[row] = request.priority
         self.token_ids[row, :count] = request.tokens
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_tokens[row] = count
         self.limit[row] = request.num_prompt_tokens + params.max_tokens
-        for column in (self.num_computed, self.num_pages, self.num_published):
+        for column in (self.num_computed, self.num_drafts, self.num_pages, self.num_published):
             column[row] = 0
         self.num_shareable[row] = min(len(request.page_keys), request.num_prompt_tokens // self.page_size)
 
@@ -111,6 +136,14 @@ class SlotPool:
         self.busy = np.concatenate((self.busy[:at], [row], self.busy[at:]))
         return row
 
+    def hand_back(self, row: int) -> Request:
+        """Give a row's tokens back to its request, which is no longer found here; the row stays taken."""
+        request: Request = self.requests[row]
+        request.come_back(self.token_ids[row, : self.num_tokens[row]].copy(), int(self.num_computed[row]))
+        if self._row_of.get(request.id) == row:
+            del self._row_of[request.id]
+        return request
+
     def release(self, row: int) -> None:
         """Free a row whose pages and tokens have been taken care of."""
         self.busy = self.busy[self.busy != row]
@@ -127,23 +160,18 @@ class SlotPool:
         """A copy of the pages of a row, in the order of its tokens."""
         return self.page_table[row, : self.num_pages[row]].astype(np.int64)
 
-    def rename_pages(self, sources: Index, targets: Index, num_pages: int) -> tuple[Index, Index, Index]:
-        """Follow pages that moved; returns the entries that changed: row, index, page.
-
-        `num_pages` is the pool's. Only columns that a busy row uses are looked at.
-        """
+    def rename_pages(self, sources: Index, targets: Index, num_pages: int) -> None:
+        """Follow pages that moved. `num_pages` is the pool's; only columns that a busy row uses are read."""
         busy = self.busy
         if not len(busy):
-            return busy, busy, busy
+            return
         width = int(self.num_pages[busy].max())
         target_of = np.full(num_pages, -1, dtype=np.int32)
         target_of[sources] = targets
         used = np.arange(width) < self.num_pages[busy, None]
         renamed = target_of[np.where(used, self.page_table[busy, :width], NULL_PAGE)]
         at, indexes = np.nonzero(renamed >= 0)
-        rows, pages = busy[at], renamed[at, indexes].astype(np.int64)
-        self.page_table[rows, indexes] = pages
-        return rows, indexes, pages
+        self.page_table[busy[at], indexes] = renamed[at, indexes]
 
     def inputs(self, batch: Batch) -> StepInputs:
         """What the forward pass of this batch reads and where its keys and values go."""

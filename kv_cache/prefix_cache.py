@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_cache.page_history import PageHistory
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
-from kv_cache.prefix_index import EMPTY, Miss, PrefixIndex
+from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
 
 
 class PrefixCache:
@@ -32,11 +31,13 @@ class PrefixCache:
         self._host = host
         self._page_size = page_size
         num_host_pages = 0 if host is None else host.num_pages
-        self.chains = PrefixIndex(pool.num_pages, num_host_pages, page_size)
+        self.index = PrefixIndex(pool.num_pages, num_host_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._resting: OrderedDict[int, None] = OrderedDict()  # names in `chains`, the same way
-        self.history = PageHistory(pool.num_pages, num_host_pages)
+        self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, the same way
         self.version = 0  # changes with what can be found
+        self.lookups: Counter[Lookup] = Counter()  # what newcomers found of the prefix that they could use
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys of late, the oldest first
+        self._most_evicted = pool.num_pages + num_host_pages
 
     @property
     def num_idle(self) -> int:
@@ -50,7 +51,7 @@ class PrefixCache:
     @property
     def pages(self) -> Index:
         """The pages that the cache holds on the device, idle or in use."""
-        names = self.chains.names
+        names = self.index.names
         return names[names > 0]
 
     @property
@@ -65,7 +66,7 @@ class PrefixCache:
 
     def is_cached(self, pages: Index) -> NDArray[np.bool_]:
         """Which of these pages the cache holds."""
-        return self.chains.has(pages)
+        return self.index.has(pages)
 
     def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
         """The cached pages that continue the pages `held`, as far as `tokens` go without a gap.
@@ -73,26 +74,27 @@ class PrefixCache:
         `keys` and `tokens` are a request's from its start. Pages of the device come first; -h after them is
         page h of the host, to be shared once it is brought back. Neither holds the pages nor renews them.
         """
-        return self.chains.find(keys, tokens, salt, held)
+        return self.index.find(keys, tokens, salt, held)
 
-    def why_missed(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> Miss | None:
-        """Why a lookup ended where it did; None if it found a page for every key.
+    def count_lookup(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> None:
+        """Count a lookup as "whole" if it found a page for every key, or by the reason why it ended earlier.
 
         `keys` are those of the pages that the request could use, `matched` what was found of them.
         """
         at = len(matched)
         if at == len(keys):
-            return None if len(keys) else "too_short"
-        if self.history.was_evicted(keys[at]):
-            return "evicted"
-        return self.chains.why_missed(tokens, salt, matched)
+            found: Lookup = "whole" if keys else "too_short"
+        elif keys[at] in self._evicted:
+            found = "evicted"
+        else:
+            found = self.index.why_missed(tokens, salt, matched)
+        self.lookups[found] += 1
 
     def share(self, pages: Index) -> None:
         """Give each of these held pages, cached or not, one more holder."""
         idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]
         for page in idle.tolist():
             del self._idle[page]
-        self.history.reused(idle)
         self._pool.share(pages)
 
     def release(self, pages: Index) -> None:
@@ -106,7 +108,6 @@ class PrefixCache:
         idle = pages[(self._pool.holders[pages] == 1) & self.is_cached(pages)]
         for page in idle.tolist():
             self._idle[page] = None
-        self.history.idled(idle)
 
     def publish(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, first: int, salt: str) -> Index:
         """Make pages `first` and up of a request findable; returns the pages that now stand for them.
@@ -116,30 +117,29 @@ class PrefixCache:
         returned in its place; the caller should hold it instead of its own. Nothing is published after
         a page that was forgotten.
         """
-        chains, size, count = self.chains, self._page_size, len(pages)
-        parent = chains.tail(pages[:first])
+        index, size, count = self.index, self._page_size, len(pages)
+        parent = index.tail(pages[:first])
         new_keys, new_pages = keys[first:count], pages[first:]
         if parent is None or not len(new_pages):
             return new_pages
         content = tokens[first * size : count * size].reshape(len(new_pages), size)
-        if not chains.uses(new_keys):
-            self._insert(new_keys, content, new_pages, parent, salt, keys[first - 1] if first else None)
+        if not index.uses(new_keys):
+            self._insert(new_keys, content, new_pages, parent, salt)
             return new_pages
         standing, previous = new_pages.copy(), pages[:first][-1:]
-        for index, key in enumerate(new_keys):
-            own = new_pages[[index]]
-            equal = self._equal(key, content[index], parent, salt)
-            if chains.tail(previous) != parent:
+        for at, key in enumerate(new_keys):
+            own = new_pages[[at]]
+            equal = self._equal(key, content[at], parent, salt)
+            if index.tail(previous) != parent:
                 break  # the page that gave up this key was one before it in the same chain
             if equal is None:
-                before = keys[first + index - 1] if first + index else None
-                self._insert([key], content[[index]], own, parent, salt, before)
+                self._insert([key], content[[at]], own, parent, salt)
             elif equal < 0:  # computed again while it rested
                 self._wake(np.array([equal]), own)
             else:
-                standing[index] = equal
-            previous = standing[[index]]
-            parent = chains.tail(previous)
+                standing[at] = equal
+            previous = standing[[at]]
+            parent = index.tail(previous)
             assert parent is not None, "a page that stands is cached"
         return standing
 
@@ -148,7 +148,7 @@ class PrefixCache:
 
         Those that are not cached are passed over.
         """
-        lost = self.chains.with_what_follows(pages)
+        lost = self.index.with_what_follows(pages)
         if lost:
             self._remove(lost)
 
@@ -175,7 +175,6 @@ class PrefixCache:
 
         Returns the copy that brings their content back, to be made before anybody reads it.
         """
-        self.history.reused(names)
         self._wake(names, pages)
         return PageCopy(-names, pages, "from_host")
 
@@ -193,7 +192,7 @@ class PrefixCache:
         """Follow pages that moved: what was found in a source page is found in its target."""
         cached = self.is_cached(sources)
         sources, targets = sources[cached], targets[cached]
-        self.history.moved(self.chains.rename(sources, targets), sources, targets)
+        self.index.rename(sources, targets)
         target_of = dict(zip(sources.tolist(), targets.tolist()))
         if not self._idle.keys().isdisjoint(target_of):  # a page keeps its place in the order of eviction
             self._idle = OrderedDict((target_of.get(page, page), None) for page in self._idle)
@@ -201,13 +200,13 @@ class PrefixCache:
 
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; pages that go are not cached."""
-        self.history.resize(num_pages)
-        self.chains.resize(num_pages)
+        self.index.resize(num_pages)
+        self._most_evicted = num_pages + (0 if self._host is None else self._host.num_pages)
 
     def _equal(self, key: bytes, tokens: TokenIds, parent: int, salt: str) -> int | None:
         """The cached page of this key and content; one of another content gives up the key."""
-        page = self.chains.page_of(key)
-        if page is None or self.chains.is_same(page, tokens, parent, salt):
+        page = self.index.page_of(key)
+        if page is None or self.index.is_same(page, tokens, parent, salt):
             return page
         self.forget(np.array([page]))  # two prefixes of one key: the later takes the place
         return None
@@ -219,12 +218,13 @@ class PrefixCache:
         pages: Index,
         parent: int,
         salt: str,
-        parent_key: bytes | None,
     ) -> None:
         """Hold pages [n] of `tokens` [n, B] that continue each other, under keys that are not in use."""
-        self.chains.insert(keys, tokens, pages, parent, salt)
+        self.index.insert(keys, tokens, pages, parent, salt)
         self._pool.share(pages)
-        self.history.stored(keys, pages, parent_key)
+        if not self._evicted.keys().isdisjoint(keys):
+            for key in keys:
+                self._evicted.pop(key, None)
         self.version += 1
 
     def _rest(self, pages: list[int]) -> PageCopy:
@@ -233,7 +233,7 @@ class PrefixCache:
         has_room = self.yield_host(len(pages))
         assert has_room, f"{len(pages)} pages find no room in the host's pool"
         sources, targets = np.array(pages, dtype=np.int64), self._host.take(len(pages))
-        self.history.moved(self.chains.rename(sources, -targets), sources, -targets)
+        self.index.rename(sources, -targets)
         for page in pages:
             del self._idle[page]
         self._resting.update(dict.fromkeys((-targets).tolist()))
@@ -246,20 +246,22 @@ class PrefixCache:
         assert self._host is not None, "there is no host pool"
         for name in names.tolist():
             self._resting.pop(name, None)
-        self.history.moved(self.chains.rename(names, pages), names, pages)
+        self.index.rename(names, pages)
         self._pool.share(pages)
         self._host.release(-names)
         self.version += 1
 
     def _drop(self, names: list[int]) -> None:
         """Let cached pages go because room is needed."""
-        self.history.evicted(map(self.chains.key, names), np.array(names, dtype=np.int64))
+        self._evicted.update(dict.fromkeys(map(self.index.key, names)))
+        for _ in range(len(self._evicted) - self._most_evicted):
+            self._evicted.popitem(last=False)
         self._remove(names)
 
     def _remove(self, names: list[int]) -> None:
         """Let go of cached pages."""
         gone = np.array(names, dtype=np.int64)
-        self.history.removed(self.chains.remove(names), gone)
+        self.index.remove(names)
         for name in names:
             self._idle.pop(name, None)
             self._resting.pop(name, None)

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index
 
-Miss = Literal["too_short", "other_salt", "evicted", "unaligned", "unseen"]
+Lookup = Literal["whole", "too_short", "other_salt", "evicted", "unaligned", "unseen"]
 ROOT = 0  # serial of the chain before a request's first page
 EMPTY: Index = np.empty(0, dtype=np.int64)
 
 
-def resized(column: NDArray[Any], num_pages: int, num_host_pages: int) -> NDArray[Any]:
+def _resized(column: NDArray[Any], num_pages: int, num_host_pages: int) -> NDArray[Any]:
     """A column over pages by name (see `PrefixIndex`), for another number of pages on the device."""
     new = np.zeros((num_pages + num_host_pages, *column.shape[1:]), dtype=column.dtype)
     old_pages = len(column) - num_host_pages
@@ -123,7 +123,7 @@ class PrefixIndex:
             right[0] &= self._salt_of.get(found[0]) == salt
         return pages if right.all() else pages[: int(right.argmin())]
 
-    def why_missed(self, tokens: TokenIds, salt: str, matched: Index) -> Miss:
+    def why_missed(self, tokens: TokenIds, salt: str, matched: Index) -> Lookup:
         """Why nothing of these tokens, a request's from its start, was found after `matched`."""
         at, size, parent = len(matched), self._page_size, self.tail(matched)
         assert parent is not None, "a page that was found is here"
@@ -212,6 +212,6 @@ class PrefixIndex:
         num_host = self._num_host_pages
         gone = self._serial[num_pages : len(self._serial) - num_host]
         assert not gone.any(), "a page that goes is cached"
-        self._tokens = resized(self._tokens, num_pages, num_host)
-        self._serial = resized(self._serial, num_pages, num_host)
-        self._parent = resized(self._parent, num_pages, num_host)
+        self._tokens = _resized(self._tokens, num_pages, num_host)
+        self._serial = _resized(self._serial, num_pages, num_host)
+        self._parent = _resized(self._parent, num_pages, num_host)

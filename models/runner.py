@@ -80,7 +80,7 @@ class ModelRunner:
         else:
             hidden = self._forward(batch, unknown)
             scored = None if asked is None else score(asked, hidden, self.decoder)
-            last = np.cumsum(batch.stops - batch.starts)[batch.sampled] - 1
+            last = batch.yielding
             logits = self.decoder.logits(hidden[self._to_device(last)]) if len(last) else hidden[:0]
         chosen = Chosen(self._last[:0], lambda: Sampled(np.empty(0, np.int64)))
         if len(last):

@@ -89,5 +89,4 @@ def _process_bytes(name: str, *, reset_peak: bool = False) -> int | None:
 
 
 def _batch(rows: Index, starts: Index, stops: Index) -> Batch:
-    none = np.empty(0, dtype=np.int64)
-    return Batch(rows, starts, stops, np.arange(len(rows)), rows, (none, none, none))
+    return Batch(rows, starts, stops, np.arange(len(rows)), rows, stops)

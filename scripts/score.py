@@ -88,8 +88,7 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     slots = SlotPool(1, num_tokens, PAGE_SIZE)
     row = np.array([slots.take(Request("line", np.array(tokens)))])
     slots.page_table[row, :num_pages] = np.arange(1, 1 + num_pages)
-    none = np.empty(0, np.int64)
-    batch = Batch(row, np.zeros_like(row), np.array([num_tokens]), np.array([0]), row, (none,) * 3)
+    batch = Batch(row, np.zeros_like(row), np.array([num_tokens]), np.array([0]), row, np.array([num_tokens]))
     inputs = slots.inputs(batch)
     hidden = decoder(
         torch.from_numpy(inputs.token_ids),

@@ -27,6 +27,7 @@ from continuous_batching.recording.format import (
 from continuous_batching.recording.replay import Divergence, replay, request_of
 from continuous_batching.request import Request, TokenIds
 from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from simulation.clock import Clock
 from simulation.runner import Speaker
@@ -40,8 +41,13 @@ class RecordedRunner:
     """
 
     def __init__(
-        self, clock: Clock, speaker: Speaker, moments: deque[Scheduled | Looked | Committed]
+        self,
+        clock: Clock,
+        slots: SlotPool,
+        speaker: Speaker,
+        moments: deque[Scheduled | Looked | Committed],
     ) -> None:
+        self._slots = slots
         self._clock = clock
         self._speaker = speaker
         self._moments = moments
@@ -55,7 +61,7 @@ class RecordedRunner:
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         """Raises Divergence for a batch that was not made in the recording."""
         self.num_steps += 1
-        entry, digest = self._moments.popleft(), self._chain.add(batch)
+        entry, digest = self._moments.popleft(), self._chain.add(batch, self._slots)
         if not isinstance(entry, Scheduled) or entry.digest != digest:
             raise Divergence(f"step {self.num_steps}: the simulation decided otherwise")
         if self._moments and not isinstance(self._moments[0], Committed):
@@ -114,7 +120,9 @@ def follow(recorded: Recorded, scheduler: Scheduler, *, overlap: bool = False) -
     raised at the first that is not. Returns the number of steps.
     """
     clock, arrivals = Clock(), deque(recorded.arrivals)
-    runner = RecordedRunner(clock, Speaker(scheduler.slots, recorded.answers), recorded.moments)
+    runner = RecordedRunner(
+        clock, scheduler.slots, Speaker(scheduler.slots, recorded.answers), recorded.moments
+    )
     engine = Engine(scheduler, runner, clock, overlap=overlap)
     while recorded.moments:
         clock.reach(recorded.moments[0].now_s)

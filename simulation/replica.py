@@ -95,7 +95,7 @@ class Replica:
     def _stop(self, step: Step) -> None:
         """End whose whole answer is there and who goes on: of a stop string only its reader knew."""
         assert self._speaker is not None, "nobody knows the answers"
-        for request in self.engine.slots.requests[step.batch.owners]:
+        for request in self.engine.slots.requests[step.owners]:
             if request.finish_reason is None and self._speaker.is_over(request):
                 self.engine.finish(request.id)
                 self.tally.ended(request)

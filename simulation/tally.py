@@ -214,7 +214,7 @@ class Watch:
         self._before_s, self._left = step.end_s, num_running + num_waiting - len(step.finished)
         if batch.num_spans:
             pool = scheduler.pool
-            held = pool.num_held - scheduler.residency.prefix.num_idle
+            held = pool.num_held - scheduler.prefix.num_idle
             tally.steps += 1
             tally.spans += batch.num_spans
             tally.copied_pages += batch.num_copied_pages
@@ -252,7 +252,7 @@ class Watch:
 
     def gaps(self, step: Step) -> None:
         """Since each row's last token; a row may hold another request than then."""
-        rows, end_s, busy = step.batch.owners, step.end_s, self.engine.slots.busy
+        rows, end_s, busy = step.owners, step.end_s, self.engine.slots.busy
         if busy is self._even and len(rows) == len(busy):  # as from decode to decode: no row is looked at
             self.tally.itl.add(end_s - self._even_s, len(rows))
             self._even_s = end_s

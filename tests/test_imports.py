@@ -27,10 +27,7 @@ MAY_IMPORT["scripts"] = set(MAY_IMPORT) - {"virtual_npu"}
 
 HOST_WING = [
     "continuous_batching",
-    *(
-        f"kv_cache/{each}.py"
-        for each in ("pages", "page_history", "page_keys", "prefix_cache", "prefix_index")
-    ),
+    *(f"kv_cache/{each}.py" for each in ("pages", "page_keys", "prefix_cache", "prefix_index")),
     "simulation",
 ]
 UNWANTED = {"utils", "util", "core", "common", "helpers", "misc"}

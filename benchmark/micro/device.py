@@ -78,7 +78,7 @@ def batch_of(runner: ModelRunner, load: Load) -> Batch:
         slots.page_table[row, :count], pages = pages[:count], pages[count:]
     slots.token_ids[rows] = random.integers(0, runner.config.vocab_size, (len(rows), slots.max_tokens))
     starts = stops - np.array(load.lens, np.int64)
-    return Batch(rows, starts, stops, np.arange(len(rows)), rows, (NONE, NONE, NONE))
+    return Batch(rows, starts, stops, np.arange(len(rows)), rows, stops)
 
 
 def step_s(runner: ModelRunner, load: Load, repeats: int) -> float:

@@ -14,7 +14,7 @@ from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
 from benchmark.options import add_json, add_recipe, at_least, show
 from continuous_batching.engine import Engine
-from continuous_batching.paging.gauges import read as read_gauges
+from continuous_batching.inspection import usage
 from kv_cache.storage import KVCache
 from recipes.build import versions
 from recipes.build.engine import build
@@ -47,8 +47,8 @@ def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tu
 
 def forget_prefixes(engine: Engine) -> None:
     """Empty the prefix cache of an idle engine, so that runs do not feed on each other."""
-    prefix = engine.scheduler.residency.prefix
-    prefix.forget(prefix.chains.names)
+    prefix = engine.scheduler.prefix
+    prefix.forget(prefix.index.names)
 
 
 def cache_figures(engine: Engine) -> dict[str, object]:
@@ -57,7 +57,7 @@ def cache_figures(engine: Engine) -> dict[str, object]:
     page_bytes = KVCache.page_bytes(
         config.num_layers, page_size, config.num_kv_heads, config.head_dim, config.dtype
     )
-    figures = asdict(read_gauges(engine.scheduler, page_bytes))
+    figures = asdict(usage(engine.scheduler, page_bytes))
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 

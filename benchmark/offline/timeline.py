@@ -44,7 +44,7 @@ class Timeline:
         """Take down one step; call it before the next one."""
         slots, batch = engine.slots, step.batch
         ids = [slots.requests[row].id for row in batch.slots.tolist()]
-        pool, prefix = engine.scheduler.pool, engine.scheduler.residency.prefix
+        pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
         self.steps.append(
             StepRecord(
                 start_s=step.start_s,
@@ -64,7 +64,7 @@ class Timeline:
 
 
 def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
-    """Gauges at the ends of at most MOST_READINGS steps, evenly chosen, as a server's metrics are kept."""
+    """Usage at the ends of at most MOST_READINGS steps, evenly chosen, as a server's metrics are kept."""
     steps = timeline.steps[:: -(-len(timeline.steps) // MOST_READINGS) or 1]
     return {
         "columns": ["at_s", "running", "waiting", "kv_usage"],

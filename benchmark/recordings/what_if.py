@@ -55,7 +55,7 @@ def simulate(
     found: dict[str, Fate] = {}
 
     def observe(engine: Engine, step: Step) -> None:
-        for row in step.batch.owners.tolist():
+        for row in step.owners.tolist():
             found[engine.slots.requests[row].id].token_s.append(step.end_s)
 
     speaker = Speaker(scheduler.slots, {name: fate.request.answer for name, fate in recorded.items()})

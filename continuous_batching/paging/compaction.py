@@ -1,4 +1,8 @@
-"""When do held pages move to the low end?"""
+"""When do held pages move to the low end?
+
+A paged operator does not need this to allocate: any free page is as good as another. It makes the region in
+use dense, so that a smaller pool can give back what lies above it, or the region can be exported whole.
+"""
 
 from __future__ import annotations
 

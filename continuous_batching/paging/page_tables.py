@@ -6,22 +6,20 @@ from collections import Counter
 
 import numpy as np
 
-from continuous_batching.batch import NewPages, ragged_ranges
+from continuous_batching.batch import ragged_ranges
 from continuous_batching.counters import Counters
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
 
 EMPTY: Index = np.empty(0, dtype=np.int64)
-EMPTY_ENTRIES: NewPages = (EMPTY, EMPTY, EMPTY)
 
 
 class PageTables:
     """The page table of every row, changed together with the holders of its pages.
 
-    Every change keeps the ledger true: a page's holders are the rows whose table names it, and the
-    prefix cache if it is cached. What the device must follow is kept until the next batch takes it:
-    entries that were set, and pages to copy.
+    After every change a page's holders are the rows whose table names it, and the prefix cache if it is
+    cached. Pages that the device must copy are kept until the next batch takes them.
     """
 
     def __init__(self, slots: SlotPool, pool: PagePool, prefix: PrefixCache, counters: Counters) -> None:
@@ -29,7 +27,6 @@ class PageTables:
         self.pool = pool
         self.prefix = prefix
         self._counters = counters
-        self._new_pages: list[NewPages] = []
         self._copies: list[PageCopy] = []
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
 
@@ -76,19 +73,17 @@ class PageTables:
             owners, indexes = rows, held
         else:
             owners, indexes = np.repeat(rows, counts), ragged_ranges(held, held + counts)
-        pages = self.pool.take(total)
-        slots.page_table[owners, indexes] = pages
+        slots.page_table[owners, indexes] = self.pool.take(total)
         slots.num_pages[rows] = held + counts
-        self._new_pages.append((owners, indexes, pages))
 
     def extend(self, row: int, pages: Index) -> None:
         """Let a row continue with these held pages, sharing them."""
         slots = self.slots
-        held, count = int(slots.num_pages[row]), int(slots.num_pages[row]) + len(pages)
+        held = int(slots.num_pages[row])
+        count = held + len(pages)
         self.prefix.share(pages)
         slots.page_table[row, held:count] = pages
         slots.num_pages[row] = count
-        self._new_pages.append((np.full(len(pages), row), np.arange(held, count), pages))
 
     def bring_back(self, row: int, names: Index) -> None:
         """Let a row continue with these resting pages (see `PrefixCache.find`), each copied to a page that
@@ -128,7 +123,6 @@ class PageTables:
         old = self.slots.page_table[row, indexes].astype(np.int64)
         self.slots.page_table[row, indexes] = pages
         self.prefix.release(old)
-        self._new_pages.append((np.full(len(pages), row), indexes, pages))
 
     def clear(self, row: int) -> None:
         """Let go of all pages of a row."""
@@ -137,16 +131,12 @@ class PageTables:
         self.slots.num_pages[row] = 0
 
     def compact(self, max_pages: int) -> int:
-        """Move at most so many held pages towards the low end; returns how many moved.
-
-        A paged operator does not need it to allocate: it serves a dense live region, which can be cut
-        off or exported whole.
-        """
+        """Move at most so many held pages towards the low end; returns how many moved (see compaction.py)."""
         sources, targets = self.pool.scattered(max_pages)
         if len(sources):
             self.pool.move(sources, targets)
             self.prefix.move(sources, targets)
-            self._new_pages.append(self.slots.rename_pages(sources, targets, self.pool.num_pages))
+            self.slots.rename_pages(sources, targets, self.pool.num_pages)
             self.copy(PageCopy(sources, targets))
             self._counters.compacted_pages += len(sources)
         return len(sources)
@@ -159,14 +149,6 @@ class PageTables:
     def copy(self, copy: PageCopy) -> None:
         """Have pages copied before the next batch, after all copies that were asked for until now."""
         self._copies.append(copy)
-
-    def take_changes(self) -> tuple[NewPages, tuple[PageCopy, ...]]:
-        """Entries set, and copies asked for, since the last call."""
-        new, self._new_pages = self._new_pages, []
-        if len(new) < 2:
-            return new[0] if new else EMPTY_ENTRIES, self.take_copies()
-        rows, indexes, pages = zip(*new)
-        return (np.concatenate(rows), np.concatenate(indexes), np.concatenate(pages)), self.take_copies()
 
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Copies asked for since the last call, to be made one after the other."""

@@ -31,7 +31,7 @@ class AdaptiveChunks(Chunks):
 
     def limit(self, busy: Busy, left: int) -> Limit:
         """By the predicted time of each possible step."""
-        decodes = busy.todo == 1
+        decodes = busy.decodes
         num_decodes = int(np.count_nonzero(decodes))
         most = min(left, self._max_tokens)
         if not num_decodes:

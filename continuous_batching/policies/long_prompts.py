@@ -47,7 +47,7 @@ class LongPrompts:
         return share
 
     def _is_long(self, busy: Busy) -> NDArray[np.bool_]:
-        is_long: NDArray[np.bool_] = (busy.todo > 1) & (busy.todo + busy.computed > self.long_tokens)
+        is_long: NDArray[np.bool_] = ~busy.decodes & (busy.todo + busy.computed > self.long_tokens)
         return is_long
 
     def _half(self, total: int) -> int:

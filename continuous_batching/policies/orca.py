@@ -33,7 +33,7 @@ class Orca(Policy):
 
     def share(self, busy: Busy, budget: int) -> Index:
         """The decodes, and whole prompts up to the first that does not fit."""
-        decodes = busy.todo == 1
+        decodes = busy.decodes
         prompts = np.where(decodes, 0, busy.todo)
         granted: Index = decodes + whole_prompts(prompts, budget - int(np.count_nonzero(decodes)))
         return granted

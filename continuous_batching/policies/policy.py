@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
@@ -16,8 +17,9 @@ ALL = 2**62  # no bound
 class Busy(NamedTuple):
     """The busy slots that can run, oldest first."""
 
-    todo: Index  # tokens that are not in the cache yet, never 0; 1 is a decode
+    todo: Index  # tokens that are not in the cache yet, never 0
     computed: Index  # tokens that are
+    decodes: NDArray[np.bool_]  # the prompt is computed, and all but the last token
 
 
 class Waiting(NamedTuple):

@@ -23,7 +23,7 @@ class PrefillFirst(Policy):
 
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
         """What prompts that came in before leave of the step; decodes do not count."""
-        left = budget - int(busy.todo[busy.todo > 1].sum())
+        left = budget - int(busy.todo[~busy.decodes].sum())
         return Room(left, waiting.num_requests, whole=True) if left > 0 else NO_ROOM
 
     def reserve(self, request: Request) -> int:
@@ -32,4 +32,4 @@ class PrefillFirst(Policy):
 
     def share(self, busy: Busy, budget: int) -> Index:
         """Whole prompts up to the first that does not fit."""
-        return whole_prompts(np.where(busy.todo == 1, 0, busy.todo), budget)
+        return whole_prompts(np.where(busy.decodes, 0, busy.todo), budget)

@@ -28,5 +28,5 @@ class Split(StallFree):
         self._prompt_tokens = prompt_tokens
 
     def _limit(self, busy: Busy, budget: int) -> Limit:
-        left = budget - int(np.count_nonzero(busy.todo == 1))
+        left = budget - int(np.count_nonzero(busy.decodes))
         return self._chunks.limit(busy, min(left, self._prompt_tokens))

@@ -28,7 +28,7 @@ class StallFree(Policy):
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
         """What the busy slots leave of the step."""
         limit = self._limit(busy, budget)
-        wanted = np.where(busy.todo == 1, 0, np.minimum(busy.todo, limit.each))
+        wanted = np.where(busy.decodes, 0, np.minimum(busy.todo, limit.each))
         if self._lanes is None:
             left, longs = limit.total - int(wanted.sum()), ALL
         else:
@@ -43,7 +43,7 @@ class StallFree(Policy):
 
     def share(self, busy: Busy, budget: int) -> Index:
         """One token to each decode, the rest to the chunks, oldest first."""
-        limit, decodes = self._limit(busy, budget), busy.todo == 1
+        limit, decodes = self._limit(busy, budget), busy.decodes
         wanted = np.where(decodes, 0, np.minimum(busy.todo, limit.each))
         share = in_order if self._lanes is None else self._lanes.sharing(busy)
         granted: Index = decodes + share(wanted, limit.total)
@@ -54,4 +54,4 @@ class StallFree(Policy):
         self._chunks.observe(batch, took_s)
 
     def _limit(self, busy: Busy, budget: int) -> Limit:
-        return self._chunks.limit(busy, budget - int(np.count_nonzero(busy.todo == 1)))
+        return self._chunks.limit(busy, budget - int(np.count_nonzero(busy.decodes)))

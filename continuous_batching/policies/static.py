@@ -35,7 +35,7 @@ class Static(Policy):
 
     def share(self, busy: Busy, budget: int) -> Index:
         """Prompts first, oldest first; decodes start when all prompts are computed."""
-        order = np.argsort(busy.todo == 1, kind="stable")
+        order = np.argsort(busy.decodes, kind="stable")
         granted = np.empty_like(busy.todo)
         granted[order] = in_order(busy.todo[order], budget)
         return granted

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch, Candidates, Sampled
 from continuous_batching.request import SamplingParams
+from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
-FORMAT = 1
+FORMAT = 2  # 1 held page-table entries, and one token at most for a row
 FRAME_BYTES = 4
 LONGEST_ENTRY = 2**30  # a longer one is no entry but damage
 
@@ -31,7 +32,7 @@ class Header(msgspec.Struct, tag="H", array_like=True, frozen=True):
     facts: dict[str, Any]
 
 
-class Sample(msgspec.Struct, array_like=True, frozen=True):
+class SampleEntry(msgspec.Struct, array_like=True, frozen=True):
     """One of the samples of a request."""
 
     id: str
@@ -41,7 +42,7 @@ class Sample(msgspec.Struct, array_like=True, frozen=True):
 class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     """A request was accepted; the first of its samples leads."""
 
-    samples: list[Sample]
+    samples: list[SampleEntry]
     prompt: bytes
     tenant: str
     cache_salt: str
@@ -75,14 +76,14 @@ class Copied(msgspec.Struct, array_like=True, frozen=True):
 
 class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
     """A batch was made. Its spans are left out where every row of the batch before goes on by one token,
-    its samples where every span yields a token for its own row.
+    its samples where every span yields one token, at its end and for its own row. Where a span has drafts,
+    it has several samples, and a commit books as many of them as turn out right.
     """
 
     now_s: float
     digest: bytes  # of this and all batches before
     spans: tuple[bytes, bytes, bytes] | None  # slots, starts, stops
-    samples: tuple[bytes, bytes] | None  # sampled, owners
-    new_pages: tuple[bytes, bytes, bytes] | None  # row, index, page
+    samples: tuple[bytes, bytes, bytes] | None  # sampled, owners, targets
     copies: list[Copied]
     held_back: str | None  # why the head of the queue was not admitted
 
@@ -177,10 +178,12 @@ class Chain:
     def __init__(self) -> None:
         self._last = b""
 
-    def add(self, batch: Batch) -> bytes:
-        """The digest after one more batch: its spans, its samples, its page-table entries, its copies."""
+    def add(self, batch: Batch, slots: SlotPool) -> bytes:
+        """The digest after one more batch: its spans, the page that each ends on, its samples, its copies."""
         hashed = hashlib.blake2b(self._last, digest_size=8)
-        for array in (batch.slots, batch.starts, batch.stops, batch.sampled, batch.owners, *batch.new_pages):
+        pages = slots.page_table[batch.slots, (batch.stops - 1) // slots.page_size]
+        spans = batch.slots, batch.starts, batch.stops, pages
+        for array in (*spans, batch.sampled, batch.owners, batch.targets):
             hashed.update(len(array).to_bytes(4, "little"))
             hashed.update(array.tobytes())
         for copy in batch.copies:

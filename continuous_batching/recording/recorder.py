@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Observer
 from continuous_batching.recording.format import (
     FORMAT,
     FRAME_BYTES,
@@ -22,17 +23,20 @@ from continuous_batching.recording.format import (
     Header,
     Looked,
     Resized,
-    Sample,
+    SampleEntry,
     Scheduled,
     committed,
     packed,
 )
 from continuous_batching.request import Request
+from continuous_batching.scheduling.admission import HeldBack
+from continuous_batching.scheduling.validation import GiveUp
+from continuous_batching.slots import SlotPool
 
 log = logging.getLogger(__name__)
 
 
-class Recorder:
+class Recorder(Observer):
     """Appends to a new file what an engine is told and what it decides; `facts` are what it is made of.
 
     The file must not be there yet, and only its owner may read it. Each entry is handed to the system at
@@ -51,7 +55,7 @@ class Recorder:
 
     def added(self, request: Request) -> None:
         """A request was accepted."""
-        samples = [Sample(each.id, each.params) for each in (request, *request.followers)]
+        samples = [SampleEntry(each.id, each.params) for each in (request, *request.followers)]
         self._write(
             Added(
                 samples,
@@ -68,11 +72,11 @@ class Recorder:
         """A request was ended from outside."""
         self._write(Ended(request_id, reason, now_s))
 
-    def resized(self, num_pages: int, give_up: str) -> None:
+    def resized(self, num_pages: int, give_up: GiveUp) -> None:
         """The pool got another number of pages."""
         self._write(Resized(num_pages, give_up))
 
-    def scheduled(self, batch: Batch, now_s: float, held_back: str | None) -> None:
+    def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
         """A batch was made, with at least one span."""
         last, self._last = self._last, batch
         goes_on = (
@@ -82,20 +86,18 @@ class Recorder:
             and np.array_equal(batch.stops, last.stops + 1)
         )
         all_sample = len(batch.sampled) == batch.num_spans and np.array_equal(batch.owners, batch.slots)
-        new = batch.new_pages
         self._write(
             Scheduled(
                 now_s,
-                self._chain.add(batch),
+                self._chain.add(batch, slots),
                 None if goes_on else (packed(batch.slots), packed(batch.starts), packed(batch.stops)),
-                None if all_sample else (packed(batch.sampled), packed(batch.owners)),
-                (packed(new[0]), packed(new[1]), packed(new[2])) if len(new[0]) else None,
+                None if all_sample else (packed(batch.sampled), packed(batch.owners), packed(batch.targets)),
                 [Copied(packed(copy.sources), packed(copy.targets), copy.way) for copy in batch.copies],
                 held_back,
             )
         )
 
-    def looked(self, now_s: float) -> None:
+    def looked_ahead(self, now_s: float) -> None:
         """With a batch in flight, no other was made."""
         self._write(Looked(now_s))
 

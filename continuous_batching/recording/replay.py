@@ -41,7 +41,7 @@ class Replayed:
     number: int  # from 1
     batch: Batch
     ids: list[str]  # of the request of each span
-    owner_ids: list[str]  # of the request of each token
+    owner_ids: list[str]  # of the request of each token that was booked
     held_back: str | None
     start_s: float
     end_s: float
@@ -92,12 +92,12 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
             yield entry
         elif isinstance(entry, Resized):
             scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up))
-            scheduler.residency.tables.take_copies()
+            scheduler.tables.take_copies()
             yield entry
         elif isinstance(entry, Scheduled):
             number += 1
             batch = scheduler.schedule(entry.now_s)
-            if chain.add(batch) != entry.digest:
+            if chain.add(batch, scheduler.slots) != entry.digest:
                 raise Divergence(f"step {number}: {_difference(entry, batch, last)}")
             last = batch
             started.append((batch, entry))
@@ -111,10 +111,11 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
             batch, made = started.popleft()
             requests = scheduler.slots.requests
             ids = [requests[row].id for row in batch.slots.tolist()]
-            owner_ids = [requests[row].id for row in batch.owners.tolist()]
-            finished = scheduler.commit(batch, answered(entry), entry.now_s)
+            booked = scheduler.commit(batch, answered(entry), entry.now_s)
+            owner_ids = [requests[row].id for row in booked.owners.tolist()]
             landed += 1
-            yield Replayed(landed, batch, ids, owner_ids, made.held_back, made.now_s, entry.now_s, finished)
+            start_s, end_s = made.now_s, entry.now_s
+            yield Replayed(landed, batch, ids, owner_ids, made.held_back, start_s, end_s, booked.finished)
 
 
 def _difference(entry: Scheduled, batch: Batch, last: Batch | None) -> str:
@@ -124,21 +125,18 @@ def _difference(entry: Scheduled, batch: Batch, last: Batch | None) -> str:
         slots, starts, stops = last.slots, last.stops, last.stops + 1
     else:
         slots, starts, stops = map(unpacked, entry.spans)
-    sampled, owners = (
-        (np.arange(len(slots)), slots) if entry.samples is None else map(unpacked, entry.samples)
+    sampled, owners, targets = (
+        (np.arange(len(slots)), slots, stops) if entry.samples is None else map(unpacked, entry.samples)
     )
     recorded = {"slots": slots, "starts": starts, "stops": stops, "sampled": sampled, "owners": owners}
-    decided = {name: getattr(batch, name) for name in recorded}
-    new = entry.new_pages or (b"", b"", b"")
-    for name, old, now in zip(("rows", "indexes", "pages"), new, batch.new_pages):
-        recorded[f"new page-table {name}"], decided[f"new page-table {name}"] = unpacked(old), now
-    for name, old_array in recorded.items():
-        if not np.array_equal(old_array, decided[name]):
-            return f"{name} were {old_array.tolist()}, and are {decided[name].tolist()} now"
+    for name, old_array in (recorded | {"targets": targets}).items():
+        decided = getattr(batch, name)
+        if not np.array_equal(old_array, decided):
+            return f"{name} were {old_array.tolist()}, and are {decided.tolist()} now"
     copies = [Copied(packed(copy.sources), packed(copy.targets), copy.way) for copy in batch.copies]
     if copies != entry.copies:
         return f"{_in_words(entry.copies)} were asked for, and {_in_words(copies)} are now"
-    return "an earlier decision, which the recording does not hold any more, was another"
+    return "its spans end on other pages than they did"
 
 
 def _in_words(copies: list[Copied]) -> str:

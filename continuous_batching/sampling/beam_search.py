@@ -9,7 +9,7 @@ import numpy as np
 
 from continuous_batching.batch import Candidates, Sampled
 from continuous_batching.counters import Counters
-from continuous_batching.paging.residency import Residency
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.request import Hypothesis, Request, TokenIds, TokenLogprobs
 from continuous_batching.sampling.beam_scoring import Floats, choose, is_over, keep, place, score
 from continuous_batching.sampling.stopping import StopConditions
@@ -30,7 +30,7 @@ class BeamSearch:
     leader: Request
     beams: list[Request]
     stops: Index  # tokens that end a beam
-    seats: list[int] = field(default_factory=list)  # all rows, the leader's first; empty while it waits
+    all_rows: list[int] = field(default_factory=list)  # the leader's first; empty while it waits
     rows: list[int] = field(default_factory=list)  # of the living beams, best first
     scores: Floats = field(default_factory=lambda: np.zeros(1))  # of the living beams
     trails: list[Trail] = field(default_factory=lambda: [None])  # of the living beams, if asked for
@@ -55,15 +55,14 @@ class BeamSearches:
 
     A search takes its rows at once, for else two of them might wait for each other's. One row computes what
     all beams have in common; the others then share its pages. A beam computes its last token only together
-    with all others: from these tokens come the candidates, among which beam_scoring.py
-    chooses.
-    A beam that continues another's row takes over its pages; a row that nobody continues lets go of its own.
+    with all others: from these tokens come the candidates, among which beam_scoring.py chooses. A beam that
+    continues another's row takes over its pages; a row that no beam continues lets go of its own.
     """
 
-    def __init__(self, residency: Residency, endings: StopConditions, counters: Counters) -> None:
-        self._residency = residency
-        self._slots = residency.slots
-        self._endings = endings
+    def __init__(self, lifecycle: SlotLifecycle, stop_conditions: StopConditions, counters: Counters) -> None:
+        self._lifecycle = lifecycle
+        self._slots = lifecycle.slots
+        self._stop_conditions = stop_conditions
         self._counters = counters
         self._searches: dict[int, BeamSearch] = {}  # by number of the request
         self._search_of: dict[int, BeamSearch] = {}  # by row
@@ -91,7 +90,7 @@ class BeamSearches:
             )
             beam.number, beam.seed, beam.page_keys = request.number + index, request.seed, request.page_keys
             beams.append(beam)
-        stops = self._endings.stop_tokens(request.params)
+        stops = self._stop_conditions.stop_tokens(request.params)
         self._searches[request.number] = BeamSearch(request, beams, stops)
         return width - 1
 
@@ -100,30 +99,30 @@ class BeamSearches:
         search, size = self._searches[request.number], self._slots.page_size
         return max(0, -(-reserved // size) - search.num_shared(size)) * (len(search.beams) - 1)
 
-    def seat(self, request: Request, row: int, reserved: int) -> None:
+    def take_rows(self, request: Request, row: int, reserved: int) -> None:
         """Give the other beams of a request that came into `row` their rows."""
-        search, slots, residency = self._searches[request.number], self._slots, self._residency
+        search, slots = self._searches[request.number], self._slots
         num_shared = search.num_shared(slots.page_size)
         row_of = {request: row}
         for beam in search.beams:
             if beam is not request:
-                row_of[beam] = residency.seat(beam, num_shared, reserved)
-        search.seats = list(row_of.values())
+                row_of[beam] = self._lifecycle.enter_beam(beam, num_shared, reserved)
+        search.all_rows = list(row_of.values())
         search.rows = [row_of[beam] for beam in search.beams] if search.has_begun else [row]
-        self._search_of |= dict.fromkeys(search.seats, search)
+        self._search_of |= dict.fromkeys(search.all_rows, search)
 
-    def part(self) -> None:
+    def start_beams(self) -> None:
         """Let beams that came back start beside their leader, when that has computed what they share."""
-        size, seated = self._slots.page_size, self._residency.seated
+        size, waiting = self._slots.page_size, self._lifecycle.waiting_beams
         for search in self._running():
-            leader, *others = search.seats
-            if not search.has_begun or others[0] not in seated:
+            leader, *others = search.all_rows
+            if not search.has_begun or others[0] not in waiting:
                 continue
-            if self._slots.num_computed[leader] >= seated[others[0]] * size:
+            if self._slots.num_computed[leader] >= waiting[others[0]] * size:
                 for row in others:
-                    self._residency.branch(leader, row)
+                    self._lifecycle.start_beam(leader, row)
 
-    def together(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
+    def keep_together(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Spans without the last tokens of beams whose search does not come to all of them in this step."""
         ready = set(rows[stops == self._slots.num_tokens[rows]].tolist())
         early: set[int] = set()
@@ -137,45 +136,44 @@ class BeamSearches:
     def rows_of(self, row: int) -> list[int]:
         """All rows of the request in this row, the row of the request itself first."""
         search = self._search_of.get(row)
-        return [row] if search is None else search.seats
+        return [row] if search is None else search.all_rows
 
-    def advance(self, rows: Index, sampled: Sampled, now_s: float) -> tuple[Index, Sampled, dict[int, str]]:
+    def advance(self, rows: Index, sampled: Sampled, now_s: float) -> tuple[Index, dict[int, str]]:
         """Choose for every search among the candidates of its beams, and book what was chosen.
 
-        Returns the rows [R] and the sampled tokens of all that is no beam, and the searches that end: the row
-        of their request, with the reason.
+        Returns which of the rows [R] are no beams, as indices, and the searches that end: the row of their
+        request, with the reason.
         """
         ends: dict[int, str] = {}
         index_of = {row: index for index, row in enumerate(rows.tolist())}
         for search in self._running():
             if search.rows[0] not in index_of:
                 continue
-            at, leader = [index_of[row] for row in search.rows], search.seats[0]
+            at, leader = [index_of[row] for row in search.rows], search.all_rows[0]
             if (sampled.tokens[at] < 0).any():
                 ends[leader] = "error"
-                self._slots.num_tokens[search.seats] += 1  # the token that failed, which `leave` takes back
+                self._slots.num_tokens[search.all_rows] += 1  # the failed token, which `leave` takes back
                 continue
             if search.leader.first_token_s is None:
                 search.leader.first_token_s = now_s
             self._step(search, [sampled.candidates[index] for index in at], self._tops(sampled, at))
             if search.is_over:
                 ends[leader] = search.hypotheses[0].finish_reason
-        single = np.flatnonzero(~np.isin(rows, list(self._search_of)))
-        return rows[single], sampled.take(single), ends
+        return np.flatnonzero(~np.isin(rows, list(self._search_of))), ends
 
     def suspend(self, row: int) -> Request:
         """Free all rows of a search; each beam's computed pages stay findable while nobody needs them."""
         search, slots = self._search_of[row], self._slots
         if search.has_begun:
             search.beams = [slots.requests[each] for each in search.rows]
-        first, *others = slots.num_computed[search.seats].tolist()
+        first, *others = slots.num_computed[search.all_rows].tolist()
         prompt = search.leader.num_prompt_tokens  # is computed once for all
         self._counters.lost_tokens += first + sum(max(0, each - prompt) for each in others)
-        for each in search.seats:
-            beam = self._residency.leave(each)
+        for each in search.all_rows:
+            beam = self._lifecycle.leave(each)
             beam.num_preemptions += beam is not search.leader
             del self._search_of[each]
-        search.seats = []
+        search.all_rows = []
         return search.leader
 
     def end(self, request: Request) -> None:
@@ -183,7 +181,7 @@ class BeamSearches:
         search = self._searches.pop(request.number, None)
         if search is None:
             return
-        for row in search.seats:
+        for row in search.all_rows:
             del self._search_of[row]
         request.tokens, request.logprobs = request.prompt, []
         if search.is_over:
@@ -192,7 +190,7 @@ class BeamSearches:
             request.logprobs = list(search.hypotheses[0].logprobs)
 
     def _running(self) -> list[BeamSearch]:
-        return [search for search in self._searches.values() if search.seats]
+        return [search for search in self._searches.values() if search.all_rows]
 
     def _tops(self, sampled: Sampled, at: Sequence[int]) -> list[TokenLogprobs] | None:
         """What the request asked to be told of each beam's next token."""
@@ -237,10 +235,10 @@ class BeamSearches:
     def _go_on(self, search: BeamSearch, parents: list[int], tokens: Index) -> None:
         """Bring each living beam into a row, from the beam that it continues, and book its token."""
         slots, before = self._slots, search.rows
-        search.rows = place(before, parents, search.seats)
+        search.rows = place(before, parents, search.all_rows)
         for row, parent in zip(search.rows, parents):
             if row != before[parent]:
-                self._residency.take_over(row, before[parent])
+                self._lifecycle.continue_beam(row, before[parent])
         at = slots.num_tokens[search.rows]
         slots.token_ids[search.rows, at] = tokens
         slots.num_tokens[search.rows] = at + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.paging.residency import Residency
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.request import Request
 from kv_cache.pages import Index
@@ -13,15 +13,12 @@ from kv_cache.pages import Index
 class ParallelSamples:
     """Samples of one prompt: the leader computes it, its followers fork from it when it is computed.
 
-    What was asked to be told of the prompt is told once, in a list that they share.
-
-    `row_of` is the scheduler's: the row of each running request, by its id.
+    The log-probabilities of the prompt are computed once, in a list that they share.
     """
 
-    def __init__(self, residency: Residency, waiting: WaitingQueue, row_of: dict[str, int]) -> None:
-        self._residency = residency
+    def __init__(self, lifecycle: SlotLifecycle, waiting: WaitingQueue) -> None:
+        self._lifecycle = lifecycle
         self._waiting = waiting
-        self._row_of = row_of
         self._leader_of: dict[str, Request] = {}
 
     def __len__(self) -> int:
@@ -55,14 +52,13 @@ class ParallelSamples:
         Those that find no free row queue up as requests of their own. `sampled` are the spans that yield a
         token; returns all of them, and the row that each token is for.
         """
-        slots, spans, owners = self._residency.slots, sampled.tolist(), rows[sampled].tolist()
+        slots, spans, owners = self._lifecycle.slots, sampled.tolist(), rows[sampled].tolist()
         for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
             for follower in self._release(slots.requests[row]):
                 follower.num_scored = follower.num_prompt_tokens - 1  # with this batch
                 if slots.num_free:
-                    self._row_of[follower.id] = self._residency.fork(row, follower)
                     spans.append(span)
-                    owners.append(self._row_of[follower.id])
+                    owners.append(self._lifecycle.fork(row, follower))
                 else:
                     self._waiting.push(follower)
         return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Which rows end with the token they just got, and why?"""
+"""Which rows end with the token they get, and why?"""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class StopConditions:
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
         return np.array(sorted(stops), dtype=np.int64)
 
-    def of(self, rows: Index, tokens: Index) -> dict[int, str]:
-        """The rows that end, with the reason, now that `tokens` are booked; -1 stands for no token."""
+    def of(self, rows: Index, tokens: Index, positions: Index) -> dict[int, str]:
+        """Which of these tokens end their row, by index, with the reason; -1 stands for no token."""
         slots = self._slots
         failed = tokens < 0
         stopped = self._stop_mask[tokens] & ~slots.ignore_eos[rows]
         for index in slots.own_stops[rows].nonzero()[0].tolist():
             stopped[index] |= int(tokens[index]) in slots.requests[rows[index]].params.stop_token_ids
-        over = failed | stopped | (slots.num_tokens[rows] >= slots.limit[rows])
+        over = failed | stopped | (positions + 1 >= slots.limit[rows])
         return {
-            int(rows[index]): "error" if failed[index] else "stop" if stopped[index] else "length"
+            index: "error" if failed[index] else "stop" if stopped[index] else "length"
             for index in over.nonzero()[0].tolist()
         }

@@ -6,7 +6,7 @@ from typing import Literal
 
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY
-from continuous_batching.paging.residency import Residency
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import Busy, Policy, Room, Waiting
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.request import Request
@@ -22,37 +22,34 @@ HeldBack = Literal["slots", "tokens", "policy", "pages"]
 class Admission:
     """Brings waiting requests into free rows while the policy, the slots and the pages allow it.
 
-    `held_back` says why the last `admit` left some waiting; None where it left none. `row_of` is the
-    scheduler's. With `outrank`, who is next preempts running requests of lower priority where slots or pages
-    run short.
+    `held_back` says why the last `admit` left some waiting; None where it left none. With `outrank`, who is
+    next preempts running requests of lower priority where slots or pages run short.
     """
 
     def __init__(
         self,
+        lifecycle: SlotLifecycle,
         waiting: WaitingQueue,
-        residency: Residency,
-        searches: BeamSearches,
+        beam_searches: BeamSearches,
+        preemption: Preemption,
         counters: Counters,
         policy: Policy,
-        preemption: Preemption,
-        row_of: dict[str, int],
         *,
         outrank: bool,
     ) -> None:
+        self._lifecycle = lifecycle
         self._waiting = waiting
-        self._policy = policy
-        self._residency = residency
-        self._searches = searches
-        self._counters = counters
+        self._beam_searches = beam_searches
         self._preemption = preemption
-        self._row_of = row_of
+        self._counters = counters
+        self._policy = policy
         self._outrank = outrank
         self.held_back: HeldBack | None = None
         self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
 
     def admit(self, max_batch_tokens: int, now_s: float) -> None:
         """Fill rows."""
-        residency, waiting, slots = self._residency, self._waiting, self._residency.slots
+        waiting, slots = self._waiting, self._lifecycle.slots
         self.held_back = "slots"
         if not slots.num_free and not self._is_outranked():
             return
@@ -88,7 +85,7 @@ class Admission:
             longs_left -= waiting.is_long(request)
             row = self._enter(request, matched, reserved, now_s)
             requests_left -= 1
-            if not residency.is_blocked(row):
+            if not self._lifecycle.matching.is_blocked(row):
                 tokens_left -= min(int(slots.num_tokens[row] - slots.num_computed[row]), room.chunk)
         self.held_back = ("tokens" if tokens_left <= 0 else "policy") if len(waiting) else None
 
@@ -98,45 +95,47 @@ class Admission:
         return request is not None and self._preemption.outranked(request) is not None
 
     def _room(self, max_batch_tokens: int, now_s: float) -> Room:
-        slots, running = self._residency.slots, self._residency.runnable()
+        slots, running = self._lifecycle.slots, self._lifecycle.runnable()
         computed = slots.num_computed[running]
-        busy = Busy(slots.num_tokens[running] - computed, computed)
+        busy = Busy(slots.num_tokens[running] - computed, computed, slots.decoding(running, computed))
         queue = Waiting(len(self._waiting), now_s - self._waiting.longest_since_s)
         self.held_back = "tokens" if int(busy.todo.sum()) >= max_batch_tokens else "policy"
         return self._policy.room(busy, max_batch_tokens, queue)
 
     def _num_spare(self) -> int:
         """Pages that are neither held nor promised to a row for what it knows already."""
-        return self._residency.tables.num_available - self._residency.num_promised()
+        return self._lifecycle.tables.num_available - self._lifecycle.num_promised()
 
     def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
         """Give it a row, and count what a newcomer brings and finds."""
-        residency, first_time = self._residency, not request.num_preemptions
+        lifecycle, first_time = self._lifecycle, not request.num_preemptions
         if first_time:
             request.admitted_s = now_s
-            residency.count_lookup(request, matched)
+            lifecycle.matching.count_lookup(request, matched)
         self._waiting.remove(request)
-        self._row_of[request.id] = row = residency.enter(request, matched, reserved)
+        row = lifecycle.enter(request, matched, reserved)
         if request.params.beam_width:
-            self._searches.seat(request, row, reserved)
+            self._beam_searches.take_rows(request, row, reserved)
         if first_time:
             self._counters.prompt_tokens += request.num_prompt_tokens
             if self._waiting.shares:
-                missing = request.num_prompt_tokens - int(residency.slots.num_computed[row])
+                missing = request.num_prompt_tokens - int(lifecycle.slots.num_computed[row])
                 self._waiting.shares.charge_prompt(request, missing)
         return row
 
     def _pages(self, request: Request, matched: Index, reserved: int) -> int:
         """Pages that a newcomer takes from those that are available, for so many tokens."""
         shared = matched[matched > 0]  # resting ones take pages like what is computed
-        idle = int((self._residency.tables.pool.holders[shared] == 1).sum())  # these counted as available
-        wanted = -(-reserved // self._residency.slots.page_size) - len(shared) + idle
-        return wanted + self._searches.extra_pages(request, reserved) if request.params.beam_width else wanted
+        idle = int((self._lifecycle.tables.pool.holders[shared] == 1).sum())  # these counted as available
+        wanted = -(-reserved // self._lifecycle.slots.page_size) - len(shared) + idle
+        if request.params.beam_width:
+            wanted += self._beam_searches.extra_pages(request, reserved)
+        return wanted
 
     def _match(self, request: Request) -> Index:
         """What the head of the queue can share; searched again only when the cache has changed."""
         number, version, matched = self._head
-        if number != request.number or version != self._residency.prefix.version:
-            matched = self._residency.find(request)
-            self._head = (request.number, self._residency.prefix.version, matched)
+        if number != request.number or version != self._lifecycle.prefix.version:
+            matched = self._lifecycle.find(request)
+            self._head = (request.number, self._lifecycle.prefix.version, matched)
         return matched

@@ -52,6 +52,7 @@ class InFlight:
     def advance(self) -> None:
         """Book the one batch in flight as done, with tokens of no value."""
         assert len(self._batches) == 1, f"the host is {len(self._batches)} batches ahead already"
+        assert not self.last.num_drafts, "how many tokens a draft brings is not known ahead"
         slots, batch = self._slots, self.last
         rows = batch.owners[~np.isin(batch.owners, list(self.outrun))] if self.outrun else batch.owners
         slots.num_computed[batch.slots] = batch.stops

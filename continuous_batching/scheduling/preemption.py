@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.counters import Counters
-from continuous_batching.paging.residency import Residency
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.sampling.beam_search import BeamSearches
@@ -18,36 +18,33 @@ class Preemption:
     """Takes rows from requests, which wait again and later get the same tokens.
 
     The beams of one request go together.
-    `row_of` is the scheduler's: the row of each running request, by its id.
     """
 
     def __init__(
         self,
+        lifecycle: SlotLifecycle,
         waiting: WaitingQueue,
-        residency: Residency,
-        searches: BeamSearches,
+        beam_searches: BeamSearches,
+        in_flight: InFlight,
         counters: Counters,
         victim: Victim,
-        row_of: dict[str, int],
-        flight: InFlight,
     ) -> None:
-        self._residency = residency
-        self._searches = searches
+        self._lifecycle = lifecycle
         self._waiting = waiting
+        self._beam_searches = beam_searches
+        self._in_flight = in_flight
         self._counters = counters
         self.victim = victim
-        self._row_of = row_of
-        self._flight = flight
 
     def make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Give every span its pages, preempting until there are enough; returns the spans that are left."""
-        tables, slots = self._residency.tables, self._residency.slots
+        tables, slots = self._lifecycle.tables, self._lifecycle.slots
         missing = tables.missing(rows, stops)
         while (total := int(missing.sum())) + tables.num_copies(rows) > tables.num_available:
             others = self._others()
             assert len(others), f"row {slots.busy[0]} is alone and finds no page"
             victim = self.victim(slots, others)
-            kept = ~np.isin(rows, self._searches.rows_of(victim))
+            kept = ~np.isin(rows, self._beam_searches.rows_of(victim))
             self.preempt(victim)
             rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
         if total or tables.forked:
@@ -67,17 +64,17 @@ class Preemption:
         It must also stand behind the waiting one in the queue's order, which is the same at any time: so a
         request can be preempted only by those that would have gone before it, and these are bounded.
         """
-        slots = self._residency.slots
+        slots = self._lifecycle.slots
         rows = self._others()[::-1]  # the youngest first, which goes of equal ones
         lower = rows[slots.priority[rows] < request.priority]
         if not len(lower):
             return None
-        row, *_ = self._searches.rows_of(int(lower[np.argmin(slots.priority[lower])]))
+        row, *_ = self._beam_searches.rows_of(int(lower[np.argmin(slots.priority[lower])]))
         return row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None
 
     def free_pages(self, num_pages: int) -> None:
         """Preempt until no more than so many pages are held by rows, the oldest last."""
-        pool, prefix, slots = self._residency.tables.pool, self._residency.prefix, self._residency.slots
+        pool, prefix, slots = self._lifecycle.tables.pool, self._lifecycle.prefix, self._lifecycle.slots
         while pool.num_held - prefix.num_idle > num_pages:
             others = self._others()
             self.preempt(self.victim(slots, others if len(others) else slots.busy))
@@ -87,19 +84,18 @@ class Preemption:
 
         Without a host pool, or where that is full, what it computed is lost but for what stays cached.
         """
-        assert not self._flight.holds(row), f"row {row} was preempted while the device computes it"
+        assert not self._in_flight.holds(row), f"row {row} was preempted while the device computes it"
         self._counters.preemptions += 1
-        num_computed = int(self._residency.slots.num_computed[row])
-        searching = row in self._searches
-        request = self._searches.suspend(row) if searching else self._residency.swap_out(row)
+        num_computed = int(self._lifecycle.slots.num_computed[row])
+        searching = row in self._beam_searches
+        request = self._beam_searches.suspend(row) if searching else self._lifecycle.swap_out(row)
         if request is None:
-            request = self._residency.leave(row)
+            request = self._lifecycle.leave(row)
             self._counters.lost_tokens += num_computed
-        del self._row_of[request.id]
         request.num_preemptions += 1
         self._waiting.push(request)
 
     def _others(self) -> Index:
         """All rows but those of the oldest request."""
-        busy = self._residency.slots.busy
-        return busy[len(self._searches.rows_of(int(busy[0]))) :]
+        busy = self._lifecycle.slots.busy
+        return busy[len(self._beam_searches.rows_of(int(busy[0]))) :]

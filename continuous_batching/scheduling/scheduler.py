@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import NO_BATCH, Batch, Sampled
+from continuous_batching.batch import NO_BATCH, Batch, Booked, Sampled, ragged_ranges
 from continuous_batching.counters import Counters
 from continuous_batching.paging.compaction import Compaction
 from continuous_batching.paging.page_tables import EMPTY
-from continuous_batching.paging.residency import Residency
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import Busy, Policy
 from continuous_batching.queueing.limits import QueueGate, QueueLimits
 from continuous_batching.queueing.waiting_queue import WaitingQueue
@@ -16,6 +16,7 @@ from continuous_batching.request import Request
 from continuous_batching.sampling.beam_search import BeamSearches
 from continuous_batching.sampling.parallel_samples import ParallelSamples
 from continuous_batching.sampling.stopping import StopConditions
+from continuous_batching.sampling.verification import accepted
 from continuous_batching.scheduling.admission import Admission, HeldBack
 from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.scheduling.preemption import Preemption
@@ -38,7 +39,7 @@ class Scheduler:
     chance but from `seed`.
 
     `vocab_size` and `eos_token_ids` are the model's. `waiting` is an empty queue of the order that is wanted
-    (None: first come, first served), `bounds` what is refused or given up; with `outrank`, who is next
+    (None: first come, first served), `limits` what is refused or given up; with `outrank`, who is next
     preempts running requests of lower priority where slots or pages run short. `max_shared_tokens` bounds
     the prefix that may be shared and the prompts that may share (None: unbounded), for models whose keys
     depend on the length of their prompt. With a `host_pool`, what a preempted request alone has computed
@@ -57,7 +58,7 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         waiting: WaitingQueue | None = None,
-        bounds: QueueLimits | None = None,
+        limits: QueueLimits | None = None,
         outrank: bool = False,
         victim: Victim = youngest,
         host_pool: PagePool | None = None,
@@ -70,8 +71,9 @@ class Scheduler:
         check_budget(max_batch_tokens, policy, slots)
         self.slots = slots
         self.pool = pool
+        self.host_pool = host_pool
         self.counters = Counters()
-        self.residency = Residency(
+        self.lifecycle = SlotLifecycle(
             slots,
             pool,
             self.counters,
@@ -79,26 +81,33 @@ class Scheduler:
             max_shared_tokens=max_shared_tokens,
             host=host_pool,
         )
+        self.prefix, self.tables = self.lifecycle.prefix, self.lifecycle.tables
         self.waiting = WaitingQueue() if waiting is None else waiting
-        self._gate = QueueGate(bounds or QueueLimits(), self.waiting)
-        self._policy = policy
+        self.in_flight = InFlight(slots)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
+        self._policy = policy
         self._vocab_size = vocab_size
-        self._endings = StopConditions(slots, vocab_size, eos_token_ids)
-        self._searches = BeamSearches(self.residency, self._endings, self.counters)
-        self._compaction = Compaction(self.residency.tables, compact_every_steps, compact_pages_per_step)
+        self._gate = QueueGate(limits or QueueLimits(), self.waiting)
+        self._stop_conditions = StopConditions(slots, vocab_size, eos_token_ids)
+        self._beam_searches = BeamSearches(self.lifecycle, self._stop_conditions, self.counters)
+        self._parallel_samples = ParallelSamples(self.lifecycle, self.waiting)
+        self.preemption = Preemption(
+            self.lifecycle, self.waiting, self._beam_searches, self.in_flight, self.counters, victim
+        )
+        self._admission = Admission(
+            self.lifecycle,
+            self.waiting,
+            self._beam_searches,
+            self.preemption,
+            self.counters,
+            policy,
+            outrank=outrank,
+        )
+        self._compaction = Compaction(self.tables, compact_every_steps, compact_pages_per_step)
+        self._outrank = outrank
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
-        self._row_of: dict[str, int] = {}
-        held = self.residency, self._searches, self.counters
-        self.flight = InFlight(slots)
-        self.preemption = Preemption(self.waiting, *held, victim, self._row_of, self.flight)
-        self._admission = Admission(
-            self.waiting, *held, policy, self.preemption, self._row_of, outrank=outrank
-        )
-        self._outrank = outrank
         self._committed_s = 0.0
-        self._followers = ParallelSamples(self.residency, self.waiting, self._row_of)
 
     @property
     def has_work(self) -> bool:
@@ -114,8 +123,8 @@ class Scheduler:
         """Queue a request; raises ValueError, with nothing changed, if it could never be served, and
         QueueFull, which is one, if too much waits before it."""
         self.check(request)
-        self._gate.check(request, len(self._followers))
-        request.page_keys = self.residency.keys(request)
+        self._gate.check(request, len(self._parallel_samples))
+        request.page_keys = self.lifecycle.matching.keys(request)
         for each in (request, *request.followers):
             each.number = self._num_arrived
             self._num_arrived += 1
@@ -124,18 +133,19 @@ class Scheduler:
             if each.seed is None:
                 each.seed = int(self._random.integers(2**63))
             self._gate.watch(each)
-        self._followers.add(request)
+        self._parallel_samples.add(request)
         if request.params.beam_width:
-            self._num_arrived += self._searches.add(request)
+            self._num_arrived += self._beam_searches.add(request)
         self.waiting.push(request)
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that could never be served, or not beside those that are here."""
         check_samples(request)
         for each in (request, *request.followers):
-            if each.id in self._row_of or each.id in self._followers or self.waiting.find(each.id):
+            is_running = self.slots.find(each.id) is not None
+            if is_running or each.id in self._parallel_samples or self.waiting.find(each.id):
                 raise ValueError(f"request {each.id} is being served already; give each an id of its own")
-            stops = self._endings.stop_tokens(each.params)
+            stops = self._stop_conditions.stop_tokens(each.params)
             check_request(each, self._vocab_size, stops, self.slots, self.pool)
 
     def end(self, request_id: str, reason: str) -> Request | None:
@@ -146,16 +156,16 @@ class Scheduler:
         request = self.waiting.find(request_id)
         if request is not None:
             self.waiting.remove(request)
-            self.residency.swap.forget(request)
-            self._searches.end(request)
-            self._followers.part(request)
+            self.lifecycle.swap.forget(request)
+            self._beam_searches.end(request)
+            self._parallel_samples.part(request)
             request.finish_reason = reason
             return request
-        request = self._followers.end(request_id)
+        request = self._parallel_samples.end(request_id)
         if request is not None:
             request.finish_reason = reason
             return request
-        row = self._row_of.get(request_id)
+        row = self.slots.find(request_id)
         if row is None:
             return None
         return self._finish(row, reason)
@@ -171,13 +181,14 @@ class Scheduler:
     def can_look_ahead(self) -> bool:
         """Whether the next batch can be made while the last is in flight.
 
-        Not where it depends on which tokens come: forks, beams, what edits logits; nor where a row may be
-        preempted, for pages or by rank, because its request would not know its last token.
+        Not where it depends on which tokens come: forks, beams, drafts, what edits logits; nor where a row
+        may be preempted, for pages or by rank, because its request would not know its last token.
         """
-        slots, tables, busy = self.slots, self.residency.tables, self.slots.busy
-        if len(self.flight) != 1 or len(self._followers) or len(self._searches):
+        slots, tables, busy = self.slots, self.tables, self.slots.busy
+        if len(self.in_flight) != 1 or len(self._parallel_samples) or len(self._beam_searches):
             return False
-        if (self._outrank and len(self.waiting)) or not slots.plain[self.flight.last.owners].all():
+        last = self.in_flight.last
+        if (self._outrank and len(self.waiting)) or last.num_drafts or not slots.plain[last.owners].all():
             return False
         missing = int(tables.missing(busy, slots.num_tokens[busy] + 1).sum())
         return missing + len(tables.forked) <= tables.num_available
@@ -187,83 +198,125 @@ class Scheduler:
 
         With a batch in flight, only where `can_look_ahead` says so.
         """
-        ahead = len(self.flight) > 0
+        ahead = len(self.in_flight) > 0
         if ahead:
             assert self.can_look_ahead, "the next batch depends on the one in flight"
-            self.flight.advance()
-        self.residency.withheld = self.flight.withheld() if ahead else EMPTY
-        self.residency.prefix.history.now_s = now_s
+            self.in_flight.advance()
+        self.lifecycle.withheld = self.in_flight.withheld() if ahead else EMPTY
         if len(self.waiting):
             self._admission.admit(self.max_batch_tokens, now_s)
             self._gate.measure(now_s)
         slots = self.slots
-        if self._searches:
-            self._searches.part()
-        rows = self.residency.runnable()
+        if self._beam_searches:
+            self._beam_searches.start_beams()
+        rows = self.lifecycle.runnable()
         if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
             return NO_BATCH
         self._compaction.step(self.counters.steps)
         starts = slots.num_computed[rows]
-        todo = slots.num_tokens[rows] - starts
-        if todo.sum() > len(todo):
-            todo = self._policy.share(Busy(todo, starts), self.max_batch_tokens)
+        todo, decodes = slots.num_tokens[rows] - starts, slots.decoding(rows, starts)
+        if not decodes.all():
+            todo = self._policy.share(Busy(todo, starts, decodes), self.max_batch_tokens)
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
         stops = starts + todo
-        if self._searches:
-            rows, starts, stops = self._searches.together(rows, starts, stops)
+        if self._beam_searches:
+            rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
+        stops, num_drafts = self._with_drafts(rows, stops)
         rows, starts, stops = self.preemption.make_room(rows, starts, stops)
-        sampled = (stops == slots.num_tokens[rows]).nonzero()[0]
-        owners = rows[sampled]
-        in_flight = rows
-        if len(self._followers):
-            sampled, owners = self._followers.fork(rows, sampled)
-            in_flight = np.union1d(rows, owners)
+        sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
+        owners, involved = rows[sampled], rows
+        if len(self._parallel_samples):
+            sampled, owners = self._parallel_samples.fork(rows, sampled)
+            involved = np.union1d(rows, owners)
         if not len(rows):  # as above
             return NO_BATCH
-        changes, unknown = self.residency.tables.take_changes(), self.flight.is_unknown(rows)
-        batch = Batch(rows, starts, stops, sampled, owners, *changes, unknown)
-        self.flight.launch(batch, in_flight, now_s)
+        targets = stops[sampled]
+        if num_drafts:
+            known = np.minimum(slots.num_tokens[owners], targets)
+            counts = targets + 1 - known
+            sampled, owners = np.repeat(sampled, counts), np.repeat(owners, counts)
+            targets = ragged_ranges(known, targets + 1)
+        copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)
+        batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts)
+        self.in_flight.launch(batch, involved, now_s)
         return batch
 
-    def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> list[Request]:
-        """Book what the device computed; returns the requests that ended with it."""
-        slots, outrun = self.slots, self.flight.outrun
-        in_flight, scheduled_s = self.flight.land(batch)
-        rows, failed = batch.owners, batch.owners[sampled.tokens < 0]
+    def _with_drafts(self, rows: Index, stops: Index) -> tuple[Index, int]:
+        """Let spans that reach their row's last token go on over its drafts, if there are free pages for all;
+        returns where spans stop, and the number of drafts in them."""
+        slots = self.slots
+        drafts = slots.num_drafts[rows]
+        if not drafts.any():
+            return stops, 0
+        drafts = np.where(stops == slots.num_tokens[rows], drafts, 0)
+        longer: Index = stops + drafts
+        missing = int(self.tables.missing(rows, longer).sum()) + self.tables.num_copies(rows)
+        return (longer, int(drafts.sum())) if missing <= self.pool.num_free else (stops, 0)
+
+    def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> Booked:
+        """Book what the device computed.
+
+        Of a row with drafts those tokens are booked that follow right drafts alone, up to the one that ends
+        the request.
+        """
+        slots, outrun = self.slots, self.in_flight.outrun
+        in_flight, scheduled_s = self.in_flight.land(batch)
+        rows, positions = batch.owners, batch.targets
+        over = self._stop_conditions.of(rows, sampled.tokens, positions)
+        if batch.num_drafts:
+            counted = self._counted(batch, sampled, over)
+            rows, positions, sampled = rows[counted], positions[counted], sampled.take(counted)
+            over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
+        booked = rows, sampled
+        failed = rows[sampled.tokens < 0]
         # nobody may come to hold what a failed row computed, not even within this commit
         wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
-        self.residency.publish_prompts(in_flight[~np.isin(in_flight, wrong)] if wrong else in_flight)
-        if outrun:
-            counted = np.flatnonzero(~np.isin(rows, list(outrun)))
-            rows, sampled = rows[counted], sampled.take(counted)
-        ends: dict[int, str] = {}
-        if self._searches:
-            rows, sampled, ends = self._searches.advance(rows, sampled, now_s)
-        at = slots.num_tokens[rows]
-        slots.token_ids[rows, at] = sampled.tokens
-        slots.num_tokens[rows] = at + 1
+        self.lifecycle.matching.publish_prompts(in_flight[~np.isin(in_flight, wrong)] if wrong else in_flight)
+        ends = {int(rows[index]): reason for index, reason in over.items()}
+        if outrun or self._beam_searches:
+            kept = np.flatnonzero(~np.isin(rows, list(outrun)))
+            rows, positions, sampled = rows[kept], positions[kept], sampled.take(kept)
+            single, of_searches = self._beam_searches.advance(rows, sampled, now_s)
+            rows, positions, sampled = rows[single], positions[single], sampled.take(single)
+            ends = of_searches | {row: ends[row] for row in rows.tolist() if row in ends}
+        slots.token_ids[rows, positions] = sampled.tokens
+        slots.num_tokens[rows] = positions + 1
         slots.tell(rows, sampled)
-        for row in rows[at == slots.num_prompt[rows]].tolist():
+        for row in rows[positions == slots.num_prompt[rows]].tolist():
             slots.requests[row].first_token_s = now_s
         counters = self.counters
         counters.steps += 1
         counters.computed_tokens += batch.num_tokens
-        counters.sampled_tokens += len(batch.owners)
+        counters.sampled_tokens += len(booked[0])
         self._policy.observe(batch, now_s - max(scheduled_s, self._committed_s))
         self._committed_s = now_s
         if self.waiting.shares:
-            self.waiting.shares.charge_answers(batch.owners)
-        finished = self._end_rows(rows, sampled.tokens, ends, now_s)
+            self.waiting.shares.charge_answers(booked[0])
+        finished = [self._finish(row, reason) for row, reason in ends.items()]
+        for request in finished:
+            request.finish_s = now_s
         if outrun:
-            for row, has_failed in self.flight.take_landed().items():
-                self.residency.vacate(row, failed=has_failed or row in failed)
-        return finished
+            for row, has_failed in self.in_flight.take_landed().items():
+                self.lifecycle.vacate(row, failed=has_failed or row in failed)
+        return Booked(*booked, finished)
 
-    def compact(self) -> int:
-        """Bring all held pages to the low end before the next batch; returns how many move."""
-        assert not len(self.flight), "pages moved under a batch in flight"
-        return self.residency.tables.compact(self.pool.num_pages)
+    def _counted(self, batch: Batch, sampled: Sampled, over: dict[int, str]) -> Index:
+        """The tokens that count, as indices: after right drafts, and none after one that ends its request.
+        Keys and values of drafts after these are not counted as computed."""
+        slots = self.slots
+        counted = accepted(batch, sampled.tokens, slots.token_ids)
+        ended: set[int] = set()
+        kept = []
+        for index, row in zip(counted.tolist(), batch.owners[counted].tolist()):
+            if row not in ended:
+                kept.append(index)
+                if index in over:
+                    ended.add(row)
+        counted = np.array(kept, dtype=np.int64)
+        slots.num_computed[batch.owners[counted]] = batch.targets[counted]
+        slots.num_drafts[batch.slots] = 0
+        return counted
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
         """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.
@@ -272,33 +325,24 @@ class Scheduler:
         `give_up` says whether idle cached pages may be evicted ("cached"), and rows preempted
         ("running"), for it. Every request that was accepted still fits.
         """
-        assert not len(self.flight), "pages were cut off under a batch in flight"
-        pool, prefix, tables, slots = self.pool, self.residency.prefix, self.residency.tables, self.slots
-        accepted = [*self.waiting.requests, *slots.requests[slots.busy], *self._followers.requests]
-        check_resize(num_pages, give_up, pool, prefix.num_idle, slots.page_size, accepted)
+        assert not len(self.in_flight), "pages were cut off under a batch in flight"
+        pool, tables, slots = self.pool, self.tables, self.slots
+        taken = [*self.waiting.requests, *slots.requests[slots.busy], *self._parallel_samples.requests]
+        check_resize(num_pages, give_up, pool, self.prefix.num_idle, slots.page_size, taken)
         self.preemption.free_pages(num_pages - 1)
         tables.evict(max(0, pool.num_held - (num_pages - 1)))
         tables.compact(pool.num_pages)
         tables.resize(num_pages)
 
-    def _end_rows(self, rows: Index, tokens: Index, ends: dict[int, str], now_s: float) -> list[Request]:
-        """End what these tokens end, beside what is to end already."""
-        over = self._endings.of(rows, tokens)
-        finished = [self._finish(row, reason) for row, reason in (ends | over).items()]
-        for request in finished:
-            request.finish_s = now_s
-        return finished
-
     def _finish(self, row: int, reason: str) -> Request:
-        rows, failed = self._searches.rows_of(row), reason == "error"
-        in_flight = any(self.flight.holds(each) for each in rows) if len(self.flight) else False
+        rows, failed = self._beam_searches.rows_of(row), reason == "error"
+        in_flight = any(self.in_flight.holds(each) for each in rows) if len(self.in_flight) else False
         for each in rows if in_flight else ():
-            self.flight.outrun_by(each, failed=failed)
-        leave = self.residency.settle if in_flight else self.residency.leave
+            self.in_flight.outrun_by(each, failed=failed)
+        leave = self.lifecycle.settle if in_flight else self.lifecycle.leave
         request, *_ = [leave(each, failed=failed) for each in rows]
-        self._searches.end(request)
-        del self._row_of[request.id]
-        self._followers.part(request)
+        self._beam_searches.end(request)
+        self._parallel_samples.part(request)
         request.finish_reason = reason
         if reason == "error":
             request.error = f"request {request.id}: the model's logits were not finite"

@@ -82,7 +82,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     if recipe.scheduler.record is not None:
         limits = replace(limits, num_pages=sizing.num_pages)
         facts = facts_of(recipe.scheduler, recipe.cache, limits)
-        engine.recorder = Recorder(recipe.scheduler.record, facts)
+        engine.observer = Recorder(recipe.scheduler.record, facts)
     return engine
 
 

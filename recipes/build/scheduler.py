@@ -56,7 +56,7 @@ def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -
         PagePool(limits.num_pages),
         policy(asked),
         waiting=waiting(asked, slots),
-        bounds=QueueLimits(
+        limits=QueueLimits(
             max_waiting_requests=asked.max_waiting_requests or ALL,
             max_waiting_tokens=asked.max_waiting_tokens or ALL,
             max_queue_wait_s=asked.max_queue_wait_s or math.inf,

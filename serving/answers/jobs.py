@@ -177,7 +177,7 @@ class Run:
 
     def _read(self, step: Step) -> list[Request]:
         """The requests whose text has come to a stop string."""
-        rows = step.batch.owners
+        rows = step.owners
         stopped = []
         for row, token in zip(rows.tolist(), step.sampled.tokens.tolist()):
             request: Request = self._engine.slots.requests[row]

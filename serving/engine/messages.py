@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from continuous_batching.counters import Counters
-from continuous_batching.paging.gauges import Gauges
+from continuous_batching.inspection import Usage
 from continuous_batching.request import SamplingParams, TokenLogprobs
 
 
@@ -132,10 +132,10 @@ class Stepped(Message):
 class Beat(Message):
     """A sign of life, a few times a second."""
 
-    gauges: Gauges
+    gauges: Usage
     counters: Counters
     held_back: str | None  # what the head of the queue waits for
-    shared_pages: int  # as `Ledger`'s, and as old as the last recount
+    shared_pages: int  # as `Recount`'s, and as old as the last recount
     wrong_pages: int
 
 

@@ -23,8 +23,7 @@ import numpy as np
 import zmq
 
 from continuous_batching.engine import Engine, Step
-from continuous_batching.paging.gauges import read as read_gauges
-from continuous_batching.paging.inspection import Ledger, recount
+from continuous_batching.inspection import Recount, recount, usage
 from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.request import Request
 from continuous_batching.scheduling.validation import longest_allowed
@@ -70,7 +69,7 @@ class Worker:
         # Of those, the ones without a token so far; and whose prompt's log-probabilities are to be told then
         self._silent: dict[int, list[Request]] = {}
         self._beat_s = -np.inf
-        self._ledger = Ledger(0, 0)
+        self._ledger = Recount(0, 0)
         self._recount_s = -np.inf  # when the next is due
 
     def serve(self) -> None:
@@ -138,7 +137,7 @@ class Worker:
 
     def _tell_step(self, step: Step) -> None:
         streams, tokens, logprobs, begun = [], [], [], []
-        for index, (row, token) in enumerate(zip(step.batch.owners.tolist(), step.sampled.tokens.tolist())):
+        for index, (row, token) in enumerate(zip(step.owners.tolist(), step.sampled.tokens.tolist())):
             request = self._engine.slots.requests[row]
             stream = self._stream_of.get(request.id)
             if stream is None or token < 0 or request.params.beam_width:
@@ -197,12 +196,12 @@ class Worker:
         if now_s >= self._beat_s + BEAT_S:
             self._beat_s = now_s
             scheduler = self._engine.scheduler
-            gauges = read_gauges(scheduler, self._facts.page_bytes)
+            gauges = usage(scheduler, self._facts.page_bytes)
             ledger = self._recount(now_s)
             num_shared = min(ledger.shared_pages, gauges.held_pages)  # the recount may be of a while ago
             self._tell(Beat(gauges, scheduler.counters, scheduler.held_back, num_shared, ledger.wrong_pages))
 
-    def _recount(self, now_s: float) -> Ledger:
+    def _recount(self, now_s: float) -> Recount:
         """The last ledger, or another where that costs a thousandth of the time."""
         if now_s >= self._recount_s:
             before, self._ledger = self._ledger, recount(self._engine.scheduler)
@@ -220,7 +219,7 @@ class Worker:
             rows[row] = (stream, *map(int, counts))
         holders = scheduler.pool.holders
         cached = np.zeros(len(holders), dtype=np.uint8)
-        cached[scheduler.residency.prefix.pages] = 1
+        cached[scheduler.prefix.pages] = 1
         return View(rows, np.minimum(holders, 255).astype(np.uint8).tobytes(), cached.tobytes())
 
     def _tell(self, message: FromEngine) -> None:
@@ -234,7 +233,7 @@ def _between(since_s: float | None, until_s: float | None) -> float | None:
 def facts_of(engine: Engine, device: str) -> Facts:
     """What the server needs to know of an engine."""
     config, scheduler = engine.runner.config, engine.scheduler
-    page_size, host = engine.slots.page_size, scheduler.residency.swap.pool
+    page_size, host = engine.slots.page_size, scheduler.host_pool
     return Facts(
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,

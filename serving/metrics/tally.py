@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from continuous_batching.paging.gauges import Gauges
+from continuous_batching.inspection import Usage
 from serving.engine.messages import Beat, Ended, Facts, StepTimes
 from serving.metrics import histogram
 from serving.metrics.histogram import Histogram
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from serving.answers.answers import Answer
 
 _MOST_INTERVALS = 1000
-NO_GAUGES = Gauges(*[0] * 5, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
+NO_GAUGES = Usage(*[0] * 5, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
 REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
 ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
 ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")
@@ -83,7 +83,7 @@ class Tally(Observer):
         self.overhead_us = Histogram((10, 50, 100, 500, 1000, 5000))
 
     @property
-    def gauges(self) -> Gauges:
+    def gauges(self) -> Usage:
         """Of the engine's last sign of life; all 0 without an engine."""
         return NO_GAUGES if self._beat is None else self._beat.gauges
 

@@ -77,7 +77,6 @@ class Bench:
         self.free = [int(page) for page in 1 + self.rng.permutation(num_pages - 1)]
         self.page_table = np.zeros((ROWS, max_pages), np.int32)
         self.told = [Told() for _ in range(ROWS)]
-        self.new_pages: list[tuple[int, int, int]] = []
 
     def leave(self, row: int) -> None:
         """The request of a row goes; what it wrote turns to NaN, its stale page numbers stay."""
@@ -95,12 +94,9 @@ class Bench:
         for row, stop in zip(spans, stops.tolist()):
             pages = self.told[row].pages
             while len(pages) * self.shape.page_size < stop:
-                self.new_pages.append((row, len(pages), self.free[-1]))
                 self.page_table[row, len(pages)] = self.free[-1]
                 pages.append(self.free.pop())
-        columns = np.array(self.new_pages, np.int64).reshape(-1, 3).T
-        self.new_pages = []
-        batch = Batch(np.array(list(spans), np.int64), starts, stops, NOTHING, NOTHING, tuple(columns))  # type: ignore[arg-type]
+        batch = Batch(np.array(list(spans), np.int64), starts, stops, NOTHING, NOTHING, NOTHING)
         metadata = self.attention.plan(batch, self.page_table)
         for layer in self.layers:
             self._step_layer(layer, spans, metadata)

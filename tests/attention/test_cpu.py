@@ -82,9 +82,7 @@ class Layer:
         """Compute spans (start, stop) of rows; the row `broken` has NaN everywhere."""
         rows = np.array(list(spans))
         starts, stops = np.array(list(spans.values()), np.int64).T.copy()
-        metadata = self.attention.plan(
-            Batch(rows, starts, stops, NOTHING, NOTHING, (NOTHING,) * 3), self.page_table
-        )
+        metadata = self.attention.plan(Batch(rows, starts, stops, NOTHING, NOTHING, NOTHING), self.page_table)
         parts = [self._tokens(row, start, stop, row == broken) for row, (start, stop) in spans.items()]
         query, key, value = (torch.cat(each) for each in zip(*parts))
         keys, values = self.cache.keys[0], self.cache.values[0]
@@ -126,7 +124,7 @@ def test_a_broken_request_breaks_no_other(start: int) -> None:
 def test_filling_rows_are_neither_written_nor_answered_wrongly() -> None:
     layer = Layer()
     attention, cache = layer.attention, layer.cache
-    batch = Batch(np.array([1]), np.array([0]), np.array([9]), NOTHING, NOTHING, (NOTHING,) * 3)
+    batch = Batch(np.array([1]), np.array([0]), np.array([9]), NOTHING, NOTHING, NOTHING)
     metadata = attention.plan(batch, layer.page_table)
     query, key, value = layer._tokens(1, 0, 16, False)
     attention.write(key, value, cache.keys[0], cache.values[0], metadata)

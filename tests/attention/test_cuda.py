@@ -47,7 +47,7 @@ class World:
         """What each span gets, and what it leaves in the cache, where nothing else has been written."""
         slots = np.array(list(spans), np.int64)
         starts, stops = (np.array(each, np.int64) for each in zip(*spans.values()))
-        batch = Batch(slots, starts, stops, NOTHING, NOTHING, (NOTHING, NOTHING, NOTHING))
+        batch = Batch(slots, starts, stops, NOTHING, NOTHING, NOTHING)
         size, (_, keys, values) = self.shape.page_size, self.told
         num_pages = 1 + self.page_table.size
         cached = [torch.full((num_pages, size, *keys.shape[2:]), torch.nan, dtype=keys.dtype) for _ in "kv"]
@@ -129,9 +129,7 @@ def test_a_long_decode_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     sized = shape(windows=(None, 70), head_dim=128)
     world, attention = World(sized, 2, 200, seed=3), CudaAttention(sized, DEVICE)
     spans = {1: (190, 191), 0: (150, 153)}
-    batch = Batch(
-        np.array([1, 0]), np.array([190, 150]), np.array([191, 153]), NOTHING, NOTHING, (NOTHING,) * 3
-    )
+    batch = Batch(np.array([1, 0]), np.array([190, 150]), np.array([191, 153]), NOTHING, NOTHING, NOTHING)
     launches = attention.plan(batch, world.page_table).launches
     assert all(len(each.joins) == 4 and len(each.tiles) > 4 for each in launches.values())
     agree(world, attention, spans)

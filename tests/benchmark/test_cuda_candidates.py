@@ -137,7 +137,7 @@ def test_a_candidate_is_asked_for_the_attention_of_the_engine(
     starts, stops = np.array([20, 0, 31]), np.array([21, 40, 37])
     table = np.zeros((4, 3), np.int32)
     table[[0, 2, 3]] = [[5, 9, 0], [1, 7, 3], [4, 2, 8]]
-    batch = Batch(np.array([0, 2, 3]), starts, stops, NOTHING, NOTHING, (NOTHING,) * 3)
+    batch = Batch(np.array([0, 2, 3]), starts, stops, NOTHING, NOTHING, NOTHING)
     query = torch.randn(batch.num_tokens, 4, 32, generator=random)
     metadata = attention.plan(batch, table)
 
@@ -160,7 +160,7 @@ def test_a_candidate_is_asked_for_the_attention_of_the_engine(
 def test_a_candidate_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "DEVICE", "cpu")
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    batch = Batch(np.array([0]), np.array([0]), np.array([3]), NOTHING, NOTHING, (NOTHING,) * 3)
+    batch = Batch(np.array([0]), np.array([0]), np.array([3]), NOTHING, NOTHING, NOTHING)
     with pytest.raises(ValueError, match=r"^flashinfer: import of flashinfer halted"):
         candidates.made(
             "flashinfer", torch.ones(3, 4, 32), batch, np.zeros((1, 1), np.int32), Attention(SHAPE)

@@ -97,13 +97,12 @@ def searched(
 
 
 class ChecksumRunner:
-    """Runs batches with a device-side page table of its own, fed only by `batch.new_pages`."""
+    """Runs batches. What a place holds depends on all tokens before it, so no answer is right by chance."""
 
     def __init__(self, slots: SlotPool, pool: PagePool, host_pool: PagePool | None = None) -> None:
         self.slots, self.pool, self.host_pool = slots, pool, host_pool
         self.host = np.full((host_pool.num_pages if host_pool else 0, slots.page_size), POISON)
         self.cache = np.full(pool.num_pages * slots.page_size, POISON)
-        self.page_table = np.zeros_like(slots.page_table)
         self.last = np.full(slots.num_slots, -1)  # each row's last token, where only a device has it
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
         self.num_steps = 0
@@ -111,19 +110,17 @@ class ChecksumRunner:
     def run(self, batch: Batch) -> Sampled:
         self.num_steps += 1
         self._copy(batch.copies)
-        rows, indexes, pages = batch.new_pages
-        self.page_table[rows, indexes] = pages
         inputs = self.slots.inputs(batch)
         token_ids, ends = inputs.token_ids.copy(), np.cumsum(batch.stops - batch.starts)
         token_ids[ends[batch.unknown] - 1] = self.last[batch.slots[batch.unknown]]
         assert len(np.unique(inputs.write_index)) == len(inputs.write_index), "two tokens in one place"
         assert (inputs.write_index >= self.slots.page_size).all(), "wrote to the null page"
         at, size = 0, self.slots.page_size
-        last = []
+        written = []
         for row, start, stop in zip(batch.slots.tolist(), batch.starts.tolist(), batch.stops.tolist()):
             assert stop > start, "an empty span"
             positions = np.arange(stop)
-            places = self.page_table[row, positions // size].astype(np.int64) * size + positions % size
+            places = self.slots.page_table[row, positions // size].astype(np.int64) * size + positions % size
             previous = int(self.cache[places[start - 1]]) if start else 1
             for position in range(start, stop):
                 assert inputs.write_index[at] == places[position]
@@ -131,15 +128,17 @@ class ChecksumRunner:
                 previous = key(int(token_ids[at]), position, previous)
                 self.cache[places[position]] = previous
                 at += 1
-            last.append(self.cache[places])
+            written.append(self.cache[places])
         tokens = [
             -1
             if self.slots.requests[row].id in self.fail
-            else answer_token(last[span], self.slots.requests[row].params.seed or 0)
-            for span, row in zip(batch.sampled.tolist(), batch.owners.tolist())
+            else answer_token(written[span][:target], self.slots.requests[row].params.seed or 0)
+            for span, row, target in zip(
+                batch.sampled.tolist(), batch.owners.tolist(), batch.targets.tolist()
+            )
         ]
         candidates = {
-            index: self._candidates(last[span], self.slots.requests[row].params)
+            index: self._candidates(written[span], self.slots.requests[row].params)
             for index, (span, row) in enumerate(zip(batch.sampled.tolist(), batch.owners.tolist()))
             if self.slots.beam_width[row]
         }

@@ -12,7 +12,7 @@ from kv_cache.pages import NULL_PAGE
 
 def recount(scheduler: Scheduler) -> None:
     """Assert every invariant of slots, pages, prefix cache and queue."""
-    slots, pool, prefix = scheduler.slots, scheduler.pool, scheduler.residency.prefix
+    slots, pool, prefix = scheduler.slots, scheduler.pool, scheduler.prefix
 
     # holders are what slots and cache hold; free and held pages are all pages
     holders: Counter[int] = Counter({NULL_PAGE: 1})
@@ -31,9 +31,9 @@ def recount(scheduler: Scheduler) -> None:
     assert set(prefix.idle_pages.tolist()) == idle
 
     # the host pool holds what waiting requests left there, evicted pages that rest, and nothing else
-    swapped = scheduler.residency.swap.all_left
+    swapped = scheduler.lifecycle.swap.all_left
     assert set(swapped) <= {request.number for request in scheduler.waiting.requests}
-    host = scheduler.residency.swap.pool
+    host = scheduler.host_pool
     if host is not None:
         left = Counter(page for each in swapped.values() for page in each.pages.tolist())
         left.update(prefix.resting_pages.tolist())
@@ -43,7 +43,7 @@ def recount(scheduler: Scheduler) -> None:
     busy = slots.busy
     assert len(set(busy.tolist())) == len(busy) == slots.num_slots - slots.num_free
     assert (np.diff(slots.number[busy]) > 0).all(), "busy is not oldest first"
-    settled = np.setdiff1d(busy, scheduler.flight.rows)  # a fork's first token is on its way
+    settled = np.setdiff1d(busy, scheduler.in_flight.rows)  # a fork's first token is on its way
     assert (slots.num_computed[settled] < slots.num_tokens[settled]).all()
     assert (slots.num_tokens[busy] < slots.limit[busy]).all()
     assert (slots.num_pages[busy] * slots.page_size >= slots.num_computed[busy]).all()
@@ -54,12 +54,12 @@ def recount(scheduler: Scheduler) -> None:
         pages = slots.pages(row)
         cached = prefix.is_cached(pages)
         assert (np.diff(cached.astype(int)) <= 0).all(), f"row {row} holds a cached page after a private one"
-    names = prefix.chains.names
+    names = prefix.index.names
     assert sorted(names[names < 0].tolist()) == sorted((-prefix.resting_pages).tolist())
     order = {
         name: at for at, name in enumerate([*(-prefix.resting_pages).tolist(), *prefix.idle_pages.tolist()])
     }
-    for page, parent in prefix.chains.parents().items():
+    for page, parent in prefix.index.parents().items():
         assert page not in order or order.get(parent, len(order)) > order[page], (
             "a parent goes before its leaf"
         )
@@ -67,13 +67,13 @@ def recount(scheduler: Scheduler) -> None:
 
     # a page that may be written (beyond what is computed) is nobody else's
     for row in busy.tolist():
-        if row in scheduler.residency.tables.forked or row in scheduler.flight.rows:
+        if row in scheduler.tables.forked or row in scheduler.in_flight.rows:
             continue  # it gets a copy before it writes; or what it writes may be forked already
         writable = slots.pages(row)[slots.num_computed[row] // slots.page_size :]
         assert (pool.holders[writable] == 1).all(), f"row {row} may write to a shared page"
 
     # a request is in one place
-    running = {slots.requests[row].id for row in busy.tolist() if row not in scheduler.flight.outrun}
+    running = {slots.requests[row].id for row in busy.tolist() if row not in scheduler.in_flight.outrun}
     waiting = {request.id for request in scheduler.waiting.requests}
     assert not running & waiting
-    assert set(scheduler._row_of) == running
+    assert slots.running_ids == running

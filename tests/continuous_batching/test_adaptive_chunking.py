@@ -30,7 +30,7 @@ def features(batch: Batch) -> tuple[float, float, float]:
 def batch(*spans: tuple[int, int]) -> Batch:
     starts, stops = np.array(spans, dtype=np.int64).T
     rows = np.arange(len(spans))
-    return Batch(rows, starts, stops, rows, rows, (rows[:0],) * 3)
+    return Batch(rows, starts, stops, rows, rows, stops)
 
 
 class Device:
@@ -148,9 +148,9 @@ def test_prompts_get_on_though_the_target_cannot_be_met_and_decodes_do_though_it
 
 def test_nothing_is_held_back_where_nobody_decodes_and_little_is_staked_at_first() -> None:
     adaptive = AdaptiveChunks(0.04, min_tokens=32, max_tokens=2048, tile_tokens=32)
-    alone = Busy(np.array([5000]), np.array([0]))
+    alone = Busy(np.array([5000]), np.array([0]), np.array([False]))
     assert adaptive.limit(alone, 4096).total == 2048
-    beside = Busy(np.array([1, 1, 5000]), np.array([9, 9, 0]))
+    beside = Busy(np.array([1, 1, 5000]), np.array([9, 9, 0]), np.array([True, True, False]))
     assert adaptive.limit(beside, 4096).total == 32, "the least"
     adaptive.observe(batch((0, 100)), 0.001)
     assert adaptive.limit(beside, 4096).total <= 200, "twice the most that was tried"

@@ -114,7 +114,7 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         compact_every_steps=draw(st.sampled_from([0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1])),
     )
-    host_pool = scheduler.residency.swap.pool
+    host_pool = scheduler.host_pool
     return scheduler, ChecksumRunner(scheduler.slots, scheduler.pool, host_pool)
 
 
@@ -156,9 +156,9 @@ def run(
     for request in hunted.values():
         check_search(request, runner.fail)
     check_answers({name: each for name, each in ended.items() if name not in hunted}, runner.fail)
-    assert not scheduler._searches
+    assert not scheduler._beam_searches
     assert not len(scheduler.slots.busy)
-    assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
+    assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
 
 
 PLANS = st.tuples(st.lists(hunts, min_size=1, max_size=5), st.lists(arrivals, max_size=4)).map(
@@ -211,7 +211,7 @@ def run_out(engine: Engine) -> int:
     while engine.has_work:
         engine.step()
         recount(engine.scheduler)
-        most = max(most, engine.scheduler.pool.num_held - engine.scheduler.residency.prefix.num_idle)
+        most = max(most, engine.scheduler.pool.num_held - engine.scheduler.prefix.num_idle)
     return most
 
 
@@ -256,7 +256,7 @@ def test_what_can_never_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="request c searches with 4 beams and 94 tokens that end them"):
         engine.add(search("c", num_prompt=10, max_tokens=4, width=4, stop_token_ids=many))
     assert not engine.has_work
-    assert not engine.scheduler._searches
+    assert not engine.scheduler._beam_searches
 
 
 def test_the_pool_never_shrinks_below_what_a_search_may_need() -> None:
@@ -317,7 +317,7 @@ def test_one_beam_that_fails_ends_its_search_alone(num_steps: int) -> None:
     assert (bad.finish_reason, bad.hypotheses, bad.answer.tolist()) == ("error", (), [])
     assert bad.error == "request bad: the model's logits were not finite"
     check_search(good, set())
-    assert not len(engine.scheduler.residency.find(search("bad", num_prompt=11, max_tokens=8, width=3)))
+    assert not len(engine.scheduler.lifecycle.find(search("bad", num_prompt=11, max_tokens=8, width=3)))
 
 
 @pytest.mark.parametrize("num_steps", range(6))
@@ -333,7 +333,7 @@ def test_a_search_that_is_aborted_under_its_batch_ends_with_it(num_steps: int) -
     sampled = engine.runner.run(batch)
     ended = engine.abort("a")
     recount(engine.scheduler)
-    assert request not in engine.scheduler.commit(batch, sampled, 0.0)
+    assert request not in engine.scheduler.commit(batch, sampled, 0.0).finished
     recount(engine.scheduler)
     assert ended is request
     assert (request.finish_reason, request.hypotheses, request.answer.tolist()) == ("abort", (), [])
@@ -350,20 +350,22 @@ def test_a_search_may_be_aborted_while_it_comes_back(num_steps: int) -> None:
     for _ in range(6):
         engine.step()
     engine.scheduler.preemption.preempt(int(engine.slots.busy[0]))
-    engine.scheduler.residency.tables.evict(engine.scheduler.residency.prefix.num_idle)
+    engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)
     for _ in range(num_steps):  # the beams are computed again, some before the others
         engine.step()
         recount(engine.scheduler)
     batch = engine.scheduler.schedule(0.0)
     sampled = engine.runner.run(batch)
-    is_ahead = engine.scheduler._row_of["a"] not in batch.slots  # the request's own row waits for the beams
+    is_ahead = (
+        engine.scheduler.slots.find("a") not in batch.slots
+    )  # the request's own row waits for the beams
     assert is_ahead == (1 <= num_steps <= 4)
     engine.abort("a")
     recount(engine.scheduler)
-    assert engine.scheduler.commit(batch, sampled, 0.0) == []
+    assert engine.scheduler.commit(batch, sampled, 0.0).finished == []
     recount(engine.scheduler)
     assert request.finish_reason == "abort"
-    assert engine.scheduler.pool.num_held == engine.scheduler.residency.prefix.num_idle
+    assert engine.scheduler.pool.num_held == engine.scheduler.prefix.num_idle
 
 
 @pytest.mark.parametrize("beam", range(3))
@@ -380,7 +382,7 @@ def test_one_bad_beam_is_enough_to_fail(beam: int) -> None:
     engine.add(request)
     run_out(engine)
     assert (request.finish_reason, request.hypotheses) == ("error", ())
-    assert not len(engine.scheduler.residency.prefix.pages)
+    assert not len(engine.scheduler.prefix.pages)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class SearchingEngines(Engines):
 
     @invariant()
     def cached_pages_hold_what_their_key_stands_for(self) -> None:
-        chains, (pages, host) = self.scheduler.residency.prefix.chains, self._settled()
+        chains, (pages, host) = self.scheduler.prefix.index, self._settled()
         for name in chains.names.tolist():
             _, tokens = chains.prefix(name)
             found = pages[name] if name > 0 else host[-name]
@@ -70,8 +70,8 @@ class SearchingEngines(Engines):
 
     @invariant()
     def a_request_is_in_one_place(self) -> None:
-        slots, followers = self.engine.slots, self.scheduler._followers
-        rows = [row for row in slots.busy.tolist() if self.scheduler._searches.rows_of(row)[0] == row]
+        slots, followers = self.engine.slots, self.scheduler._parallel_samples
+        rows = [row for row in slots.busy.tolist() if self.scheduler._beam_searches.rows_of(row)[0] == row]
         places = [slots.requests[row].id for row in rows]
         places += [request.id for request in self.scheduler.waiting.requests]
         places += [name for name in self.known if name in followers]
@@ -80,16 +80,16 @@ class SearchingEngines(Engines):
     @invariant()
     def beams_have_equally_many_tokens(self) -> None:
         slots = self.engine.slots
-        for search in self.scheduler._searches._running():
+        for search in self.scheduler._beam_searches._running():
             assert len(set(slots.num_tokens[search.rows].tolist())) == 1
-            assert len(set(search.seats)) == search.leader.params.beam_width
-            assert set(search.rows) <= set(search.seats) <= set(slots.busy.tolist())
+            assert len(set(search.all_rows)) == search.leader.params.beam_width
+            assert set(search.rows) <= set(search.all_rows) <= set(slots.busy.tolist())
             assert (np.diff(search.scores) <= 0).all()
 
     @invariant()
     def rows_that_wait_for_their_leader_hold_nothing(self) -> None:
-        for row in self.scheduler.residency.seated:
-            assert row in self.scheduler._searches
+        for row in self.scheduler.lifecycle.waiting_beams:
+            assert row in self.scheduler._beam_searches
             assert not self.engine.slots.num_pages[row]
 
     def _end(self, requests: list[Request]) -> None:

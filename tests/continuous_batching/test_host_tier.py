@@ -6,7 +6,7 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from tests.continuous_batching.test_residency import ask, check, make, run_out
+from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
 
 PAGE_SIZE = 4
 
@@ -47,7 +47,7 @@ def test_what_is_still_on_the_device_is_shared_and_only_the_rest_comes_back() ->
     engine = make(num_pages=1 + 12, num_host_pages=30)
     first = ask("first", 30, 4)
     serve(engine, first)
-    engine.scheduler.residency.tables.evict(3)
+    engine.scheduler.tables.evict(3)
     second = again(first, "second")
     serve(engine, second)
     counters = engine.scheduler.counters
@@ -89,7 +89,7 @@ def test_a_newcomer_waits_for_the_pages_that_its_resting_ones_need(num_pages: in
 def test_pages_of_a_waiting_request_have_right_of_way_in_the_host() -> None:
     engine = make(num_slots=2, num_pages=1 + 10, num_host_pages=1 + 6)
     crowded_out(engine, ask("first", 30, 4))
-    prefix = engine.scheduler.residency.prefix
+    prefix = engine.scheduler.prefix
     assert prefix.num_resting == 6
     old, young = ask("old", 6, 24), ask("young", 6, 24)
     engine.add(old)
@@ -108,7 +108,7 @@ def test_nothing_of_a_request_that_failed_is_found_at_rest(when: str) -> None:
     engine = make(num_slots=2, num_pages=1 + 20, num_host_pages=30)
     first = ask("first", 30, 4)
     serve(engine, first)
-    tables, prefix = engine.scheduler.residency.tables, engine.scheduler.residency.prefix
+    tables, prefix = engine.scheduler.tables, engine.scheduler.prefix
     tables.evict(3 if when == "at rest" else prefix.num_idle)
     bad = (
         again(first, "bad") if when == "brought back" else Request("bad", first.prompt[:20], SamplingParams())
@@ -117,7 +117,7 @@ def test_nothing_of_a_request_that_failed_is_found_at_rest(when: str) -> None:
     serve(engine, bad)
     assert bad.finish_reason == "error"
     assert bad.num_cached_tokens > 0
-    assert not len(prefix.chains.names)
+    assert not len(prefix.index.names)
     second = again(first, "second")
     serve(engine, second)
     assert second.num_cached_tokens == 0
@@ -151,7 +151,7 @@ def test_a_row_that_waited_for_a_page_takes_none_for_those_that_went_to_rest_mea
     step = engine.step()
     assert step is not None
     assert step.finished == [first], "and the second waits for what it published"
-    pool, prefix = engine.scheduler.pool, engine.scheduler.residency.prefix
+    pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
     engine.resize(1 + pool.num_held - prefix.num_idle, "cached")
     assert pool.num_free + prefix.num_idle == 0
     run_out(engine)

@@ -10,14 +10,14 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from tests.continuous_batching.checksum import alone
 from tests.continuous_batching.recount import recount
-from tests.continuous_batching.test_residency import ask, check, make, run_out
+from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
 
 
 def found(engine: Engine, request: Request) -> int:
     """Tokens that a request of the same prompt would find."""
     again = Request("again", request.prompt, SamplingParams(max_tokens=1))
-    again.page_keys = engine.scheduler.residency.keys(again)
-    return len(engine.scheduler.residency.find(again)) * engine.slots.page_size
+    again.page_keys = engine.scheduler.lifecycle.matching.keys(again)
+    return len(engine.scheduler.lifecycle.find(again)) * engine.slots.page_size
 
 
 def test_a_fork_that_is_aborted_before_its_first_commit_ends_with_it() -> None:
@@ -30,7 +30,7 @@ def test_a_fork_that_is_aborted_before_its_first_commit_ends_with_it() -> None:
     assert len(batch.owners) == len(batch.slots) == 2
     assert engine.abort(follower.id) is follower
     recount(engine.scheduler)
-    assert engine.scheduler.commit(batch, engine.runner.run(batch), 0.0) == []
+    assert engine.scheduler.commit(batch, engine.runner.run(batch), 0.0).finished == []
     assert (follower.finish_reason, follower.answer.tolist()) == ("abort", [])
     recount(engine.scheduler)
     run_out(engine)

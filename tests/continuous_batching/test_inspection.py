@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.paging.inspection import Ledger, recount
+from continuous_batching.inspection import Recount, recount
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -42,7 +42,7 @@ def test_nothing_is_wrong_after_any_step_and_shared_pages_are_counted(engine: En
         assert ledger.wrong_pages == 0
         most_shared = max(most_shared, ledger.shared_pages)
     assert most_shared == 3  # the pages of the prompt that all begin with
-    assert recount(engine.scheduler) == Ledger(0, 0)
+    assert recount(engine.scheduler) == Recount(0, 0)
 
 
 def test_a_page_that_nobody_gave_back_is_seen(engine: Engine) -> None:

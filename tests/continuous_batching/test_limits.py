@@ -24,7 +24,7 @@ def make(bounds: QueueLimits | None = None, num_slots: int = 2, num_pages: int =
         slots,
         PagePool(num_pages),
         StallFree(),
-        bounds=bounds,
+        limits=bounds,
         host_pool=host_pool,
         prefix_sharing=False,
         max_batch_tokens=16,
@@ -171,17 +171,17 @@ def bring(engine: Engine, state: str) -> str:
         return "z"
     for _ in range(0 if state == "chunking" else 2):
         engine.step()
-    row = scheduler._row_of["z"]
+    row = scheduler.slots.find("z")
     if state == "chunking":
         assert 0 < engine.slots.num_computed[row] < 40
     if state == "searching":
-        assert len(scheduler._searches.rows_of(row)) == 2
+        assert len(scheduler._beam_searches.rows_of(row)) == 2
     if state == "forked":
-        assert "z1" in scheduler._row_of
+        assert "z1" in scheduler.slots.running_ids
         return "z1"
     if state == "swapped":
         scheduler.preemption.preempt(row)
-        assert scheduler.residency.swap.all_left
+        assert scheduler.lifecycle.swap.all_left
     return "z"
 
 
@@ -199,19 +199,19 @@ def test_whoever_is_cancelled_frees_its_pages_within_two_steps(state: str, by: s
         assert engine.abort(name) is not None
     else:
         everybody = [*scheduler.waiting.requests, *engine.slots.requests[engine.slots.busy]]
-        everybody += scheduler._followers.requests
+        everybody += scheduler._parallel_samples.requests
         request = next(each for each in everybody if each.id == name)
         request.timeout_s = 0.0
         scheduler._gate.watch(request)
     for _ in range(2):
         engine.step()
     recount(scheduler)
-    assert name not in scheduler._row_of
+    assert name not in scheduler.slots.running_ids
     assert scheduler.waiting.find(name) is None
     left = {request.id for request in engine.slots.requests[engine.slots.busy]}
     held = sum(len(engine.slots.pages(row)) for row in engine.slots.busy.tolist())
     assert name not in left
     assert scheduler.pool.num_held <= held
-    assert not scheduler.residency.swap.all_left
+    assert not scheduler.lifecycle.swap.all_left
     assert name not in run_out(engine)
     assert scheduler.pool.num_held == 0

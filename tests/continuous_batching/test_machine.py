@@ -40,7 +40,7 @@ class SpoilingRunner(ChecksumRunner):
             if self.slots.requests[row].id in self.fail:
                 positions = np.arange(batch.starts[span], batch.stops[span])
                 size = self.slots.page_size
-                pages = self.page_table[row, positions // size].astype(np.int64)
+                pages = self.slots.page_table[row, positions // size].astype(np.int64)
                 self.cache[pages * size + positions % size] ^= np.uint64(0xBAD)
                 sampled.tokens[index] = -1
         return sampled
@@ -105,7 +105,7 @@ class Engines(RuleBasedStateMachine):
         recount(self.scheduler)
         if batch.num_spans:
             self._check_batch(batch)
-            self._end(self.scheduler.commit(batch, sampled, self.engine.clock()))
+            self._end(self.scheduler.commit(batch, sampled, self.engine.clock()).finished)
 
     @rule(index=st.integers(0, 50))
     def abort(self, index: int) -> None:
@@ -127,7 +127,7 @@ class Engines(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        self.scheduler.compact()
+        self.scheduler.tables.compact(self.scheduler.pool.num_pages)
         assert self.scheduler.pool.highest_held == self.scheduler.pool.num_held
 
     @rule(change=st.integers(-20, 20), give_up=st.sampled_from(["nothing", "cached", "running"]))
@@ -136,8 +136,8 @@ class Engines(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 40))
     def evict(self, count: int) -> None:
-        residency = self.scheduler.residency
-        residency.tables.evict(min(count, residency.prefix.num_idle))
+        scheduler = self.scheduler
+        scheduler.tables.evict(min(count, scheduler.prefix.num_idle))
 
     @invariant()
     def the_ledger_is_right(self) -> None:
@@ -167,7 +167,7 @@ class Engines(RuleBasedStateMachine):
 
     @invariant()
     def cached_pages_hold_what_their_key_stands_for(self) -> None:
-        chains, (pages, host) = self.scheduler.residency.prefix.chains, self._settled()
+        chains, (pages, host) = self.scheduler.prefix.index, self._settled()
         for name in chains.names.tolist():
             found = pages[name] if name > 0 else host[-name]
             assert np.array_equal(found, self.content[chains.key(name)]), f"page {name}"
@@ -175,7 +175,7 @@ class Engines(RuleBasedStateMachine):
     @invariant()
     def the_host_holds_what_the_swapped_computed(self) -> None:
         size, (_, host) = self._size, self._settled()
-        swapped = self.scheduler.residency.swap.all_left
+        swapped = self.scheduler.lifecycle.swap.all_left
         for request in self.scheduler.waiting.requests:
             left = swapped.get(request.number)
             if left is not None:
@@ -185,16 +185,8 @@ class Engines(RuleBasedStateMachine):
                 assert -(-len(wanted) // size) == len(left.pages)
 
     @invariant()
-    def the_device_follows_the_table(self) -> None:
-        slots, table = self.engine.slots, self.runner.page_table.copy()
-        for rows, indexes, pages in self.scheduler.residency.tables._new_pages:
-            table[rows, indexes] = pages
-        for row in slots.busy.tolist():
-            assert np.array_equal(table[row, : slots.num_pages[row]], slots.pages(row))
-
-    @invariant()
     def a_request_is_in_one_place(self) -> None:
-        slots, followers = self.engine.slots, self.scheduler._followers
+        slots, followers = self.engine.slots, self.scheduler._parallel_samples
         places = Counter(slots.requests[row].id for row in slots.busy.tolist())
         places.update(request.id for request in self.scheduler.waiting.requests)
         places.update(name for name in self.known if name in followers)
@@ -203,18 +195,18 @@ class Engines(RuleBasedStateMachine):
 
     @invariant()
     def a_row_that_waits_for_a_page_took_none_for_it(self) -> None:
-        slots, residency = self.engine.slots, self.scheduler.residency
+        slots, matching = self.engine.slots, self.scheduler.lifecycle.matching
         for row in slots.busy.tolist():
-            if residency.is_blocked(row):
+            if matching.is_blocked(row):
                 assert slots.num_pages[row] == -(-slots.num_computed[row] // slots.page_size)
 
     @invariant()
     def free_rows_hold_nothing(self) -> None:
-        slots, tables = self.engine.slots, self.scheduler.residency.tables
+        slots, tables = self.engine.slots, self.scheduler.tables
         free = np.setdiff1d(np.arange(slots.num_slots), slots.busy)
         assert not slots.num_pages[free].any()
         assert not tables.forked & set(free.tolist())
-        assert not any(self.scheduler.residency.is_blocked(row) for row in free.tolist())
+        assert not any(self.scheduler.lifecycle.matching.is_blocked(row) for row in free.tolist())
 
     @invariant()
     def counters_grow_and_agree(self) -> None:
@@ -222,12 +214,12 @@ class Engines(RuleBasedStateMachine):
         assert all(now >= before for now, before in zip(astuple(counters), self.counters))
         self.counters = astuple(counters)
         assert counters.preemptions == sum(request.num_preemptions for request in self.known.values())
-        left = self.scheduler.residency.swap.all_left.values()
+        left = self.scheduler.lifecycle.swap.all_left.values()
         assert counters.swapped_in_pages + sum(len(each.pages) for each in left) <= counters.swapped_out_pages
         assert bool(counters.refound_tokens) <= bool(counters.preemptions)
 
     def teardown(self) -> None:
-        if not hasattr(self, "known") or len(self.scheduler.flight):
+        if not hasattr(self, "known") or len(self.scheduler.in_flight):
             return  # an operation failed midway
         for _ in range(200 * len(self.known) + 10):
             if not self.engine.has_work:
@@ -235,9 +227,9 @@ class Engines(RuleBasedStateMachine):
             self.step()
             recount(self.scheduler)
         assert not self.engine.has_work, "no progress"
-        pool, prefix = self.scheduler.pool, self.scheduler.residency.prefix
+        pool, prefix = self.scheduler.pool, self.scheduler.prefix
         assert pool.num_free + prefix.num_idle == pool.num_pages - 1, "pages leaked"
-        host = self.scheduler.residency.swap.pool
+        host = self.scheduler.host_pool
         assert host is None or host.num_held == prefix.num_resting, "host pages leaked"
         for name, request in self.ended.items():
             want, got = self.answers[name], request.answer.tolist()
@@ -278,7 +270,7 @@ class Engines(RuleBasedStateMachine):
     def _settled(self) -> tuple[Words, Words]:
         """Device and host pages as they will be when the copies asked for are made."""
         pages, host = self.runner.cache.reshape(-1, self._size).copy(), self.runner.host.copy()
-        for copy in self.scheduler.residency.tables._copies:
+        for copy in self.scheduler.tables._copies:
             source, target = {
                 "within": (pages, pages),
                 "to_host": (pages, host),
@@ -290,7 +282,7 @@ class Engines(RuleBasedStateMachine):
     def _check_batch(self, batch: Batch) -> None:
         assert len(set(batch.slots.tolist())) == len(batch.slots), "a row computes twice"
         assert batch.num_tokens <= self.scheduler.max_batch_tokens
-        assert not any(self.scheduler.residency.is_blocked(row) for row in batch.slots.tolist())
+        assert not any(self.scheduler.lifecycle.matching.is_blocked(row) for row in batch.slots.tolist())
 
     def _end(self, requests: list[Request]) -> None:
         for request in requests:

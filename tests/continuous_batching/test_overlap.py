@@ -13,7 +13,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
-from tests.continuous_batching.test_residency import ask, check, make, run_out
+from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
 
 
 class Device:
@@ -93,8 +93,8 @@ def test_a_row_that_failed_and_was_outrun_is_never_found() -> None:
     assert bad.finish_reason == "error"
     assert len(bad.answer) == 2, "one that was known, and one that was on its way"
     again = Request("again", bad.tokens, SamplingParams(max_tokens=1))
-    again.page_keys = engine.scheduler.residency.keys(again)
-    assert not len(engine.scheduler.residency.find(again))
+    again.page_keys = engine.scheduler.lifecycle.matching.keys(again)
+    assert not len(engine.scheduler.lifecycle.find(again))
     check(good)
 
 
@@ -111,7 +111,7 @@ def test_a_row_that_failed_and_was_outrun_publishes_nothing_of_its_prompt() -> N
 
     engine.runner.start = fail_once
     bad, good = ask("bad", 9, 12), ask("good", 9, 12)
-    prefix, published = engine.scheduler.residency.prefix, []
+    prefix, published = engine.scheduler.prefix, []
     publish = prefix.publish
 
     def told(keys, *others):
@@ -144,8 +144,8 @@ def test_a_row_that_fails_after_it_was_outrun_keeps_its_answer_and_loses_its_pag
     assert request.answer.tolist() == alone(request.prompt.tolist(), 3)
     assert request.finish_reason == "stop"
     again = Request("again", request.tokens, SamplingParams(max_tokens=1))
-    again.page_keys = engine.scheduler.residency.keys(again)
-    assert not len(engine.scheduler.residency.find(again))
+    again.page_keys = engine.scheduler.lifecycle.matching.keys(again)
+    assert not len(engine.scheduler.lifecycle.find(again))
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
@@ -182,7 +182,7 @@ def test_an_answer_ends_before_a_token_that_nobody_knows() -> None:
     assert request.answer.tolist() == []
     waited = runner.start(second)
     for batch, wait in ((first, sampled), (second, waited)):
-        assert scheduler.commit(batch, wait(), 0.0) == []
+        assert scheduler.commit(batch, wait(), 0.0).finished == []
     recount(scheduler)
     assert request.answer.tolist() == []
     run_out(engine)

@@ -22,7 +22,7 @@ from kv_cache.pages import PagePool
 def busy(*todo: int, computed: tuple[int, ...] | None = None) -> Busy:
     """Slots that lack so many tokens."""
     have = np.zeros(len(todo), dtype=np.int64) if computed is None else np.array(computed)
-    return Busy(np.array(todo, dtype=np.int64), have)
+    return Busy(np.array(todo, dtype=np.int64), have, np.array(todo) == 1)
 
 
 def test_stall_free_gives_decodes_their_token_and_chunks_the_rest() -> None:

@@ -189,7 +189,7 @@ def test_a_row_that_ends_between_schedule_and_commit_is_freed_by_the_commit() ->
     assert requests[0].finish_reason == "abort"
     recount(scheduler)
     assert len(engine.slots.busy) == 2, "the device still writes to its pages"
-    assert scheduler.commit(batch, engine.runner.run(batch), 1.0) == []
+    assert scheduler.commit(batch, engine.runner.run(batch), 1.0).finished == []
     assert len(engine.slots.busy) == 1
     assert requests[0].answer.tolist() == alone(requests[0].prompt.tolist(), 1), "this step's came too late"
     recount(scheduler)
@@ -233,7 +233,7 @@ def test_what_a_failing_request_computes_is_not_shared_within_the_step_that_show
         for name in ("bad", "good")
     )
     engine.runner.fail = {"bad"}
-    engine.scheduler.residency.prefix.evict(1)  # both compute the page of the last token, side by side
+    engine.scheduler.prefix.evict(1)  # both compute the page of the last token, side by side
     engine.add(bad)
     engine.add(good)
     run_page = engine.runner.run

@@ -234,7 +234,7 @@ def test_every_schedule_gives_the_tokens_of_each_request_alone(
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
     assert not len(scheduler.slots.busy)
-    assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
+    assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
 
 
 def test_copies_asked_for_in_a_step_that_comes_to_nothing_are_made_in_the_next() -> None:

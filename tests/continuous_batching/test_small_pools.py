@@ -134,7 +134,7 @@ def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
         for index in random.integers(0, 45, int(random.integers(0, 6))).tolist():
             ended = engine.abort(names[index] if index < len(names) else f"stranger {index}")
             done += ended is not None
-        for request in scheduler.commit(batch, sampled, 0.0):
+        for request in scheduler.commit(batch, sampled, 0.0).finished:
             want = alone(request.prompt.tolist(), request.params.max_tokens)
             assert request.answer.tolist() == want[: len(request.answer)]
         check(engine)
@@ -142,13 +142,13 @@ def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
         engine.abort(name)
     check(engine)
     assert not engine.has_work
-    assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
-    prefix, host = scheduler.residency.prefix, scheduler.residency.swap.pool
+    assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
+    prefix, host = scheduler.prefix, scheduler.host_pool
     assert host is not None
     assert host.num_held == prefix.num_resting > 0
-    assert not len(scheduler._followers)
-    assert not scheduler._row_of
-    prefix.forget(prefix.chains.names)
+    assert not len(scheduler._parallel_samples)
+    assert not scheduler.slots.running_ids
+    prefix.forget(prefix.index.names)
     assert scheduler.pool.num_held == host.num_held == 0
 
 

@@ -51,7 +51,7 @@ def check_schedule(
 ) -> None:
     scheduler, runner = made
     check_answers(serve(scheduler, runner, plan, resizes), runner.fail)
-    assert scheduler.pool.num_free + scheduler.residency.prefix.num_idle == scheduler.pool.num_pages - 1
+    assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
 
 
 schedules = given(

@@ -60,7 +60,7 @@ def check(engine: Engine, count: int, meddle=None) -> None:
     for each, wanted in zip(made, alone(count)):
         if each.finish_reason != "abort":
             assert answers(each) == wanted, each.id
-    pool, prefix = engine.scheduler.pool, engine.scheduler.residency.prefix
+    pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
     assert pool.num_free + prefix.num_idle == pool.num_pages - 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kv_cache.page_history import PageEvent
 from kv_cache.pages import PagePool
 from kv_cache.prefix_cache import PrefixCache
 from tests.kv_cache.test_prefix_cache import SIZE, Owner
@@ -53,6 +52,13 @@ def bring_back(pool: PagePool, cache: PrefixCache, names: list[int]) -> list[int
     return pages.tolist()
 
 
+def counted_as(cache: PrefixCache, owner: Owner) -> str:
+    before = cache.lookups.copy()
+    cache.count_lookup(owner.keys, owner.tokens, "", np.array(found(cache, owner)))
+    (reason,) = cache.lookups - before
+    return reason
+
+
 def test_evicted_pages_rest_and_are_found_after_those_on_the_device(
     pool: PagePool, host: PagePool, cache: PrefixCache
 ) -> None:
@@ -66,7 +72,7 @@ def test_evicted_pages_rest_and_are_found_after_those_on_the_device(
     place_of = dict(zip(copy.sources.tolist(), copy.targets.tolist()))
     assert found(cache, owner) == [one, -place_of[two], -place_of[three]]
     assert (cache.num_idle, cache.num_resting, host.num_held) == (1, 2, 2)
-    assert cache.why_missed(owner.keys, owner.tokens, "", np.array(found(cache, owner))) is None
+    assert counted_as(cache, owner) == "whole"
 
 
 def test_without_a_host_pool_nothing_rests(pool: PagePool) -> None:
@@ -85,7 +91,7 @@ def test_of_more_than_there_is_room_for_the_last_used_and_the_first_of_chains_re
     assert copy.sources.tolist() == [*old.pages[1::-1], *new.pages[:0:-1]]
     assert len(found(cache, old)) == 2
     assert len(found(cache, new)) == 4
-    assert cache.why_missed(old.keys, old.tokens, "", np.array(found(cache, old))) == "evicted"
+    assert counted_as(cache, old) == "evicted"
 
 
 def test_resting_pages_give_way_to_later_ones(pool: PagePool, cache: PrefixCache) -> None:
@@ -197,30 +203,6 @@ def test_a_lookup_misses_beside_resting_pages_as_beside_others(pool: PagePool, c
         ([9, 9, 9, 9], "", "unseen"),
     ):
         asking = Owner(pool, cache, ids, salt)
-        assert cache.why_missed(asking.keys, asking.tokens, salt, asking.pages[:0]) == why
-
-
-def test_events_tell_of_the_medium_and_ages_go_on_at_rest(pool: PagePool, cache: PrefixCache) -> None:
-    events, history = [], cache.history
-    history.events = events
-    owner = left(pool, cache, 0, 1)
-    (key,) = owner.keys
-    history.now_s = 2.0
-    cache.evict(1)
-    (name,) = found(cache, owner)
-    assert history.lifetime.counts.sum() == 0, "it can still be found"
-    history.now_s = 5.0
-    pages = bring_back(pool, cache, [name])
-    assert history.reuse_gap.sum_s == 5.0
-    cache.release(np.array(pages))
-    cache.evict(1)
-    history.now_s = 9.0
-    cache.yield_host(NUM_HOST)
-    assert (history.lifetime.sum_s, history.idle_before_eviction.sum_s) == (9.0, 4.0)
-    assert events == [
-        PageEvent("stored", key, owner.pages[0]),
-        PageEvent("moved", key, -name, "host"),
-        PageEvent("moved", key, pages[0]),
-        PageEvent("moved", key, -name, "host"),
-        PageEvent("removed", key, -name, "host"),
-    ]
+        before = cache.lookups.copy()
+        cache.count_lookup(asking.keys, asking.tokens, salt, asking.pages[:0])
+        assert cache.lookups - before == {why: 1}

@@ -55,7 +55,7 @@ def check(engine: Engine, attention: str, num_samples: int = 1, **how) -> None:
     for each, wanted in zip(made, device.alone(attention, COUNT, num_samples)):
         got = tuple(each.answer.tolist())
         assert got == (wanted[: len(got)] if each.finish_reason == "abort" else wanted), each.id
-    pool, prefix = engine.scheduler.pool, engine.scheduler.residency.prefix
+    pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
     assert pool.num_free + prefix.num_idle == pool.num_pages - 1
 
 

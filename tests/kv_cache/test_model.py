@@ -53,28 +53,24 @@ def check(world: World) -> None:
 
 
 def _check_rows(world: World, pages: np.ndarray) -> None:
-    slots, tables = world.slots, world.residency.tables
-    table = world.table.copy()
-    for rows, indexes, entries in tables._new_pages:
-        table[rows, indexes] = entries
+    slots, tables = world.slots, world.lifecycle.tables
     for row in slots.busy.tolist():
         story, count = world.story(slots.requests[row].number), int(slots.num_computed[row])
         assert slots.token_ids[row, : slots.num_tokens[row]].tolist() == list(story[: slots.num_tokens[row]])
         held = slots.pages(row)
-        assert np.array_equal(table[row, : len(held)], held), "the device does not follow the table"
         wanted = [written(story[: position + 1]) for position in range(count)]
         assert pages[held].ravel()[:count].tolist() == wanted, "a row's pages hold something else"
     free = np.setdiff1d(np.arange(slots.num_slots), slots.busy)
     assert not slots.num_pages[free].any()
-    assert not any(row in tables.forked or world.residency.is_blocked(row) for row in free.tolist())
+    assert not any(row in tables.forked or world.lifecycle.matching.is_blocked(row) for row in free.tolist())
 
 
 def _check_cache(world: World, pages: np.ndarray, host: np.ndarray) -> None:
     """Every cached page holds what it is found for, and every request finds all that is there for it."""
-    prefix, size = world.residency.prefix, world.setting.page_size
+    prefix, size = world.lifecycle.prefix, world.setting.page_size
     page_of: dict[tuple[str, tuple[int, ...]], int] = {}
-    for page in prefix.chains.names.tolist():
-        salt, known = prefix.chains.prefix(page)
+    for page in prefix.index.names.tolist():
+        salt, known = prefix.index.prefix(page)
         tokens = tuple(known)
         assert (salt, tokens) not in page_of, "one prefix is cached twice"
         page_of[salt, tokens] = page
@@ -89,14 +85,14 @@ def _check_cache(world: World, pages: np.ndarray, host: np.ndarray) -> None:
             if (request.cache_salt, known[:stop]) not in page_of:
                 break
             found.append(page_of[request.cache_salt, known[:stop]])
-        left = world.residency.swap.left(request)
+        left = world.lifecycle.swap.left(request)
         found = found if left is None else found[: left.first]
-        assert world.residency.find(request).tolist() == found
+        assert world.lifecycle.find(request).tolist() == found
 
 
 def _check_host(world: World, host: np.ndarray) -> None:
     size = world.setting.page_size
-    for number, left in world.residency.swap.all_left.items():
+    for number, left in world.lifecycle.swap.all_left.items():
         story = world.story(number)
         wanted = [written(story[: at + 1]) for at in range(left.first * size, left.num_computed)]
         assert host[left.pages].ravel()[: len(wanted)].tolist() == wanted
@@ -104,8 +100,8 @@ def _check_host(world: World, host: np.ndarray) -> None:
 
 def essence(world: World) -> tuple[object, ...]:
     """The state but for the numbers of pages, rows and serials."""
-    slots, residency = world.slots, world.residency
-    prefix, tables = residency.prefix, residency.tables
+    slots, lifecycle = world.slots, world.lifecycle
+    prefix, tables = lifecycle.prefix, lifecycle.tables
     names: dict[int, int] = {}
 
     def name(page: int) -> int:
@@ -114,10 +110,10 @@ def essence(world: World) -> tuple[object, ...]:
     rows = {slots.requests[row].number: row for row in slots.busy.tolist()}
     lives: list[object] = []
     for index, (request, place) in enumerate(zip(world.requests, world.place)):
-        row, left = rows.get(index), residency.swap.left(request)
+        row, left = rows.get(index), lifecycle.swap.left(request)
         lives.append((place, len(request.tokens), left and (left.first, left.num_computed)))
         if row is not None:
-            waits = residency._blocked.get(row)
+            waits = lifecycle.matching._blocked.get(row)
             lives.append(
                 (
                     *(int(column[row]) for column in (slots.num_tokens, slots.num_computed)),
@@ -129,10 +125,10 @@ def essence(world: World) -> tuple[object, ...]:
             )
     idle = [name(page) for page in prefix.idle_pages.tolist()]
     resting = [name(page) for page in (-prefix.resting_pages).tolist()]
-    parents = prefix.chains.parents()
+    parents = prefix.index.parents()
     cached = {
-        prefix.chains.key(page): (name(page), name(parents[page]) if page in parents else -1)
-        for page in sorted(prefix.chains.names.tolist(), key=prefix.chains.key)
+        prefix.index.key(page): (name(page), name(parents[page]) if page in parents else -1)
+        for page in sorted(prefix.index.names.tolist(), key=prefix.index.key)
     }
     layout = world.pool.holders.astype(bool).tobytes() if world.setting.sees_layout else b""
     return (*lives, tuple(idle), tuple(resting), tuple(sorted(cached.items())), world.pool.num_pages, layout)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from continuous_batching.counters import Counters
-from continuous_batching.paging.residency import Residency
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.paging.swap import Swapped
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.in_flight import InFlight
@@ -44,15 +44,8 @@ class Setting:
     sees_layout: bool = False  # tell states apart by which pages are free
 
 
-class Silent:
-    """In place of the history, which decides nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: None
-
-
 # What is one for all states: it does not change, or nothing depends on it
-UNCHANGING += (Setting, Silent, Counters)
+UNCHANGING += (Setting, Counters)
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed"}
 SAMPLING |= {"frequency_penalty", "min_total", "ignore_eos", "own_stops", "plain"}
 
@@ -96,21 +89,19 @@ class World:
         self.slots = SlotPool(len(setting.prompts), longest, size)
         self.pool = PagePool(setting.num_pages)
         host = PagePool(setting.num_host_pages)
-        self.residency = Residency(
+        self.lifecycle = SlotLifecycle(
             self.slots, self.pool, Counters(), prefix_sharing=True, max_shared_tokens=None, host=host
         )
-        self.residency.prefix.history = Silent()  # type: ignore[assignment]
         self.requests: list[Request] = []
         self.place: list[str] = []
         for index, (prompt, salt) in enumerate(zip(setting.prompts, setting.salts)):
             params = SamplingParams(max_tokens=setting.max_tokens)
             request = Request(str(index), np.array(prompt), params, cache_salt=salt, number=index, seed=index)
-            request.page_keys = self.residency.keys(request)
+            request.page_keys = self.lifecycle.matching.keys(request)
             self.requests.append(request)
             self.place.append("follows" if index in setting.follows else "waits")
         self.pages = np.full((setting.num_pages, size), NOTHING)
         self.host = np.full((setting.num_host_pages, size), NOTHING)
-        self.table = np.zeros_like(self.slots.page_table)  # the device's own
 
     def copy(self) -> World:
         """The same state again, to be changed."""
@@ -128,7 +119,7 @@ class World:
 
     def moves(self) -> Iterator[Move]:
         """All that may happen next."""
-        slots, tables, prefix = self.slots, self.residency.tables, self.residency.prefix
+        slots, tables, prefix = self.slots, self.lifecycle.tables, self.lifecycle.prefix
         for index, place in enumerate(self.place):
             if place == "waits":
                 yield "drop", index
@@ -139,7 +130,7 @@ class World:
                 yield "preempt", index
                 yield "swap", index
         busy = slots.busy.tolist()
-        runnable = [row for row in busy if not self.residency.is_blocked(row)] or busy[:1]
+        runnable = [row for row in busy if not self.lifecycle.matching.is_blocked(row)] or busy[:1]
         for count in range(1, len(runnable) + 1):
             for rows in combinations(runnable, count):
                 names = tuple(slots.requests[row].number for row in rows)
@@ -164,8 +155,8 @@ class World:
         return bool(getattr(self, f"_{name}")(*arguments) is not False)
 
     def _may_enter(self, index: int) -> bool:
-        request, tables = self.requests[index], self.residency.tables
-        matched, left = self.residency.find(request), self.residency.swap.left(request)
+        request, tables = self.requests[index], self.lifecycle.tables
+        matched, left = self.lifecycle.find(request), self.lifecycle.swap.left(request)
         shared = matched[matched > 0]
         idle = int((self.pool.holders[shared] == 1).sum())
         wanted = len(matched) - len(shared) + (0 if left is None else len(left.pages))
@@ -173,35 +164,35 @@ class World:
 
     def _enter(self, index: int) -> None:
         request = self.requests[index]
-        self.residency.enter(request, self.residency.find(request), len(request.tokens))
+        self.lifecycle.enter(request, self.lifecycle.find(request), len(request.tokens))
         self.place[index] = "runs"
 
     def _drop(self, index: int) -> None:
-        self.residency.swap.forget(self.requests[index])
+        self.lifecycle.swap.forget(self.requests[index])
         self._end(index)
 
     def _abort(self, index: int) -> None:
-        self.residency.leave(self.row(index))
+        self.lifecycle.leave(self.row(index))
         self._end(index)
 
     def _preempt(self, index: int) -> None:
-        self.residency.leave(self.row(index))
+        self.lifecycle.leave(self.row(index))
         self.place[index] = "waits"
 
     def _swap(self, index: int) -> bool:
-        swapped = self.residency.swap_out(self.row(index)) is not None
+        swapped = self.lifecycle.swap_out(self.row(index)) is not None
         if swapped:
             self.place[index] = "waits"
         return swapped
 
     def _evict(self) -> None:
-        self.residency.tables.evict(1)
+        self.lifecycle.tables.evict(1)
 
     def _compact(self, max_pages: int) -> None:
-        self.residency.tables.compact(max_pages)
+        self.lifecycle.tables.compact(max_pages)
 
     def _resize(self, num_pages: int) -> None:
-        tables = self.residency.tables
+        tables = self.lifecycle.tables
         tables.compact(self.pool.num_pages)
         tables.resize(num_pages)
         self._apply(tables.take_copies())
@@ -212,8 +203,8 @@ class World:
 
     def _step(self, names: tuple[int, ...], length: int, outcome: str) -> bool:
         """Schedule, run and commit one batch of these requests, as the engine does."""
-        slots, residency, tables = self.slots, self.residency, self.residency.tables
-        runnable = residency.runnable().tolist()
+        slots, lifecycle, tables = self.slots, self.lifecycle, self.lifecycle.tables
+        runnable = lifecycle.runnable().tolist()
         rows = np.array([row for row in map(self.row, names) if row in runnable], dtype=np.int64)
         if not len(rows):
             return False
@@ -226,35 +217,28 @@ class World:
         if outcome != "goes on" and not len(sampled):
             return False
         forked = [fork for row in sampled.tolist() for fork in self._fork(row)]
-        changed, indexes, pages = self._take_changes()
-        self.table[changed, indexes] = pages
+        self._apply(tables.take_copies())
         self._write(rows, stops)
         slots.num_computed[rows] = stops
         owners = np.append(sampled, np.array(forked, dtype=np.int64))
-        residency.publish_prompts(np.union1d(rows, owners))
+        lifecycle.matching.publish_prompts(np.union1d(rows, owners))
         for row in owners.tolist():
             self._answer(row, outcome)
         return True
-
-    def _take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        entries, copies = self.residency.tables.take_changes()
-        self._apply(copies)
-        return entries
 
     def _fork(self, row: int) -> Iterator[int]:
         leader = self.slots.requests[row].number
         for index, followed in self.setting.follows.items():
             if followed == leader and self.place[index] == "follows":
                 self.place[index] = "runs"
-                yield self.residency.fork(row, self.requests[index])
+                yield self.lifecycle.fork(row, self.requests[index])
 
     def _write(self, rows: np.ndarray, stops: np.ndarray) -> None:
         size, slots = self.setting.page_size, self.slots
         for row, stop in zip(rows.tolist(), stops.tolist()):
             tokens = tuple(slots.token_ids[row, :stop].tolist())
             for position in range(slots.num_computed[row], stop):
-                page = self.table[row, position // size]
-                assert page == slots.page_table[row, position // size], "the device has another table"
+                page = slots.page_table[row, position // size]
                 holders = self.pool.holders[page]
                 forks = [each for each in slots.busy.tolist() if page in slots.pages(each)]
                 assert holders == len(forks), "wrote to a cached page"
@@ -269,7 +253,7 @@ class World:
         if outcome == "is aborted":
             slots.num_tokens[row] -= 1
         if outcome != "goes on" or slots.num_tokens[row] == slots.limit[row]:
-            self.residency.leave(row, failed=outcome == "fails")
+            self.lifecycle.leave(row, failed=outcome == "fails")
             self._end(index)
 
     def _end(self, index: int) -> None:
@@ -281,14 +265,14 @@ class World:
     def _apply(self, copies: tuple[PageCopy, ...]) -> None:
         self.pages, self.host = self.settled(copies)
         self.pages[self.pool.free_pages[self.pool.free_pages < len(self.pages)]] = NOTHING
-        host = self.residency.swap.pool
+        host = self.lifecycle.swap.pool
         assert host is not None
         self.host[host.free_pages] = NOTHING
 
     def settled(self, copies: tuple[PageCopy, ...] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """What device and host pages hold once the copies that were asked for are made."""
         pages, host = self.pages.copy(), self.host.copy()
-        for copy in self.residency.tables._copies if copies is None else copies:
+        for copy in self.lifecycle.tables._copies if copies is None else copies:
             here, there = {
                 "within": (pages, pages),
                 "to_host": (pages, host),
@@ -301,14 +285,15 @@ class World:
     def recount(self) -> None:
         """The engine's own ledger check, on this state."""
         waiting = [each for each, place in zip(self.requests, self.place) if place == "waits"]
-        running = {each.id: None for each, place in zip(self.requests, self.place) if place == "runs"}
         recount(
             SimpleNamespace(  # type: ignore[arg-type]
                 slots=self.slots,
                 pool=self.pool,
-                residency=self.residency,
+                prefix=self.lifecycle.prefix,
+                tables=self.lifecycle.tables,
+                host_pool=self.lifecycle.swap.pool,
+                lifecycle=self.lifecycle,
                 waiting=SimpleNamespace(requests=waiting),
-                flight=InFlight(self.slots),
-                _row_of=running,
+                in_flight=InFlight(self.slots),
             )
         )

@@ -84,7 +84,6 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict
         slots.page_table[row, :count] = [free.pop() for _ in range(count)]
     recorder = Recorder()
     runner = ModelRunner(decoder, cache, decoder.attention, recorder, slots)
-    nothing = np.empty(0, np.int64)
     while (slots.num_computed < slots.num_tokens).any():
         missing = slots.num_tokens - slots.num_computed
         rows = rng.permutation(np.flatnonzero(missing))[: rng.integers(1, len(prompts) + 1)]
@@ -92,7 +91,7 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict
         starts = slots.num_computed[rows]
         stops = starts + np.minimum(missing[rows], rng.integers(1, most + 1))
         recorder.stops = dict(zip(rows.tolist(), stops.tolist()))
-        runner.run(Batch(rows, starts, stops, np.arange(len(rows)), rows, (nothing,) * 3))
+        runner.run(Batch(rows, starts, stops, np.arange(len(rows)), rows, stops))
         slots.num_computed[rows] = stops
     return recorder.seen
 

@@ -38,14 +38,14 @@ def test_overlap_changes_no_answer(device: tuple[Kind, Way]) -> None:
     for overlap in ("true", "false"):
         overrides = [*settings(device[0]), *SMALL, f"scheduler.overlap={overlap}"]
         engine = build(load(ROOT / "recipes/tiny/cpu.yaml", overrides))
-        advance, times_ahead = engine.scheduler.flight.advance, 0
+        advance, times_ahead = engine.scheduler.in_flight.advance, 0
 
         def counted(advance=advance) -> None:
             nonlocal times_ahead
             times_ahead += 1
             advance()
 
-        engine.scheduler.flight.advance = counted
+        engine.scheduler.in_flight.advance = counted
         made = requests()
         for number, request in enumerate(made):
             engine.add(request)

@@ -155,7 +155,7 @@ def disturbed(
     assert len(sizes) > 10
     assert min(counters.preemptions, counters.compacted_pages) > 10
     assert (counters.swapped_in_pages > 0) == (host_gib > 0)
-    assert engine.scheduler.pool.num_held == engine.scheduler.residency.prefix.num_idle
+    assert engine.scheduler.pool.num_held == engine.scheduler.prefix.num_idle
 
 
 def test_what_a_smaller_cache_does_not_need_goes_back_to_the_machine() -> None:

@@ -25,21 +25,21 @@ from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.fault import Fault
-from tests.mutation.host_tier_faults import RESTING_FAULTS
+from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
 from tests.mutation.in_flight_faults import FLIGHT_FAULTS
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
+from tests.mutation.paging_faults import PAGING_FAULTS
 from tests.mutation.prefix_faults import PREFIX_FAULTS
 from tests.mutation.prompt_logprob_faults import FOLLOWERS, PROMPT_FAULTS, PROMPTS, REQUEST
 from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
-from tests.mutation.residency_faults import RESIDENCY_FAULTS
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = (
     *CACHE_FAULTS,
     *PREFIX_FAULTS,
-    *RESTING_FAULTS,
-    *RESIDENCY_FAULTS,
+    *HOST_TIER_FAULTS,
+    *PAGING_FAULTS,
     *SCHEDULE_FAULTS,
     *SEARCH_FAULTS,
     *FLIGHT_FAULTS,
@@ -65,11 +65,11 @@ BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"
 HOST_TESTS = (
     *(
         CACHE + name
-        for name in ("test_pages.py", "test_prefix_cache.py", "test_page_history.py", "test_host_tier.py")
+        for name in ("test_pages.py", "test_prefix_cache.py", "test_lookups.py", "test_host_tier.py")
     ),
     *(
         BATCHING + name
-        for name in ("test_scheduler.py", "test_residency.py", "test_in_flight.py", "test_overlap.py")
+        for name in ("test_scheduler.py", "test_slot_lifecycle.py", "test_in_flight.py", "test_overlap.py")
     ),
     *(
         BATCHING + name

@@ -10,8 +10,8 @@ ADMISSION, BEAMS, DOOR = (
     ROOM + "sampling/beam_scoring.py",
     ROOM + "scheduling/validation.py",
 )
-RESIDENCY, SCHEDULER, SEARCHES = (
-    ROOM + "paging/residency.py",
+LIFECYCLE, SCHEDULER, SEARCHES = (
+    ROOM + "paging/slot_lifecycle.py",
     ROOM + "scheduling/scheduler.py",
     ROOM + "sampling/beam_search.py",
 )
@@ -83,14 +83,14 @@ SEARCH_FAULTS = (
     ),
     Fault(
         "keys_of_former_tokens",
-        RESIDENCY,
+        LIFECYCLE,
         "        slots.requests[row].page_keys = slots.requests[source].page_keys\n",
         "",
         "a beam's pages are published by the keys of what it held before it took over another's",
     ),
     Fault(
         "tokens_of_former_beam",
-        RESIDENCY,
+        LIFECYCLE,
         "        slots.token_ids[row, :count] = slots.token_ids[source, :count]\n",
         "",
         "a beam has the pages of one answer and the tokens of another",

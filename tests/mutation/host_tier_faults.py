@@ -1,17 +1,17 @@
-"""Which faults are seeded where evicted pages rest, and where it is told what became of pages?"""
+"""Which faults are seeded where evicted pages rest, and where it is counted what lookups found?"""
 
 from __future__ import annotations
 
 from tests.mutation.fault import Fault
 
-CHAINS, HISTORY, PREFIX = "kv_cache/prefix_index.py", "kv_cache/page_history.py", "kv_cache/prefix_cache.py"
-ADMISSION, RESIDENCY = (
+INDEX, PREFIX = "kv_cache/prefix_index.py", "kv_cache/prefix_cache.py"
+ADMISSION, MATCHING = (
     "continuous_batching/scheduling/admission.py",
-    "continuous_batching/paging/residency.py",
+    "continuous_batching/paging/prefix_matching.py",
 )
 SWAP, TABLES = "continuous_batching/paging/swap.py", "continuous_batching/paging/page_tables.py"
 
-RESTING_FAULTS = (
+HOST_TIER_FAULTS = (
     Fault(
         "rests_by_name_only",
         TABLES,
@@ -84,21 +84,21 @@ RESTING_FAULTS = (
     ),
     Fault(
         "forgotten_on_the_device_only",
-        CHAINS,
+        INDEX,
         "        here = self.names\n",
         "        here = self.names[self.names > 0]\n",
         "what continues a failed request's pages is found at rest",
     ),
     Fault(
         "resize_cuts_the_host_off",
-        CHAINS,
+        INDEX,
         "new[:kept], new[num_pages:] = column[:kept], column[old_pages:]",
         "new[:kept] = column[:kept]",
         "after a resize nothing at rest is found, and its places are held for ever",
     ),
     Fault(
         "missed_for_a_page_that_is_gone",
-        CHAINS,
+        INDEX,
         "                _less(self._num_equal, tokens.tobytes())\n",
         "",
         "a miss is told as another tenant's page when that page is long gone",
@@ -112,63 +112,28 @@ RESTING_FAULTS = (
     ),
     Fault(
         "brought_back_for_a_blocked_row",
-        RESIDENCY,
+        MATCHING,
         "            pages = pages[pages > 0]  # the row was",
         "            pages = pages[pages != 0]  # the row was",
         "a row that waited takes pages that it was not promised",
     ),
     Fault(
         "host_hits_not_told",
-        RESIDENCY,
+        MATCHING,
         "self._counters.host_hit_tokens += len(resting) * slots.page_size",
         "self._counters.host_hit_tokens += found",
         "metrics praise the host tier for what the device held",
     ),
     Fault(
-        "medium_not_told",
-        HISTORY,
-        '"device" if name > 0 else "host"',
-        '"device"',
-        "a router takes a page of the host for one of the device",
-    ),
-    Fault(
-        "parent_not_told",
-        HISTORY,
-        "                parent = key\n",
-        "",
-        "a router hangs every page of a chain on its first",
-    ),
-    Fault(
-        "ages_stay_behind",
-        HISTORY,
-        "            column[targets] = column[sources]\n",
-        "            column[targets] = self.now_s\n",
-        "a page that moves is born again",
-    ),
-    Fault(
-        "gap_since_its_birth",
-        HISTORY,
-        "self.reuse_gap.observe(self.now_s - self._idle_since_s[pages])",
-        "self.reuse_gap.observe(self.now_s - self._stored_s[pages])",
-        "a page in use all the time seems to have waited for its reuse",
-    ),
-    Fault(
         "evicted_for_ever",
-        HISTORY,
+        PREFIX,
         "                self._evicted.pop(key, None)\n",
         "                pass\n",
         "a page that was stored again is still told to have been evicted",
     ),
     Fault(
-        "bound_in_the_next_bucket",
-        HISTORY,
-        "_BOUNDS_S.searchsorted(ages_s)",
-        '_BOUNDS_S.searchsorted(ages_s, side="right")',
-        "an age of a bucket's upper bound is counted above it",
-    ),
-    Fault(
         "evictions_of_old_remembered",
-        HISTORY,
+        PREFIX,
         "self._evicted.popitem(last=False)",
         "self._evicted.popitem()",
         "once the memory of evictions is full, new ones are forgotten at once",

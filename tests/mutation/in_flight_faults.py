@@ -5,32 +5,32 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 ROOM = "continuous_batching/"
-FLIGHT, SCHEDULER, RESIDENCY = (
+FLIGHT, SCHEDULER, LIFECYCLE = (
     ROOM + "scheduling/in_flight.py",
     ROOM + "scheduling/scheduler.py",
-    ROOM + "paging/residency.py",
+    ROOM + "paging/slot_lifecycle.py",
 )
 
 FLIGHT_FAULTS = (
     Fault(
         "ended_under_the_batch",
         SCHEDULER,
-        "if len(self.flight) else False",
+        "if len(self.in_flight) else False",
         "if False else False",
         "a row is freed while the device computes it, and booked after",
     ),
     Fault(
         "forks_not_in_flight",
         SCHEDULER,
-        "in_flight = np.union1d(rows, owners)",
-        "in_flight = rows",
+        "involved = np.union1d(rows, owners)",
+        "involved = rows",
         "a fork that is aborted before its first commit is freed at once",
     ),
     Fault(
         "late_token_kept",
         SCHEDULER,
-        "counted = np.flatnonzero(~np.isin(rows, list(outrun)))",
-        "counted = np.arange(len(rows))",
+        "kept = np.flatnonzero(~np.isin(rows, list(outrun)))",
+        "kept = np.arange(len(rows))",
         "a client gets a token after it hung up",
     ),
     Fault(
@@ -50,8 +50,8 @@ FLIGHT_FAULTS = (
     Fault(
         "unknown_token_read_by_the_host",
         SCHEDULER,
-        "changes, unknown = self.residency.tables.take_changes(), self.flight.is_unknown(rows)",
-        "changes, unknown = self.residency.tables.take_changes(), EMPTY",
+        "copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)",
+        "copies, unknown = self.tables.take_copies(), EMPTY",
         "the device computes token 0 in place of the one that it chose",
     ),
     Fault(
@@ -64,7 +64,7 @@ FLIGHT_FAULTS = (
     Fault(
         "ahead_of_what_edits_read",
         SCHEDULER,
-        "or not slots.plain[self.flight.last.owners].all():",
+        "or not slots.plain[last.owners].all():",
         "or False:",
         "a penalty counts a token that is not there yet",
     ),

@@ -52,8 +52,8 @@ PREFIX_FAULTS = (
     Fault(
         "evictable_while_shared",
         PREFIX,
-        "            del self._idle[page]\n        self.history.reused(idle)",
-        "            pass\n        self.history.reused(idle)",
+        "            del self._idle[page]\n        self._pool.share(pages)\n\n",
+        "            pass\n        self._pool.share(pages)\n\n",
         "a page in use is still in the order of eviction",
     ),
     Fault(
@@ -138,8 +138,8 @@ PREFIX_FAULTS = (
     Fault(
         "cached_unheld",
         PREFIX,
-        "        self._pool.share(pages)\n        self.history.stored",
-        "        self.history.stored",
+        "        self._pool.share(pages)\n        if not self._evicted",
+        "        if not self._evicted",
         "cached pages are handed out while they are still in the index",
     ),
     Fault(
@@ -152,8 +152,8 @@ PREFIX_FAULTS = (
     Fault(
         "resize_forgets_what_is_cached",
         CHAINS,
-        "        self._serial = resized(self._serial, num_pages, num_host)\n",
-        "        self._serial = resized(0 * self._serial, num_pages, num_host)\n",
+        "        self._serial = _resized(self._serial, num_pages, num_host)\n",
+        "        self._serial = _resized(0 * self._serial, num_pages, num_host)\n",
         "cached pages are held for ever, and found by nobody",
     ),
 )

@@ -59,7 +59,7 @@ QUEUE_FAULTS = (
     Fault(
         "prompts_beside_decodes",
         PREFILL_FIRST,
-        "whole_prompts(np.where(busy.todo == 1, 0, busy.todo), budget)",
+        "whole_prompts(np.where(busy.decodes, 0, busy.todo), budget)",
         "whole_prompts(busy.todo, budget)",
         "a step of the policy that parts prompts from decodes holds both",
     ),

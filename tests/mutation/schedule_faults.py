@@ -24,8 +24,8 @@ SCHEDULE_FAULTS = (
     Fault(
         "published_count_stays",
         SLOTS,
-        "for column in (self.num_computed, self.num_pages, self.num_published):",
-        "for column in (self.num_computed, self.num_pages):",
+        "for column in (self.num_computed, self.num_drafts, self.num_pages, self.num_published):",
+        "for column in (self.num_computed, self.num_drafts, self.num_pages):",
         "a row's next request publishes nothing",
     ),
     Fault(
@@ -38,21 +38,21 @@ SCHEDULE_FAULTS = (
     Fault(
         "aborted_while_swapped",
         SCHEDULER,
-        "            self.residency.swap.forget(request)\n",
+        "            self.lifecycle.swap.forget(request)\n",
         "",
         "an abort during a swap leaks host pages",
     ),
     Fault(
         "abort_of_the_unknown",
         SCHEDULER,
-        "row = self._row_of.get(request_id)",
-        "row = self._row_of[request_id]",
+        "        if row is None:\n            return None\n",
+        "",
         "an abort that comes after the end stops the engine",
     ),
     Fault(
         "victim_stays_in_the_batch",
         PREEMPTION,
-        "kept = ~np.isin(rows, self._searches.rows_of(victim))",
+        "kept = ~np.isin(rows, self._beam_searches.rows_of(victim))",
         "kept = rows >= 0",
         "a request is computed in the row that it was just thrown out of",
     ),
@@ -87,15 +87,15 @@ SCHEDULE_FAULTS = (
     Fault(
         "resize_forgets_followers",
         SCHEDULER,
-        ", *self._followers.requests]",
+        ", *self._parallel_samples.requests]",
         "]",
         "the pool shrinks below what a sample will need",
     ),
     Fault(
         "followers_orphaned",
         SCHEDULER,
-        "        del self._row_of[request.id]\n        self._followers.part(request)\n",
-        "        del self._row_of[request.id]\n",
+        "self._beam_searches.end(request)\n        self._parallel_samples.part(request)\n",
+        "self._beam_searches.end(request)\n",
         "when the first sample is aborted the others never answer",
     ),
     Fault(
@@ -115,7 +115,7 @@ SCHEDULE_FAULTS = (
     Fault(
         "stale_lookup",
         ADMISSION,
-        "if number != request.number or version != self._residency.prefix.version:",
+        "if number != request.number or version != self._lifecycle.prefix.version:",
         "if number != request.number:",
         "a newcomer shares pages that were evicted since it was refused",
     ),

@@ -131,13 +131,13 @@ def test_the_engine_has_the_host_tier_compaction_and_victim_of_the_recipe():
     )
     scheduler = SchedulerSection(num_slots=3, max_batch_tokens=16, victim="lowest_priority")
     engine = build(replace(made(), cache=cache, scheduler=scheduler))
-    host = engine.scheduler.residency.swap.pool
+    host = engine.scheduler.host_pool
     assert host is not None
     assert host.num_pages == len(engine.runner.cache._host_keys[0]) == 20
     assert engine.scheduler.preemption.victim is lowest_priority
     compaction = engine.scheduler._compaction
     assert (compaction._every_steps, compaction._pages_per_step) == (3, 2)
-    assert build(made()).scheduler.residency.swap.pool is None
+    assert build(made()).scheduler.host_pool is None
 
 
 def test_the_largest_step_is_of_the_whole_budget_and_leaves_no_trace(monkeypatch):

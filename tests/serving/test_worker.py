@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zmq
 
-from continuous_batching.paging.inspection import Ledger
+from continuous_batching.inspection import Recount
 from continuous_batching.request import SamplingParams
 from recipes.build.engine import build
 from recipes.schema.reader import load
@@ -78,7 +78,7 @@ def test_pages_are_free_within_two_steps(overlap: str) -> None:
     worker._take(1000)
     for _ in range(4):
         engine.step()
-    slots, pool, prefix = engine.slots, engine.scheduler.pool, engine.scheduler.residency.prefix
+    slots, pool, prefix = engine.slots, engine.scheduler.pool, engine.scheduler.prefix
     running = {slots.requests[row].id: slots.num_computed[row] for row in slots.busy.tolist()}
     assert running["0"] > 8
     assert 0 < running["1"] < 300
@@ -101,6 +101,6 @@ def test_no_more_pages_are_shared_than_are_in_use(monkeypatch: pytest.MonkeyPatc
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         worker = Worker(engine, socket, facts_of(engine, "cpu"))
         monkeypatch.setattr(worker, "_tell", told.append)
-        monkeypatch.setattr(worker, "_recount", lambda now_s: Ledger(shared_pages=5, wrong_pages=0))
+        monkeypatch.setattr(worker, "_recount", lambda now_s: Recount(shared_pages=5, wrong_pages=0))
         worker._beat()
     assert [(each.gauges.held_pages, each.shared_pages) for each in told] == [(0, 0)]

@@ -82,7 +82,7 @@ def test_figures_are_those_of_all_tokens(num_pages: int, overlap: bool) -> None:
     times_s: dict[str, list[float]] = {}
 
     def observe(engine: Engine, step: Step) -> None:
-        for row in step.batch.owners.tolist():
+        for row in step.owners.tolist():
             times_s.setdefault(engine.slots.requests[row].id, []).append(step.end_s)
 
     tally = serve(
@@ -252,8 +252,7 @@ def test_no_step_is_faster_than_its_floors(name: str) -> None:
 
 def test_decodes_see_all_that_is_known() -> None:
     starts = np.array([7, 0, 4000])
-    none = np.empty(0, dtype=np.int64)
-    decodes = Batch(np.arange(3), starts, starts + 1, np.arange(3), np.arange(3), (none, none, none))
+    decodes = Batch(np.arange(3), starts, starts + 1, np.arange(3), np.arange(3), starts + 1)
     device = Device.load("h200")
     assert Roofline(LLAMA_7B, device).seen(decodes, 3) == (32 * 4010, 32 * 4010)
     windows = (None,) * 16 + (100,) * 16
@@ -263,9 +262,9 @@ def test_decodes_see_all_that_is_known() -> None:
 
 
 def test_a_window_is_seen_by_each_token_of_a_span() -> None:
-    none, device = np.empty(0, dtype=np.int64), Device.load("h200")
+    device = Device.load("h200")
     starts, stops = np.array([0, 0, 500, 1000, 3000]), np.array([2048, 700, 900, 1100, 3001])
-    batch = Batch(np.arange(5), starts, stops, np.arange(5), np.arange(5), (none, none, none))
+    batch = Batch(np.arange(5), starts, stops, np.arange(5), np.arange(5), stops)
     costs = Roofline(replace(LLAMA_7B, windows=(1024,) * 32), device)
     exact = sum(
         min(place + 1, 1024)
@@ -276,8 +275,8 @@ def test_a_window_is_seen_by_each_token_of_a_span() -> None:
 
 
 def test_pages_that_move_are_read_and_written() -> None:
-    starts, none = np.array([7]), np.empty(0, dtype=np.int64)
-    still = Batch(np.arange(1), starts, starts + 1, np.arange(1), np.arange(1), (none, none, none))
+    starts = np.array([7])
+    still = Batch(np.arange(1), starts, starts + 1, np.arange(1), np.arange(1), starts + 1)
     moved = replace(still, copies=(PageCopy(np.arange(4, 9), np.arange(10, 15)),))
     slots, device = SlotPool(4, 200, 16), Device.load("ascend910")
     for tensor, part, share in ((1, None, 1), (2, Part(8, has_head=False), 1 / 8)):

@@ -160,7 +160,7 @@ def test_a_swapped_request_that_is_aborted_leaves_nothing_behind() -> None:
     engine.add(ask("young", 12, 12))
     while not engine.scheduler.counters.swapped_out_pages:
         engine.step()
-    host = engine.scheduler.residency.swap.pool
+    host = engine.scheduler.host_pool
     assert host is not None
     assert host.num_held > 0
     engine.abort("young")
@@ -194,9 +194,9 @@ def test_pages_that_move_while_nothing_runs_are_copied_before_they_are_read() ->
     kept = ask("kept", 40, 1)
     engine.add(kept)
     run_out(engine)
-    prefix = engine.scheduler.residency.prefix
+    prefix = engine.scheduler.prefix
     prefix.evict(5)
-    assert engine.scheduler.compact() > 0
+    assert engine.scheduler.tables.compact(engine.scheduler.pool.num_pages) > 0
     assert engine.step() is None
     assert engine.step() is None
     again = Request("again", kept.prompt, SamplingParams(max_tokens=3))
@@ -219,7 +219,7 @@ def test_the_pool_shrinks_and_grows_while_serving() -> None:
     engine.resize(20, give_up="cached")
     assert (engine.scheduler.pool.num_pages, len(engine.runner.cache)) == (20, 20 * 4)
     recount(engine.scheduler)
-    while engine.scheduler.pool.num_held - engine.scheduler.residency.prefix.num_idle < 15:
+    while engine.scheduler.pool.num_held - engine.scheduler.prefix.num_idle < 15:
         engine.step()
     with pytest.raises(ValueError, match="allow more to be given up than cached"):
         engine.resize(12, give_up="cached")

@@ -1,14 +1,18 @@
-"""How full are the pools now, and what was moved to keep them so?"""
+"""How full are the pools now, what was moved to keep them so, and do the holders of pages agree?"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from continuous_batching.scheduling.scheduler import Scheduler
+from kv_cache.pages import NULL_PAGE
+from kv_cache.prefix_index import Lookup
 
 
 @dataclass(frozen=True, slots=True)
-class Gauges:
+class Usage:
     """One reading. The first pages of both pools, which stay empty, are not counted.
 
     `fragmentation` is the share of the free pages that lie below the highest page in use: so many of them
@@ -28,7 +32,7 @@ class Gauges:
     free_host_pages: int
     hit_rate: float  # of prompt tokens, found in the prefix cache
     host_hit_rate: float  # of prompt tokens, found at rest
-    lookups: dict[str, int]
+    lookups: dict[Lookup, int]
     copied_on_write_bytes: int
     compacted_bytes: int
     swapped_out_bytes: int
@@ -37,13 +41,13 @@ class Gauges:
     promoted_bytes: int
 
 
-def read(scheduler: Scheduler, page_bytes: int) -> Gauges:
-    """Read them between steps; `page_bytes` is what a page takes in all layers."""
-    pool, prefix, host = scheduler.pool, scheduler.residency.prefix, scheduler.residency.swap.pool
-    counters, history = scheduler.counters, prefix.history
+def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
+    """Read it between steps; `page_bytes` is what a page takes in all layers."""
+    pool, prefix, host = scheduler.pool, scheduler.prefix, scheduler.host_pool
+    counters = scheduler.counters
     holes = pool.highest_held - pool.num_held
     num_prompt = max(1, counters.prompt_tokens)
-    return Gauges(
+    return Usage(
         running_requests=len(scheduler.slots.busy),
         waiting_requests=len(scheduler.waiting),
         held_pages=pool.num_held - prefix.num_idle,
@@ -55,7 +59,7 @@ def read(scheduler: Scheduler, page_bytes: int) -> Gauges:
         free_host_pages=0 if host is None else host.num_free,
         hit_rate=counters.hit_tokens / num_prompt,
         host_hit_rate=counters.host_hit_tokens / num_prompt,
-        lookups={"whole": history.num_whole_hits, **{str(why): n for why, n in history.misses.items()}},
+        lookups=dict(prefix.lookups),
         copied_on_write_bytes=counters.copied_pages * page_bytes,
         compacted_bytes=counters.compacted_pages * page_bytes,
         swapped_out_bytes=counters.swapped_out_pages * page_bytes,
@@ -63,3 +67,33 @@ def read(scheduler: Scheduler, page_bytes: int) -> Gauges:
         rested_bytes=counters.rested_pages * page_bytes,
         promoted_bytes=counters.promoted_pages * page_bytes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Recount:
+    """What a recount found.
+
+    A wrong page is both free and held, or neither, or has other holders than the slots and the cache.
+    """
+
+    shared_pages: int  # in use by more than one row
+    wrong_pages: int
+
+
+def recount(scheduler: Scheduler) -> Recount:
+    """Count the holders of all pages again, between steps; it looks at every page in use once.
+
+    A server asks for it now and then, and tests after each step.
+    """
+    slots, pool = scheduler.slots, scheduler.pool
+    counts = slots.num_pages[slots.busy]
+    columns = np.arange(int(counts.max(initial=0)))
+    pages = slots.page_table[slots.busy, : len(columns)][columns < counts[:, None]]
+    users = np.bincount(pages, minlength=pool.num_pages)
+    holders = users.copy()
+    holders[scheduler.prefix.pages] += 1
+    holders[NULL_PAGE] = 1
+    is_free = np.zeros(pool.num_pages, dtype=np.bool_)
+    is_free[pool.free_pages] = True
+    wrong = (holders != pool.holders) | (is_free != (holders == 0))
+    return Recount(int((users[1:] > 1).sum()), int(wrong.sum()))

@@ -7,15 +7,15 @@ from collections import Counter
 import numpy as np
 
 from continuous_batching.engine import Engine
-from continuous_batching.paging.gauges import Gauges, read
+from continuous_batching.inspection import Usage, usage
 from continuous_batching.request import Request, SamplingParams
-from tests.continuous_batching.test_residency import ask, make, run_out
+from tests.continuous_batching.test_slot_lifecycle import ask, make, run_out
 
 PAGE_BYTES = 1000
 
 
-def gauges(engine: Engine) -> Gauges:
-    return read(engine.scheduler, PAGE_BYTES)
+def gauges(engine: Engine) -> Usage:
+    return usage(engine.scheduler, PAGE_BYTES)
 
 
 def test_an_engine_without_work_holds_nothing() -> None:
@@ -33,7 +33,7 @@ def test_pools_are_parted_among_rows_cache_and_nobody() -> None:
         engine.step()
         seen, slots = gauges(engine), engine.slots
         rows = {page for row in slots.busy.tolist() for page in slots.pages(row).tolist()}
-        left = engine.scheduler.residency.swap.all_left.values()
+        left = engine.scheduler.lifecycle.swap.all_left.values()
         assert seen.held_pages == len(rows)
         assert seen.held_pages + seen.idle_pages + seen.free_pages == 8
         assert seen.swapped_host_pages == sum(len(each.pages) for each in left)
@@ -74,7 +74,7 @@ def test_free_pages_below_the_highest_held_one_are_fragmented() -> None:
     seen, pool = gauges(engine), engine.scheduler.pool
     below = np.flatnonzero(pool.holders[: pool.highest_held] == 0)
     assert seen.fragmentation == len(below) / pool.num_free > 0
-    engine.scheduler.compact()
+    engine.scheduler.tables.compact(engine.scheduler.pool.num_pages)
     assert gauges(engine).fragmentation == 0.0
 
 
@@ -84,7 +84,7 @@ def test_lookups_are_counted_by_what_came_of_them() -> None:
     for request in (first, ask("tiny", 3, 1), Request("same", first.prompt, SamplingParams(max_tokens=1))):
         engine.add(request)
         run_out(engine)
-    engine.scheduler.residency.tables.evict(engine.scheduler.residency.prefix.num_idle)
+    engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)
     engine.add(Request("from the host", first.prompt, SamplingParams(max_tokens=1)))
     run_out(engine)
     seen = gauges(engine)

@@ -1,0 +1,165 @@
+"""Which pages of its prompt does a row take from the cache, and which of its own do others find there?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.counters import Counters
+from continuous_batching.paging.page_tables import PageTables
+from continuous_batching.request import Request
+from continuous_batching.slots import SlotPool
+from kv_cache.page_keys import page_keys
+from kv_cache.pages import Index
+from kv_cache.prefix_cache import PrefixCache
+
+
+class PrefixMatching:
+    """Matches the prompts of requests against the prefix cache, and publishes the pages of rows in it.
+
+    A row whose next page another row is computing is blocked until that page is published.
+    `max_shared_tokens` as in `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        slots: SlotPool,
+        prefix: PrefixCache,
+        tables: PageTables,
+        counters: Counters,
+        *,
+        prefix_sharing: bool,
+        max_shared_tokens: int | None,
+    ) -> None:
+        self._slots = slots
+        self._prefix = prefix
+        self._tables = tables
+        self._counters = counters
+        self._prefix_sharing = prefix_sharing
+        self._max_shared_tokens = max_shared_tokens
+        self._blocked: dict[int, int] = {}  # row -> the version of the cache when it was last looked up
+
+    def keys(self, request: Request) -> list[bytes]:
+        """Keys of the full pages of its known tokens, as far as they may be shared; hashes only those that
+        it does not carry already."""
+        if not self._prefix_sharing:
+            return []
+        tokens = request.tokens
+        if self._max_shared_tokens is not None:
+            if request.num_prompt_tokens > self._max_shared_tokens:
+                return []
+            tokens = tokens[: self._max_shared_tokens]
+        return page_keys(tokens, self._slots.page_size, request.cache_salt, request.page_keys)
+
+    def find(self, request: Request) -> Index:
+        """Cached pages that it can start from (see `PrefixCache.find`)."""
+        return self._prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
+
+    def count_lookup(self, request: Request, matched: Index) -> None:
+        """Count what a newcomer's lookup found, unless another row is computing what comes next."""
+        if self._prefix_sharing and not self._is_in_progress(request, len(matched)):
+            keys = self._usable_keys(request)
+            self._prefix.count_lookup(keys, request.tokens, request.cache_salt, matched)
+
+    def start_from(self, row: int, pages: Index) -> None:
+        """Let a row that has computed nothing itself continue from these cached pages."""
+        slots = self._slots
+        resting = pages[pages < 0]
+        self._tables.extend(row, pages[: len(pages) - len(resting)])
+        if len(resting):
+            self._tables.bring_back(row, resting)
+        slots.num_published[row] = slots.num_pages[row]
+        slots.num_computed[row] = slots.num_pages[row] * slots.page_size
+        request: Request = slots.requests[row]
+        found = len(pages) * slots.page_size
+        if request.num_preemptions:
+            self._counters.refound_tokens += found
+        else:
+            request.num_cached_tokens += found
+            self._counters.hit_tokens += found
+            self._counters.host_hit_tokens += len(resting) * slots.page_size
+
+    def block_if_in_progress(self, row: int) -> None:
+        """Block a row while another computes the page that it needs next."""
+        if self._is_in_progress(self._slots.requests[row], int(self._slots.num_pages[row])):
+            self._blocked[row] = self._prefix.version
+
+    def block_until_looked_up(self, row: int) -> None:
+        """Block a row until the next `unblock`, which looks its prompt up once more."""
+        self._blocked[row] = -1  # no version of the cache
+
+    def is_blocked(self, row: int) -> bool:
+        """Whether the row waits for a page that another computes."""
+        return row in self._blocked
+
+    @property
+    def blocked(self) -> list[int]:
+        """All rows that wait for a page that another computes."""
+        return list(self._blocked)
+
+    def unblock(self, row: int) -> None:
+        """Share what was published since; the row runs when nobody computes its next page."""
+        slots = self._slots
+        request: Request = slots.requests[row]
+        if self._blocked.pop(row) != self._prefix.version:
+            keys, held = self._usable_keys(request), slots.pages(row)
+            pages = self._prefix.find(keys, request.tokens, request.cache_salt, held)
+            pages = pages[pages > 0]  # the row was not promised others to bring resting ones back to
+            if len(pages):
+                self.start_from(row, pages)
+        self.block_if_in_progress(row)
+
+    def publish_prompts(self, rows: Index) -> None:
+        """Make the pages of prompts findable that are computed by now."""
+        slots = self._slots
+        ripe = np.minimum(slots.num_computed[rows] // slots.page_size, slots.num_shareable[rows])
+        due = ripe > slots.num_published[rows]
+        for row, stop in zip(rows[due].tolist(), ripe[due].tolist()):
+            self._publish(row, stop)
+
+    def publish_all(self, row: int) -> None:
+        """Make all computed full pages of a row findable, those of its answer too."""
+        slots = self._slots
+        num_keys = len(slots.requests[row].page_keys)
+        self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, num_keys))
+
+    def forget(self, row: int) -> None:
+        """Make everything unfindable that the row found or published: it may be wrong."""
+        self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])
+
+    def leave(self, row: int) -> None:
+        """The row is freed, and waits for no page any more."""
+        self._blocked.pop(row, None)
+
+    def _usable_keys(self, request: Request) -> list[bytes]:
+        return request.page_keys[: request.num_findable // self._slots.page_size]
+
+    def _is_in_progress(self, request: Request, index: int) -> bool:
+        """Whether a row is about to compute and publish the page that `request` needs at `index`."""
+        keys, slots = self._usable_keys(request), self._slots
+        if index >= len(keys):
+            return False
+        busy = slots.busy
+        computing = busy[(slots.num_published[busy] <= index) & (index < slots.num_shareable[busy])]
+        return any(
+            row not in self._blocked
+            and slots.requests[row] is not request
+            and slots.requests[row].page_keys[index] == keys[index]
+            for row in computing.tolist()
+        )
+
+    def _publish(self, row: int, stop: int) -> None:
+        """Make the row's pages before its page `stop` findable."""
+        slots = self._slots
+        first = int(slots.num_published[row])
+        if stop <= first:
+            return
+        request: Request = slots.requests[row]
+        pages = slots.pages(row)[:stop]
+        standing = self._prefix.publish(
+            request.page_keys, slots.token_ids[row], pages, first, request.cache_salt
+        )
+        slots.num_published[row] = stop
+        doubles = np.flatnonzero(standing != pages[first:])
+        if len(doubles):  # hold the cached equals instead, so that a chain's pages have the same holders
+            self._prefix.share(standing[doubles])
+            self._tables.replace(row, doubles + first, standing[doubles])
