@@ -39,6 +39,7 @@ class SlotPool:
         self.num_tokens = self._integers()  # known: prompt and answer so far
         self.num_computed = self._integers()  # of these, how many are in the cache
         self.num_drafts = self._integers()  # guesses that follow the known tokens in token_ids
+        self.has_drafts = False
         self.num_pages = self._integers()  # entries of page_table in use
         self.num_published = self._integers()  # of these, known to the prefix cache
         self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
@@ -83,15 +84,26 @@ class SlotPool:
         """The row of a request, from the time it takes one until its tokens are handed back."""
         return self._row_of.get(request_id)
 
-    def decoding(self, rows: Index, computed: Index) -> NDArray[np.bool_]:
-        """Which of these rows, with `computed` tokens each in the cache, lack nothing but their last token.
+    def decoding(self, rows: Index, computed: Index, known: Index) -> NDArray[np.bool_]:
+        """Which of these rows have computed their prompt, and all they know but their last token.
 
-        The prompt of such a row is computed, so that each step gives it a token.
+        `computed` are their tokens in the cache, `known` all of them. Each step gives such a row a token.
         """
-        is_decoding: NDArray[np.bool_] = (computed >= self.num_prompt[rows]) & (
-            computed + 1 == self.num_tokens[rows]
-        )
+        is_decoding: NDArray[np.bool_] = (known - computed == 1) & (known > self.num_prompt[rows])
         return is_decoding
+
+    def set_drafts(self, row: int, tokens: Index) -> None:
+        """Let guesses follow the known tokens of a row that decodes, until the next batch with them lands."""
+        first = int(self.num_tokens[row])
+        assert first + len(tokens) < self.limit[row], "a draft stands where no token may follow it"
+        self.token_ids[row, first : first + len(tokens)] = tokens
+        self.num_drafts[row] = len(tokens)
+        self.has_drafts = True
+
+    def drop_drafts(self) -> None:
+        """Forget the guesses of all rows."""
+        self.num_drafts[:] = 0
+        self.has_drafts = False
 
     def take(self, request: Request, *, is_beam: bool = False) -> int:
         """Put a request with all its known tokens into a free row; a beam is found by its leader's alone."""

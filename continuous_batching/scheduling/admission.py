@@ -96,8 +96,8 @@ class Admission:
 
     def _room(self, max_batch_tokens: int, now_s: float) -> Room:
         slots, running = self._lifecycle.slots, self._lifecycle.runnable()
-        computed = slots.num_computed[running]
-        busy = Busy(slots.num_tokens[running] - computed, computed, slots.decoding(running, computed))
+        computed, known = slots.num_computed[running], slots.num_tokens[running]
+        busy = Busy(known - computed, computed, slots.decoding(running, computed, known))
         queue = Waiting(len(self._waiting), now_s - self._waiting.longest_since_s)
         self.held_back = "tokens" if int(busy.todo.sum()) >= max_batch_tokens else "policy"
         return self._policy.room(busy, max_batch_tokens, queue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,13 @@ from continuous_batching.batch import Batch
 from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+
+
+class _Flight(NamedTuple):
+    batch: Batch
+    rows: Index  # that it computes or samples for
+    prompts: Index  # of these, where prompts may have been computed
+    since_s: float
 
 
 class InFlight:
@@ -24,7 +32,7 @@ class InFlight:
 
     def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
-        self._batches: deque[tuple[Batch, Index, float]] = deque()  # with their rows, and since when
+        self._batches: deque[_Flight] = deque()
         self._unknown = EMPTY  # rows whose last token has no value yet
         self.outrun: dict[int, bool] = {}  # row -> whether its request failed
 
@@ -34,20 +42,20 @@ class InFlight:
     @property
     def last(self) -> Batch:
         """The batch that was made last."""
-        return self._batches[-1][0]
+        return self._batches[-1].batch
 
     @property
     def rows(self) -> Index:
         """The rows that the device computes or samples for."""
-        return np.unique(np.concatenate([EMPTY, *(rows for _, rows, _ in self._batches)]))
+        return np.unique(np.concatenate([EMPTY, *(each.rows for each in self._batches)]))
 
     def holds(self, row: int) -> bool:
         """Whether the device computes or samples for a row."""
-        return any(row in rows for _, rows, _ in self._batches)
+        return any(row in each.rows for each in self._batches)
 
-    def launch(self, batch: Batch, rows: Index, now_s: float) -> None:
-        """A batch was made, which computes or samples for `rows`."""
-        self._batches.append((batch, rows, now_s))
+    def launch(self, batch: Batch, rows: Index, prompts: Index, now_s: float) -> None:
+        """A batch was made, which computes or samples for `rows`, and prompts for some of `prompts`."""
+        self._batches.append(_Flight(batch, rows, prompts, now_s))
 
     def advance(self) -> None:
         """Book the one batch in flight as done, with tokens of no value."""
@@ -71,17 +79,18 @@ class InFlight:
         return np.flatnonzero(np.isin(rows, self._unknown)) if len(self._unknown) else EMPTY
 
     def land(self, batch: Batch) -> tuple[Index, float]:
-        """The device answered: book what was computed; no token is unknown now. Returns the batch's rows, and
-        when it was made.
+        """The device answered: book what was computed; no token is unknown now.
+
+        Returns the rows that may have new pages of prompts to publish, and when the batch was made.
         """
         assert self._batches, "a batch was committed that is not in flight"
-        first, rows, since_s = self._batches.popleft()
-        assert first is batch, "batches are committed in the order in which they were made"
+        landed = self._batches.popleft()
+        assert landed.batch is batch, "batches are committed in the order in which they were made"
         self._slots.num_computed[batch.slots] = batch.stops
         if len(self._unknown):
             self._slots.num_tokens[self._unknown] -= 1
             self._unknown = EMPTY
-        return rows, since_s
+        return landed.prompts, landed.since_s
 
     def outrun_by(self, row: int, *, failed: bool) -> None:
         """The request in this row ends, and the device goes on with it."""

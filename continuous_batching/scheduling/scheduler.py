@@ -213,16 +213,17 @@ class Scheduler:
         if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
             return NO_BATCH
         self._compaction.step(self.counters.steps)
-        starts = slots.num_computed[rows]
-        todo, decodes = slots.num_tokens[rows] - starts, slots.decoding(rows, starts)
-        if not decodes.all():
+        starts, known = slots.num_computed[rows], slots.num_tokens[rows]
+        todo, decodes = known - starts, slots.decoding(rows, starts, known)
+        only_decodes = bool(decodes.all())
+        if not only_decodes:
             todo = self._policy.share(Busy(todo, starts, decodes), self.max_batch_tokens)
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
         stops = starts + todo
         if self._beam_searches:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
-        stops, num_drafts = self._with_drafts(rows, stops)
+        stops, num_drafts = self._with_drafts(rows, stops) if slots.has_drafts else (stops, 0)
         rows, starts, stops = self.preemption.make_room(rows, starts, stops)
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
         owners, involved = rows[sampled], rows
@@ -239,17 +240,14 @@ class Scheduler:
             targets = ragged_ranges(known, targets + 1)
         copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)
         batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts)
-        self.in_flight.launch(batch, involved, now_s)
+        self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
         return batch
 
     def _with_drafts(self, rows: Index, stops: Index) -> tuple[Index, int]:
         """Let spans that reach their row's last token go on over its drafts, if there are free pages for all;
         returns where spans stop, and the number of drafts in them."""
         slots = self.slots
-        drafts = slots.num_drafts[rows]
-        if not drafts.any():
-            return stops, 0
-        drafts = np.where(stops == slots.num_tokens[rows], drafts, 0)
+        drafts = np.where(stops == slots.num_tokens[rows], slots.num_drafts[rows], 0)
         longer: Index = stops + drafts
         missing = int(self.tables.missing(rows, longer).sum()) + self.tables.num_copies(rows)
         return (longer, int(drafts.sum())) if missing <= self.pool.num_free else (stops, 0)
@@ -261,7 +259,7 @@ class Scheduler:
         the request.
         """
         slots, outrun = self.slots, self.in_flight.outrun
-        in_flight, scheduled_s = self.in_flight.land(batch)
+        prompts, scheduled_s = self.in_flight.land(batch)
         rows, positions = batch.owners, batch.targets
         over = self._stop_conditions.of(rows, sampled.tokens, positions)
         if batch.num_drafts:
@@ -272,7 +270,9 @@ class Scheduler:
         failed = rows[sampled.tokens < 0]
         # nobody may come to hold what a failed row computed, not even within this commit
         wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
-        self.lifecycle.matching.publish_prompts(in_flight[~np.isin(in_flight, wrong)] if wrong else in_flight)
+        if len(prompts):
+            right = prompts[~np.isin(prompts, wrong)] if wrong else prompts
+            self.lifecycle.matching.publish_prompts(right)
         ends = {int(rows[index]): reason for index, reason in over.items()}
         if outrun or self._beam_searches:
             kept = np.flatnonzero(~np.isin(rows, list(outrun)))
@@ -315,7 +315,7 @@ class Scheduler:
                     ended.add(row)
         counted = np.array(kept, dtype=np.int64)
         slots.num_computed[batch.owners[counted]] = batch.targets[counted]
-        slots.num_drafts[batch.slots] = 0
+        slots.drop_drafts()
         return counted
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:

@@ -45,8 +45,7 @@ def draft(engine: Engine, stories: dict[str, list[int]], random: np.random.Gener
             continue
         guesses = [(story[known : known + count] + [0] * count)[at] for at in range(count)]
         wrong = random.random(count) < 0.3
-        slots.token_ids[row, known : known + count] = np.where(wrong, VOCAB_SIZE - 1, guesses)
-        slots.num_drafts[row] = count
+        slots.set_drafts(row, np.where(wrong, VOCAB_SIZE - 1, guesses))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -82,8 +81,8 @@ def test_a_row_without_room_for_its_drafts_decodes_without_them() -> None:
     engine.add(Request("a", np.arange(10), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
     engine.step()
     taken = engine.scheduler.pool.take(engine.scheduler.pool.num_free)
-    engine.slots.token_ids[0, 11:13] = 3
-    engine.slots.num_drafts[0] = 2
+    engine.slots.limit[0] = 20
+    engine.slots.set_drafts(0, np.array([3, 3]))
     batch = engine.scheduler.schedule(0.0)
     assert (batch.stops.tolist(), batch.targets.tolist(), batch.num_drafts) == ([11], [11], 0)
     engine.scheduler.pool.release(taken)
@@ -93,7 +92,7 @@ def test_nobody_looks_ahead_of_drafts() -> None:
     engine = engine_of()
     engine.add(Request("a", np.arange(10), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
     engine.step()
-    engine.slots.num_drafts[0] = 1
+    engine.slots.set_drafts(0, np.array([5]))
     engine.scheduler.schedule(0.0)
     assert not engine.scheduler.can_look_ahead
 
