@@ -10,7 +10,7 @@ from continuous_batching.paging.page_tables import PageTables
 
 
 class Compaction:
-    """Starts every `every_steps` steps (0: never), and moves at most `pages_per_step` in each (0: all)."""
+    """Starts every `every_steps` steps, and moves at most `pages_per_step` in each (0: all)."""
 
     def __init__(self, tables: PageTables, every_steps: int, pages_per_step: int) -> None:
         self._tables = tables
@@ -20,7 +20,7 @@ class Compaction:
 
     def step(self, num_steps: int) -> None:
         """Move what is due after so many steps."""
-        if self._every_steps and num_steps % self._every_steps == 0:
+        if num_steps % self._every_steps == 0:
             self._going_on = True
         if self._going_on:
             self._going_on = self._tables.compact(self._pages_per_step) == self._pages_per_step

@@ -52,6 +52,17 @@ class PageTables:
         holders = self.pool.holders
         return sum(min(count, int(holders[page]) - 1) for page, count in Counter(pages).items())
 
+    def grow_to(self, rows: Index, stops: Index) -> bool:
+        """Give each row the pages that its first `stops` tokens need; False, and nothing done, if there are
+        not enough."""
+        missing = self.missing(rows, stops)
+        total = int(missing.sum())
+        if total + self.num_copies(rows) > self.num_available:
+            return False
+        if total or self.forked:
+            self.grow(rows, missing)
+        return True
+
     def grow(self, rows: Index, counts: Index) -> None:
         """Give each row so many more pages, and those that share the page they write a copy of it.
 

@@ -56,7 +56,7 @@ class SlotLifecycle:
     def find(self, request: Request) -> Index:
         """Cached pages that it can start from; those that it left in the host's pool follow them."""
         pages = self.matching.find(request)
-        swapped = self.swap.left(request)
+        swapped = self.swap.left(request) if request.num_preemptions else None
         return pages if swapped is None else pages[: swapped.first]
 
     def enter(self, request: Request, matched: Index, reserved: int) -> int:
@@ -69,7 +69,8 @@ class SlotLifecycle:
         self.slots.reserved[row] = reserved
         if len(matched):
             self.matching.start_from(row, matched)
-        self._swap_in(row, request)
+        if request.num_preemptions:
+            self._swap_in(row, request)
         self.matching.block_if_in_progress(row)
         return row
 

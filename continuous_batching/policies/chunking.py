@@ -36,7 +36,7 @@ class Chunks(Protocol):
 class FixedChunks(Chunks):
     """Chunks of at most `chunk_tokens`, as many as fit into the budget."""
 
-    chunk_tokens: int = ALL
+    chunk_tokens: int
 
     def limit(self, busy: Busy, left: int) -> Limit:
         """The same at any time."""

@@ -29,4 +29,4 @@ class Split(StallFree):
 
     def _limit(self, busy: Busy, budget: int) -> Limit:
         left = budget - int(np.count_nonzero(busy.decodes))
-        return self._chunks.limit(busy, min(left, self._prompt_tokens))
+        return self._limit_of(busy, min(left, self._prompt_tokens))

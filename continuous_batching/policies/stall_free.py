@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.batch import Batch
-from continuous_batching.policies.chunking import Chunks, FixedChunks, Limit
+from continuous_batching.policies.chunking import Chunks, Limit
 from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.policy import ALL, NO_ROOM, Busy, Policy, Room, Waiting, in_order
 from continuous_batching.request import Request
@@ -19,10 +19,13 @@ from kv_cache.pages import Index
 
 
 class StallFree(Policy):
-    """No running request waits for a new one's prompt; `chunks` says how much of prompts a step computes."""
+    """No running request waits for a new one's prompt.
+
+    `chunks` says how much of prompts a step computes; None: as much as its budget leaves.
+    """
 
     def __init__(self, chunks: Chunks | None = None, lanes: LongPrompts | None = None) -> None:
-        self._chunks = FixedChunks() if chunks is None else chunks
+        self._chunks = chunks
         self._lanes = lanes
 
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
@@ -51,7 +54,11 @@ class StallFree(Policy):
 
     def observe(self, batch: Batch, took_s: float) -> None:
         """Let the chunks' control learn."""
-        self._chunks.observe(batch, took_s)
+        if self._chunks is not None:
+            self._chunks.observe(batch, took_s)
 
     def _limit(self, busy: Busy, budget: int) -> Limit:
-        return self._chunks.limit(busy, budget - int(np.count_nonzero(busy.decodes)))
+        return self._limit_of(busy, budget - int(np.count_nonzero(busy.decodes)))
+
+    def _limit_of(self, busy: Busy, left: int) -> Limit:
+        return Limit(left) if self._chunks is None else self._chunks.limit(busy, left)

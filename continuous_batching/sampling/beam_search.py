@@ -64,11 +64,8 @@ class BeamSearches:
         self._slots = lifecycle.slots
         self._stop_conditions = stop_conditions
         self._counters = counters
-        self._searches: dict[int, BeamSearch] = {}  # by number of the request
+        self.by_number: dict[int, BeamSearch] = {}  # of the request that each belongs to
         self._search_of: dict[int, BeamSearch] = {}  # by row
-
-    def __len__(self) -> int:
-        return len(self._searches)
 
     def __contains__(self, row: int) -> bool:
         return row in self._search_of
@@ -91,17 +88,17 @@ class BeamSearches:
             beam.number, beam.seed, beam.page_keys = request.number + index, request.seed, request.page_keys
             beams.append(beam)
         stops = self._stop_conditions.stop_tokens(request.params)
-        self._searches[request.number] = BeamSearch(request, beams, stops)
+        self.by_number[request.number] = BeamSearch(request, beams, stops)
         return width - 1
 
     def extra_pages(self, request: Request, reserved: int) -> int:
         """Pages to promise to the other beams of a request that is promised `reserved` tokens."""
-        search, size = self._searches[request.number], self._slots.page_size
+        search, size = self.by_number[request.number], self._slots.page_size
         return max(0, -(-reserved // size) - search.num_shared(size)) * (len(search.beams) - 1)
 
     def take_rows(self, request: Request, row: int, reserved: int) -> None:
         """Give the other beams of a request that came into `row` their rows."""
-        search, slots = self._searches[request.number], self._slots
+        search, slots = self.by_number[request.number], self._slots
         num_shared = search.num_shared(slots.page_size)
         row_of = {request: row}
         for beam in search.beams:
@@ -178,9 +175,7 @@ class BeamSearches:
 
     def end(self, request: Request) -> None:
         """Forget a search that left its rows; what it found goes to the request, if it came to its end."""
-        search = self._searches.pop(request.number, None)
-        if search is None:
-            return
+        search = self.by_number.pop(request.number)
         for row in search.all_rows:
             del self._search_of[row]
         request.tokens, request.logprobs = request.prompt, []
@@ -190,7 +185,7 @@ class BeamSearches:
             request.logprobs = list(search.hypotheses[0].logprobs)
 
     def _running(self) -> list[BeamSearch]:
-        return [search for search in self._searches.values() if search.all_rows]
+        return [search for search in self.by_number.values() if search.all_rows]
 
     def _tops(self, sampled: Sampled, at: Sequence[int]) -> list[TokenLogprobs] | None:
         """What the request asked to be told of each beam's next token."""

@@ -19,27 +19,21 @@ class ParallelSamples:
     def __init__(self, lifecycle: SlotLifecycle, waiting: WaitingQueue) -> None:
         self._lifecycle = lifecycle
         self._waiting = waiting
-        self._leader_of: dict[str, Request] = {}
-
-    def __len__(self) -> int:
-        return len(self._leader_of)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._leader_of
+        self.leader_of: dict[str, Request] = {}  # by the id of the sample that waits for it
 
     @property
     def requests(self) -> list[Request]:
         """All that wait here."""
-        leaders = {id(leader): leader for leader in self._leader_of.values()}
+        leaders = {id(leader): leader for leader in self.leader_of.values()}
         return [follower for leader in leaders.values() for follower in leader.followers]
 
     def add(self, leader: Request) -> None:
         """Let a request's followers wait."""
-        self._leader_of.update((follower.id, leader) for follower in leader.followers)
+        self.leader_of.update((follower.id, leader) for follower in leader.followers)
 
     def end(self, request_id: str) -> Request | None:
         """Take out a follower that gave up; None if it does not wait here."""
-        leader = self._leader_of.pop(request_id, None)
+        leader = self.leader_of.pop(request_id, None)
         if leader is None:
             return None
         (follower,) = (each for each in leader.followers if each.id == request_id)
@@ -77,5 +71,5 @@ class ParallelSamples:
         followers, leader.followers = leader.followers, []
         for each in followers:
             each.prompt_logprobs = leader.prompt_logprobs
-            del self._leader_of[each.id]
+            del self.leader_of[each.id]
         return followers

@@ -37,18 +37,15 @@ class Preemption:
         self.victim = victim
 
     def make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
-        """Give every span its pages, preempting until there are enough; returns the spans that are left."""
+        """Preempt until there are pages for the spans that are left, which get them; returns these spans."""
         tables, slots = self._lifecycle.tables, self._lifecycle.slots
-        missing = tables.missing(rows, stops)
-        while (total := int(missing.sum())) + tables.num_copies(rows) > tables.num_available:
+        while not tables.grow_to(rows, stops):
             others = self._others()
             assert len(others), f"row {slots.busy[0]} is alone and finds no page"
             victim = self.victim(slots, others)
             kept = ~np.isin(rows, self._beam_searches.rows_of(victim))
             self.preempt(victim)
-            rows, starts, stops, missing = rows[kept], starts[kept], stops[kept], missing[kept]
-        if total or tables.forked:
-            tables.grow(rows, missing)
+            rows, starts, stops = rows[kept], starts[kept], stops[kept]
         return rows, starts, stops
 
     def make_way(self, request: Request) -> bool:

@@ -103,7 +103,9 @@ class Scheduler:
             policy,
             outrank=outrank,
         )
-        self._compaction = Compaction(self.tables, compact_every_steps, compact_pages_per_step)
+        self._compaction: Compaction | None = None
+        if compact_every_steps:
+            self._compaction = Compaction(self.tables, compact_every_steps, compact_pages_per_step)
         self._outrank = outrank
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
@@ -123,7 +125,7 @@ class Scheduler:
         """Queue a request; raises ValueError, with nothing changed, if it could never be served, and
         QueueFull, which is one, if too much waits before it."""
         self.check(request)
-        self._gate.check(request, len(self._parallel_samples))
+        self._gate.check(request, len(self._parallel_samples.leader_of))
         request.page_keys = self.lifecycle.matching.keys(request)
         for each in (request, *request.followers):
             each.number = self._num_arrived
@@ -133,7 +135,8 @@ class Scheduler:
             if each.seed is None:
                 each.seed = int(self._random.integers(2**63))
             self._gate.watch(each)
-        self._parallel_samples.add(request)
+        if request.followers:
+            self._parallel_samples.add(request)
         if request.params.beam_width:
             self._num_arrived += self._beam_searches.add(request)
         self.waiting.push(request)
@@ -143,7 +146,7 @@ class Scheduler:
         check_samples(request)
         for each in (request, *request.followers):
             is_running = self.slots.find(each.id) is not None
-            if is_running or each.id in self._parallel_samples or self.waiting.find(each.id):
+            if is_running or each.id in self._parallel_samples.leader_of or self.waiting.find(each.id):
                 raise ValueError(f"request {each.id} is being served already; give each an id of its own")
             stops = self._stop_conditions.stop_tokens(each.params)
             check_request(each, self._vocab_size, stops, self.slots, self.pool)
@@ -157,8 +160,7 @@ class Scheduler:
         if request is not None:
             self.waiting.remove(request)
             self.lifecycle.swap.forget(request)
-            self._beam_searches.end(request)
-            self._parallel_samples.part(request)
+            self._part(request)
             request.finish_reason = reason
             return request
         request = self._parallel_samples.end(request_id)
@@ -185,7 +187,7 @@ class Scheduler:
         may be preempted, for pages or by rank, because its request would not know its last token.
         """
         slots, tables, busy = self.slots, self.tables, self.slots.busy
-        if len(self.in_flight) != 1 or len(self._parallel_samples) or len(self._beam_searches):
+        if len(self.in_flight) != 1 or self._parallel_samples.leader_of or self._beam_searches.by_number:
             return False
         last = self.in_flight.last
         if (self._outrank and len(self.waiting)) or last.num_drafts or not slots.plain[last.owners].all():
@@ -207,12 +209,13 @@ class Scheduler:
             self._admission.admit(self.max_batch_tokens, now_s)
             self._gate.measure(now_s)
         slots = self.slots
-        if self._beam_searches:
+        if self._beam_searches.by_number:
             self._beam_searches.start_beams()
         rows = self.lifecycle.runnable()
         if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
             return NO_BATCH
-        self._compaction.step(self.counters.steps)
+        if self._compaction is not None:
+            self._compaction.step(self.counters.steps)
         starts, known = slots.num_computed[rows], slots.num_tokens[rows]
         todo, decodes = known - starts, slots.decoding(rows, starts, known)
         only_decodes = bool(decodes.all())
@@ -221,13 +224,14 @@ class Scheduler:
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
         stops = starts + todo
-        if self._beam_searches:
+        if self._beam_searches.by_number:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
         stops, num_drafts = self._with_drafts(rows, stops) if slots.has_drafts else (stops, 0)
-        rows, starts, stops = self.preemption.make_room(rows, starts, stops)
+        if not self.tables.grow_to(rows, stops):
+            rows, starts, stops = self.preemption.make_room(rows, starts, stops)
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
         owners, involved = rows[sampled], rows
-        if len(self._parallel_samples):
+        if self._parallel_samples.leader_of:
             sampled, owners = self._parallel_samples.fork(rows, sampled)
             involved = np.union1d(rows, owners)
         if not len(rows):  # as above
@@ -274,7 +278,7 @@ class Scheduler:
             right = prompts[~np.isin(prompts, wrong)] if wrong else prompts
             self.lifecycle.matching.publish_prompts(right)
         ends = {int(rows[index]): reason for index, reason in over.items()}
-        if outrun or self._beam_searches:
+        if outrun or self._beam_searches.by_number:
             kept = np.flatnonzero(~np.isin(rows, list(outrun)))
             rows, positions, sampled = rows[kept], positions[kept], sampled.take(kept)
             single, of_searches = self._beam_searches.advance(rows, sampled, now_s)
@@ -335,15 +339,22 @@ class Scheduler:
         tables.resize(num_pages)
 
     def _finish(self, row: int, reason: str) -> Request:
-        rows, failed = self._beam_searches.rows_of(row), reason == "error"
+        is_beam, failed = self.slots.beam_width[row] > 0, reason == "error"
+        rows = self._beam_searches.rows_of(row) if is_beam else [row]
         in_flight = any(self.in_flight.holds(each) for each in rows) if len(self.in_flight) else False
         for each in rows if in_flight else ():
             self.in_flight.outrun_by(each, failed=failed)
         leave = self.lifecycle.settle if in_flight else self.lifecycle.leave
         request, *_ = [leave(each, failed=failed) for each in rows]
-        self._beam_searches.end(request)
-        self._parallel_samples.part(request)
+        self._part(request)
         request.finish_reason = reason
         if reason == "error":
             request.error = f"request {request.id}: the model's logits were not finite"
         return request
+
+    def _part(self, request: Request) -> None:
+        """Part a request that ends from its beams, and from the samples that still follow it."""
+        if request.params.beam_width:
+            self._beam_searches.end(request)
+        if request.followers:
+            self._parallel_samples.part(request)

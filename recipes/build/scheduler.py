@@ -116,10 +116,10 @@ def policy(asked: SchedulerSection) -> Policy:
             return Static(_said(asked.batch_size), _said(asked.max_wait_ms) / 1000)
 
 
-def chunks(asked: SchedulerSection) -> Chunks:
-    """How long a prompt's chunks are."""
+def chunks(asked: SchedulerSection) -> Chunks | None:
+    """How long a prompt's chunks are; None: as long as the budget allows."""
     if asked.chunk == "fixed":
-        return FixedChunks(asked.chunk_tokens or ALL)
+        return None if asked.chunk_tokens is None else FixedChunks(asked.chunk_tokens)
     least, most, tile = _said(asked.min_chunk_tokens), _said(asked.max_chunk_tokens), asked.tile_tokens or 32
     if asked.chunk == "dynamic":
         return StagedChunks(least, most, _said(asked.chunk_stages), _said(asked.staged_tokens), tile)

@@ -70,7 +70,7 @@ class SearchingEngines(Engines):
 
     @invariant()
     def a_request_is_in_one_place(self) -> None:
-        slots, followers = self.engine.slots, self.scheduler._parallel_samples
+        slots, followers = self.engine.slots, self.scheduler._parallel_samples.leader_of
         rows = [row for row in slots.busy.tolist() if self.scheduler._beam_searches.rows_of(row)[0] == row]
         places = [slots.requests[row].id for row in rows]
         places += [request.id for request in self.scheduler.waiting.requests]

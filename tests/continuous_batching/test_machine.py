@@ -186,7 +186,7 @@ class Engines(RuleBasedStateMachine):
 
     @invariant()
     def a_request_is_in_one_place(self) -> None:
-        slots, followers = self.engine.slots, self.scheduler._parallel_samples
+        slots, followers = self.engine.slots, self.scheduler._parallel_samples.leader_of
         places = Counter(slots.requests[row].id for row in slots.busy.tolist())
         places.update(request.id for request in self.scheduler.waiting.requests)
         places.update(name for name in self.known if name in followers)

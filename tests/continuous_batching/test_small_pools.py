@@ -146,7 +146,7 @@ def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
     prefix, host = scheduler.prefix, scheduler.host_pool
     assert host is not None
     assert host.num_held == prefix.num_resting > 0
-    assert not len(scheduler._parallel_samples)
+    assert not scheduler._parallel_samples.leader_of
     assert not scheduler.slots.running_ids
     prefix.forget(prefix.index.names)
     assert scheduler.pool.num_held == host.num_held == 0

@@ -60,7 +60,7 @@ class Trace:
         if policy in ("orca", "prefill_first"):
             budget = LONGEST + int(random.integers(0, 9))
         chunks: Chunks = [
-            FixedChunks(),
+            None,
             FixedChunks(int(random.integers(1, 9))),
             StagedChunks(2, 8, 3, 24, 2),
             AdaptiveChunks(float(random.choice([1.2, 1.5, 2.5])), 1, 12, 2),

@@ -182,6 +182,7 @@ class World:
     def _swap(self, index: int) -> bool:
         swapped = self.lifecycle.swap_out(self.row(index)) is not None
         if swapped:
+            self.requests[index].num_preemptions = 1  # or more: only whether there were any is asked
             self.place[index] = "waits"
         return swapped
 

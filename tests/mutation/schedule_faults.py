@@ -94,8 +94,8 @@ SCHEDULE_FAULTS = (
     Fault(
         "followers_orphaned",
         SCHEDULER,
-        "self._beam_searches.end(request)\n        self._parallel_samples.part(request)\n",
-        "self._beam_searches.end(request)\n",
+        "        if request.followers:\n            self._parallel_samples.part(request)\n",
+        "",
         "when the first sample is aborted the others never answer",
     ),
     Fault(
