@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 
 class Observer:
-    """Is shown what an engine is told and what it decides; this one looks away. A recorder is another."""
+    """Is called with every input and decision of an engine; this one ignores them, a `Recorder` does not."""
 
     def added(self, request: Request) -> None:
         """A request was accepted."""

@@ -161,8 +161,8 @@ class SlotPool:
         self.busy = self.busy[self.busy != row]
         self._free.append(row)
 
-    def tell(self, rows: Index, sampled: Sampled) -> None:
-        """Hand the requests of the rows that tokens were sampled for the log-probabilities they asked for."""
+    def add_logprobs(self, rows: Index, sampled: Sampled) -> None:
+        """Give requests the log-probabilities that they asked for, of sampled tokens and of prompts."""
         for index, logprobs in sampled.logprobs.items():
             self.requests[rows[index]].logprobs.append(logprobs)
         for row, found in sampled.prompt_logprobs.items():  # outrun or not: others may share them
@@ -187,7 +187,7 @@ class SlotPool:
 
     def inputs(self, batch: Batch) -> StepInputs:
         """What the forward pass of this batch reads and where its keys and values go."""
-        if batch.is_decode:  # nobody writes to the batch's own arrays
+        if batch.is_decode:  # these arrays are only read
             positions, rows = batch.starts, batch.slots
         else:
             positions = ragged_ranges(batch.starts, batch.stops)

@@ -39,7 +39,7 @@ class FixedChunks(Chunks):
     chunk_tokens: int
 
     def limit(self, busy: Busy, left: int) -> Limit:
-        """The same at any time."""
+        """The same limit in every step."""
         return Limit(left, self.chunk_tokens, self.chunk_tokens)
 
 

@@ -52,7 +52,7 @@ class Policy(Protocol):
         ...
 
     def reserve(self, request: Request) -> int:
-        """Tokens of a newcomer that must have pages, free or promised to nobody, at admission."""
+        """For how many tokens of a newcomer there must be pages, free and not promised, at its admission."""
         ...
 
     def share(self, busy: Busy, budget: int) -> Index:
@@ -71,6 +71,6 @@ def whole_prompts(todo: Index, budget: int) -> Index:
 
 
 def in_order(todo: Index, budget: int) -> Index:
-    """As much of each as fits, in their order."""
+    """As much of each as the budget leaves after those before it."""
     granted: Index = np.clip(budget - (np.cumsum(todo) - todo), 0, todo)
     return granted

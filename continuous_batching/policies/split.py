@@ -22,9 +22,9 @@ class Split(StallFree):
     """Prompts get at most `prompt_tokens` of a step, however few decodes there are."""
 
     def __init__(
-        self, prompt_tokens: int, chunks: Chunks | None = None, lanes: LongPrompts | None = None
+        self, prompt_tokens: int, chunks: Chunks | None = None, long_prompts: LongPrompts | None = None
     ) -> None:
-        super().__init__(chunks, lanes)
+        super().__init__(chunks, long_prompts)
         self._prompt_tokens = prompt_tokens
 
     def _limit(self, busy: Busy, budget: int) -> Limit:

@@ -3,7 +3,7 @@
 After "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024). It deviates
 in three ways: pages are promised for what a request knows (its prompt), not taken up front, so a chunk's
 pages are taken when it is computed; partly computed prompts may be preempted like any slot; and short
-prompts may overtake long ones (`lanes`), where Sarathi's go strictly by arrival.
+prompts may overtake long ones (`long_prompts`), where Sarathi's go strictly by arrival.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class StallFree(Policy):
     `chunks` says how much of prompts a step computes; None: as much as its budget leaves.
     """
 
-    def __init__(self, chunks: Chunks | None = None, lanes: LongPrompts | None = None) -> None:
+    def __init__(self, chunks: Chunks | None = None, long_prompts: LongPrompts | None = None) -> None:
         self._chunks = chunks
-        self._lanes = lanes
+        self._long_prompts = long_prompts
 
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
         """What the busy slots leave of the step."""
         limit = self._limit(busy, budget)
         wanted = np.where(busy.decodes, 0, np.minimum(busy.todo, limit.each))
-        if self._lanes is None:
+        if self._long_prompts is None:
             left, longs = limit.total - int(wanted.sum()), ALL
         else:
-            left, longs = self._lanes.left(busy, wanted, limit.total)
+            left, longs = self._long_prompts.left(busy, wanted, limit.total)
         if left <= 0:
             return NO_ROOM
         return Room(left, waiting.num_requests, chunk=limit.newcomer, long_requests=longs)
@@ -48,7 +48,7 @@ class StallFree(Policy):
         """One token to each decode, the rest to the chunks, oldest first."""
         limit, decodes = self._limit(busy, budget), busy.decodes
         wanted = np.where(decodes, 0, np.minimum(busy.todo, limit.each))
-        share = in_order if self._lanes is None else self._lanes.sharing(busy)
+        share = in_order if self._long_prompts is None else self._long_prompts.sharing(busy)
         granted: Index = decodes + share(wanted, limit.total)
         return granted
 

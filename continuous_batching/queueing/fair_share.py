@@ -51,7 +51,7 @@ class FairShare:
         self._num_waiting[tenant, int(is_long)] += 1
 
     def leave(self, request: Request, is_long: bool) -> None:
-        """It waits no longer."""
+        """A request of a tenant left the queue."""
         self._num_waiting[self._index[request.tenant], int(is_long)] -= 1
         self._last = request.tenant
 

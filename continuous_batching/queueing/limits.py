@@ -26,7 +26,7 @@ class QueueFull(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What is refused or given up, lest a queue grow without end."""
+    """How much may wait, and how long; more is refused or given up."""
 
     max_waiting_requests: int = ALL
     max_waiting_tokens: int = ALL  # of prompts
@@ -34,10 +34,10 @@ class QueueLimits:
 
 
 class QueueGate:
-    """Refuses who would wait behind too many, and tells who has waited or taken too long."""
+    """Refuses requests behind too long a queue, and finds those that have waited or run for too long."""
 
-    def __init__(self, bounds: QueueLimits, waiting: WaitingQueue) -> None:
-        self._bounds = bounds
+    def __init__(self, limits: QueueLimits, waiting: WaitingQueue) -> None:
+        self._limits = limits
         self._waiting = waiting
         self._due: list[tuple[float, int, bool, Request]] = []  # when; whether only if it still waits
         self._most_due = 64
@@ -45,14 +45,14 @@ class QueueGate:
 
     def check(self, request: Request, num_following: int) -> None:
         """Raise QueueFull if it and its samples are too many; `num_following` wait for others' prompts."""
-        waiting, bounds = self._waiting, self._bounds
+        waiting, limits = self._waiting, self._limits
         if not len(waiting):
-            return  # nobody is before it: it is not the queue that is too long
+            return  # an empty queue is never too long, however large the request
         num_requests = len(waiting) + num_following + 1 + len(request.followers)
         num_tokens = waiting.num_tokens + request.num_prompt_tokens
         for column, what, count, limit in (
-            (1, "requests", num_requests, bounds.max_waiting_requests),
-            (2, "tokens", num_tokens, bounds.max_waiting_tokens),
+            (1, "requests", num_requests, limits.max_waiting_requests),
+            (2, "tokens", num_tokens, limits.max_waiting_tokens),
         ):
             if count > limit:
                 retry_after_s = self._seconds_for(count - limit, column)
@@ -64,7 +64,7 @@ class QueueGate:
 
     def watch(self, request: Request) -> None:
         """Remember when its time is over."""
-        wait_s, timeout_s = self._bounds.max_queue_wait_s, request.timeout_s
+        wait_s, timeout_s = self._limits.max_queue_wait_s, request.timeout_s
         if wait_s < math.inf:
             heapq.heappush(self._due, (request.arrival_s + wait_s, 2 * request.number, True, request))
         if timeout_s is not None:

@@ -52,5 +52,5 @@ class EarliestDeadline:
     deadline_s: float
 
     def __call__(self, request: Request) -> float:
-        """That time."""
+        """The time, on the engine's clock, when it is given up."""
         return request.arrival_s + (self.deadline_s if request.timeout_s is None else request.timeout_s)

@@ -1,7 +1,7 @@
 """What does a recording of an engine hold?
 
-A file of framed MessagePack entries, each behind its length (4 bytes, little-endian). It holds all that the
-scheduler was told, so that it can be told again, and what it decided, so that a change of mind shows. Arrays
+A file of framed MessagePack entries, each behind its length (4 bytes, little-endian). It holds all inputs of
+the scheduler, so that it can be run again, and its decisions, so that a difference shows. Arrays
 are little-endian int32. A prompt is there as token ids, so a recording is as private as its prompts.
 """
 
@@ -26,7 +26,7 @@ LONGEST_ENTRY = 2**30  # a longer one is no entry but damage
 
 
 class Header(msgspec.Struct, tag="H", array_like=True, frozen=True):
-    """The first entry: what the engine was made of, for `facts` see whoever made the recording."""
+    """The first entry; `facts` say what the engine was made of, in the words of the recorder's owner."""
 
     format: int
     facts: dict[str, Any]

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder(Observer):
-    """Appends to a new file what an engine is told and what it decides; `facts` are what it is made of.
+    """Appends the inputs and decisions of an engine to a new file; `facts` say what the engine is made of.
 
     The file must not be there yet, and only its owner may read it. Each entry is handed to the system at
     once, so that it outlives this process. When the file can no longer be written (a full disk), recording

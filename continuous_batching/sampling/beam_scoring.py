@@ -59,7 +59,7 @@ def is_over(hypotheses: Sequence[Hypothesis], best: float, num_tokens: int, para
 def place(rows: Sequence[int], parents: Sequence[int], seats: Sequence[int]) -> list[int]:
     """A row of `seats` for each beam that lives on from the row `rows[parent]`, with as few moves as can be.
 
-    The best continuation of a row stays in it; the others go to rows that nobody continues.
+    The best continuation of a row stays in it; the others go to rows that no beam continues.
     """
     taken = {rows[parent] for parent in parents}
     free = [seat for seat in seats if seat not in taken]

@@ -53,8 +53,8 @@ class BeamSearch:
 class BeamSearches:
     """Beam searches, from the time they are added to their end.
 
-    A search takes its rows at once, for else two of them might wait for each other's. One row computes what
-    all beams have in common; the others then share its pages. A beam computes its last token only together
+    A search takes its rows all at once; otherwise two might wait for each other's. One row computes what all
+    beams have in common; the others then share its pages. A beam computes its last token only together
     with all others: from these tokens come the candidates, among which beam_scoring.py chooses. A beam that
     continues another's row takes over its pages; a row that no beam continues lets go of its own.
     """
@@ -188,7 +188,7 @@ class BeamSearches:
         return [search for search in self.by_number.values() if search.all_rows]
 
     def _tops(self, sampled: Sampled, at: Sequence[int]) -> list[TokenLogprobs] | None:
-        """What the request asked to be told of each beam's next token."""
+        """The log-probabilities of each beam's next token, if the request asked for them."""
         return [sampled.logprobs[index] for index in at] if at[0] in sampled.logprobs else None
 
     def _step(

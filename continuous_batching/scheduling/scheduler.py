@@ -118,7 +118,7 @@ class Scheduler:
 
     @property
     def held_back(self) -> HeldBack | None:
-        """Why the head of the queue was not admitted to this step; None if nobody was left waiting."""
+        """Why the head of the queue was not admitted to this step; None if the queue is empty."""
         return self._admission.held_back if len(self.waiting) else None
 
     def add(self, request: Request) -> None:
@@ -272,7 +272,7 @@ class Scheduler:
             over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
         booked = rows, sampled
         failed = rows[sampled.tokens < 0]
-        # nobody may come to hold what a failed row computed, not even within this commit
+        # no other row may take over what a failed row computed, not even within this commit
         wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
         if len(prompts):
             right = prompts[~np.isin(prompts, wrong)] if wrong else prompts
@@ -286,7 +286,7 @@ class Scheduler:
             ends = of_searches | {row: ends[row] for row in rows.tolist() if row in ends}
         slots.token_ids[rows, positions] = sampled.tokens
         slots.num_tokens[rows] = positions + 1
-        slots.tell(rows, sampled)
+        slots.add_logprobs(rows, sampled)
         for row in rows[positions == slots.num_prompt[rows]].tolist():
             slots.requests[row].first_token_s = now_s
         counters = self.counters

@@ -100,14 +100,14 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
 
 def policy(asked: SchedulerSection) -> Policy:
     """The way of batching that a recipe names."""
-    lanes = None
+    long_prompts = None
     if asked.max_long_prefills is not None:
-        lanes = LongPrompts(asked.max_long_prefills, _said(asked.long_prompt_tokens))
+        long_prompts = LongPrompts(asked.max_long_prefills, _said(asked.long_prompt_tokens))
     match asked.policy:
         case "stall_free":
-            return StallFree(chunks(asked), lanes)
+            return StallFree(chunks(asked), long_prompts)
         case "split":
-            return Split(int(_said(asked.prompt_share) * asked.max_batch_tokens), chunks(asked), lanes)
+            return Split(int(_said(asked.prompt_share) * asked.max_batch_tokens), chunks(asked), long_prompts)
         case "prefill_first":
             return PrefillFirst()
         case "orca":

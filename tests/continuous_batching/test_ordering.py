@@ -138,7 +138,7 @@ def test_a_short_prompt_overtakes_the_long_ones_that_may_not_be_computed_yet() -
     scheduler = Scheduler(
         slots,
         PagePool(200),
-        StallFree(lanes=LongPrompts(max_long=1, long_tokens=20)),
+        StallFree(long_prompts=LongPrompts(max_long=1, long_tokens=20)),
         waiting=WaitingQueue(long_tokens=20),
         max_batch_tokens=16,
         vocab_size=VOCAB_SIZE,

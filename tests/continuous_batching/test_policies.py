@@ -51,7 +51,7 @@ def test_stages_are_those_that_sarathi_computes_and_not_those_that_its_comment_t
 
 
 def test_short_prompts_overtake_long_ones_which_keep_half() -> None:
-    policy = StallFree(lanes=LongPrompts(max_long=2, long_tokens=100))
+    policy = StallFree(long_prompts=LongPrompts(max_long=2, long_tokens=100))
     assert policy.share(busy(500, 1, 30, 500), 61).tolist() == [30, 1, 30, 0]
     assert policy.share(busy(500, 1, 20, 20), 61).tolist() == [30, 1, 20, 10]
     assert policy.share(busy(500, 1, 5), 61).tolist() == [55, 1, 5], "what the short ones leave is not wasted"
@@ -103,8 +103,8 @@ def test_static_computes_all_prompts_before_the_first_decode() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [StallFree(), StallFree(lanes=LongPrompts(2, 50)), Static(4, 1.0)],
-    ids=["stall_free", "lanes", "static"],
+    [StallFree(), StallFree(long_prompts=LongPrompts(2, 50)), Static(4, 1.0)],
+    ids=["stall_free", "long_prompts", "static"],
 )
 @given(counts=st.lists(st.integers(1, 300), min_size=1, max_size=40), spare=st.integers(0, 200))
 def test_a_share_is_within_the_budget_and_wastes_none_of_it(

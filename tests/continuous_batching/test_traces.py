@@ -65,21 +65,21 @@ class Trace:
             StagedChunks(2, 8, 3, 24, 2),
             AdaptiveChunks(float(random.choice([1.2, 1.5, 2.5])), 1, 12, 2),
         ][int(random.integers(4))]
-        lanes = [None, LongPrompts(1, 10), LongPrompts(2, 6)][int(random.integers(3))]
+        long_prompts = [None, LongPrompts(1, 10), LongPrompts(2, 6)][int(random.integers(3))]
         fair = bool(random.integers(2))
         outrank = order == "priority" and bool(random.integers(2))
         least_pages = -(-LONGEST // page_size)
         num_pages = 1 + least_pages + int(random.integers(0, 1 + least_pages // 2))
         made: dict[str, Policy] = {
-            "stall_free": StallFree(chunks, lanes),
-            "split": Split(max(1, budget - num_slots), chunks, lanes),
+            "stall_free": StallFree(chunks, long_prompts),
+            "split": Split(max(1, budget - num_slots), chunks, long_prompts),
             "prefill_first": PrefillFirst(),
             "orca": Orca(),
             "static": Static(int(random.integers(1, num_slots + 1)), 3.0),
         }
         slots = SlotPool(num_slots, LONGEST, page_size)
         host_pool = [None, PagePool(8), PagePool(80)][int(random.integers(3))]
-        long_tokens = lanes.long_tokens if lanes and policy in ("stall_free", "split") else ALL
+        long_tokens = long_prompts.long_tokens if long_prompts and policy in ("stall_free", "split") else ALL
         weights = {"t0": float(random.choice([0.5, 1.0, 3.0]))}
         self.scheduler = Scheduler(
             slots,
