@@ -14,9 +14,9 @@ from continuous_batching.queueing.limits import QueueGate, QueueLimits
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.sampling.beam_search import BeamSearches
+from continuous_batching.sampling.drafts import book_drafts, extend_by_drafts
 from continuous_batching.sampling.parallel_samples import ParallelSamples
 from continuous_batching.sampling.stopping import StopConditions
-from continuous_batching.sampling.verification import accepted
 from continuous_batching.scheduling.admission import Admission, HeldBack
 from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.scheduling.preemption import Preemption
@@ -29,7 +29,7 @@ from continuous_batching.scheduling.validation import (
 )
 from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import Index, PagePool
+from kv_cache.pages import PagePool
 
 
 class Scheduler:
@@ -91,21 +91,11 @@ class Scheduler:
         self._stop_conditions = StopConditions(slots, vocab_size, eos_token_ids)
         self._beam_searches = BeamSearches(self.lifecycle, self._stop_conditions, self.counters)
         self._parallel_samples = ParallelSamples(self.lifecycle, self.waiting)
-        self.preemption = Preemption(
-            self.lifecycle, self.waiting, self._beam_searches, self.in_flight, self.counters, victim
-        )
-        self._admission = Admission(
-            self.lifecycle,
-            self.waiting,
-            self._beam_searches,
-            self.preemption,
-            self.counters,
-            policy,
-            outrank=outrank,
-        )
-        self._compaction: Compaction | None = None
-        if compact_every_steps:
-            self._compaction = Compaction(self.tables, compact_every_steps, compact_pages_per_step)
+        held = self.lifecycle, self.waiting, self._beam_searches
+        self.preemption = Preemption(*held, self.in_flight, self.counters, victim)
+        self._admission = Admission(*held, self.preemption, self.counters, policy, outrank=outrank)
+        compaction = Compaction(self.tables, compact_every_steps, compact_pages_per_step)
+        self._compaction = compaction if compact_every_steps else None
         self._outrank = outrank
         self._random = np.random.default_rng(seed)
         self._num_arrived = 0
@@ -226,7 +216,9 @@ class Scheduler:
         stops = starts + todo
         if self._beam_searches.by_number:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
-        stops, num_drafts = self._with_drafts(rows, stops) if slots.has_drafts else (stops, 0)
+        num_drafts = 0
+        if slots.has_drafts:
+            stops, num_drafts = extend_by_drafts(slots, self.tables, rows, stops)
         if not self.tables.grow_to(rows, stops):
             rows, starts, stops = self.preemption.make_room(rows, starts, stops)
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
@@ -247,15 +239,6 @@ class Scheduler:
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
         return batch
 
-    def _with_drafts(self, rows: Index, stops: Index) -> tuple[Index, int]:
-        """Let spans that reach their row's last token go on over its drafts, if there are free pages for all;
-        returns where spans stop, and the number of drafts in them."""
-        slots = self.slots
-        drafts = np.where(stops == slots.num_tokens[rows], slots.num_drafts[rows], 0)
-        longer: Index = stops + drafts
-        missing = int(self.tables.missing(rows, longer).sum()) + self.tables.num_copies(rows)
-        return (longer, int(drafts.sum())) if missing <= self.pool.num_free else (stops, 0)
-
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> Booked:
         """Book what the device computed.
 
@@ -267,7 +250,7 @@ class Scheduler:
         rows, positions = batch.owners, batch.targets
         over = self._stop_conditions.of(rows, sampled.tokens, positions)
         if batch.num_drafts:
-            counted = self._counted(batch, sampled, over)
+            counted = book_drafts(slots, batch, sampled.tokens, over)
             rows, positions, sampled = rows[counted], positions[counted], sampled.take(counted)
             over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
         booked = rows, sampled
@@ -304,23 +287,6 @@ class Scheduler:
             for row, has_failed in self.in_flight.take_landed().items():
                 self.lifecycle.vacate(row, failed=has_failed or row in failed)
         return Booked(*booked, finished)
-
-    def _counted(self, batch: Batch, sampled: Sampled, over: dict[int, str]) -> Index:
-        """The tokens that count, as indices: after right drafts, and none after one that ends its request.
-        Keys and values of drafts after these are not counted as computed."""
-        slots = self.slots
-        counted = accepted(batch, sampled.tokens, slots.token_ids)
-        ended: set[int] = set()
-        kept = []
-        for index, row in zip(counted.tolist(), batch.owners[counted].tolist()):
-            if row not in ended:
-                kept.append(index)
-                if index in over:
-                    ended.add(row)
-        counted = np.array(kept, dtype=np.int64)
-        slots.num_computed[batch.owners[counted]] = batch.targets[counted]
-        slots.drop_drafts()
-        return counted
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
         """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.

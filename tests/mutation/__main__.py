@@ -69,7 +69,13 @@ HOST_TESTS = (
     ),
     *(
         BATCHING + name
-        for name in ("test_scheduler.py", "test_slot_lifecycle.py", "test_in_flight.py", "test_overlap.py")
+        for name in (
+            "test_scheduler.py",
+            "test_drafts.py",
+            "test_slot_lifecycle.py",
+            "test_in_flight.py",
+            "test_overlap.py",
+        )
     ),
     *(
         BATCHING + name

@@ -12,8 +12,37 @@ ADMISSION, DOOR, QUEUE = (
 )
 ENDINGS, PREEMPTION = ROOM + "sampling/stopping.py", ROOM + "scheduling/preemption.py"
 SCHEDULER, SLOTS = ROOM + "scheduling/scheduler.py", ROOM + "slots.py"
+DRAFTS = ROOM + "sampling/drafts.py"
 
 SCHEDULE_FAULTS = (
+    Fault(
+        "draft_after_a_wrong_one",
+        DRAFTS,
+        "wrong = np.cumsum(~is_right) - ~is_right",
+        "wrong = 0 * np.cumsum(~is_right)",
+        "tokens are booked that follow from what the model never said",
+    ),
+    Fault(
+        "wrong_drafts_computed",
+        DRAFTS,
+        "    slots.num_computed[batch.owners[counted]] = batch.targets[counted]\n",
+        "",
+        "the keys of a rejected draft are read as those of the token in its place",
+    ),
+    Fault(
+        "drafts_beyond_the_end",
+        DRAFTS,
+        "                ended.add(row)\n",
+        "                pass\n",
+        "an answer goes on after its end token",
+    ),
+    Fault(
+        "drafts_evict",
+        DRAFTS,
+        "missing <= tables.pool.num_free else",
+        "missing >= 0 else",
+        "a guess takes pages from a running request",
+    ),
     Fault(
         "resumed_at_its_prompt",
         SLOTS,

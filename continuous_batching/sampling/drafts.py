@@ -1,0 +1,61 @@
+"""How do drafts enter a batch, and which of them are what the model would have said?
+
+Drafts are guesses of a row's next tokens, which lie behind the known ones in the slot table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from continuous_batching.batch import Batch
+from continuous_batching.paging.page_tables import PageTables
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+
+
+def extend_by_drafts(slots: SlotPool, tables: PageTables, rows: Index, stops: Index) -> tuple[Index, int]:
+    """Let the spans that reach their row's last token go on over its drafts, if free pages hold them all.
+
+    Nothing is evicted and no row is preempted for a guess. Returns where the spans stop, and the number of
+    drafts in them.
+    """
+    drafts = np.where(stops == slots.num_tokens[rows], slots.num_drafts[rows], 0)
+    longer: Index = stops + drafts
+    missing = int(tables.missing(rows, longer).sum()) + tables.num_copies(rows)
+    return (longer, int(drafts.sum())) if missing <= tables.pool.num_free else (stops, 0)
+
+
+def book_drafts(slots: SlotPool, batch: Batch, tokens: Index, over: dict[int, str]) -> Index:
+    """Which tokens of a batch count, as indices: those that follow right drafts, up to the end of a request.
+
+    `over` are the indices of tokens that would end their row. Keys and values of wrong drafts no longer
+    count as computed, and no row has drafts any more.
+    """
+    ended: set[int] = set()
+    kept = []
+    for index in accepted(batch, tokens, slots.token_ids).tolist():
+        row = int(batch.owners[index])
+        if row not in ended:
+            kept.append(index)
+            if index in over:
+                ended.add(row)
+    counted = np.array(kept, dtype=np.int64)
+    slots.num_computed[batch.owners[counted]] = batch.targets[counted]
+    slots.drop_drafts()
+    return counted
+
+
+def accepted(batch: Batch, tokens: Index, token_ids: NDArray[np.int32]) -> Index:
+    """The tokens of a batch that count, as indices which rise.
+
+    A span with drafts yields a token at each of its last positions. A token counts if every draft before it
+    in its span equals the token that was chosen for the same place. The first of a span always counts; one
+    that follows a wrong draft was computed from what the model never said. `token_ids` are the slot
+    table's, where the drafts still lie.
+    """
+    is_right = tokens == token_ids[batch.owners, batch.targets]
+    wrong = np.cumsum(~is_right) - ~is_right  # wrong drafts before each token, over all spans
+    is_first = np.diff(batch.owners, prepend=-1) != 0
+    span = np.cumsum(is_first) - 1
+    return np.flatnonzero(wrong == wrong[is_first][span])
