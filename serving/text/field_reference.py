@@ -1,0 +1,244 @@
+"""What may a request say, in words? The tables of docs/request_fields.md.
+
+    python -m serving.text.field_reference
+
+The checks themselves are `serving.text.request_fields` and `SamplingParams`. A test tries every name and both
+ends of every range against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from continuous_batching.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RequestField:
+    """One row of the table of fields. `least` and `most` are allowed, but for an `exclusive` `least`."""
+
+    names: tuple[str, ...]
+    meaning: str
+    least: float | None = None
+    most: float | None = None
+    exclusive: bool = False
+    allowed: str = ""  # in words, for what has no range or more than one
+    default: str = ""  # for what SamplingParams has no default of
+
+    @property
+    def described(self) -> str:
+        """What is allowed, in words."""
+        if self.allowed:
+            return self.allowed
+        least = f"above {_number(self.least)}," if self.exclusive else _number(self.least)
+        return f"{least} to {_number(self.most)}" if self.most is not None else f"{least} or more"
+
+    @property
+    def default_text(self) -> str:
+        """The default as JSON would say it, or in words."""
+        if self.default:
+            return self.default
+        value = _DEFAULTS[self.names[0]]
+        return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
+FIELDS = (
+    RequestField(
+        ("id",),
+        "names the answer; no two requests have the same, and further samples of one are `ID#1`, `ID#2`, ...",
+        allowed="a string",
+        default="required",
+    ),
+    RequestField(
+        ("prompt", "messages", "prompt_token_ids"),
+        "a text to continue; a conversation, through the model's own template; tokens as they are",
+        allowed="a string; a list of `{role, content}`; a list of token ids",
+        default="one is required",
+    ),
+    RequestField(("arrival_s",), "seconds from the start until it arrives", 0, default="0"),
+    RequestField(
+        ("timeout_s",),
+        "a request that has not finished so many seconds after it arrived ends where it stands, and its "
+        "`finish_reason` is timeout",
+        allowed="above 0",
+        default="none",
+    ),
+    RequestField(
+        ("max_tokens", "max_completion_tokens"), "the longest answer; two names of one field", 1, 2**31 - 1
+    ),
+    RequestField(("min_tokens",), "nothing ends the answer before", allowed="0 to `max_tokens`"),
+    RequestField(("temperature",), "0: always the likeliest token", 0, 100),
+    RequestField(("top_k",), "choose among so many likeliest tokens; 0, or -1: among all", -1, 2**31 - 1),
+    RequestField(
+        ("top_p",), "choose among the likeliest tokens that have this probability together", 0, 1, True
+    ),
+    RequestField(
+        ("min_p",), "choose among tokens with at least this share of the likeliest one's probability", 0, 1
+    ),
+    RequestField(
+        ("repetition_penalty",), "above 1: what prompt or answer holds becomes less likely", 0.01, 100
+    ),
+    RequestField(
+        ("presence_penalty", "frequency_penalty"),
+        "subtracted from the logit of a token in the answer: once; for each time it stands there",
+        -2,
+        2,
+    ),
+    RequestField(
+        ("logit_bias",),
+        "added to the logits of these tokens",
+        allowed="an object of up to 1024 token ids and -100 to 100",
+        default="none",
+    ),
+    RequestField(
+        ("seed",),
+        "with it, the same request gets the same tokens, whatever else runs",
+        0,
+        2**63 - 1,
+        default="drawn",
+    ),
+    RequestField(
+        ("stop",),
+        "ends the text before it, also across the borders of tokens",
+        allowed="a string, or a list of up to 16, of up to 1024 characters each",
+        default="none",
+    ),
+    RequestField(
+        ("stop_token_ids",),
+        "end the answer, as the model's own end tokens do",
+        allowed="a list of up to 1024 token ids",
+        default="none",
+    ),
+    RequestField(
+        ("ignore_eos",), "the model's own end tokens do not end the answer", allowed="true or false"
+    ),
+    RequestField(
+        ("include_stop_str_in_output",),
+        "the stop string or end token is a part of the text",
+        allowed="true or false",
+        default="false",
+    ),
+    RequestField(
+        ("skip_special_tokens",),
+        "control tokens are no part of the text",
+        allowed="true or false",
+        default="true",
+    ),
+    RequestField(
+        ("n", "best_of"),
+        "how many answers; from how many samples, by their log-probability",
+        1,
+        128,
+        default="1; `n`",
+    ),
+    RequestField(
+        ("beam_width",),
+        "search for the `n` best answers with so many beams, each in a slot, instead of drawing them; "
+        "0: draw",
+        allowed="0, or 2 to 128",
+    ),
+    RequestField(
+        ("length_penalty",),
+        "a beam search ranks answers by log-probability / tokens^`length_penalty`",
+        -10,
+        10,
+    ),
+    RequestField(
+        ("early_stopping",),
+        "when a search with `beam_width` answers may end: at once; when the best beam is now no better than "
+        "the worst answer; when none can become better",
+        allowed='true, false or `"never"`',
+    ),
+    RequestField(
+        ("logprobs", "top_logprobs"),
+        "log-probabilities: of each token and so many likeliest ones; how many where `logprobs` is true",
+        allowed="0 to 20, or true; 0 to 20",
+        default="none",
+    ),
+    RequestField(
+        ("prompt_logprobs",),
+        "the same of each prompt token but the first; the prompt is then computed whole, whatever is cached "
+        "of it; not beside `beam_width`",
+        0,
+        20,
+        default="none",
+    ),
+    RequestField(
+        ("tenant", "user"),
+        "whose request it is; two names of one field",
+        allowed="a string",
+        default="empty",
+    ),
+    RequestField(
+        ("cache_salt",), "only requests with the same one share pages", allowed="a string", default="empty"
+    ),
+    RequestField(
+        ("priority",),
+        "larger goes first where `scheduler.queue` is priority; where `scheduler.victim` is lowest_priority, "
+        "the lowest makes room first",
+        allowed="an integer",
+        default="0",
+    ),
+)
+
+ANSWER_FIELDS = (  # of a line that `scripts.generate` writes
+    (("id", "index"), "the request's; which of its answers, where `n` is above 1"),
+    (("token_ids",), "the tokens, with the one that ended the answer"),
+    (
+        ("text",),
+        "the text, without it (see `include_stop_str_in_output`); null where the model has no tokenizer",
+    ),
+    (
+        ("finish_reason",),
+        "`stop`: an end token or a stop string; `length`: `max_tokens`; `timeout`: its `timeout_s`, or a "
+        "limit on its wait",
+    ),
+    (("logprobs",), "if asked for: each token, its log-probability, and the likeliest ones"),
+    (
+        ("prompt_logprobs",),
+        "if asked for: null for the first token of the prompt, and the same of each other",
+    ),
+    (
+        ("score", "cumulative_logprob"),
+        "of a beam search, best first: what answers are ranked by; the log-probability of all tokens",
+    ),
+    (
+        ("num_prompt_tokens", "num_cached_tokens"),
+        "the prompt's tokens; how many of them were found in pages of earlier requests",
+    ),
+    (
+        ("arrival_s", "first_token_s", "finish_s"),
+        "in seconds from the start: when it arrived, when its first and its last token were there",
+    ),
+    (("error",), "in place of all but `id`: why the request was refused or failed"),
+)
+
+_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
+_POWERS = {2**31 - 1: "2^31 - 1", 2**63 - 1: "2^63 - 1"}
+
+
+def request_table() -> str:
+    """What a request may say, as a Markdown table."""
+    head = ["| field | allowed | default | meaning |", "|---|---|---|---|"]
+    rows = [f"| {_code(e.names)} | {e.described} | {e.default_text} | {e.meaning} |" for e in FIELDS]
+    return "\n".join(head + rows) + "\n"
+
+
+def answer_table() -> str:
+    """What a line of answers says, as a Markdown table."""
+    rows = [f"| {_code(names)} | {meaning} |" for names, meaning in ANSWER_FIELDS]
+    return "\n".join(["| field | meaning |", "|---|---|", *rows]) + "\n"
+
+
+def _code(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _number(value: float | None) -> str:
+    assert value is not None, "a field without a range says in words what is allowed"
+    return _POWERS.get(int(value), f"{value:g}") if value == int(value) else f"{value:g}"
+
+
+if __name__ == "__main__":
+    print(f"{request_table()}\n{answer_table()}", end="")
