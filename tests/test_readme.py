@@ -1,8 +1,8 @@
-"""What the README says is so: its commands run and print what it shows, its tables are those of the code.
+"""What the README and the other pages say is so: commands print what is shown, links lead somewhere.
 
-Each `bash` block runs as it stands in a copy of the tree; `bash slow` takes a minute, and `bash figures`,
-which compile, many: these run with THOROUGH=1. A `text` block after it shows lines that it prints, whatever
-the numbers, with `...` for what is left out.
+Each `bash` block runs as it stands in a copy of the tree, the blocks of a page in their order. `bash slow` is
+marked slow, and `bash figures`, which compile for many minutes, run with THOROUGH=1. A `text` block after it
+shows lines that it prints, whatever the numbers, with `...` for what is left out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,21 @@ import pytest
 
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
-from serving.text.request_fields import parse_request
+from serving.text import field_reference
 from tests.thorough import THOROUGH
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
+DOCS = ROOT / "docs"
+DESIGN, FIGURES, USING = DOCS / "design.md", DOCS / "measured/README.md", DOCS / "using.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.rglob("*.md")),
+    ROOT / "recipes/README.md",
+    *sorted(ROOT.glob("recipes/*/README.md")),
+]
+LARGEST_README = 8192  # bytes
+LARGEST_PICTURE = 150_000
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "out")
 Tables = list[list[list[str]]]
 
@@ -49,6 +60,11 @@ def blocks(path: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w[\w ]*)\n(.*?)^```$", read(path), re.MULTILINE | re.DOTALL)
 
 
+def prose(path: Path) -> str:
+    """A page without its blocks."""
+    return re.sub(r"^```.*?^```$", "", read(path), flags=re.MULTILINE | re.DOTALL)
+
+
 def tables(path: Path) -> Tables:
     """The cells of each table, its head among them."""
     found = re.findall(r"(?:^\|.*\|\n)+", read(path), re.MULTILINE)
@@ -60,20 +76,22 @@ def named(path: Path) -> list[list[str]]:
     return [[name for row in each for name in re.findall(r"`([\w.]+)`", row[0])] for each in tables(path)]
 
 
-def commands() -> list[object]:
-    """Each block of commands, with what it is said to print."""
-    found = blocks(README)
-    after = [content if kind == "text" else "" for kind, content in found[1:]] + [""]
-    return [
-        pytest.param(content, shown, id=title(content), marks=MARKS[kind])
-        for (kind, content), shown in zip(found, after)
-        if kind.startswith("bash")
-    ]
-
-
 def numbers(path: Path) -> list[list[list[list[str]]]]:
     """The numbers in each cell of each table."""
     return [[[re.findall(r"\d+(?:[.,]\d+)*", cell) for cell in row] for row in each] for each in tables(path)]
+
+
+def commands() -> list[object]:
+    """Each block of commands of every page, with what it is said to print."""
+    found = []
+    for page in PAGES:
+        of_page = blocks(page)
+        after = [content if kind == "text" else "" for kind, content in of_page[1:]] + [""]
+        for (kind, content), shown in zip(of_page, after):
+            if kind.startswith("bash"):
+                name = f"{page.relative_to(ROOT)}: {title(content)}"
+                found.append(pytest.param(content, shown, id=name, marks=MARKS[kind]))
+    return found
 
 
 def title(block: str) -> str:
@@ -81,6 +99,16 @@ def title(block: str) -> str:
     command = re.search(r"(?:bash|python(?: -m)?) \S+(?: [a-z]\S+)?", block)
     assert command, block
     return command[0]
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors(path: Path) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)}
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +120,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+@cache
 def printed(block: str, tree: Path) -> list[str]:
     """The lines that a block prints; each of its commands must succeed."""
     environment = os.environ | {
@@ -127,41 +156,87 @@ def test_a_command_prints_what_is_shown(block: str, shown: str, tree: Path) -> N
     assert not absent, output
 
 
+def test_a_block_of_commands_is_of_a_kind_that_is_run() -> None:
+    kinds = {kind for page in [*PAGES, CHINESE] for kind, _ in blocks(page)}
+    assert kinds <= {*MARKS, "text", "python"}
+
+
 def test_the_keys_are_those_of_a_recipe() -> None:
-    assert table(Recipe) in read(README)
+    """Else replace the table by what `python -m recipes keys` prints."""
+    assert table(Recipe) in read(DOCS / "recipe_keys.md")
 
 
-def test_the_fields_of_a_request_are_those_that_are_read() -> None:
-    with pytest.raises(ValueError, match="the fields are ") as caught:
-        parse_request({"": 0}, None)
-    fields = str(caught.value).partition("the fields are ")[2].split(", ")
-    assert sorted(fields) in [sorted(names) for names in named(README)]
+def test_the_fields_of_a_request_are_those_of_the_reference() -> None:
+    """Else replace the tables by what `python -m serving.text.field_reference` prints."""
+    page = read(DOCS / "request_fields.md")
+    assert field_reference.request_table() in page
+    assert field_reference.answer_table() in page
 
 
 def test_the_fields_of_an_answer_are_those_that_are_written(tree: Path) -> None:
-    block = next(content for kind, content in blocks(README) if kind == "bash" and "--input" in content)
+    block = next(content for kind, content in blocks(USING) if kind == "bash" and "--input" in content)
     answers = [json.loads(line) for line in printed(block, tree)]
     fields = {name for answer in answers for name in answer}
-    assert sorted(fields) in [sorted(names) for names in named(README)]
+    assert fields == {name for names, _ in field_reference.ANSWER_FIELDS for name in names}
+
+
+def test_a_table_of_keys_or_fields_stands_in_one_page_only() -> None:
+    others = [page for page in [*PAGES, CHINESE] if page.name not in ("recipe_keys.md", "request_fields.md")]
+    rows = {*table(Recipe).splitlines()[2:], *field_reference.request_table().splitlines()[2:]}
+    assert not [page for page in others if rows & {*read(page).splitlines()}]
+
+
+def test_a_figure_of_the_readme_stands_where_it_was_measured() -> None:
+    (figures,) = (each for each in tables(README) if "command" in each[0])
+    measured = [row for each in tables(FIGURES) for row in each]
+    assert len(figures) > 2
+    assert not [row for row in figures[2:] if row not in measured]
 
 
 def test_code_is_quoted_as_it_is() -> None:
     sources = [path.read_text(encoding="utf-8") for path in ROOT.glob("recipes/*/model.py")]
-    quoted = [content for kind, content in blocks(README) if kind == "python"]
+    quoted = [content for page in PAGES for kind, content in blocks(page) if kind == "python"]
     assert quoted
     assert all(any(content in source for source in sources) for content in quoted)
 
 
-@pytest.mark.parametrize("path", [README, CHINESE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES, CHINESE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", read(path)) if "://" not in link]
-    assert links
-    assert not [link for link in links if not (ROOT / link).exists()]
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        found = (path.parent / target).resolve() if target else path
+        assert found.exists(), link
+        assert found.is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors(found), link
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = {(DOCS / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", read(DOCS / "README.md"))}
+    assert not set(DOCS.glob("*.md")) - linked - {DOCS / "README.md"}
+
+
+def test_a_file_named_in_the_design_exists_unless_it_is_to_come() -> None:
+    named_files = re.findall(r"`([\w.]+/[\w./]*)`( \(to come\))?", prose(DESIGN))
+    assert len(named_files) > 30
+    wrong = [name for name, to_come in named_files if (ROOT / name).exists() == bool(to_come)]
+    assert not wrong
+
+
+def test_the_readme_is_short() -> None:
+    for path in (README, CHINESE):
+        assert len(path.read_bytes()) <= LARGEST_README, path.name
+    pictures = [DOCS / link for link in re.findall(r"\]\(docs/([^)]+\.png)\)", read(README))]
+    assert pictures
+    assert all(picture.stat().st_size < LARGEST_PICTURE for picture in pictures)
 
 
 def test_the_chinese_readme_says_the_same() -> None:
     assert blocks(CHINESE) == blocks(README)
     assert named(CHINESE) == named(README)
     assert numbers(CHINESE) == numbers(README)
+    links = [re.findall(r"\]\(([^)]+)\)", prose(path)) for path in (CHINESE, README)]
+    assert sorted(set(links[0]) - {"README.md"}) == sorted(set(links[1]) - {"README.zh.md"})
     levels = [re.findall("^(#+) ", read(path), re.MULTILINE) for path in (CHINESE, README)]
     assert levels[0] == levels[1]

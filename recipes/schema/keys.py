@@ -1,7 +1,7 @@
 """What may stand under a recipe's key?
 
 A recipe's sections are dataclasses. Each of their fields is made by `key`, which holds the key's meaning and
-range: the reader's errors, the checks and the table of keys in the README all come from there.
+range: the reader's errors, the checks and docs/recipe_keys.md all come from there.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def keys_of(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 def table(section: type) -> str:
-    """The keys as a Markdown table, for the README."""
+    """The keys as a Markdown table, for docs/recipe_keys.md."""
     rows = ["| key | allowed | default | meaning |", "|---|---|---|---|"]
     for each in keys_of(section):
         default = "required" if each.default is MISSING else in_yaml(each.default)

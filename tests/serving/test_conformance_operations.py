@@ -176,11 +176,10 @@ def test_curl_is_answered(shared: Server) -> None:
     assert ("".join(pieces), last, rest) == ("623", "data: [DONE]", "")
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_the_readme_has_every_path_and_what_is_refused(http: httpx.Client, name: str) -> None:
-    readme = (ROOT / name).read_text(encoding="utf-8")
-    told = {(method, path) for method, path in re.findall(r"`(GET|POST) (/[\w/{}]*)`", readme)}
+def test_the_page_on_serving_has_every_path_and_what_is_refused(http: httpx.Client) -> None:
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    documented = {(method, path) for method, path in re.findall(r"`(GET|POST) (/[\w/{}]*)`", page)}
     described = http.get("/openapi.json").json()["paths"].items()
     known = {(method.upper(), path.replace(":path", "")) for path, methods in described for method in methods}
-    assert told == known | {("GET", "/"), ("GET", "/live")}
-    assert not [field for field in UNSUPPORTED if f"`{field}`" not in readme]
+    assert documented == known | {("GET", "/"), ("GET", "/live")}
+    assert not [field for field in UNSUPPORTED if f"`{field}`" not in page]
