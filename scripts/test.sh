@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
 # Sets up, checks style and types, and runs the tests; stops at the first thing that fails.
 #
-#   bash scripts/test.sh [--fast | --thorough] [PYTEST ARGUMENT ...]
+#   bash scripts/test.sh [--all | --thorough] [PYTEST ARGUMENT ...]
 #
-# --fast leaves out the tests marked slow; --thorough makes all the random cases that the README counts. Two
-# tests run at a time, of one file in their order: -n 8 where there are more cores, -n 0 to debug.
+# Without an option it leaves out the tests marked slow, and takes some minutes. --all has all tests and is what
+# CI runs; --thorough has all of them with every random case that docs/tests.md counts. Two tests run at a time,
+# of one file in their order: -n 8 where there are more cores, -n 0 to debug.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+arguments=(-n 2 --dist loadfile)
+case ${1:-} in
+--all) shift ;;
+--thorough)
+    shift
+    export THOROUGH=1
+    ;;
+*) arguments+=(-m "not slow") ;;
+esac
+
 if [[ $(uname -s) == Linux ]]; then
     bash scripts/setup.sh dev serve npu
 else # torch_npu has no other wheels: the tests of its path are skipped
     bash scripts/setup.sh dev serve
 fi
-
-arguments=(-n 2 --dist loadfile)
-case ${1:-} in
---fast)
-    shift
-    arguments+=(-m "not slow")
-    ;;
---thorough)
-    shift
-    export THOROUGH=1
-    ;;
-esac
 
 # One thread: the tests' tensors are small, and results must not hang on how work is split
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
