@@ -48,18 +48,7 @@ FAULTS = (
     *PROMPT_FAULTS,
     *NPU_FAULTS,
 )
-ROOMS = (
-    "kv_cache",
-    "continuous_batching",
-    "attention",
-    "models",
-    "recipes",
-    "scripts",
-    "simulation",
-    "serving",
-    "virtual_npu",
-    "tests",
-)
+ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
 BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"
 HOST_TESTS = (
