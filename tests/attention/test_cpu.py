@@ -35,6 +35,7 @@ def exercise(bench: Bench) -> None:
     bench.step({5: 2, 1: 1, 0: 14, 4: 20})
 
 
+@pytest.mark.slow
 def test_compiled_attention_computes_the_same() -> None:
     bench = compiled_bench(windows=(None, 13), page_size=32, head_dim=32)
     exercise(bench)
@@ -56,6 +57,7 @@ def test_compiled_attention_of_many_shapes(sizes: tuple[int, ...], dtype: torch.
     exercise(bench)
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_anew_for_other_batches() -> None:
     bench = compiled_bench(windows=(None, 13), page_size=32, head_dim=32)
     bench.step({2: 5, 3: 1})

@@ -40,6 +40,7 @@ def test_the_host_benchmark_runs_what_it_says() -> None:
     assert (batch.starts >= host.CONTEXT_TOKENS[0]).all()
 
 
+@pytest.mark.slow
 def test_the_host_benchmark_measures_every_policy_and_order_while_many_wait(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -47,6 +47,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield found
 
 
+@pytest.mark.slow
 def test_each_setting_has_a_server_and_a_folder_and_goes_on_where_it_was(
     tmp_path: Path, starts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

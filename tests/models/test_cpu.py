@@ -15,7 +15,10 @@ NEAR = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 DTYPES = list(NEAR)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["eager", "compiled"])
+COMPILED = pytest.param(True, marks=pytest.mark.slow, id="compiled")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="eager"), COMPILED])
 def fused(request: pytest.FixtureRequest) -> CpuOps:
     return CpuOps(compile=request.param)
 
@@ -130,6 +133,7 @@ def test_greedy_tells_rows_that_are_not_finite(fused: CpuOps, bad: float) -> Non
     assert ((tokens >= 0) & (tokens < 500)).all()
 
 
+@pytest.mark.slow
 def test_the_number_of_graphs_does_not_grow_with_the_batch(dtype: torch.dtype) -> None:
     fused = CpuOps(compile=True)
     for count in rows():

@@ -10,6 +10,7 @@ from continuous_batching.counters import Counters
 from scripts.demo import RUNS, main
 
 
+@pytest.mark.slow
 def test_the_demo_prints_answers_and_a_table_of_both_ways_and_draws_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

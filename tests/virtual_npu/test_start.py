@@ -90,6 +90,7 @@ def test_what_is_no_library_is_told(tmp_path):
         elf.read(path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("site")
 def test_a_small_device_runs_out_of_memory_as_a_device_does():
     done = run(SMALL)
