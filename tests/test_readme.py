@@ -217,11 +217,20 @@ def test_every_page_is_in_the_index() -> None:
     assert not set(DOCS.glob("*.md")) - linked - {DOCS / "README.md"}
 
 
-def test_a_file_named_in_the_design_exists_unless_it_is_to_come() -> None:
-    named_files = re.findall(r"`([\w.]+/[\w./]*)`( \(to come\))?", prose(DESIGN))
-    assert len(named_files) > 30
+@pytest.mark.parametrize("path", [*PAGES, CHINESE], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_that_is_named_exists_unless_it_is_to_come(path: Path) -> None:
+    rooms = "|".join(sorted(each.parent.name for each in ROOT.glob("*/__init__.py")))
+    name = rf"(?<![\w/.])((?:{rooms})/(?:[\w./-]+\.(?:py|sh|md|yaml|txt)\b|[\w./-]*/))"
+    named_files = re.findall(rf"{name}(`? \(to come\))?", read(path))
     wrong = [name for name, to_come in named_files if (ROOT / name).exists() == bool(to_come)]
     assert not wrong
+    assert path != DESIGN or len(named_files) > 30
+
+
+def test_tests_of_the_server_that_are_named_exist() -> None:
+    names = re.findall(r"`(test_\w+\.py)`", read(DOCS / "security.md"))
+    assert names
+    assert not [name for name in names if not (ROOT / "tests/serving" / name).exists()]
 
 
 def test_the_readme_is_short() -> None:
