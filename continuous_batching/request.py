@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from continuous_batching.refusal import BadRequest
+
 TokenIds = NDArray[np.int32]
 MOST_LOGPROBS = 20  # of the likeliest tokens at a place
 
@@ -16,7 +18,7 @@ MOST_LOGPROBS = 20  # of the likeliest tokens at a place
 class SamplingParams:
     """How to choose a request's tokens and when to end, by the names of the OpenAI API.
 
-    Raises ValueError, naming the field, its value and its range, for a value that cannot be meant.
+    Raises BadRequest for a value out of its range.
     """
 
     max_tokens: int = 16
@@ -69,7 +71,7 @@ class SamplingParams:
         _check("logit_bias", num_biases, num_biases <= _MOST_TOKENS, f"of at most {_MOST_TOKENS} tokens")
         _check("stop_token_ids", num_ends, num_ends <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens")
         for token, bias in self.logit_bias.items():
-            _check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "from -100 to 100")
+            _check("logit_bias", bias, -100 <= bias <= 100, "from -100 to 100", place=f"[{token}]")
         _check("stop", len(self.stop), len(self.stop) <= 16, "at most 16 strings")
         _check("stop", self.stop, all(self.stop), "strings of at least one character")
         longest = max(map(len, self.stop), default=0)
@@ -100,9 +102,9 @@ _LONGEST_STOP = 1024  # an answer's text is held back by as much
 _NOT_DRAWN = "left out beside beam_width: beams are searched, not drawn"
 
 
-def _check(name: str, value: object, holds: bool, allowed: str) -> None:
+def _check(name: str, value: object, holds: bool, allowed: str, *, place: str = "") -> None:
     if not holds:
-        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+        raise BadRequest(name, value=value, limit=allowed, place=place)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What can never be served, and is refused with a reason?"""
+"""Which requests can never be served, and are refused with a reason?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from continuous_batching.policies.policy import Policy
+from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PagePool
@@ -30,58 +31,106 @@ def check_budget(max_batch_tokens: int, policy: Policy, slots: SlotPool) -> None
 
 
 def check_samples(leader: Request) -> None:
-    """Raise ValueError for samples of one prompt that could not be told apart."""
+    """Raise BadRequest for samples of one prompt whose ids are not all different."""
     ids = {leader.id}
     for each in leader.followers:
         same = np.array_equal(each.prompt, leader.prompt) and each.cache_salt == leader.cache_salt
         assert same, f"{each.id} cannot follow {leader.id}"
         if each.id in ids:
-            raise ValueError(f"request {each.id} is sampled twice; give each sample an id of its own")
+            raise BadRequest(
+                "id",
+                "is sampled twice",
+                value=each.id,
+                fix="give each sample an id of its own",
+                subject=f"request {each.id}",
+            )
         ids.add(each.id)
 
 
 def check_request(
     request: Request, vocab_size: int, stop_tokens: Index, slots: SlotPool, pool: PagePool
 ) -> None:
-    """Raise ValueError for a request whose tokens do not exist or that could never fit."""
-    name, prompt, last_id = f"request {request.id}", request.prompt, vocab_size - 1
-    if not len(prompt):
-        raise ValueError(f"{name} has an empty prompt; it needs at least one token")
-    outside = (prompt < 0) | (prompt > last_id)
-    if outside.any():
-        strange = int(prompt[outside.argmax()])
-        raise ValueError(f"{name} holds the token id {strange}; the model's go from 0 to {last_id}")
-    for token in request.params.logit_bias:
-        if not 0 <= token <= last_id:
-            raise ValueError(f"{name} biases the token id {token}; the model's go from 0 to {last_id}")
-    longest, width = longest_tokens(request), request.params.beam_width
-    if width > slots.num_slots:
-        raise ValueError(
-            f"{name} searches with {width} beams; {slots.num_slots} requests run at once"
-            " (scheduler.num_slots), and each beam counts as one: lower beam_width"
-        )
-    num_stops = len(stop_tokens)
-    if width and width + num_stops > vocab_size:
-        raise ValueError(
-            f"{name} searches with {width} beams and {num_stops} tokens that end them;"
-            f" the vocabulary has {vocab_size}: lower beam_width"
-        )
+    """Raise BadRequest for a request whose tokens do not exist or that could never fit."""
+    _check_tokens(request, vocab_size)
+    if request.params.beam_width:
+        _check_beams(request, vocab_size, len(stop_tokens), slots)
+    subject, longest, width = f"request {request.id}", longest_tokens(request), request.params.beam_width
     if longest > slots.max_tokens:
-        raise ValueError(
-            f"{name} may grow to {longest} tokens; the limit is {slots.max_tokens}"
-            " (scheduler.max_request_tokens): shorten the prompt or max_tokens"
+        raise BadRequest(
+            None,
+            f"may grow to {longest} tokens; the limit is {slots.max_tokens} (scheduler.max_request_tokens)",
+            value=longest,
+            limit=slots.max_tokens,
+            fix="shorten the prompt or max_tokens",
+            subject=subject,
         )
     capacity = _capacity(slots, pool)
     if longest > capacity:
-        raise ValueError(
-            f"{name} may grow to {longest} tokens; the cache holds {capacity}:"
-            " shorten the prompt or max_tokens, or give the cache more pages"
+        raise BadRequest(
+            None,
+            f"may grow to {longest} tokens; the cache holds {capacity}",
+            value=longest,
+            limit=capacity,
+            fix="shorten the prompt or max_tokens, or give the cache more pages",
+            subject=subject,
         )
-    needed = most_pages(request, slots.page_size)
-    if needed > pool.num_pages - 1:
-        raise ValueError(
-            f"{name} may need {needed} pages for {width} beams; the cache has {pool.num_pages - 1}:"
-            " lower beam_width or max_tokens, or give the cache more pages"
+    needed, usable = most_pages(request, slots.page_size), pool.num_pages - 1
+    if needed > usable:
+        raise BadRequest(
+            "beam_width",
+            f"may need {needed} pages for {width} beams; the cache has {usable}",
+            value=needed,
+            limit=usable,
+            fix="lower beam_width or max_tokens, or give the cache more pages",
+            subject=subject,
+        )
+
+
+def _check_tokens(request: Request, vocab_size: int) -> None:
+    """Every token id of the prompt and of the biases is one of the model's."""
+    subject, prompt, last_id = f"request {request.id}", request.prompt, vocab_size - 1
+    if not len(prompt):
+        raise BadRequest("prompt", "has an empty prompt; it needs at least one token", subject=subject)
+    known = f"the model's go from 0 to {last_id}"
+    outside = (prompt < 0) | (prompt > last_id)
+    if outside.any():
+        token = int(prompt[outside.argmax()])
+        raise BadRequest(
+            "prompt", f"holds the token id {token}; {known}", value=token, limit=last_id, subject=subject
+        )
+    for token in request.params.logit_bias:
+        if not 0 <= token <= last_id:
+            raise BadRequest(
+                "logit_bias",
+                f"biases the token id {token}; {known}",
+                value=token,
+                limit=last_id,
+                subject=subject,
+            )
+
+
+def _check_beams(request: Request, vocab_size: int, num_stops: int, slots: SlotPool) -> None:
+    """There are slots for all beams, and enough tokens to go on with."""
+    subject, width = f"request {request.id}", request.params.beam_width
+    if width > slots.num_slots:
+        raise BadRequest(
+            "beam_width",
+            f"searches with {width} beams; {slots.num_slots} requests run at once (scheduler.num_slots), and"
+            " each beam counts as one",
+            value=width,
+            limit=slots.num_slots,
+            fix="lower beam_width",
+            subject=subject,
+        )
+    if width + num_stops > vocab_size:
+        raise BadRequest(
+            "beam_width",
+            f"searches with {width} beams and {num_stops} tokens that end them; the vocabulary has"
+            f" {vocab_size}",
+            value=width,
+            limit=vocab_size - num_stops,
+            fix="lower beam_width",
+            subject=subject,
         )
 
 

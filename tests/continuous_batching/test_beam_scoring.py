@@ -99,13 +99,13 @@ def test_a_score_is_a_log_probability_over_a_length() -> None:
             'early_stopping is .soon.; it must be false, true or "never"',
         ),
         ({"length_penalty": 2.0}, "length_penalty is 2.0; it must be left out without beam_width"),
-        ({"early_stopping": True}, "early_stopping is True; it must be left out without beam_width"),
+        ({"early_stopping": True}, "early_stopping is true; it must be left out without beam_width"),
         ({"beam_width": 2, "temperature": 0.5}, "temperature is 0.5; it must be left out beside beam_width"),
         ({"beam_width": 2, "top_k": 5}, "top_k is 5; it must be left out"),
         ({"beam_width": 2, "top_p": 0.5}, "top_p is 0.5; it must be left out"),
         ({"beam_width": 2, "min_p": 0.5}, "min_p is 0.5; it must be left out"),
         ({"beam_width": 2, "seed": 3}, "seed is 3; it must be left out"),
-        ({"beam_width": 2, "stop": ("x",)}, "stop is .'x',.; it must be left out beside beam_width"),
+        ({"beam_width": 2, "stop": ("x",)}, r'stop is \["x"\]; it must be left out beside beam_width'),
     ],
 )
 def test_what_contradicts_a_search_is_refused_by_name(fields: dict[str, object], message: str) -> None:

@@ -1,0 +1,64 @@
+"""What does somebody learn whose request cannot be served as it is?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_LONGEST_VALUE = 60  # characters of a value in a message
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served as it is, as data from which each border makes its own answer.
+
+    `field` is the request's field at fault, or None where no single one is; `place` is where in it
+    ("[3]", "[0].role"). `value` is what was given, `limit` what is allowed, and `fix` what to do.
+    `str()` is one line: the field (or `subject`), what is wrong with it (`problem`, by default that its
+    value must be within the limit), and the fix.
+    """
+
+    def __init__(
+        self,
+        field: str | None,
+        problem: str = "",
+        *,
+        value: Any = None,
+        limit: Any = None,
+        fix: str = "",
+        place: str = "",
+        subject: str = "",
+    ) -> None:
+        super().__init__()
+        self.field = field
+        self.problem = problem or f"is {shown(value)}; it must be {limit}"
+        self.value = value
+        self.limit = limit
+        self.fix = fix
+        self.place = place
+        self.subject = subject
+
+    def __str__(self) -> str:
+        subject = self.subject or f"{self.field or ''}{self.place}"
+        line = f"{subject} {self.problem}" if subject else self.problem
+        return f"{line}: {self.fix}" if self.fix else line
+
+    def __repr__(self) -> str:
+        return f"BadRequest({str(self)!r}, field={self.field!r})"
+
+    def of_field(self, field: str) -> BadRequest:
+        """The same refusal, by the name that the sender knows the field by."""
+        return BadRequest(
+            field,
+            self.problem,
+            value=self.value,
+            limit=self.limit,
+            fix=self.fix,
+            place=self.place,
+            subject=self.subject,
+        )
+
+
+def shown(value: object) -> str:
+    """A value as JSON, cut to a readable length."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
