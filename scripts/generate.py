@@ -17,15 +17,14 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Iterable
 
 from tqdm import tqdm
 
 from recipes.build.engine import build
 from recipes.schema.reader import read
 from scripts import verb
-from serving.offline import Job, Record, read_jobs, run_jobs
+from serving.offline import lines_in, opened, read_jobs, run_jobs, write_record
 from serving.text.tokenizer import Text
 
 
@@ -49,24 +48,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def lines_of(options: argparse.Namespace) -> Iterator[str]:
+def lines_of(options: argparse.Namespace) -> Iterable[str]:
     """The request lines, from --prompt, --chat or --input."""
     one = {"id": "one", "max_tokens": options.max_tokens, "temperature": 0}
     if options.prompt is not None:
-        yield json.dumps(one | {"prompt": options.prompt})
-    elif options.chat is not None:
-        yield json.dumps(one | {"messages": [{"role": "user", "content": options.chat}]})
-    else:
-        is_piped = options.input == "-"
-        source = sys.stdin.fileno() if is_piped else options.input
-        # What is no UTF-8 is kept as half a surrogate pair, by which its line is refused and the others run
-        with open(source, encoding="utf-8", errors="surrogateescape", closefd=not is_piped) as file:
-            yield from file
-
-
-def opened(path: str) -> contextlib.AbstractContextManager[IO[str]]:
-    """A file to write to; `-` is standard output."""
-    return contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8")
+        return [json.dumps(one | {"prompt": options.prompt})]
+    if options.chat is not None:
+        return [json.dumps(one | {"messages": [{"role": "user", "content": options.chat}]})]
+    return lines_in(options.input)
 
 
 def main(argv: list[str]) -> None:
@@ -86,25 +75,11 @@ def main(argv: list[str]) -> None:
         for record in run_jobs(engine, text, jobs):
             progress.update()
             if output is not None:
-                write(output, record | ({"device": "VIRTUAL"} if recipe.device.virtual else {}))
-            else:
-                print(answer_of(jobs, record))
-
-
-def write(output: IO[str], record: Record) -> None:
-    """One line, at once, so that a reader in a pipe sees it."""
-    line = json.dumps(record, ensure_ascii=False).encode(
-        "utf-8", "backslashreplace"
-    )  # as JSON escapes a half
-    output.write(line.decode() + "\n")
-    output.flush()
-
-
-def answer_of(jobs: list[Job | Record], record: Record) -> str:
-    """What is printed of one answer: its text, or its token ids where there is no tokenizer."""
-    if "error" in record:
-        raise ValueError(record["error"])
-    return str(record["token_ids"] if record["text"] is None else record["text"])
+                write_record(output, record | ({"device": "VIRTUAL"} if recipe.device.virtual else {}))
+            elif "error" in record:
+                raise ValueError(record["error"])
+            else:  # without a tokenizer the answer is token ids
+                print(record["token_ids"] if record["text"] is None else record["text"])
 
 
 if __name__ == "__main__":

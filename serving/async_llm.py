@@ -1,7 +1,7 @@
 """How do many callers in an event loop share one engine?
 
-The engine runs in a process of its own. If that ends or hangs, those who wait are told, and another is
-started. Prompts become tokens in threads, but for short ones; tokens become text in the event loop.
+The engine runs in a process of its own. If that ends or hangs, everybody who waits for it gets an error, and
+another is started. Long prompts become tokens in threads; tokens become text in the event loop.
 """
 
 from __future__ import annotations
@@ -15,28 +15,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
+from kv_cache.page_keys import page_keys
 from recipes.schema.reader import load
-from serving.answers.answers import Answer
-from serving.answers.failures import BadRequest, CutOff, Failure, Overloaded, ShutDown, Unavailable
-from serving.answers.outputs import Prompt, RequestOutput, SamplingParams, fields_of, growing
-from serving.engine.messages import Add, Beat, Ended, Facts, Finish, FromEngine, Look, Refused, Stepped, View
+from serving.answers.answers import AnswerDelta, collect
+from serving.answers.stream import AnswerStream
+from serving.engine.messages import (
+    Add,
+    AddRefused,
+    Beat,
+    EngineFacts,
+    Finish,
+    FromEngine,
+    Look,
+    QueueRefused,
+    Ready,
+    SampleEnd,
+    Stepped,
+    View,
+)
 from serving.engine.supervisor import State, Supervisor
-from serving.metrics.tally import Tally
-from serving.text.lengths import fill_up, is_short, too_long
-from serving.text.request_fields import parse_request, text_options
+from serving.failures import CutOff, Failure, Overloaded, ShutDown, Unavailable
+from serving.metrics.server_stats import ServerStats
+from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
+from serving.text.request_fields import check_length, is_short, parse_request, text_options
 from serving.text.tokenizer import Text
 
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-_RETRY_S = 1.0  # hint before the pace of answers is known
+_RETRY_S = 1.0  # the hint where nothing better is known
 
 
 class AsyncLLM:
-    """A model that answers many at once. Raises ValueError for a recipe that cannot be used.
+    """A model that answers many requests at once. Raises ValueError for a recipe that cannot be used.
 
-    `start` it within an event loop, and `close` it there.
+    `start` and `close` it within the same event loop.
     """
 
     def __init__(
@@ -44,35 +59,35 @@ class AsyncLLM:
         recipe: str | Path,
         overrides: Sequence[str] = (),
         profile: str | None = None,
-        tally: Tally | None = None,
+        stats: ServerStats | None = None,
     ) -> None:
         self.recipe = load(recipe, overrides, profile)
         self.text = Text.load(self.recipe.model.path) if self.recipe.model.path else None
         self.last_beat: Beat | None = None
-        self.tally = tally or Tally()
+        self.stats = stats or ServerStats()
         chosen = [] if profile is None else ["--profile", profile]
         self._arguments = [str(Path(recipe).resolve()), *overrides, *chosen]
-        self.engine = Supervisor(self._arguments_of, self.recipe.server, self._hear, self._lose, self.tally)
+        self.engine = Supervisor(self._arguments_of, self.recipe.server, self._hear, self._lose_engine)
         self._threads = ThreadPoolExecutor(self.recipe.server.text_threads, "text")
-        self._streams: dict[int, tuple[Answer, int]] = {}  # whose end the engine has not told
+        self._streams: dict[int, tuple[AnswerStream, int]] = {}  # until the engine has sent their end
         self._num_parsing = 0
         self._next_stream = 0
         self._looks: list[asyncio.Future[View]] = []
 
     def _arguments_of(self, life: int) -> list[str]:
-        """The worker's; a recording is of one life, and the next one's stands beside it."""
+        """The worker's arguments; each life of the engine has a recording of its own."""
         record = self.recipe.scheduler.record
-        beside = [] if record is None or life == 1 else [f"scheduler.record={record}.{life}"]
-        return [*self._arguments, *beside]
+        other = [] if record is None or life == 1 else [f"scheduler.record={record}.{life}"]
+        return [*self._arguments, *other]
 
     @property
     def state(self) -> State:
-        """As the supervisor's."""
+        """Of the engine: see Supervisor."""
         return self.engine.state
 
     @property
-    def facts(self) -> Facts | None:
-        """Of the engine, while there is one."""
+    def facts(self) -> EngineFacts | None:
+        """Of the engine, while there is one that is ready."""
         return self.engine.facts
 
     @property
@@ -95,7 +110,7 @@ class AsyncLLM:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, drain_s: float) -> None:
-        """Take no more; those that do not end within the time, or until this is cancelled, are cut off."""
+        """Take no more requests; those that go on after the time, or when this is cancelled, are cut off."""
         self.engine.become("draining")
         try:
             if self.num_requests:
@@ -106,27 +121,35 @@ class AsyncLLM:
             for answer, _ in list(self._streams.values()):
                 self.abort(answer, ShutDown())
 
-    async def ask(self, fields: Mapping[str, Any], *, fill: bool = False, alone: bool = True) -> Answer:
-        """Send a request to the engine, its fields as `parse_request` takes them; raises a Failure. With
-        `fill`, its answer may be as long as model and cache allow; unless `alone`, others come with it.
+    def check_ready(self) -> None:
+        """Raise Unavailable unless requests are taken."""
+        if self.state != "ready":
+            self.stats.rejected(self.state)
+            raise Unavailable(self.engine.why_not)
+
+    async def ask(
+        self, fields: Mapping[str, Any], *, fill: bool = False, alone: bool = True, group: str = ""
+    ) -> AnswerStream:
+        """Send a request to the engine, with the fields of `parse_request`; raises a Failure or BadRequest.
+
+        With `fill`, its answer may be as long as model and cache allow; unless `alone`, others come with it,
+        which have the same `group`, by which clients know the request.
         """
-        self.engine.check_ready()
-        if longer := too_long(fields, self.facts, self.text):
-            self.tally.rejected("refused")
-            raise BadRequest(longer)
-        at_once = alone and is_short(fields)
-        request = await self.apart(partial(parse_request, fields, self.text), at_once=at_once)
-        self.engine.check_ready()
+        self.check_ready()
+        facts = self.facts
+        assert facts is not None, "ready without facts"
+        parse = partial(self._parse, fields, facts, fill=fill)
+        request = await self.apart(parse, at_once=alone and is_short(fields))
+        self.check_ready()
         samples = [request, *request.followers]
         self._check_room(len(samples))
-        if fill:
-            fill_up(samples, self.facts)
-        answer = Answer(
+        answer = AnswerStream(
             request,
             self.text,
             text_options(fields),
             num_answers=fields.get("n") or 1,
             max_unread_tokens=self.recipe.server.max_unread_tokens,
+            group=group,
         )
         answer.first_stream = self._next_stream
         self._next_stream += len(samples)
@@ -136,6 +159,7 @@ class AsyncLLM:
                 stream=answer.first_stream,
                 ids=[each.id for each in samples],
                 prompt=request.prompt.tobytes(),
+                page_keys=b"".join(request.page_keys),
                 samples=[each.params for each in samples],
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
@@ -144,29 +168,48 @@ class AsyncLLM:
                 age_s=time.monotonic() - answer.arrival_s,
             )
         )
-        self.tally.added(answer)
+        self.stats.added(answer)
         return answer
 
-    async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
-    ) -> AsyncIterator[RequestOutput]:
-        """What a prompt is answered so far, each time that there is more; who stops listening ends it.
+    def _parse(self, fields: Mapping[str, Any], facts: EngineFacts, *, fill: bool) -> Request:
+        """The request, with the keys of its pages: hashing them in the engine would delay a step."""
+        check_length(fields, facts.max_tokens, self.text)
+        request = parse_request(fields, self.text, longest=facts.max_tokens if fill else None)
+        most = facts.max_shared_tokens
+        if facts.prefix_sharing and (most is None or request.num_prompt_tokens <= most):
+            request.page_keys = page_keys(request.prompt, facts.page_size, request.cache_salt)
+        return request
 
-        Raises a Failure, and ValueError for what is no prompt.
+    async def generate(
+        self, prompt: Prompt, sampling_params: VllmSamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        """The answers so far, each time that there is more; a reader that stops ends the request.
+
+        Raises a Failure, and BadRequest for a request that cannot be served.
         """
         params, given = sampling_params, fields_of(prompt)
         fields = params.asked() | given | {"id": request_id}
         answer = await self.ask(fields, fill=params.max_tokens is None)
-        shown = params.logprobs is not None
+        known: dict[int, AnswerDelta] = {}
         try:
-            async for each in growing(answer, self.text, prompt=given.get("prompt"), with_logprobs=shown):
-                yield each
+            while deltas := await answer.next():
+                collect(known, deltas)
+                yield request_output(
+                    answer.request,
+                    self.text,
+                    known.values(),
+                    prompt=given.get("prompt"),
+                    prompt_logprobs=answer.prompt_logprobs,
+                    with_logprobs=params.logprobs is not None,
+                    finished=not answer.is_open,
+                    num_cached_tokens=answer.num_cached_tokens,
+                )
         finally:
             if answer.is_open:
                 self.abort(answer)
 
     async def apart(self, work: Callable[[], Value], *, at_once: bool = False) -> Value:
-        """Done in a thread, unless `at_once`; raises Overloaded, and BadRequest for a ValueError."""
+        """The result of work in a thread, unless `at_once`; raises Overloaded or BadRequest."""
         self._check_room(1)
         self._num_parsing += 1
         try:
@@ -174,35 +217,35 @@ class AsyncLLM:
                 return work()
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except ValueError as error:
-            self.tally.rejected("refused")
-            raise BadRequest(str(error)) from error
+            self.stats.rejected("refused")
+            raise error if isinstance(error, BadRequest) else BadRequest(None, str(error)) from error
         finally:
             self._num_parsing -= 1
-            self._tell_if_empty()
+            self._notify_if_empty()
 
-    def abort(self, answer: Answer, failure: Failure | None = None) -> None:
+    def abort(self, answer: AnswerStream, failure: Failure | None = None) -> None:
         """Nobody waits for the rest of it."""
         answer.fail(failure or CutOff("the request was aborted", "disconnect"))
         if not answer.is_aborted:
             answer.is_aborted = True
             if isinstance(answer.failure, CutOff):
-                self.tally.aborted(answer, answer.failure.cause)
-            for stream, sample in enumerate(answer.samples, answer.first_stream):
-                if sample.end is None:
+                self.stats.aborted(answer, answer.failure.cause)
+            for stream, end in enumerate(answer.ends, answer.first_stream):
+                if end is None:
                     self.engine.send(Finish(stream, "abort"))
 
-    def find(self, request_id: str) -> list[Answer]:
-        """The open answers to a request, by the id that its sender was told: with no prompt's number."""
+    def find(self, group: str) -> list[AnswerStream]:
+        """The open answers to a request, by the id that its client knows."""
         answers = {id(answer): answer for answer, _ in self._streams.values() if answer.is_open}.values()
-        return [each for each in answers if "-".join(each.request.id.split("-")[:2]) == request_id]
+        return [each for each in answers if each.group == group]
 
     def request_of(self, stream: int) -> Request | None:
-        """The request that a stream is of, while the engine is at it."""
+        """The request that a stream belongs to, while it is in the engine."""
         found = self._streams.get(stream)
         return None if found is None else found[0].samples[found[1]].request
 
     async def look(self) -> View:
-        """What lies where in the engine; raises Unavailable without one."""
+        """The engine's slots and pages now; raises Unavailable without an engine."""
         if self.facts is None:
             raise Unavailable(self.engine.why_not)
         future: asyncio.Future[View] = asyncio.get_running_loop().create_future()
@@ -215,31 +258,39 @@ class AsyncLLM:
         limit = self.recipe.server.max_requests
         takes = f"the server takes {limit} (server.max_requests)"
         if num_samples > limit:
-            self.tally.rejected("refused")
-            raise BadRequest(f"n and best_of ask for {num_samples} samples; {takes}: ask for fewer")
+            self.stats.rejected("refused")
+            raise BadRequest(
+                "n",
+                f"ask for {num_samples} samples; {takes}",
+                value=num_samples,
+                limit=limit,
+                fix="ask for fewer",
+                subject="n and best_of",
+            )
         if self.num_requests + num_samples > limit:
-            self.tally.rejected("queue_full")
+            self.stats.rejected("queue_full")
             raise Overloaded(f"{self.num_requests} requests are in; {takes}: try again later", _RETRY_S)
 
     def _hear(self, message: FromEngine) -> None:
         match message:
             case Stepped():
                 self._step(message)
+            case Ready(facts):
+                self.stats.ready(facts, self.engine.start_s)
             case Beat():
                 self.last_beat = message
-                self.tally.beat(message)
-            case Refused(stream, reason, retry_after_s):
-                answer = self._forget(stream)
-                full = retry_after_s is not None
-                self.tally.refused(answer, "queue_full" if full else "refused")
-                answer.fail(Overloaded(reason, retry_after_s) if full else BadRequest(reason))
+                self.stats.beat(message)
+            case AddRefused(stream):
+                self._refuse(stream, "refused", message.error())
+            case QueueRefused(stream, reason, retry_after_s):
+                self._refuse(stream, "queue_full", Overloaded(reason, retry_after_s))
             case View():
                 look = self._looks.pop(0)
                 if not look.done():
                     look.set_result(message)
 
     def _step(self, message: Stepped) -> None:
-        """Hand each token to the answer that it is of."""
+        """Give each token to the answer that it belongs to."""
         now_s = time.monotonic()
         ends = {end.stream: end for end in message.ended}
         logprobs: Sequence[Any] = message.logprobs or [None] * len(message.tokens)
@@ -247,46 +298,50 @@ class AsyncLLM:
             self._streams[begun.stream][0].begin(begun)
         for stream, token, entry in zip(message.streams, message.tokens, logprobs):
             answer, index = self._streams[stream]
-            sample = answer.samples[index]
-            if sample.num_tokens:
-                self.tally.next_token(answer, index, now_s - sample.last_s)
+            if answer.samples[index].num_tokens:
+                self.stats.next_token(now_s - answer.last_token_s[index])
             else:
-                self.tally.first_token(answer, index, now_s - answer.arrival_s)
-            sample.last_s = now_s
-            if answer.push(index, token, entry, ends.get(stream)):
+                self.stats.first_token(answer, now_s - answer.arrival_s)
+            answer.last_token_s[index] = now_s
+            if answer.take(index, token, entry, ends.get(stream)):
                 self.engine.send(Finish(stream, "stop"))
             if answer.failure is not None:
                 self.abort(answer)
         for end in message.ended:
             self._end(end, now_s)
-        self.tally.stepped(message.times)
+        self.stats.stepped(message.times)
 
-    def _end(self, end: Ended, now_s: float) -> None:
+    def _end(self, end: SampleEnd, now_s: float) -> None:
         answer, index = self._streams.pop(end.stream)
         answer.finish(index, end)
-        self.tally.ended(answer, index, end, now_s - answer.arrival_s)
+        self.stats.ended(answer, index, end, now_s - answer.arrival_s)
         if answer.failure is not None:  # its other samples are of no use
             self.abort(answer)
-        self._tell_if_empty()
+        self._notify_if_empty()
 
-    def _forget(self, stream: int) -> Answer:
-        """A request's streams are no more."""
+    def _refuse(self, stream: int, reason: str, failure: Failure | BadRequest) -> None:
+        """The engine does not accept a request."""
         answer, _ = self._streams[stream]
         for index in range(len(answer.samples)):
             del self._streams[stream + index]
-        self._tell_if_empty()
-        return answer
+        self._notify_if_empty()
+        self.stats.refused(answer, reason)
+        answer.fail(failure)
 
-    def _tell_if_empty(self) -> None:
+    def _notify_if_empty(self) -> None:
         if not self.num_requests:
-            self.engine.notify()  # of `drain`, which waits for it
+            self.engine.notify()  # `drain` waits for this
 
-    def _lose(self, reason: str, cause: str = "engine_lost") -> None:
-        """No engine works at what is asked any more."""
+    def _lose_engine(self, reason: str) -> None:
+        self.stats.lost(reason)
+        self._lose(reason, "engine_lost")
+
+    def _lose(self, reason: str, cause: str) -> None:
+        """No engine works on the open requests any more."""
         failure = Unavailable(f"{reason}; send the request again", _RETRY_S)
         for answer, _ in self._streams.values():
             if answer.is_open:
-                self.tally.aborted(answer, cause)
+                self.stats.aborted(answer, cause)
             answer.fail(failure)
         self._streams.clear()
         for look in (each for each in self._looks if not each.done()):

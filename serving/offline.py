@@ -1,20 +1,22 @@
 """How does a file of requests become a file of answers?
 
-Requests join the engine when their `arrival_s` has come, as clients would, and each answer comes out when it
+Requests join the engine at their `arrival_s`, as those of clients would, and each answer is written when it
 ends. A request that is refused yields its reason, and the others still run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import TokenLogprobs
-from serving.answers.finite import finite
-from serving.answers.jobs import Job, Outcome, Refused, Run
+from serving.answers.answers import finite
+from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
 
@@ -22,14 +24,14 @@ Record = dict[str, Any]
 
 
 def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]:
-    """For each line of JSON its job, or {"id", "error"}; blank lines are passed over."""
+    """For each line of JSON its job, or {"id", "error"}; blank lines are skipped."""
     line_of: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         fields = None
         try:
-            line.encode()  # fails where a file held no UTF-8
+            line.encode()  # fails where the file was not UTF-8
             fields = json.loads(line, parse_constant=_refuse_constant)
             job = Job(
                 parse_request(fields, text),
@@ -73,8 +75,8 @@ def run_jobs(
 ) -> Iterator[Record]:
     """The records of all jobs, each when it ends; refusals among the jobs pass through.
 
-    All jobs are taken before the first step. The records' times count from then, in seconds. `observe` is as
-    in `Run.outcomes`.
+    All jobs are read before the first step. The records' times count from then, in seconds. `observe` is as
+    in `JobRun.answers`.
     """
     pending: list[Job] = []
     for job in jobs:
@@ -82,32 +84,33 @@ def run_jobs(
             pending.append(job)
         else:
             yield job
-    run = Run(engine, text, pending, sleep)
-    for outcome in run.outcomes(observe):
-        if isinstance(outcome, Refused):
-            yield {"id": outcome.job.request.id, "error": outcome.reason}
+    run = JobRun(engine, text, pending, sleep)
+    for found in run.answers(observe):
+        if isinstance(found, JobRefused):
+            yield {"id": found.job.request.id, "error": str(found.reason)}
         else:
-            yield _record(outcome, run.origin_s)
+            yield _record(found, run.origin_s, has_text=text is not None)
 
 
-def _record(outcome: Outcome, origin_s: float) -> Record:
-    """What a request answered, or one hypothesis of its beam search."""
-    job, request, found = outcome.job, outcome.request, outcome.found
-    index = {"index": outcome.index} if job.num_answers > 1 else {}
-    if request.finish_reason == "error":
+def _record(found: JobAnswer, origin_s: float, *, has_text: bool) -> Record:
+    """One answer to a request, or one hypothesis of its beam search."""
+    job, request, answer = found.job, found.request, found.answer
+    index = {"index": answer.index} if job.num_answers > 1 else {}
+    if answer.finish_reason == "error":
         return {"id": job.request.id, "error": request.error} | index
     record: Record = {
         "id": job.request.id,
-        "token_ids": outcome.tokens,
-        "text": outcome.text,
-        "finish_reason": outcome.finish_reason,
+        "token_ids": answer.tokens,
+        "text": answer.text if has_text else None,
+        "finish_reason": answer.finish_reason,
     }
-    if outcome.logprobs is not None:
-        record["logprobs"] = [_logprobs(entry) for entry in outcome.logprobs]
+    if job.show_logprobs and request.params.logprobs is not None:
+        record["logprobs"] = [_logprobs(entry) for entry in answer.logprobs]
     if request.params.prompt_logprobs is not None:
         record["prompt_logprobs"] = [None, *(_logprobs(entry) for entry in request.prompt_logprobs)]
-    if found is not None:
-        record |= {"score": finite(found.score), "cumulative_logprob": finite(found.cumulative_logprob)}
+    if (hypothesis := answer.hypothesis) is not None:
+        record["score"] = finite(hypothesis.score)
+        record["cumulative_logprob"] = finite(hypothesis.cumulative_logprob)
     times = {"arrival_s": request.arrival_s, "first_token_s": request.first_token_s}
     times["finish_s"] = request.finish_s
     return (
@@ -121,3 +124,24 @@ def _record(outcome: Outcome, origin_s: float) -> Record:
 def _logprobs(entry: TokenLogprobs) -> Record:
     top = [[token, finite(value)] for token, value in entry.top]
     return {"token": entry.token, "logprob": finite(entry.logprob), "top": top}
+
+
+def lines_in(path: str) -> Iterator[str]:
+    """The lines of a file; `-` is standard input."""
+    is_piped = path == "-"
+    source = sys.stdin.fileno() if is_piped else path
+    # Bytes that are not UTF-8 become halves of surrogate pairs: only their line is refused
+    with open(source, encoding="utf-8", errors="surrogateescape", closefd=not is_piped) as file:
+        yield from file
+
+
+def opened(path: str) -> contextlib.AbstractContextManager[IO[str]]:
+    """A file to write to; `-` is standard output."""
+    return contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8")
+
+
+def write_record(output: IO[str], record: Record) -> None:
+    """One line, at once, so that a reader of a pipe sees it."""
+    text = json.dumps(record, ensure_ascii=False)
+    output.write(text.encode("utf-8", "backslashreplace").decode() + "\n")  # halves escaped, as JSON does
+    output.flush()

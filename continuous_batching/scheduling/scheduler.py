@@ -12,6 +12,7 @@ from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import Busy, Policy
 from continuous_batching.queueing.limits import QueueGate, QueueLimits
 from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.sampling.beam_search import BeamSearches
 from continuous_batching.sampling.drafts import book_drafts, extend_by_drafts
@@ -112,11 +113,12 @@ class Scheduler:
         return self._admission.held_back if len(self.waiting) else None
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises ValueError, with nothing changed, if it could never be served, and
-        QueueFull, which is one, if too much waits before it."""
+        """Queue a request; raises BadRequest, with nothing changed, if it could never be served, and
+        QueueFull if too much waits before it.
+        """
         self.check(request)
         self._gate.check(request, len(self._parallel_samples.leader_of))
-        request.page_keys = self.lifecycle.matching.keys(request)
+        request.page_keys = self.page_keys(request)
         for each in (request, *request.followers):
             each.number = self._num_arrived
             self._num_arrived += 1
@@ -131,13 +133,22 @@ class Scheduler:
             self._num_arrived += self._beam_searches.add(request)
         self.waiting.push(request)
 
+    def page_keys(self, request: Request) -> list[bytes]:
+        """The keys of its prompt's pages that may be shared; once it has these, `add` hashes nothing."""
+        return self.lifecycle.matching.keys(request)
+
     def check(self, request: Request) -> None:
-        """Raise ValueError for a request that could never be served, or not beside those that are here."""
+        """Raise BadRequest for a request that could never be served, or not beside those that are here."""
         check_samples(request)
         for each in (request, *request.followers):
             is_running = self.slots.find(each.id) is not None
             if is_running or each.id in self._parallel_samples.leader_of or self.waiting.find(each.id):
-                raise ValueError(f"request {each.id} is being served already; give each an id of its own")
+                raise BadRequest(
+                    "id",
+                    "is being served already; give each an id of its own",
+                    value=each.id,
+                    subject=f"request {each.id}",
+                )
             stops = self._stop_conditions.stop_tokens(each.params)
             check_request(each, self._vocab_size, stops, self.slots, self.pool)
 

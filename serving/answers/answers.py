@@ -1,221 +1,177 @@
-"""What has a request been answered so far, and what of it has its reader not seen?
+"""What do the samples of one prompt answer, as their tokens come?
 
-Tokens come from the engine as they are made; text goes to the reader as fast as that reads. What lies between
-is bounded: a reader that is too far behind is cut off, and slows nobody else.
+The same for requests that this process computes and for those whose tokens arrive from an engine's process:
+tokens become text, a stop string ends a sample, the best of several samples are chosen, and the hypotheses of
+a beam search become answers.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from continuous_batching.request import Request, TokenLogprobs
-from serving.answers.failures import CutOff, Failed, Failure
-from serving.engine.messages import Begun, Ended, Found
-from serving.text.detokenizer import Detokenizer, TextOptions
-from serving.text.tokenizer import Text
+import numpy as np
+
+from continuous_batching.request import Hypothesis, Request, TokenLogprobs
+from serving.engine.messages import BeamHypothesis
+from serving.text.tokenizer import Detokenizer, Text, TextOptions
+
+_NO_CHANCE = -9999.0  # in JSON, for a log-probability of minus infinity or not a number
+Found = Hypothesis | BeamHypothesis  # in this process, or in an engine's
 
 
 @dataclass(slots=True)
-class Delta:
-    """What is new of one answer. `logprobs` has as many entries as `tokens`, if they were asked for."""
+class AnswerDelta:
+    """What is new of one answer. `logprobs` has as many entries as `tokens`, or none if not asked for."""
 
-    index: int
+    index: int  # of the answer
     text: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the token, that ended it
+    sample: int = 0  # the index of the sample that it is from
+    hypothesis: Found | None = None  # that it is, if it was found by a beam search
 
-    def extend(self, more: Delta) -> None:
-        """Put what comes next behind it."""
+    def extend(self, more: AnswerDelta) -> None:
+        """Append what comes next."""
         self.text += more.text
         self.tokens += more.tokens
         self.logprobs += more.logprobs
         self.finish_reason, self.stop_reason = more.finish_reason, more.stop_reason
 
+    @property
+    def cumulative_logprob(self) -> float:
+        """Of all its tokens, as far as their log-probabilities are known."""
+        if self.hypothesis is not None:
+            return self.hypothesis.cumulative_logprob
+        return sum(each.logprob for each in self.logprobs)
+
 
 @dataclass(slots=True)
-class Sample:
+class SampleProgress:
     """One sample of a prompt."""
 
     request: Request
-    detokenizer: Detokenizer | None
+    detokenizer: Detokenizer | None  # None: the model has no tokenizer, or it is a beam search
     num_tokens: int = 0
-    last_s: float = 0.0  # when its last token came
     finish_reason: str | None = None
-    held: Delta | None = None  # all of it, where samples are ranked when they have ended
-    end: Ended | None = None  # what the engine said of its end
+    held: AnswerDelta | None = None  # all of it, where samples are ranked when they have ended
 
 
-class Answer:
+def collect(known: dict[int, AnswerDelta], deltas: Iterable[AnswerDelta]) -> None:
+    """Add what is new to what is known of each answer, by its index."""
+    for delta in deltas:
+        if delta.index in known:
+            known[delta.index].extend(delta)
+        else:
+            known[delta.index] = delta
+
+
+class SampleAnswers:
     """The samples of one prompt, of which `num_answers` are wanted.
 
-    One reader calls `next`; the server calls the others.
+    If all are wanted, each is an answer as it grows. If fewer are, the answers are the samples with the
+    highest cumulative log-probability, of equal ones the first, when all have ended; a sample that failed is
+    chosen only where no other is left.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        text: Text | None,
-        options: TextOptions,
-        *,
-        num_answers: int,
-        max_unread_tokens: int,
-    ) -> None:
-        self.request = request
+    def __init__(self, request: Request, text: Text | None, options: TextOptions, num_answers: int) -> None:
+        self.samples = [
+            SampleProgress(each, _detokenizer(each, text, options)) for each in (request, *request.followers)
+        ]
         self.num_answers = num_answers
-        self.arrival_s = time.monotonic()
-        self.first_stream = -1
-        self.num_cached_tokens = 0  # of the prompt, found computed, as far as is known
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of its tokens from the second on, if asked for
-        requests = [request, *request.followers]
-        self.samples = [Sample(each, self._detokenizer(each, text, options)) for each in requests]
-        self.failure: Failure | None = None
-        self.is_aborted = False  # and the engine was told so
+        self.num_open = len(self.samples)
         self._text = text
         self._options = options
-        self._max_unread_tokens = max_unread_tokens
-        self._ranked = num_answers < len(self.samples)
-        self._num_open = len(self.samples)
-        self._unread: list[Delta] = []
-        self._num_unread = 0
-        self._news = asyncio.Event()
-        self.failed = asyncio.Event()
-
-    @staticmethod
-    def _detokenizer(request: Request, text: Text | None, options: TextOptions) -> Detokenizer | None:
-        if text is None or request.params.beam_width:
-            return None
-        return options.detokenizer(text, request.params)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether any of its samples goes on."""
-        return self._num_open > 0 and self.failure is None
-
-    @property
-    def is_told(self) -> bool:
-        """Whether all of it was taken by `next`, to its good end."""
-        return not self._num_open and not self._unread and self.failure is None
+        self._is_ranked = num_answers < len(self.samples)
 
     @property
     def num_tokens(self) -> int:
-        """Of all its samples."""
+        """Of all samples."""
         return sum(each.num_tokens for each in self.samples)
 
-    async def next(self) -> list[Delta]:
-        """What is new, at least one; empty when all is told. Raises the Failure that ended it."""
-        while not self._unread:
-            if self.failure is not None:
-                raise self.failure
-            if not self._num_open:
-                return []
-            self._news.clear()
-            await self._news.wait()
-        unread, self._unread, self._num_unread = self._unread, [], 0
-        return unread
+    def push(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], reason: str | None
+    ) -> list[AnswerDelta]:
+        """More tokens of a sample, and the reason if the last of them ended it; what is new of the answers.
 
-    def begin(self, begun: Begun) -> None:
-        """The prompt is computed."""
-        self.num_cached_tokens = max(self.num_cached_tokens, begun.num_cached_tokens)
-        self.prompt_logprobs = self.prompt_logprobs or begun.prompt_logprobs
-
-    def push(self, index: int, token: int, logprobs: TokenLogprobs | None, end: Ended | None) -> bool:
-        """One more token of a sample, and its end if it has come; whether its text has just ended it."""
+        A sample may also end here by a stop string in its text: then its `finish_reason` is "stop" although
+        no reason was given.
+        """
         sample = self.samples[index]
         if sample.finish_reason is not None:
-            return False  # the engine had begun it before it knew
-        sample.num_tokens += 1
-        ends = end is not None and end.reason == "stop"
-        hidden = ends and not self._options.include_stop_str_in_output
-        delta = Delta(index, "", [token], [] if logprobs is None else [logprobs])
-        stopped = None
-        if sample.detokenizer is not None and not hidden:
-            delta.text = sample.detokenizer.push((token,))
-            stopped = sample.detokenizer.stopped
-        if stopped is not None:
-            self._finish(sample, delta, "stop", stopped)
-        elif end is not None:
-            self._finish_by(sample, delta, end, token if ends else None)
-        else:
-            self._tell(sample, delta)
-        return stopped is not None
-
-    def finish(self, index: int, end: Ended) -> None:
-        """A sample ended without another token, or its text has ended it before."""
-        sample = self.samples[index]
-        sample.end = end
-        if sample.finish_reason is None:
-            self._finish_by(sample, Delta(index, ""), end, None)
-
-    def fail(self, failure: Failure) -> None:
-        """End all of it; what is unread is still told."""
-        if self.is_open:
-            self.failure = failure
-            self._news.set()
-            self.failed.set()
-
-    def _finish_by(self, sample: Sample, delta: Delta, end: Ended, stop_token: int | None) -> None:
-        sample.end = end
-        if end.reason == "error":
-            self.fail(Failed(end.error or "the request failed"))
-            return
-        if end.hypotheses:
-            self.num_cached_tokens = end.num_cached_tokens
-            self._num_open -= 1
-            sample.finish_reason = end.reason
-            told = end.hypotheses[: self.num_answers]
-            sample.num_tokens = sum(len(found.tokens) for found in told)
-            for index, found in enumerate(told):
-                self._put(self._hypothesis(index, found))
-            return
+            return []  # the engine had begun this token before it was known that the sample ended
+        sample.num_tokens += len(tokens)
+        delta = AnswerDelta(index, "", list(tokens), list(logprobs), sample=index)
         if sample.detokenizer is not None:
-            delta.text += sample.detokenizer.flush()
-        eos = stop_token is not None and stop_token not in sample.request.params.stop_token_ids
-        self._finish(sample, delta, end.reason, None if eos else stop_token)
+            delta.text = sample.detokenizer.push(self._options.without_end(tokens, reason))
+            if sample.detokenizer.stopped is not None:
+                return self._finish(sample, delta, "stop", sample.detokenizer.stopped)
+        if reason is None:
+            return self._grow(sample, delta)
+        ended_by = tokens[-1] if reason == "stop" else None
+        is_stop_token = ended_by in sample.request.params.stop_token_ids
+        return self._finish(sample, delta, reason, ended_by if is_stop_token else None)
 
-    def _hypothesis(self, index: int, found: Found) -> Delta:
-        options, text = self._options, ""
+    def end(self, index: int, reason: str, hypotheses: Sequence[Found] = ()) -> list[AnswerDelta]:
+        """A sample ended without another token; what is new of the answers."""
+        sample = self.samples[index]
+        if sample.finish_reason is not None:
+            return []
+        if not hypotheses:
+            return self._finish(sample, AnswerDelta(index, "", sample=index), reason, None)
+        sample.finish_reason = reason
+        self.num_open -= 1
+        answers = [self._hypothesis(at, each) for at, each in enumerate(hypotheses[: self.num_answers])]
+        sample.num_tokens = sum(len(each.tokens) for each in answers)
+        return answers
+
+    def _hypothesis(self, index: int, found: Found) -> AnswerDelta:
+        options, text, tokens = self._options, "", np.asarray(found.tokens).tolist()
         if self._text is not None:
             text = self._text.decode(
-                options.without_end(found.tokens, found.finish_reason),
+                options.without_end(tokens, found.finish_reason),
                 skip_special_tokens=options.skip_special_tokens,
                 start=options.start,
             )
-        asked = self.request.params.logprobs is not None
-        return Delta(index, text, found.tokens, found.logprobs if asked else [], found.finish_reason)
+        return AnswerDelta(index, text, tokens, list(found.logprobs), found.finish_reason, hypothesis=found)
 
-    def _finish(self, sample: Sample, delta: Delta, reason: str, stop_reason: str | int | None) -> None:
+    def _finish(
+        self, sample: SampleProgress, delta: AnswerDelta, reason: str, stop_reason: str | int | None
+    ) -> list[AnswerDelta]:
+        if sample.detokenizer is not None:
+            delta.text += sample.detokenizer.flush()
         sample.finish_reason = delta.finish_reason = reason
         delta.stop_reason = stop_reason
-        self._num_open -= 1
-        self._tell(sample, delta)
-        if self._ranked and not self._num_open:
-            held = [each.held for each in self.samples if each.held is not None]
-            best = sorted(held, key=lambda each: -sum(entry.logprob for entry in each.logprobs))
-            for index, each in enumerate(best[: self.num_answers]):
-                each.index = index
-                self._put(each)
+        self.num_open -= 1
+        return self._grow(sample, delta)
 
-    def _tell(self, sample: Sample, delta: Delta) -> None:
-        if not self._ranked:
-            self._put(delta)
-        elif sample.held is None:
+    def _grow(self, sample: SampleProgress, delta: AnswerDelta) -> list[AnswerDelta]:
+        if not self._is_ranked:
+            return [delta]
+        if sample.held is None:
             sample.held = delta
         else:
             sample.held.extend(delta)
+        if self.num_open:
+            return []
+        held = [each.held for each in self.samples if each.held is not None]
+        best = sorted(held, key=_rank)[: self.num_answers]
+        for index, each in enumerate(best):
+            each.index = index
+        return best
 
-    def _put(self, delta: Delta) -> None:
-        self._unread.append(delta)
-        self._num_unread += len(delta.tokens)
-        self._news.set()
-        if self._num_unread > self._max_unread_tokens and self.is_open:
-            self.fail(
-                CutOff(
-                    f"{self._num_unread} tokens were not read; a client may leave {self._max_unread_tokens}"
-                    " (server.max_unread_tokens): read faster, or ask for fewer at once",
-                    "slow_reader",
-                )
-            )
+
+def _detokenizer(request: Request, text: Text | None, options: TextOptions) -> Detokenizer | None:
+    return None if text is None or request.params.beam_width else options.detokenizer(text, request.params)
+
+
+def _rank(whole: AnswerDelta) -> tuple[bool, float]:
+    return whole.finish_reason == "error", -whole.cumulative_logprob
+
+
+def finite(value: float) -> float:
+    """A log-probability or a score as JSON can write it."""
+    return value if math.isfinite(value) else _NO_CHANCE

@@ -1,9 +1,8 @@
-"""How does a client learn that it gets no answer? In the shape that OpenAI's clients read."""
+"""How does a client learn that it gets no answer? In the format that OpenAI's clients read."""
 
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import msgspec
@@ -12,10 +11,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from serving.answers.failures import BadRequest, Failure
-from serving.text.request_fields import FIELDS
+from continuous_batching.refusal import BadRequest
+from serving.failures import Failure
 
-_KINDS = {  # where it is not OpenAI's usual one, of a client's or of the server's mistake
+_KINDS = {  # other than OpenAI's usual types for mistakes of a client and of the server
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -23,8 +22,7 @@ _KINDS = {  # where it is not OpenAI's usual one, of a client's or of the server
     503: "service_unavailable_error",
 }
 DEFECT = "a defect of the server; its log tells more"
-_ONLY_HTTP = {"echo", "stream_options", "tokens"}  # fields that no request to the engine has
-_LONGEST = 500  # characters of a message; a client's own text may be within
+_LONGEST = 500  # characters of a message, which may quote the client's text
 
 
 class NotFound(Failure):
@@ -47,48 +45,42 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 
 
 def whole(text: str) -> str:
-    """The text, without halves of surrogate pairs, which are a client's own and cannot be sent."""
+    """The text without halves of surrogate pairs, which a client may send and nobody can encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def error_response(
     status: int, message: str, param: str | None = None, retry_after_s: float | None = None
 ) -> Response:
-    """An error that stands for the whole answer."""
+    """An error as the whole answer."""
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     return Response(error_body(status, message, param), status, headers, "application/json")
 
 
-def body_of(failure: Failure) -> bytes:
-    """The JSON of a failure."""
-    return error_body(failure.status, failure.reason, param_of(failure))
+def body_of(failure: Failure | BadRequest) -> bytes:
+    """The JSON of a failure within a stream."""
+    if isinstance(failure, BadRequest):
+        return error_body(400, str(failure), failure.field)
+    return error_body(failure.status, str(failure))
 
 
-def response_of(failure: Failure) -> Response:
-    """A failure before anything of the answer was sent."""
-    return error_response(failure.status, failure.reason, param_of(failure), failure.retry_after_s)
-
-
-def param_of(failure: Failure) -> str | None:
-    """Which field a refusal is about."""
-    return _field_of(failure.reason) if isinstance(failure, BadRequest) else None
-
-
-def _field_of(message: str) -> str | None:
-    """The field that a message begins with, if it does with one."""
-    first = re.split(r"[ .\[]", message, maxsplit=1)[0]
-    return first if first in FIELDS or first in _ONLY_HTTP else None
+def response_of(failure: Failure | BadRequest) -> Response:
+    """The response for a failure before anything of the answer was sent."""
+    if isinstance(failure, BadRequest):
+        return error_response(400, str(failure), failure.field)
+    return error_response(failure.status, str(failure), retry_after_s=failure.retry_after_s)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception so."""
+    """Answer every exception in this format."""
 
     @app.exception_handler(Exception)
     async def defect(_: Request, __: Exception) -> Response:
         return error_response(500, DEFECT)
 
     @app.exception_handler(Failure)
-    async def failed(_: Request, failure: Failure) -> Response:
+    @app.exception_handler(BadRequest)
+    async def failed(_: Request, failure: Failure | BadRequest) -> Response:
         return response_of(failure)
 
     @app.exception_handler(RequestValidationError)
@@ -97,12 +89,12 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
-        said = {
+        messages = {
             400: "the body cannot be read as JSON",
             404: f"there is no {request.scope['path']}",
             405: f"{request.method} is not allowed here",
         }
-        response = error_response(error.status_code, said.get(error.status_code, str(error.detail)))
+        response = error_response(error.status_code, messages.get(error.status_code, str(error.detail)))
         response.headers.update(error.headers or {})
         return response
 
@@ -113,17 +105,19 @@ def _first(errors: Any) -> tuple[str, str | None]:
     kind, place = error["type"], [str(each) for each in error["loc"] if each != "body"]
     if kind == "json_invalid":
         return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}", None
-    if kind in ("unsupported", "unknown"):
-        return error["msg"], error["ctx"]["name"]
+    if kind == "refused":  # by a body of ours
+        return error["msg"], error["ctx"]["field"]
     if kind == "missing" and not place:
         return "the body is missing; it must be a JSON object", None
     if kind == "model_attributes_type" and not place:
         return "the body must be a JSON object, sent with Content-Type: application/json", None
     if not place:
-        return error["msg"], _field_of(error["msg"])
+        return error["msg"], None
     name = _name(error["loc"])
-    said = dict.fromkeys(each["msg"] for each in errors if _name(each["loc"]) == name)  # of a union: several
-    message = " or ".join(said).replace("or Input should be", "or")
+    messages = dict.fromkeys(
+        each["msg"] for each in errors if _name(each["loc"]) == name
+    )  # of a union: several
+    message = " or ".join(messages).replace("or Input should be", "or")
     return f"{name}: {message[:1].lower()}{message[1:]}", place[0]
 
 

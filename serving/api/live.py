@@ -1,8 +1,8 @@
 """What do people see who open the server in a browser?
 
-One plain page, and a stream of what lies where: the request in each slot, the state of each page, the queue.
-All who look share one look at the engine, a few times a second; with nobody looking there is none. No text of
-any request is in it, and no name, for all keys see the same.
+One plain page, and a stream of the engine's state: the request in each slot, the state of each page, the
+queue. All viewers share one query of the engine, a few times a second; without viewers there is none. It
+holds no text and no name of any request, because all keys see the same.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from serving.answers.failures import Unavailable
-from serving.api.replies import EventStream
+from serving.api.generation import EventStream
 from serving.async_llm import AsyncLLM
 from serving.engine.messages import View
+from serving.failures import Unavailable
 
 _PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 _HEADERS = {
@@ -31,12 +31,12 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _EVERY_S = 0.25
-_MOST_CELLS = 4096  # of the map of pages: beyond, a cell stands for several
+_MOST_CELLS = 4096  # of the map of pages; of more pages, a cell stands for several
 FREE, CACHED, HELD, SHARED = range(4)
 
 
-class Live:
-    """The looks that all viewers share."""
+class LivePage:
+    """The queries that all viewers share."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -46,7 +46,7 @@ class Live:
         self._news = asyncio.Event()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """One event a look, for one viewer."""
+        """One event for each query, for one viewer."""
         self._num_viewers += 1
         if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(self._look())
@@ -56,7 +56,7 @@ class Live:
                 await self._news.wait()
                 yield self._event
                 if self._llm.state in ("draining", "dead"):
-                    return  # a viewer shall not keep the server from ending
+                    return  # a viewer must not keep the server from ending
         finally:
             self._num_viewers -= 1
 
@@ -73,7 +73,7 @@ class Live:
         try:
             view = await llm.look()
         except Unavailable as failure:
-            return {"state": llm.state, "reason": failure.reason}
+            return {"state": llm.state, "reason": str(failure)}
         beat, facts = llm.last_beat, llm.facts
         if beat is None or facts is None:
             return {"state": llm.state}
@@ -114,7 +114,7 @@ def _raise_defect(looking: asyncio.Task[None]) -> None:
 
 
 def page_map(view: View) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The state of each page but the first, which is nobody's; of many pages, what most in each cell are."""
+    """The state of each page but the null page; of many pages, the most frequent state in each cell."""
     holders = np.frombuffer(view.holders, dtype=np.uint8)[1:]
     cached = np.frombuffer(view.cached, dtype=np.uint8)[1:].astype(bool)
     users = holders.astype(np.int16) - cached
@@ -131,9 +131,9 @@ def page_map(view: View) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def router(llm: AsyncLLM) -> APIRouter:
-    """The page, and what it reads."""
+    """The page, and the stream that it reads."""
     routes = APIRouter()
-    live = Live(llm)
+    live = LivePage(llm)
 
     @routes.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -1,4 +1,4 @@
-"""How are tokens and their log-probabilities written down, so that clients can reckon with them?"""
+"""How are tokens and their log-probabilities written in a response?"""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from continuous_batching.request import TokenLogprobs
-from serving.answers.finite import finite
+from serving.answers.answers import finite
+from serving.answers.stream import AnswerStream
 from serving.text.tokenizer import Text
 
 Json = dict[str, Any]
 
 
-def spelt(text: Text | None, token: int) -> str:
-    """A token as text; its bytes, as OpenAI writes them, where they are not a text of their own."""
+def token_name(text: Text | None, token: int) -> str:
+    """A token as text; its bytes, as OpenAI writes them, where they are not text by themselves."""
     if text is None:
         return f"token_id:{token}"
     data = text.token_bytes(token, skip_special_tokens=False)
@@ -24,10 +27,11 @@ def spelt(text: Text | None, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class Place:
-    """How far the text of a choice is told, in characters: a token's offset is where its first one begins.
+class TextOffset:
+    """The position in the text of a choice, in characters: a token's offset is where its text begins.
 
-    `num_ahead` characters of the tokens are not of the text, as a space that only the tokenizer sees.
+    The first `num_ahead` characters of the tokens are not part of the text, such as a space that the
+    tokenizer adds.
     """
 
     def __init__(self, text: Text | None, num_ahead: int = 0) -> None:
@@ -36,26 +40,26 @@ class Place:
         self._offset = -num_ahead
 
     def step(self, token: int, *, skip_special_tokens: bool) -> int:
-        """The offset of a token, and go past it."""
+        """The offset of a token; moves past it."""
         offset = max(0, self._offset)
         if self._text is not None:
             data = self._text.token_bytes(token, skip_special_tokens=skip_special_tokens)
             self._offset += len(self._decoder.decode(data))
         return offset
 
-    def copy(self) -> Place:
-        """The same place, of another choice."""
-        other = Place(self._text, -self._offset)
+    def copy(self) -> TextOffset:
+        """The same position, for another choice."""
+        other = TextOffset(self._text, -self._offset)
         other._decoder.setstate(self._decoder.getstate())
         return other
 
 
-def listed(text: Text | None, entries: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> Json:
-    """As completions have them: four lists, of which `text_offset` is left to the caller.
+def as_lists(text: Text | None, entries: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> Json:
+    """In the format of completions: four lists, of which the caller adds `text_offset`.
 
-    An entry None is that of a prompt's first token, which follows nothing.
+    The entry of a prompt's first token, which follows nothing, is None.
     """
-    names = [spelt(text, token) for token in tokens]
+    names = [token_name(text, token) for token in tokens]
     return {
         "tokens": names,
         "token_logprobs": [entry and finite(entry.logprob) for entry in entries],
@@ -64,37 +68,53 @@ def listed(text: Text | None, entries: Sequence[TokenLogprobs | None], tokens: S
 
 
 def _tops(text: Text | None, entry: TokenLogprobs) -> dict[str, float]:
-    """The likeliest by their names, and the token itself; of those spelt alike the likeliest."""
+    """The likeliest by their names, and the token itself; of equal names the likeliest."""
     tops: dict[str, float] = {}
     for token, value in (*entry.top, (entry.token, entry.logprob)):
-        tops.setdefault(spelt(text, token), finite(value))
+        tops.setdefault(token_name(text, token), finite(value))
     return tops
 
 
-def by_token(text: Text | None, entries: Sequence[TokenLogprobs]) -> list[Json | None]:
-    """A prompt's, as vLLM has them: for each token what its id and the likeliest ones come to."""
-    told: list[Json | None] = [None]  # the first token follows nothing
+def _by_token(text: Text | None, entries: Sequence[TokenLogprobs]) -> list[Json | None]:
+    """Those of a prompt in vLLM's format: for each position a value for its token and for the likeliest."""
+    positions: list[Json | None] = [None]  # the first token follows nothing
     for entry in entries:
         values = {entry.token: entry.logprob} | dict(entry.top)
-        told.append(
+        positions.append(
             {
-                str(token): {"logprob": finite(value), "decoded_token": spelt(text, token)}
+                str(token): {"logprob": finite(value), "decoded_token": token_name(text, token)}
                 for token, value in values.items()
             }
         )
-    return told
+    return positions
 
 
-def of_turn(text: Text | None, entries: Sequence[TokenLogprobs]) -> Json:
-    """As chats have them: an object for each token, with its bytes."""
+def as_content(text: Text | None, entries: Sequence[TokenLogprobs]) -> Json:
+    """In the format of chats: an object for each token, with its bytes."""
 
-    def said(token: int, logprob: float) -> Json:
+    def entry_of(token: int, logprob: float) -> Json:
         data = b"" if text is None else text.token_bytes(token, skip_special_tokens=False)
-        return {"token": spelt(text, token), "logprob": finite(logprob), "bytes": list(data)}
+        return {"token": token_name(text, token), "logprob": finite(logprob), "bytes": list(data)}
 
     return {
         "content": [
-            said(entry.token, entry.logprob) | {"top_logprobs": [said(*each) for each in entry.top]}
+            entry_of(entry.token, entry.logprob) | {"top_logprobs": [entry_of(*each) for each in entry.top]}
             for entry in entries
         ]
     }
+
+
+class PromptLogprobs:
+    """The log-probabilities of prompts as JSON, made once for all samples of a prompt."""
+
+    def __init__(self, text: Text | None) -> None:
+        self._text = text
+        self._made: dict[int, msgspec.Raw] = {}  # by the first stream of a request
+
+    def of(self, answer: AnswerStream) -> msgspec.Raw:
+        """Those of an answer's prompt."""
+        found = self._made.get(answer.first_stream)
+        if found is None:
+            positions = _by_token(self._text, answer.prompt_logprobs)
+            found = self._made[answer.first_stream] = msgspec.Raw(msgspec.json.encode(positions))
+        return found

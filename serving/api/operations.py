@@ -1,7 +1,8 @@
-"""How is the server asked about itself?"""
+"""What does the server tell about itself, and which other routes does it have?"""
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import time
 from functools import partial
@@ -11,27 +12,29 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from continuous_batching.refusal import BadRequest
 from recipes.build import versions
-from serving.answers.failures import BadRequest, CutOff
 from serving.api.errors import NotFound
 from serving.api.schemas import DetokenizeBody, TokenizeBody
 from serving.async_llm import AsyncLLM
+from serving.failures import CutOff
+from serving.metrics.exposition import CONTENT_TYPE, Exposition
 from serving.text.tokenizer import Text
 
 VERSION = "0.1.0"
 
 
 def router(llm: AsyncLLM, model: str) -> APIRouter:
-    """The routes for who operates the server."""
+    """The routes for those who operate the server."""
     routes = APIRouter()
     born_s, described = int(time.time()), versions.describe()
 
     @routes.get("/health")
     async def health() -> Response:
-        """200 while the engine lives, or starts for the first time, or ends on purpose; else 503."""
+        """200 while the engine runs, starts for the first time, or ends on purpose; else 503."""
         bad = llm.state in ("lost", "dead")
-        said = {"status": llm.state} | ({"reason": llm.engine.trouble} if bad else {})
-        return JSONResponse(said, 503 if bad else 200)
+        state = {"status": llm.state} | ({"reason": llm.engine.trouble} if bad else {})
+        return JSONResponse(state, 503 if bad else 200)
 
     @routes.get("/ready")
     async def ready() -> Response:
@@ -40,12 +43,12 @@ def router(llm: AsyncLLM, model: str) -> APIRouter:
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
-        """Of this server and of what it runs on."""
+        """Of this server, Python and torch."""
         return {"version": VERSION, "python": platform.python_version(), "torch": metadata.version("torch")}
 
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
-        """What stands beside a figure that is measured here."""
+        """What should be noted beside a figure measured here."""
         return _info(llm, model, described)
 
     def entry() -> dict[str, Any]:
@@ -55,7 +58,7 @@ def router(llm: AsyncLLM, model: str) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one that is served, and its limits."""
+        """The model that is served, and its limits."""
         return {"object": "list", "data": [entry()]}
 
     @routes.get("/v1/models/{name:path}")
@@ -67,7 +70,7 @@ def router(llm: AsyncLLM, model: str) -> APIRouter:
 
     @routes.post("/abort/{request_id}")
     async def abort(request_id: str, request: Request) -> dict[str, Any]:
-        """End a request, by the id of its answer; a key that has pages of its own ends only its own."""
+        """End a request by the id of its answer; a key with pages of its own ends only its own requests."""
         salt = request.state.client.salt
         answers = [each for each in llm.find(request_id) if each.request.cache_salt.startswith(salt)]
         if not answers:
@@ -79,8 +82,22 @@ def router(llm: AsyncLLM, model: str) -> APIRouter:
     return routes
 
 
+def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
+    """The route for Prometheus, which needs a key where others do; Prometheus can send one."""
+    routes = APIRouter()
+    exposition = Exposition(llm.stats, model, lambda: llm.engine.pid)
+
+    @routes.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """All metrics, as text."""
+        exposition.read()
+        return Response(await asyncio.to_thread(exposition.text), headers={"content-type": CONTENT_TYPE})
+
+    return routes
+
+
 def text_router(llm: AsyncLLM, model: str) -> APIRouter:
-    """The routes of a tokenizer that is asked from afar."""
+    """The routes of the tokenizer."""
     routes = APIRouter()
 
     @routes.post("/tokenize")
@@ -88,7 +105,7 @@ def text_router(llm: AsyncLLM, model: str) -> APIRouter:
         """The tokens of a prompt or a conversation."""
         text = _text(llm, body.model, model)
         if (body.prompt is None) == (body.messages is None):
-            raise BadRequest("exactly one of prompt and messages must be given")
+            raise BadRequest(None, "exactly one of prompt and messages must be given")
         answer = await llm.apart(partial(_tokens, text, body))
         return answer | {"max_model_len": llm.facts.max_tokens if llm.facts else None}
 
@@ -97,7 +114,7 @@ def text_router(llm: AsyncLLM, model: str) -> APIRouter:
         """The text of some tokens."""
         text = _text(llm, body.model, model)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < text.vocab_size:
-            raise BadRequest(f"tokens must be ids from 0 to {text.vocab_size - 1}")
+            raise BadRequest("tokens", f"must be ids from 0 to {text.vocab_size - 1}")
         decode = partial(text.decode, body.tokens, skip_special_tokens=False)
         return {"prompt": await llm.apart(decode)}
 
@@ -110,7 +127,7 @@ def text_router(llm: AsyncLLM, model: str) -> APIRouter:
 
 
 def _info(llm: AsyncLLM, model: str, described: dict[str, Any]) -> dict[str, Any]:
-    """The recipe as it was read, the machine, the versions; what only an engine knows is null without one."""
+    """The recipe, the machine and the versions; what only an engine knows is null without one."""
     facts = llm.facts
     return {
         "model": model,
@@ -119,7 +136,7 @@ def _info(llm: AsyncLLM, model: str, described: dict[str, Any]) -> dict[str, Any
         "machine": described,
         "device": None if facts is None else facts.device,
         "num_slots": None if facts is None else facts.num_slots,
-        "num_pages": None if facts is None else facts.num_pages - 1,  # page 0 is nobody's
+        "num_pages": None if facts is None else facts.num_pages - 1,  # page 0 is the null page
         "page_size": None if facts is None else facts.page_size,
     }
 
@@ -128,7 +145,7 @@ def _text(llm: AsyncLLM, asked: str | None, model: str) -> Text:
     if asked not in (None, model):
         raise NotFound.of_model(asked, model)
     if llm.text is None:
-        raise BadRequest("this model has no tokenizer; it reads and writes token ids")
+        raise BadRequest(None, "this model has no tokenizer; it reads and writes token ids")
     return llm.text
 
 

@@ -1,4 +1,4 @@
-"""How much of a request is listened to before its path is known, and for how long?
+"""How much of a request is read before its path is known, and for how long?
 
 uvicorn's parser has no limit of its own on the first line and the headers of a request, nor on how slowly it
 comes: a client could fill the memory by a header that never ends, or hold connections that never ask.
@@ -27,9 +27,9 @@ _TOO_MANY = (
 _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
 
 
-class Joined:
-    """A transport that keeps the head of a response until its first piece comes, at most for one turn of the
-    loop: a write of its own would wake the client for it, which takes longer than making the head.
+class HeadBufferingTransport:
+    """A transport that keeps the head of a response until the first piece of its body, for at most one turn
+    of the loop: a write of its own would wake the client for the head alone, which costs more than the head.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -41,7 +41,7 @@ class Joined:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Write it, and the head that was kept before it."""
+        """Write the data, after a head that was kept."""
         if data.startswith(b"HTTP/1.1 ") and not self._head:
             self._head = data
             self._loop.call_soon(self.flush)
@@ -61,34 +61,34 @@ class Joined:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection, of at most so many. An application may call `scope["state"]["cut_off"]` to drop it at
+    """One connection of at most so many. An application may call `scope["state"]["cut_off"]` to drop it at
     once, with all that its client has not read.
     """
 
     _in_request = False
     _in_head = False
-    _has_told = False  # of a request's begin, or of its body, in the bytes at hand
+    _has_reported = False  # the beginning of a request, or its body, in the current bytes
     _is_refused = False
-    _is_deaf = False  # what still comes is thrown away: a request that waits was one too many
+    _is_ignoring = False  # discard further data: one request too many was waiting
     _num_head_bytes = 0
     _due: asyncio.TimerHandle | None = None
-    _answered: RequestResponseCycle | None = None  # or being answered: not the last one, where others wait
+    _answered: RequestResponseCycle | None = None  # or being answered; not the last one, where others wait
 
     def __init__(self, *arguments: Any, most_connections: int, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._most_connections = most_connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client is there."""
-        self._joined = Joined(cast(asyncio.Transport, transport), self.loop)
-        super().connection_made(cast(asyncio.Transport, self._joined))
-        self._hurry()
+        """A client has connected."""
+        self._buffering = HeadBufferingTransport(cast(asyncio.Transport, transport), self.loop)
+        super().connection_made(cast(asyncio.Transport, self._buffering))
+        self._start_timer()
         if len(self.connections) > self._most_connections:
             self._refuse(503, f"there are {self._most_connections} connections already; try again later")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
-        self._stop_hurrying()
+        """The connection is closed."""
+        self._stop_timer()
         self.pipeline.clear()
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
@@ -96,33 +96,33 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes: of a head, or of headers behind a body, that do not end the parser tells nothing."""
-        if self._is_deaf:
+        """Bytes came; of a head, or of trailers, the parser reports nothing before their end: count them."""
+        if self._is_ignoring:
             return
-        self._has_told = False
+        self._has_reported = False
         self._unset_keepalive_if_required()
         try:
             self._read(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: CONNECT
             self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
-        if self._in_request and not self._has_told:
+        if self._in_request and not self._has_reported:
             self._count(len(data))
         if self.pipeline and not self.transport.is_closing():
             self._listen_on()
         is_idle = self.cycle is None or (self.cycle.response_complete and not self.pipeline)
         if is_idle and self._due is None and self.timeout_keep_alive_task is None:
-            self._hurry()  # a line break between requests, or the rest of one that was refused
+            self._start_timer()  # a line break between requests, or the rest of a refused one
 
     def eof_received(self) -> None:
         """The client sends no more; the transport closes itself."""
-        self._joined.flush()
+        self._buffering.flush()
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
         self.scope["state"]["cut_off"] = self.transport.abort
-        self._in_request, self._in_head, self._has_told, self._num_head_bytes = True, True, True, 0
-        self._hurry()
+        self._in_request, self._in_head, self._has_reported, self._num_head_bytes = True, True, True, 0
+        self._start_timer()
 
     def on_url(self, url: bytes) -> None:
         """A piece of the path."""
@@ -130,7 +130,7 @@ class Protocol(HttpToolsProtocol):
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; what follows a body is none, and never stands for one that was to come before it."""
+        """A header; what follows a body is not one, and never replaces one from before it."""
         self._count(len(name) + len(value))
         if not self._in_head:
             return
@@ -146,16 +146,16 @@ class Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        self._has_told, self._num_head_bytes = True, 0
+        self._has_reported, self._num_head_bytes = True, 0
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """All of a request is there."""
+        """A request is complete."""
         if self.parser.should_upgrade():
-            return  # of its head alone
+            return  # only its head is complete
         self._in_request = False
-        self._stop_hurrying()
+        self._stop_timer()
         if not self._is_refused:
             super().on_message_complete()
 
@@ -165,8 +165,8 @@ class Protocol(HttpToolsProtocol):
             self._refuse(431, _TOO_LARGE)
 
     def _read(self, data: bytes) -> None:
-        """Where a request asks for another protocol, the parser stops behind its head and would take its body
-        for what comes next. We speak no other, so such a request is read as if it had not asked.
+        """Where a request asks for another protocol, the parser stops after its head and would take its body
+        for the next request. No other is spoken here, so such a request is read as if it had not asked.
         """
         rest = memoryview(data)
         while not self._is_refused:
@@ -187,7 +187,7 @@ class Protocol(HttpToolsProtocol):
             return
         self._is_refused = True
         answered = self._answered
-        # no refusal stands in the middle of an answer
+        # a refusal must not come in the middle of an answer
         if answered is None or not answered.response_started or answered.response_complete:
             response = error_response(status, message)
             lines = [STATUS_LINE[status].rstrip(), b"connection: close"]
@@ -200,20 +200,20 @@ class Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _listen_on(self) -> None:
-        """Requests wait, for which uvicorn stops to read: it would not hear that their client goes away."""
+        """Read on although requests wait, where uvicorn would stop: it would not see their client go away."""
         self.flow.resume_reading()
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if len(self.pipeline) > MOST_WAITING or num_bytes > MOST_WAITING_BYTES:
-            self._is_deaf = True
+            self._is_ignoring = True
             self.cycle.keep_alive = False
             self.cycle.body.clear()
-            self.pipeline[0] = self.cycle, error_response(413, _TOO_MANY)  # the last that came
+            self.pipeline[0] = self.cycle, error_response(413, _TOO_MANY)  # the last one
 
-    def _hurry(self) -> None:
-        self._stop_hurrying()
+    def _start_timer(self) -> None:
+        self._stop_timer()
         self._due = self.loop.call_later(WHOLE_S, self._late)
 
-    def _stop_hurrying(self) -> None:
+    def _stop_timer(self) -> None:
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -222,7 +222,7 @@ class Protocol(HttpToolsProtocol):
         """Closes a connection whose request has not come; not while it waits for an answer to another."""
         answers = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         if answers or self.pipeline:
-            self._hurry()
+            self._start_timer()
         elif self._in_head or (self.cycle is not None and not self.cycle.response_started):
             self._refuse(408, f"the request has not come whole in {WHOLE_S:g} s; send it again")
         else:

@@ -1,23 +1,79 @@
 """What may a client's JSON hold?
 
-Types, names and the length of what is rewritten for the engine are checked here, ranges where requests are
-made (serving/text/request_fields.py). A field that is null counts as absent. A field that is known
-elsewhere and not supported here is refused by name, unless its value asks for nothing.
+Types, names and the length of long lists are checked here, ranges where requests are made
+(serving/text/request_fields.py). A field that is null counts as absent. A field of the OpenAI API that is not
+supported is refused by name, unless its value asks for nothing. The limit on a body's size lets a million
+list entries in: they are checked in one pass in C, and refused together, not with an error for each.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from serving.api.errors import whole
-from serving.api.long_lists import Biases, Integers, Prompt, Strings
 from serving.text.request_fields import LONGEST_NAME
 
+_MOST_BIASES = 1024  # as in SamplingParams
+
+_TEXT = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_SCHEMA = {
+    "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, _IDS, {"type": "array", "items": _IDS}]
+}
+
+
+def _prompt(given: Any) -> Any:
+    """A text, token ids, or a list of either."""
+    if isinstance(given, str):
+        return given
+    types = set(map(type, given)) if isinstance(given, list) else set()
+    if types <= {str} or types == {int}:
+        if isinstance(given, list):
+            return given
+    elif types == {list} and all(set(map(type, each)) <= {int} for each in given):
+        return given
+    raise PydanticCustomError("prompt", "it must be a string, a list of token ids, or a list of either")
+
+
+def _all(kind: type) -> Callable[[Any], Any]:
+    def check(given: Any) -> Any:
+        if isinstance(given, list) and not set(map(type, given)) <= {kind}:
+            name = {int: "integers", str: "strings"}[kind]
+            raise PydanticCustomError("entries", "it must be a list of {kind}", {"kind": name})
+        return given
+
+    return check
+
+
+def _bounded(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > _MOST_BIASES:
+        raise PydanticCustomError(
+            "too_many",
+            "it is of {count} tokens; it must be of at most {most}",
+            {"count": len(given), "most": _MOST_BIASES},
+        )
+    return given
+
+
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt), WithJsonSchema(_SCHEMA)
+]
+Integers = Annotated[list[int], BeforeValidator(_all(int))]
+Strings = Annotated[list[str], BeforeValidator(_all(str))]
+Biases = Annotated[dict[str, float], BeforeValidator(_bounded)]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 # Fields of the OpenAI API that ask for what this server does not do, and their values that ask for nothing
@@ -45,8 +101,13 @@ UNSUPPORTED: dict[str, Sequence[Any]] = {
 }
 
 
-class Body(BaseModel):
-    """A JSON object without surprises."""
+def _refused(field: str, message: str) -> PydanticCustomError:
+    """The error of a whole body, with the field that it is about."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "field": field})
+
+
+class StrictBody(BaseModel):
+    """A JSON object with these fields and no others."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -60,27 +121,23 @@ class Body(BaseModel):
             if name in UNSUPPORTED and (value is None or value in UNSUPPORTED[name]):
                 continue
             if name in UNSUPPORTED:
-                raise PydanticCustomError(
-                    "unsupported", "{name} is not supported; leave it out", {"name": name}
-                )
+                raise _refused(name, f"{name} is not supported; leave it out")
             shown = whole(name if len(name) <= 60 else f"{name[:57]}...")
             near = difflib.get_close_matches(shown, cls.model_fields, n=1)
             hint = f"did you mean {near[0]}?" if near else "leave it out"
-            raise PydanticCustomError(
-                "unknown", 'unknown field "{name}"; {hint}', {"name": shown, "hint": hint}
-            )
+            raise _refused(shown, f'unknown field "{shown}"; {hint}')
         return {name: value for name, value in given.items() if name in cls.model_fields}
 
 
-class StreamOptions(Body):
-    """What a stream tells besides."""
+class StreamOptions(StrictBody):
+    """What a stream has besides answers."""
 
-    include_usage: bool | None = Field(None, description="a last event tells the tokens of the request")
-    continuous_usage_stats: bool | None = Field(None, description="every event tells those so far")
+    include_usage: bool | None = Field(None, description="a last event has the numbers of tokens")
+    continuous_usage_stats: bool | None = Field(None, description="every event has those so far")
     include_obfuscation: Literal[False] | None = Field(None, description="events are never padded")
 
 
-class Asked(Body):
+class GenerationBody(StrictBody):
     """What completions and chats have in common."""
 
     model: str | None = Field(None, description="a name of `/v1/models`; null: the one that is served")
@@ -94,7 +151,7 @@ class Asked(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    logit_bias: Biases | None = Field(None, description="what to add to the logits of token ids")
+    logit_bias: Biases | None = Field(None, description="by token id, what to add to its logit")
     stop: str | Strings | None = None
     stop_token_ids: Integers | None = None
     include_stop_str_in_output: bool | None = None
@@ -107,28 +164,34 @@ class Asked(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None
-    tenant: Name | None = Field(None, description="whose share it is served from, where no key says so")
-    priority: int | None = Field(None, description="larger goes first, where the recipe's queue says so")
+    tenant: Name | None = Field(
+        None, description="whose share it counts against, where the key names no tenant"
+    )
+    priority: int | None = Field(None, description="larger goes first, if the recipe's queue is ordered so")
     cache_salt: Name | None = Field(None, description="only requests of the same salt share pages")
-    timeout_s: float | None = Field(None, description="after so long it ends where it stands")
-    return_token_ids: bool | None = Field(None, description="tell the ids of the answer's tokens")
-    prompt_logprobs: int | None = Field(None, description="those of the prompt's tokens and the likeliest")
+    timeout_s: float | None = Field(None, description="after so long the answer ends, complete or not")
+    return_token_ids: bool | None = Field(None, description="show the ids of the answer's tokens")
+    prompt_logprobs: int | None = Field(
+        None, description="log-probabilities of the prompt's tokens and of the likeliest"
+    )
 
     @model_validator(mode="after")
-    def _fits_a_stream(self) -> Asked:
+    def _fits_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options needs stream: true", {})
+            raise _refused("stream_options", "stream_options needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise PydanticCustomError("prompt_logprobs", "prompt_logprobs needs stream: false", {})
+            raise _refused("prompt_logprobs", "prompt_logprobs needs stream: false")
         return self
 
 
-class CompletionBody(Asked):
+class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Prompt = Field(description="text or token ids, or several")
-    best_of: int | None = Field(None, description="so many samples, of which the n likeliest are told")
-    echo: bool | None = Field(None, description="the prompt is told before the answer")
+    best_of: int | None = Field(
+        None, description="so many samples are drawn, and the n likeliest are the answers"
+    )
+    echo: bool | None = Field(None, description="show the prompt before the answer")
     logprobs: int | None = Field(None, description="log-probabilities of each token and of the likeliest")
 
     @model_validator(mode="after")
@@ -136,13 +199,13 @@ class CompletionBody(Asked):
         if not self.echo or self.logprobs is None:
             return self
         if self.prompt_logprobs is not None:
-            raise PydanticCustomError("echo", "echo with logprobs tells what prompt_logprobs asks for", {})
+            raise _refused("echo", "echo with logprobs tells what prompt_logprobs asks for")
         if self.beam_width:
-            raise PydanticCustomError("echo", "echo with logprobs must be left out beside beam_width", {})
+            raise _refused("echo", "echo with logprobs must be left out beside beam_width")
         return self
 
 
-class ChatBody(Asked):
+class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: list[Any] = Field(description='each {"role": ..., "content": ...}')
@@ -151,7 +214,7 @@ class ChatBody(Asked):
     top_logprobs: int | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(StrictBody):
     """`POST /tokenize`: a prompt or a conversation."""
 
     model: str | None = None
@@ -161,7 +224,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(StrictBody):
     """`POST /detokenize`."""
 
     model: str | None = None

@@ -1,7 +1,7 @@
-"""What do the server and the process of its engine tell each other?
+"""What do the server and the process of its engine send each other?
 
-Typed messages in MessagePack, over a socket that only this user can open: what is not one of them is refused,
-and nothing in them can run. Times are durations, since the two need not share a clock.
+Typed messages in MessagePack, over a socket that only this user can open: anything else is refused, and
+nothing in a message can be executed. Times are durations, because the two need not share a clock.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import msgspec
 
 from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
+from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams, TokenLogprobs
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Any of them."""
+    """The base of all messages."""
 
 
 class Add(Message):
-    """A request. Its samples are the streams `stream`, `stream + 1`, ...; it came `age_s` ago."""
+    """A request. Its samples are the streams `stream`, `stream + 1`, ...; it arrived `age_s` ago."""
 
     stream: int
     ids: list[str]  # of the samples
     prompt: bytes  # int32
+    page_keys: bytes  # of the prompt's full pages, 32 bytes each; may be empty
     samples: list[SamplingParams]
     tenant: str
     cache_salt: str
@@ -39,15 +41,15 @@ class Finish(Message):
 
 
 class Look(Message):
-    """Ask what lies where."""
+    """Ask for a View."""
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What an engine is, from when it is ready."""
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What does not change about an engine that is ready."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    max_tokens: int  # that model and cache hold of a request, prompt and answer
+    max_tokens: int  # of prompt and answer of a request, which model and cache can hold
     num_slots: int
     num_pages: int
     page_size: int
@@ -56,23 +58,57 @@ class Facts(msgspec.Struct, frozen=True):
     device: str
     parameters: int
     max_batch_tokens: int
+    prefix_sharing: bool
+    max_shared_tokens: int | None  # of a prompt; longer prompts share no pages
 
 
 class Ready(Message):
     """The engine can serve."""
 
-    facts: Facts
+    facts: EngineFacts
 
 
-class Refused(Message):
-    """A request cannot be served, or, if `retry_after_s` is given, not now."""
+class AddRefused(Message):
+    """A request cannot be served as it is; the fields are those of `BadRequest`."""
+
+    stream: int
+    field: str | None
+    problem: str
+    value: int | float | str | None
+    limit: int | float | str | None
+    fix: str
+    place: str
+    subject: str
+
+    @staticmethod
+    def of(stream: int, bad: BadRequest) -> AddRefused:
+        """The message for an exception."""
+        return AddRefused(
+            stream, bad.field, bad.problem, bad.value, bad.limit, bad.fix, bad.place, bad.subject
+        )
+
+    def error(self) -> BadRequest:
+        """The exception again."""
+        return BadRequest(
+            self.field,
+            self.problem,
+            value=self.value,
+            limit=self.limit,
+            fix=self.fix,
+            place=self.place,
+            subject=self.subject,
+        )
+
+
+class QueueRefused(Message):
+    """A request cannot be taken now."""
 
     stream: int
     reason: str
-    retry_after_s: float | None
+    retry_after_s: float
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True):
+class BeamHypothesis(msgspec.Struct, frozen=True, array_like=True):
     """One hypothesis of a beam search."""
 
     tokens: list[int]
@@ -82,8 +118,8 @@ class Found(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs]
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """How a sample ended. `num_tokens` are all that it was given, with the one that ended it."""
+class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
+    """How a sample ended. `num_tokens` counts all its tokens, with the one that ended it."""
 
     stream: int
     reason: str  # stop, length, abort, timeout, error
@@ -91,41 +127,41 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     num_cached_tokens: int
     num_preemptions: int
-    queue_s: float | None  # from its arrival to its first admission; None: it never was
+    queue_s: float | None  # from its arrival to its first admission; None: it was never admitted
     prefill_s: float | None  # from there to its first token
     decode_s: float | None  # from there to its end
-    hypotheses: list[Found]
+    hypotheses: list[BeamHypothesis]
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
     """What is known of a sample's prompt when its first token is."""
 
     stream: int
-    num_cached_tokens: int  # that were found computed
-    prompt_logprobs: list[TokenLogprobs]  # from its second token on, if asked for, with one of its samples
+    num_cached_tokens: int  # found computed
+    prompt_logprobs: list[TokenLogprobs]  # from the second token on, if asked for, with one of its samples
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """What a step was."""
+    """How large a step was and how long it took."""
 
     step_s: float
-    device_s: float  # of it, spent in the runner
+    device_s: float  # of which in the runner
     num_spans: int
     num_tokens: int
-    num_prompt_tokens: int  # of them, of prompts
+    num_prompt_tokens: int  # of these, of prompts
 
 
 class Stepped(Message):
-    """The tokens of one step, and whose they are; `logprobs` is empty or tells of each.
+    """The tokens of one step and their streams; `logprobs` is empty or has an entry for each token.
 
-    `begun` has those of which these are the first.
+    `begun` has the streams whose first token is among these.
     """
 
     streams: list[int]
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     begun: list[Begun]
-    ended: list[Ended]
+    ended: list[SampleEnd]
     times: StepTimes
 
 
@@ -135,20 +171,20 @@ class Beat(Message):
     gauges: Usage
     counters: Counters
     held_back: str | None  # what the head of the queue waits for
-    shared_pages: int  # as `Recount`'s, and as old as the last recount
+    shared_pages: int  # as of the last recount of the pages' holders
     wrong_pages: int
 
 
 class View(Message):
-    """What lies where: the stream and the tokens of each slot, and the holders of each page."""
+    """The stream and the tokens of each slot, and the holders of each page."""
 
-    slots: list[tuple[int, int, int, int] | None]  # stream, tokens, of them computed, pages
+    slots: list[tuple[int, int, int, int] | None]  # stream, tokens, computed tokens, pages
     holders: bytes  # of each page, one byte, at most 255
     cached: bytes  # one byte a page: whether the prefix cache holds it
 
 
 ToEngine = Add | Finish | Look
-FromEngine = Ready | Refused | Stepped | Beat | View
+FromEngine = Ready | AddRefused | QueueRefused | Stepped | Beat | View
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -1,9 +1,9 @@
-"""How does a process get ready to follow an engine, and take nothing from the one that serves?
+"""How does a process prepare to replace an engine, without slowing the one that serves?
 
     python -m serving.engine.spare DONE MODULE [ARGUMENT ...]
 
-It imports what is large in a thread that gives way to all others, makes the file DONE, and goes on as MODULE.
-Kernels that share out processor time by session (sched(7), autogroup) have to be told of the session, too.
+It imports what is large in a thread of the lowest priority, creates the file DONE, and goes on as MODULE.
+Kernels that divide processor time by session (sched(7), autogroup) need the session's niceness as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 LARGE = "recipes.build.engine"  # and torch with it
-LAST = 19  # niceness: what runs where nobody else would
+LAST = 19  # niceness: runs only when no other process wants to
 AUTOGROUP = Path("/proc/self/autogroup")
 _TRIES = 40
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
 
 def import_gently(module: str) -> None:
     """Import a module in a thread of the lowest priority, which on Linux each thread has for itself."""
-    importlib.import_module("numpy")  # whose own threads, made now, do not give way for good
+    importlib.import_module("numpy")  # its own threads start now, at normal priority
     thread = threading.Thread(target=_import, args=(module,))
     give_way(LAST)
     thread.start()
@@ -45,9 +45,9 @@ def give_way(niceness: int) -> None:
     for _ in range(_TRIES if AUTOGROUP.exists() else 0):
         try:
             AUTOGROUP.write_text(str(niceness))
-        except BlockingIOError:  # but for root, the kernel takes one each tenth of a second from all
+        except BlockingIOError:  # except from root, the kernel accepts one write in a tenth of a second
             time.sleep(0.05)
-        except OSError:  # this /proc is not to be written to
+        except OSError:  # this /proc cannot be written
             break
         else:
             return

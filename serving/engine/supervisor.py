@@ -1,4 +1,4 @@
-"""How is there always an engine? One is started, watched, and followed by another when it ends."""
+"""How is there always an engine? One is started, watched, and replaced by another when it ends."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import zmq
+
 from recipes.schema.server_section import ServerSection
-from serving.answers.failures import Unavailable
-from serving.engine.messages import Facts, FromEngine, Ready, Stepped, ToEngine
+from serving.engine.messages import (
+    EngineFacts,
+    FromEngine,
+    Ready,
+    Stepped,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
 from serving.engine.process import EngineLost, EngineProcess
-from serving.metrics.observer import Observer
+from serving.failures import Unavailable
 
 log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "lost", "draining", "dead"]
+_CHECKS_S = 0.1  # between checks whether the engine still answers
 _LONGEST_PAUSE_S = 30.0  # between starts of engines that end before they have made a step
-_SPARE_AFTER_S = 5.0  # that an engine serves undisturbed; then a process is kept ready to follow it
+_SPARE_AFTER_S = 5.0  # of undisturbed service; then a process is kept ready to replace the engine
 
 
 class Supervisor:
-    """Keeps an engine's process.
+    """Keeps an engine's process running, and is the way to it.
 
     `state` is `starting` until the first engine is ready, `lost` from the end of one until another is ready,
     `draining` when the server is about to end, and `dead` when the first engine could not start, or at the
-    end. `arguments` gives the worker's, for each life. `hear` is given what engines tell, `lose` why one
-    ended.
+    end. `arguments` gives the worker's arguments for each life. `hear` receives the engines' messages, `lose`
+    the reason why an engine ended.
     """
 
     def __init__(
@@ -37,23 +47,22 @@ class Supervisor:
         limits: ServerSection,
         hear: Callable[[FromEngine], None],
         lose: Callable[[str], None],
-        observer: Observer,
     ) -> None:
         self.state: State = "starting"
-        self.facts: Facts | None = None  # of the engine that is ready
-        self.trouble = ""  # what the last engine ended with
-        self.has_failed = False  # there will be no engine, and nobody asked for that
+        self.facts: EngineFacts | None = None  # of the engine that is ready
+        self.trouble = ""  # why the last engine ended
+        self.has_failed = False  # there will be no engine, although nobody asked for that
+        self.start_s = 0.0  # how long the last start took
         self._arguments = arguments
         self._limits = limits
-        self._hear_rest = hear
+        self._hear = hear
         self._lose = lose
-        self._observer = observer
         self._engine: EngineProcess | None = None
         self._spare: EngineProcess | None = None
-        self._has_worked = False  # this engine, at a step
+        self._has_worked = False  # this engine has made a step
         self._lives = itertools.count(1)
         self._life: asyncio.Task[None] | None = None
-        self._born_s = 0.0
+        self._heard_s = 0.0  # when the engine's last message came
         self._changed = asyncio.Event()
 
     def start(self) -> None:
@@ -71,9 +80,9 @@ class Supervisor:
         self.become("dead")
 
     def send(self, message: ToEngine) -> None:
-        """Tell the engine; without one, nobody needs to know."""
+        """Send a message to the engine, which reads it after its current step; without one, do nothing."""
         if self._engine is not None and self.facts is not None:
-            self._engine.send(message)
+            self._engine.socket.send(encode(message), zmq.NOBLOCK)
 
     @property
     def pid(self) -> int | None:
@@ -89,17 +98,15 @@ class Supervisor:
             "draining": "the server is shutting down",
         }.get(self.state, f"there is no engine: {self.trouble or 'the server is shutting down'}")
 
-    def check_ready(self) -> None:
-        """Raise Unavailable unless requests are taken."""
-        if self.state != "ready":
-            self._observer.rejected(self.state)
-            raise Unavailable(self.why_not)
-
     async def ready(self) -> None:
         """Wait for an engine; raises Unavailable if there will be none."""
         await self.until(lambda: self.state in ("ready", "draining", "dead"))
         if self.state == "dead":
             raise Unavailable(self.why_not)
+
+    async def dead(self) -> None:
+        """Wait until there can be no engine any more."""
+        await self.until(lambda: self.state == "dead")
 
     def become(self, state: State) -> None:
         """Change the state."""
@@ -107,12 +114,12 @@ class Supervisor:
         self.notify()
 
     def notify(self) -> None:
-        """Let those who wait look again."""
+        """Let those who wait check again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until it does."""
+        """Wait until the condition holds."""
         while not holds():
             await self._changed.wait()
 
@@ -120,7 +127,7 @@ class Supervisor:
         """One engine after the other."""
         pause_s = 0.0
         while True:
-            self._born_s, self._has_worked = time.monotonic(), False
+            self._has_worked = False
             spare = asyncio.ensure_future(self._keep_spare())
             try:
                 await self._live_once()
@@ -133,20 +140,63 @@ class Supervisor:
             await asyncio.sleep(pause_s)
 
     async def _live_once(self) -> None:
-        """One engine to its end, of which all are told before anybody can ask again."""
+        """One engine to its end; everybody who waits for it learns of that before anybody can ask again."""
+        born_s = time.monotonic()
         try:
             self._engine = await self._next()
-            await self._engine.live(self._hear, self._limits.start_timeout_s, self._limits.step_timeout_s)
+            await self._attend(self._engine, born_s)
         except EngineLost as error:
             self.trouble = str(error)
         finally:
             self._engine = self.facts = None
         log.error("%s", self.trouble)
-        self._observer.lost(self.trouble)
         self.has_failed = self.state == "starting"
         if self.state != "draining":
             self.become("dead" if self.has_failed else "lost")
         self._lose(self.trouble)
+
+    async def _attend(self, engine: EngineProcess, born_s: float) -> None:
+        """Let a process serve, and pass on what it sends; raises EngineLost at its end."""
+        self._heard_s = time.monotonic()
+        engine.wake()
+        works = (self._listen(engine, born_s), engine.ended(), self._watch())
+        tasks = [asyncio.ensure_future(each) for each in works]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await next(iter(done))  # each of them ends by raising
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await engine.end()
+
+    async def _listen(self, engine: EngineProcess, born_s: float) -> None:
+        while True:
+            message = decode_from_engine(await engine.socket.recv())
+            self._heard_s = time.monotonic()
+            if isinstance(message, Ready):
+                engine.hide()
+                self._begin(message, self._heard_s - born_s)
+            elif isinstance(message, Stepped) and message.times.num_spans > 0:
+                self._has_worked = True
+            self._hear(message)
+
+    def _begin(self, message: Ready, start_s: float) -> None:
+        self.facts, self.start_s = message.facts, start_s
+        log.info("ready after %.1f s, process %s", start_s, self.pid)
+        if self.state in ("starting", "lost"):
+            self.become("ready")
+
+    async def _watch(self) -> None:
+        """Raises EngineLost when the engine has been silent for too long."""
+        num_silent = 0  # checks in a row; between two of them, messages that waited for us can be read
+        while num_silent < 2:
+            await asyncio.sleep(_CHECKS_S)
+            silent_s = time.monotonic() - self._heard_s
+            key = "start_timeout_s" if self.facts is None else "step_timeout_s"
+            limit_s: float = getattr(self._limits, key)
+            num_silent = num_silent + 1 if silent_s > limit_s else 0
+        raise EngineLost(f"the engine has sent nothing for {silent_s:.1f} s (server.{key} is {limit_s:g})")
 
     async def _next(self) -> EngineProcess:
         """The spare process, if it is there, or another."""
@@ -158,7 +208,7 @@ class Supervisor:
         return await EngineProcess.started(self._arguments(next(self._lives)))
 
     async def _keep_spare(self) -> None:
-        """When an engine has served for a while, have the next one's process import what it needs."""
+        """When an engine has served for a while, start the next one's process and let it import."""
         if not self._limits.spare_engine:
             return
         await self.until(lambda: self.facts is not None)
@@ -168,20 +218,6 @@ class Supervisor:
             self._spare = await EngineProcess.started(arguments, is_spare=True)
         except EngineLost as error:
             log.warning("there is no spare process: %s", error)
-
-    def _hear(self, message: FromEngine) -> None:
-        if not isinstance(message, Ready):
-            self._has_worked = self._has_worked or (
-                isinstance(message, Stepped) and message.times.num_spans > 0
-            )
-            self._hear_rest(message)
-            return
-        self.facts = message.facts
-        start_s = time.monotonic() - self._born_s
-        log.info("ready after %.1f s, process %s", start_s, self.pid)
-        self._observer.ready(message.facts, start_s)
-        if self.state in ("starting", "lost"):
-            self.become("ready")
 
     def _over(self, life: asyncio.Task[None]) -> None:
         """No engine comes after this."""

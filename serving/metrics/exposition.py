@@ -1,4 +1,4 @@
-"""What does Prometheus read?"""
+"""What does Prometheus read at /metrics?"""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from serving.metrics.histogram import Histogram
-from serving.metrics.metric import Metric as Ours
-from serving.metrics.metric import Value
-from serving.metrics.ours import OURS
-from serving.metrics.tally import Tally
+from serving.metrics.prometheus_names import OURS, Value
+from serving.metrics.prometheus_names import Metric as Ours
+from serving.metrics.server_stats import Histogram, ServerStats
 from serving.metrics.vllm import VLLM, cache_config
 
 __all__ = ["CONTENT_TYPE", "NAMESPACE", "Exposition"]
@@ -23,13 +21,13 @@ _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class Exposition(Collector):
-    """A tally in Prometheus's words, in a registry of its own; made anew whenever it is read.
+    """The server's numbers in Prometheus's format, in a registry of their own; made anew for every scrape.
 
-    `engine_pid` tells the engine's process, if there is one, whose memory is measured beside our own.
+    `engine_pid` gives the engine's process, if there is one; its memory is measured as well as our own.
     """
 
-    def __init__(self, tally: Tally, model: str, engine_pid: Callable[[], int | None]) -> None:
-        self._tally = tally
+    def __init__(self, stats: ServerStats, model: str, engine_pid: Callable[[], int | None]) -> None:
+        self._stats = stats
         self._labels = {"model_name": model, "engine": "0"}
         self._reading: list[tuple[str, Ours, Value]] = []
         self.read()
@@ -39,23 +37,23 @@ class Exposition(Collector):
         ProcessCollector(f"{NAMESPACE}engine", lambda: engine_pid() or "none", registry=self._registry)
 
     def read(self) -> None:
-        """Take the numbers: quickly, and where they do not change meanwhile."""
+        """Copy the numbers: quickly, and in the event loop, where they do not change meanwhile."""
         self._reading = [
-            (prefix + each.name, each, _copy(each.read(self._tally)))
+            (prefix + each.name, each, _copy(each.read(self._stats)))
             for prefix, metrics in ((NAMESPACE, OURS), ("vllm:", VLLM))
             for each in metrics
         ]
-        self._config = self._labels | cache_config(self._tally)
+        self._config = self._labels | cache_config(self._stats)
 
     def text(self) -> bytes:
-        """What was read last, in the format of CONTENT_TYPE; it takes milliseconds, in any thread."""
+        """The last copy in the format of CONTENT_TYPE; takes milliseconds, in any thread."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric as it was read last."""
+        """Every metric of the last copy."""
         for name, metric, value in self._reading:
             yield self._family(name, metric, value)
-        info = GaugeMetricFamily("vllm:cache_config_info", "How the cache is cut", labels=list(self._config))
+        info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the cache", labels=list(self._config))
         info.add_metric(list(self._config.values()), 1)
         yield info
 

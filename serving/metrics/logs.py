@@ -1,4 +1,4 @@
-"""How is the log written, so that neither a full disk nor a reader that hangs can stop the server?"""
+"""How is the log written, so that neither a full disk nor a hanging reader can stop the server?"""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import threading
 import time
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_MOST_LINES = 10_000  # that wait to be written; more are lost, and counted
-_LAST_S = 1.0  # for what waits at the end
+_MOST_LINES = 10_000  # that may wait to be written; more are lost, and counted
+_LAST_S = 1.0  # to write the last lines
 
 
 def _one_line(text: str) -> str:
-    """A client's own characters neither begin a line nor steer a terminal."""
+    """Characters that a client sent neither begin a line nor control a terminal."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class TextLines(logging.Formatter):
-    """The message, for people; behind it a defect's trace."""
+    """The message, followed by a defect's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A record in words."""
+        """A record as text."""
         line = _one_line(record.getMessage())
         return line if not record.exc_info else f"{line}\n{self.formatException(record.exc_info)}"
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, a record's `fields`, and a defect's trace."""
+    """One object a line: time, level, logger, message, a record's `fields`, and a defect's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """A record as JSON."""
@@ -51,7 +51,7 @@ FORMATS = {"text": TextLines, "json": JsonLines}
 
 
 class Lines(logging.Handler):
-    """Writes to a file's descriptor in a thread of its own, whoever may hang there."""
+    """Writes to a file descriptor in a thread of its own, so that only that thread can hang."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Lines(logging.Handler):
             self.num_lost += 1
 
     def close(self) -> None:
-        """Give what waits a moment to be written."""
+        """Wait a moment for the last lines to be written."""
         try:
             self._waiting.put(None, timeout=_LAST_S)
         except queue.Full:
@@ -88,7 +88,7 @@ class Lines(logging.Handler):
 
 
 def install(form: str, descriptor: int = 2) -> Lines:
-    """All that is logged goes there from now on, in one of FORMATS."""
+    """Log everything there from now on, in one of FORMATS."""
     lines = Lines(descriptor)
     lines.setFormatter(FORMATS[form]())
     root = logging.getLogger()

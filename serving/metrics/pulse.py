@@ -1,4 +1,4 @@
-"""What does the log say now and then, while there is work?"""
+"""What does the log say every few seconds, while there is work?"""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import asyncio
 import logging
 import time
 
-from serving.metrics.tally import Tally
+from serving.metrics.server_stats import ServerStats
 
 log = logging.getLogger(__name__)
 
 
 class Pulse:
-    """Differences of a tally's sums since the last line."""
+    """The differences of the server's counts since the last line."""
 
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
+    def __init__(self, stats: ServerStats) -> None:
+        self._stats = stats
         self._last = self._sums()
         self._last_s = time.monotonic()
 
     def _sums(self) -> tuple[int, int, int, int]:
-        tally, counters = self._tally, self._tally.counters
-        return tally.answer_tokens, tally.prefill_tokens, counters["hit_tokens"], counters["prompt_tokens"]
+        stats, counters = self._stats, self._stats.counters
+        return stats.answer_tokens, stats.prefill_tokens, counters["hit_tokens"], counters["prompt_tokens"]
 
     def beat(self) -> None:
-        """A line, if there was or is work."""
+        """Log a line, if there is or was work."""
         last, self._last = self._last, self._sums()
         last_s, self._last_s = self._last_s, time.monotonic()
         answered, computed, hit, asked = (now - before for now, before in zip(self._last, last))
-        if not (answered or computed or self._tally.num_open):
+        if not (answered or computed or self._stats.num_open):
             return
-        gauges, took_s = self._tally.gauges, max(1e-9, self._last_s - last_s)
+        gauges, took_s = self._stats.gauges, max(1e-9, self._last_s - last_s)
         fields = {
             "running": gauges.running_requests,
             "waiting": gauges.waiting_requests,
@@ -53,9 +53,9 @@ class Pulse:
         )
 
 
-async def report(tally: Tally, every_s: float) -> None:
-    """A line every so often, for ever."""
-    pulse = Pulse(tally)
+async def report(stats: ServerStats, every_s: float) -> None:
+    """A line at this interval, for ever."""
+    pulse = Pulse(stats)
     while True:
         await asyncio.sleep(every_s)
         pulse.beat()

@@ -1,7 +1,7 @@
-"""Where was one request's time spent, among all the services that worked at it?
+"""Where was one request's time spent, among all the services that handled it?
 
-A span for each request, by OpenTelemetry's names for generative models, a child of the span that its client
-was in (W3C's `traceparent`). No text is in it. Spans go out from a thread; what cannot be sent is dropped.
+A span for each request, with OpenTelemetry's names for generative models, is a child of the client's span
+(W3C's `traceparent`). It holds no text. Spans are sent by a thread; those that cannot be sent are dropped.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serving.answers.answers import Answer
-from serving.engine.messages import Ended
-from serving.metrics.observer import TRACE_HEADERS
-from serving.metrics.tally import Tally
+from serving.answers.stream import AnswerStream
+from serving.engine.messages import SampleEnd
+from serving.metrics.server_stats import TRACE_HEADERS, ServerStats
 
 _TIMEOUT_S = 5.0
 
 
-class Traces(Tally):
-    """A tally that makes spans too."""
+class Traces(ServerStats):
+    """Counts, and makes spans as well."""
 
     def __init__(self, provider: TracerProvider) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class Traces(Tally):
 
     @staticmethod
     def to(url: str) -> Traces:
-        """Send them to a collector by OTLP over HTTP; raises ValueError for what is no URL."""
+        """Send spans to a collector by OTLP over HTTP; raises ValueError if that is not a URL."""
         if urlsplit(url).scheme not in ("http", "https"):
             raise ValueError(f"--otlp-endpoint {url!r} is no URL; it is such as http://127.0.0.1:4318")
         endpoint = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1/traces"
@@ -45,14 +44,14 @@ class Traces(Tally):
         return Traces(provider)
 
     def close(self) -> None:
-        """Send what is left; it takes some seconds where nobody listens."""
+        """Send the remaining spans; takes some seconds where nobody listens."""
         self._end_all("shutdown")
         self._provider.shutdown()
 
-    def added(self, answer: Answer) -> None:
+    def added(self, answer: AnswerStream) -> None:
         super().added(answer)
         request = answer.request
-        operation = "chat" if request.id.startswith("chatcmpl") else "text_completion"
+        operation = "chat" if answer.is_chat else "text_completion"
         age_s = time.monotonic() - answer.arrival_s
         span = self._tracer.start_span(
             f"{operation} {self.model}",
@@ -67,7 +66,7 @@ class Traces(Tally):
                 "gen_ai.provider.name": "continuous_batching",
                 "gen_ai.request.model": self.model,
                 "gen_ai.response.model": self.model,
-                "gen_ai.response.id": request.id,
+                "gen_ai.response.id": answer.group,
                 "gen_ai.request.choice.count": answer.num_answers,
                 "gen_ai.request.max_tokens": params.max_tokens,
                 "gen_ai.request.temperature": params.temperature,
@@ -77,19 +76,19 @@ class Traces(Tally):
         )
         self._spans[answer.first_stream] = span
 
-    def refused(self, answer: Answer, reason: str) -> None:
+    def refused(self, answer: AnswerStream, reason: str) -> None:
         super().refused(answer, reason)
         self._end(answer.first_stream, reason)
 
-    def first_token(self, answer: Answer, index: int, since_arrival_s: float) -> None:
-        super().first_token(answer, index, since_arrival_s)
+    def first_token(self, answer: AnswerStream, since_arrival_s: float) -> None:
+        super().first_token(answer, since_arrival_s)
         span = self._spans.get(answer.first_stream)
         if span is not None and answer.num_tokens == 0:
             span.set_attribute("gen_ai.latency.time_to_first_token", since_arrival_s)
 
-    def ended(self, answer: Answer, index: int, end: Ended, since_arrival_s: float) -> None:
+    def ended(self, answer: AnswerStream, index: int, end: SampleEnd, since_arrival_s: float) -> None:
         super().ended(answer, index, end, since_arrival_s)
-        ends = [sample.end for sample in answer.samples if sample.end is not None]
+        ends = [each for each in answer.ends if each is not None]
         span = self._spans.get(answer.first_stream)
         if span is None or len(ends) < len(answer.samples):
             return

@@ -1,19 +1,19 @@
-"""Which metrics has this server by the names that dashboards made for vLLM look for?"""
+"""Which metrics does the server have by the names that dashboards for vLLM use?"""
 
 from __future__ import annotations
 
-from serving.metrics.metric import Metric, all_of, pages_part
-from serving.metrics.tally import HELD_BACK, Tally
+from serving.metrics.prometheus_names import Metric, all_of, pages_part
+from serving.metrics.server_stats import HELD_BACK, ServerStats
 
 
-def _finished(tally: Tally) -> dict[str, float]:
-    ends = tally.ends
+def _finished(stats: ServerStats) -> dict[str, float]:
+    ends = stats.ends
     cut = ends["abort"] + ends["timeout"]
     return {"stop": ends["stop"], "length": ends["length"], "abort": cut, "error": ends["error"]}
 
 
-def _waiting(tally: Tally) -> dict[str, float]:
-    waits = all_of(HELD_BACK, {tally.held_back: tally.gauges.waiting_requests} if tally.held_back else {})
+def _waiting(stats: ServerStats) -> dict[str, float]:
+    waits = all_of(HELD_BACK, {stats.held_back: stats.gauges.waiting_requests} if stats.held_back else {})
     deferred = waits.pop("policy")
     return {"capacity": sum(waits.values()), "deferred": deferred}
 
@@ -30,7 +30,7 @@ VLLM = (
     Metric("prefix_cache_hits_total", "counter", "Tokens found cached", lambda t: t.counters["hit_tokens"]),
     Metric("num_preemptions_total", "counter", "Preemptions", lambda t: t.counters["preemptions"]),
     Metric("prompt_tokens_total", "counter", "Tokens of prompts", lambda t: t.prompt_tokens),
-    Metric("generation_tokens_total", "counter", "Tokens told to clients", lambda t: t.answer_tokens),
+    Metric("generation_tokens_total", "counter", "Tokens sent to clients", lambda t: t.answer_tokens),
     Metric("request_success_total", "counter", "Samples that ended", _finished, "finished_reason"),
     Metric("corrupted_requests_total", "counter", "Samples that failed", lambda t: t.num_corrupted),
     Metric("iteration_tokens_total", "histogram", "Tokens of a step", lambda t: t.step_tokens),
@@ -55,9 +55,9 @@ VLLM = (
 )
 
 
-def cache_config(tally: Tally) -> dict[str, str]:
-    """The labels of `vllm:cache_config_info`, which a dashboard reads for the size of the cache."""
-    facts = tally.facts
+def cache_config(stats: ServerStats) -> dict[str, str]:
+    """The labels of `vllm:cache_config_info`, from which a dashboard reads the size of the cache."""
+    facts = stats.facts
     if facts is None:
         return {"block_size": "", "num_gpu_blocks": "", "num_cpu_blocks": ""}
     return {

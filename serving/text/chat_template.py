@@ -1,8 +1,8 @@
 """How does a conversation become one text?
 
 By the model's own Jinja template, in a sandbox, with what Hugging Face's templates rely on: the names of the
-control tokens, `add_generation_prompt`, `raise_exception`, `strftime_now`, a `tojson` that keeps Chinese
-legible, loop controls, and `{% generation %}` blocks, which count only in training.
+control tokens, `add_generation_prompt`, `raise_exception`, `strftime_now`, a `tojson` that does not escape
+Chinese, loop controls, and `{% generation %}` blocks, which matter only in training.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from continuous_batching.refusal import BadRequest
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FAILURES = (
     jinja2.TemplateError,
@@ -29,15 +31,15 @@ _FAILURES = (
     AttributeError,
     RecursionError,
 )
-_MOST_S = 5.0  # of a thread's own time, to render a conversation
+_MOST_S = 5.0  # of processor time to render a conversation
 
-_LOOK = "_look_at_the_clock"
+_CHECK_TIME = "_check_the_time"
 
 Message = dict[str, str]
 
 
 class ChatTemplate:
-    """A compiled template; `tokens` are the control tokens it may name: bos_token, eos_token, ..."""
+    """A compiled template; `tokens` are the control tokens that it may name: bos_token, eos_token, ..."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], *, most_s: float = _MOST_S) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -48,7 +50,7 @@ class ChatTemplate:
         try:
             self._template = jinja2.Template.from_code(
                 environment,
-                environment.compile(_watched(environment.parse(source))),
+                environment.compile(_with_time_limit(environment.parse(source))),
                 environment.make_globals(None),
             )
         except jinja2.TemplateError as error:
@@ -57,17 +59,17 @@ class ChatTemplate:
         self._most_s = most_s
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the assistant speaks next; ValueError if the template refuses it."""
+        """The conversation up to where the assistant speaks next; BadRequest if the template refuses it."""
         until_s = time.thread_time() + self._most_s
 
-        def look() -> str:
+        def check_time() -> str:
             if time.thread_time() > until_s:
                 raise ValueError(f"it took more than {self._most_s:g} s; send fewer or shorter ones")
             return ""
 
         try:
             return self._template.render(
-                {_LOOK: look},
+                {_CHECK_TIME: check_time},
                 **self._tokens,
                 messages=messages,
                 tools=None,
@@ -75,51 +77,54 @@ class ChatTemplate:
                 add_generation_prompt=True,
             )
         except _FAILURES as error:
-            raise ValueError(f"the chat template refuses these messages: {_line(error)}") from error
+            problem = f"refuses these messages: {_line(error)}"
+            raise BadRequest("messages", problem, subject="the chat template") from error
 
 
 def check_messages(messages: object) -> list[Message]:
     """Messages as a template takes them: a role and plain text each.
 
-    Content may also be a list of text parts, which become lines. Raises ValueError for anything else.
+    Content may also be a list of text parts, which become lines. Raises BadRequest for anything else.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError('messages must be a list of at least one {"role": ..., "content": ...}')
-    return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        raise BadRequest("messages", 'must be a list of at least one {"role": ..., "content": ...}')
+    return [_check_message(f"[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _check_message(name: str, message: object) -> Message:
+def _check_message(place: str, message: object) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f'{name} must be an object {{"role": ..., "content": ...}}')
+        raise _wrong(place, 'must be an object {"role": ..., "content": ...}')
     given = {key for key, value in message.items() if value is not None and value != []}
     unknown = sorted(given - {"role", "content", "name"})
     if unknown:
-        raise ValueError(f"{name}.{unknown[0]} is not supported; a message has role, content and name")
+        raise _wrong(f"{place}.{unknown[0]}", "is not supported; a message has role, content and name")
     if message.get("role") not in ROLES:
-        raise ValueError(f"{name}.role must be one of {', '.join(ROLES)}")
-    checked = {"role": message["role"], "content": _text_of(f"{name}.content", message.get("content"))}
+        raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}")
+    checked = {"role": message["role"], "content": _text_of(f"{place}.content", message.get("content"))}
     if message.get("name") is not None:
-        checked["name"] = _check_text(f"{name}.name", message["name"])
+        checked["name"] = _check_text(f"{place}.name", message["name"])
     return checked
 
 
-def _text_of(name: str, content: object) -> str:
+def _text_of(place: str, content: object) -> str:
     if not isinstance(content, list):
-        return _check_text(name, content)
+        return _check_text(place, content)
     parts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise ValueError(
-                f'{name}[{index}] must be {{"type": "text", "text": ...}}; this model reads text'
-            )
-        parts.append(_check_text(f"{name}[{index}].text", part.get("text")))
+            raise _wrong(f"{place}[{index}]", 'must be {"type": "text", "text": ...}; this model reads text')
+        parts.append(_check_text(f"{place}[{index}].text", part.get("text")))
     return "\n".join(parts)
 
 
-def _check_text(name: str, value: object) -> str:
+def _check_text(place: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} must be a string")
+        raise _wrong(place, "must be a string")
     return value
+
+
+def _wrong(place: str, problem: str) -> BadRequest:
+    return BadRequest("messages", problem, place=place)
 
 
 def _tojson(
@@ -134,10 +139,10 @@ def _tojson(
     )
 
 
-def _watched(tree: nodes.Template) -> nodes.Template:
-    """The same, with a look at the clock in each round of each loop: a sandbox has no limit of time."""
+def _with_time_limit(tree: nodes.Template) -> nodes.Template:
+    """The same, with a check of the time in every iteration: the sandbox itself has no time limit."""
     for loop in [*tree.find_all(nodes.For)]:
-        call = nodes.Call(nodes.Name(_LOOK, "load"), [], [], None, None)
+        call = nodes.Call(nodes.Name(_CHECK_TIME, "load"), [], [], None, None)
         loop.body.insert(0, nodes.Output([call]).set_lineno(loop.lineno))
     return tree
 
@@ -155,7 +160,7 @@ def _line(error: Exception) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what a training run learns: here, its content."""
+    """`{% generation %} ... {% endgeneration %}` marks what training learns; here only its content counts."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own way to declare it
 

@@ -1,13 +1,12 @@
 """What does one request, as a client writes it, ask for?
 
-The fields and their names are those of the OpenAI API, and a few that vLLM's users know beside them. Nothing
-is guessed: an unknown field, a wrong type and a value out of range are refused by name.
+The fields have the names of the OpenAI API, and a few further ones that vLLM's users know. Nothing is
+guessed: an unknown field, a wrong type and a value out of range are refused by name.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,35 +14,41 @@ from typing import Any
 
 import numpy as np
 
+from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import MOST_LOGPROBS, Request, SamplingParams
-from serving.answers.samples import MOST_SAMPLES
-from serving.text.detokenizer import TextOptions
-from serving.text.tokenizer import Text, check_unicode
+from serving.text.tokenizer import Text, TextOptions, check_unicode
 
 _Reader = Callable[[str, Any], Any]
 _LAST_ID = 2**31 - 1
 LONGEST_NAME = 1024  # characters
+MOST_SAMPLES = 128  # each takes a slot: more samples of one request would crowd out the others
+_SHORT = 500  # characters, or tokens
+_LONG = ("messages", "logit_bias", "stop", "stop_token_ids", "n", "best_of")  # these may take longer to read
 
 
-def parse_request(fields: object, text: Text | None) -> Request:
-    """A request from a decoded JSON object; raises ValueError, in one line, for one that cannot be meant.
+def parse_request(fields: object, text: Text | None, *, longest: int | None = None) -> Request:
+    """A request from a decoded JSON object; raises BadRequest.
 
     A field that is null counts as absent. `text` None: the model has no tokenizer, and prompts are token ids.
+    With `longest`, an answer without max_tokens may be so long that prompt and answer come to that many.
     """
     if not isinstance(fields, Mapping):
-        raise ValueError(f"a request must be a JSON object, not {_show(fields)}")
+        raise BadRequest(None, f"a request must be a JSON object, not {shown(fields)}")
     given = {name: value for name, value in fields.items() if value is not None}
     for name in given:
         if name not in _READERS:
-            raise ValueError(_unknown(name))
+            raise _unknown(name)
     values = {name: _READERS[name](name, value) for name, value in given.items()}
     if not values.get("id"):
-        raise ValueError("id is missing; it must be a string of at least one character")
+        raise BadRequest("id", "is missing; it must be a string of at least one character")
     if "tenant" in values and "user" in values:
-        raise ValueError("tenant and user are two names of one field; give one of them")
+        raise BadRequest("tenant", "and user are two names of one field; give one of them")
     if "stop" in values and text is None:
-        raise ValueError("stop needs a tokenizer, and this model has none; use stop_token_ids")
+        raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
     prompt = np.array(_prompt(values, text), dtype=np.int32)
+    if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
+        # Where too little room is left, the scheduler refuses the request as too long
+        values["max_tokens"] = max(1, longest - len(prompt), min(values.get("min_tokens", 0), _LAST_ID))
     leader, *followers = (
         Request(
             id=f"{values['id']}#{index}" if index else values["id"],
@@ -62,23 +67,45 @@ def parse_request(fields: object, text: Text | None) -> Request:
 
 
 def text_options(fields: Mapping[str, Any]) -> TextOptions:
-    """How the answers to a request that `parse_request` took are to be shown."""
+    """How the answers to a request that `parse_request` accepted become text."""
     given = {name: fields[name] for name in _SHOWING if fields.get(name) is not None}
     return TextOptions(start=fields.get("messages") is not None, **given)
+
+
+def check_length(fields: Mapping[str, Any], max_tokens: int, text: Text | None) -> None:
+    """Raise BadRequest for a prompt that is too long however it is tokenised, before that work is done."""
+    longest = 1 if text is None else text.longest_token
+    ids, prompt = fields.get("prompt_token_ids") or (), fields.get("prompt") or ""
+    if len(ids) > max_tokens or len(prompt) > max_tokens * longest:
+        held = f"{len(ids)} tokens" if ids else f"{len(prompt)} characters"
+        raise BadRequest(
+            "prompt_token_ids" if ids else "prompt",
+            f"holds {held}; model and cache hold {max_tokens} tokens",
+            value=len(ids) or len(prompt),
+            limit=max_tokens,
+            fix="shorten it",
+        )
+
+
+def is_short(fields: Mapping[str, Any]) -> bool:
+    """Whether a request is read in less time than it takes to wake a thread, which is about 0.3 ms."""
+    prompt = fields.get("prompt") or fields.get("prompt_token_ids") or ()
+    return len(prompt) <= _SHORT and not any(fields.get(name) for name in _LONG)
 
 
 def _prompt(values: dict[str, Any], text: Text | None) -> list[int]:
     forms = [name for name in ("prompt", "messages", "prompt_token_ids") if name in values]
     if len(forms) != 1:
         found = " and ".join(forms) if forms else "none of them"
-        raise ValueError(f"exactly one of prompt, messages and prompt_token_ids must be given, not {found}")
+        problem = f"exactly one of prompt, messages and prompt_token_ids must be given, not {found}"
+        raise BadRequest(None, problem)
     prompt = values[forms[0]]
     if not prompt:
-        raise ValueError(f"{forms[0]} is empty; it must hold at least one token")
+        raise BadRequest(forms[0], "is empty; it must hold at least one token")
     if forms[0] == "prompt_token_ids":
         return list(prompt)
     if text is None:
-        raise ValueError(f"{forms[0]} needs a tokenizer, and this model has none; send prompt_token_ids")
+        raise BadRequest(forms[0], "needs a tokenizer, and this model has none; send prompt_token_ids")
     return text.encode(prompt) if forms[0] == "prompt" else text.chat(prompt)
 
 
@@ -93,7 +120,7 @@ def _params(values: dict[str, Any]) -> SamplingParams:
 def _samples(values: dict[str, Any]) -> list[SamplingParams]:
     """The parameters of each sample of the prompt: `best_of` of them, or `n`, each with its own seed.
 
-    A beam search is one request, whose `n` best hypotheses are the answers.
+    A beam search is one request, and its `n` best hypotheses are the answers.
     """
     num_answers = values.get("n", 1)
     num_samples = values.get("best_of", num_answers)
@@ -104,14 +131,14 @@ def _samples(values: dict[str, Any]) -> list[SamplingParams]:
     params = _params(values)
     if params.beam_width:
         if "best_of" in values:
-            raise ValueError(f"best_of is {num_samples}; it must be left out beside beam_width")
+            raise _wrong("best_of", num_samples, "left out beside beam_width")
         if params.beam_width > MOST_SAMPLES:
-            raise ValueError(f"beam_width is {params.beam_width}; it must be at most {MOST_SAMPLES}")
+            raise _wrong("beam_width", params.beam_width, f"at most {MOST_SAMPLES}")
         if num_answers > params.beam_width:
-            raise ValueError(f"n is {num_answers}; it must be at most beam_width ({params.beam_width})")
+            raise _wrong("n", num_answers, f"at most beam_width ({params.beam_width})")
         return [params]
     if num_samples > num_answers and params.logprobs is None:
-        params = replace(params, logprobs=0)  # they are ranked by it
+        params = replace(params, logprobs=0)  # samples are ranked by their log-probabilities
     if params.seed is None:
         return [params] * num_samples
     return [replace(params, seed=(params.seed + index) % 2**63) for index in range(num_samples)]
@@ -125,23 +152,18 @@ def _logprobs(values: dict[str, Any]) -> int | None:
             raise _wrong("top_logprobs", top, f"from 0 to {MOST_LOGPROBS}")
         return top or 0
     if top is not None:
-        raise ValueError(f"top_logprobs needs logprobs: true, not {_show(logprobs)}")
+        raise BadRequest("top_logprobs", f"needs logprobs: true, not {shown(logprobs)}")
     return None if logprobs is False else logprobs
 
 
-def _unknown(name: object) -> str:
+def _unknown(name: object) -> BadRequest:
     near = difflib.get_close_matches(str(name), _READERS, n=1)
     rest = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(_READERS)}"
-    return f"unknown field {_show(name)}; {rest}"
+    return BadRequest(str(name), f"{shown(name)}; {rest}", subject="unknown field")
 
 
-def _show(value: object) -> str:
-    shown = json.dumps(value, ensure_ascii=False, default=repr)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def _wrong(name: str, value: object, allowed: str) -> ValueError:
-    return ValueError(f"{name} is {_show(value)}; it must be {allowed}")
+def _wrong(field: str, value: object, limit: str, *, place: str = "") -> BadRequest:
+    return BadRequest(field, value=value, limit=limit, place=place)
 
 
 def _string(name: str, value: Any) -> str:
@@ -151,22 +173,22 @@ def _string(name: str, value: Any) -> str:
 
 
 def _name(name: str, value: Any) -> str:
-    """A string that is kept, sent on, and may be shown."""
+    """A string that is stored, sent on, and may be shown."""
     if len(_string(name, value)) > LONGEST_NAME:
         raise _wrong(name, value, f"at most {LONGEST_NAME} characters long")
     check_unicode(name, value)
     return value
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: Any, *, place: str = "") -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _wrong(name, value, "an integer")
+        raise _wrong(name, value, "an integer", place=place)
     return value
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, *, place: str = "") -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
-        raise _wrong(name, value, "a number")
+        raise _wrong(name, value, "a number", place=place)
     return float(value)
 
 
@@ -183,7 +205,7 @@ def _early(name: str, value: Any) -> bool | str:
 
 
 def _top_k(name: str, value: Any) -> int:
-    return 0 if _integer(name, value) == -1 else int(value)  # -1: vLLM's way to say that it is off
+    return 0 if _integer(name, value) == -1 else int(value)  # -1 means off, as in vLLM
 
 
 def _count_or_boolean(name: str, value: Any) -> int | bool:
@@ -221,9 +243,9 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise _wrong(name, value, "a list of token ids")
     if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > _LAST_ID):
-        for index, token in enumerate(value):  # which of them: a long prompt is not gone over one by one
-            if _integer(f"{name}[{index}]", token) not in range(_LAST_ID + 1):
-                raise _wrong(f"{name}[{index}]", token, "a token id")
+        for index, token in enumerate(value):  # only to name the wrong one: long prompts are checked above
+            if _integer(name, token, place=f"[{index}]") not in range(_LAST_ID + 1):
+                raise _wrong(name, token, "a token id", place=f"[{index}]")
     return tuple(value)
 
 
@@ -232,8 +254,8 @@ def _biases(name: str, value: Any) -> dict[int, float]:
         raise _wrong(name, value, 'an object of token ids and numbers, such as {"123": -1.5}')
     for token in value:
         if not re.fullmatch(r"[0-9]{1,10}", str(token)) or int(token) > _LAST_ID:
-            raise _wrong(name, value, f"an object whose keys are token ids; {_show(token)} is none")
-    return {int(token): _number(f"{name}[{token}]", bias) for token, bias in value.items()}
+            raise _wrong(name, value, f"an object whose keys are token ids; {shown(token)} is none")
+    return {int(token): _number(name, bias, place=f"[{token}]") for token, bias in value.items()}
 
 
 def _anything(name: str, value: Any) -> Any:
@@ -283,4 +305,3 @@ _READERS: dict[str, _Reader] = {
     "cache_salt": _name,
     "priority": _priority,
 }
-FIELDS = frozenset(_READERS)

@@ -1,24 +1,38 @@
-"""How does text become token ids, and token ids text?"""
+"""How does text become token ids, and how do token ids become text, at once or as they arrive?
+
+As they arrive, tokens are joined as bytes, and an incremental UTF-8 decoder gives out a character when its
+last byte is there: half a character is never shown, and the pieces add up to the text of all tokens. What
+may be the beginning of a stop string is held back until that is decided. A token costs its own length, not
+the answer's.
+"""
 
 from __future__ import annotations
 
+import codecs
 import itertools
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import SamplingParams
 from serving.text.chat_template import ChatTemplate, Message, check_messages
-from serving.text.vocabulary import FastVocabulary, SentencePieceVocabulary, Vocabulary, any_of
-
-_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+from serving.text.vocabulary import (
+    SPECIAL_KEYS,
+    SentencePieceVocabulary,
+    Vocabulary,
+    any_of,
+    read_tokenizer_files,
+    token_text,
+)
 
 
 class Text:
     """The text side of a model: its tokenizer and its chat template.
 
-    `decode` never cleans up spaces, and an answer's undecodable bytes become U+FFFD, one for each maximal
-    wrong sequence (Unicode 15, section 3.9). `eos_token_ids` are the tokenizer's; the model's own
+    `decode` does not clean up spaces, and bytes that are not UTF-8 become U+FFFD, one for each maximal
+    invalid sequence (Unicode 15, section 3.9). `eos_token_ids` are the tokenizer's; the model's own
     configuration may name more. `longest_token` is in bytes: no token stands for more characters.
     """
 
@@ -26,7 +40,7 @@ class Text:
         self._vocabulary = vocabulary
         self._settings = settings
         self._source = template
-        self._names = tokens = {key: _content(settings[key]) for key in _SPECIAL_KEYS if settings.get(key)}
+        self._names = tokens = {key: token_text(settings[key]) for key in SPECIAL_KEYS if settings.get(key)}
         self._template = None if template is None else ChatTemplate(template, tokens)
         self._bos_token_id = vocabulary.find(tokens.get("bos_token", ""))
         eos = vocabulary.find(tokens.get("eos_token", ""))
@@ -35,7 +49,7 @@ class Text:
         self.num_lead_spaces = vocabulary.num_lead_spaces
         self._add_bos: bool | None = settings.get("add_bos_token")
         if self._add_bos is None and isinstance(vocabulary, SentencePieceVocabulary):
-            self._add_bos = self._bos_token_id is not None  # as Llama's first releases, which do not say so
+            self._add_bos = self._bos_token_id is not None  # Llama's first releases do not say so
         self._control_ids = frozenset(vocabulary.control.values())
         self._bytes: dict[int, bytes] = {}
         self.longest_token = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.size))
@@ -47,37 +61,23 @@ class Text:
         None if it holds neither. Raises ValueError for files that cannot be used.
         """
         try:
-            return Text._read(Path(path))
-        except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # of what is not as it must be
+            files = read_tokenizer_files(Path(path))
+            return None if files is None else Text(files.vocabulary, files.settings, files.template)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a file of another shape
             raise ValueError(
                 f"the tokenizer in {path} cannot be used ({error}); download it again"
             ) from error
-
-    @staticmethod
-    def _read(folder: Path) -> Text | None:
-        settings = _read_json(folder / "tokenizer_config.json")
-        special = _special_names(settings)
-        if (folder / "tokenizer.json").exists():
-            vocabulary: Vocabulary = FastVocabulary(folder / "tokenizer.json", special)
-        elif (folder / "tokenizer.model").exists():
-            added = {index: _content(token) for index, token in _added_tokens(settings).items()}
-            vocabulary = SentencePieceVocabulary(
-                folder / "tokenizer.model", special, added, legacy=bool(settings.get("legacy"))
-            )
-        else:
-            return None
-        return Text(vocabulary, settings, _template_of(folder, settings))
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
     def describe(self) -> dict[str, Any]:
-        """What a tokenizer of the same kind elsewhere needs to know; its control tokens are plain strings."""
+        """What a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
         return {**self._settings, **self._names, "chat_template": self._source, "vocab_size": self.vocab_size}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt, begun as the tokenizer's configuration says if `add_special_tokens`.
+        """The ids of a prompt; with `add_special_tokens` it begins as the tokenizer's configuration says.
 
         Control tokens written in a prompt count as such: who writes a prompt writes all of it.
         """
@@ -92,15 +92,17 @@ class Text:
     def chat(self, messages: object) -> list[int]:
         """The ids of a conversation, up to where the assistant speaks next.
 
-        Control tokens come from the template alone; those written in a message are spelt out as text.
-        Raises ValueError for messages that are malformed or that the template refuses.
+        Control tokens come from the template alone; those written in a message are encoded as text.
+        Raises BadRequest for messages that are malformed or that the template refuses.
         """
         if self._template is None:
-            raise ValueError("this model has no chat template; send prompt instead of messages")
+            raise BadRequest(
+                "messages", "has no chat template; send prompt instead of messages", subject="this model"
+            )
         checked = check_messages(messages)
         for index, message in enumerate(checked):
             for key, value in message.items():
-                check_unicode(f"messages[{index}].{key}", value)
+                check_unicode("messages", value, place=f"[{index}].{key}")
         shielded, spelt = _shield(checked, self._vocabulary.control)
         parts = any_of(spelt).split(self._template.render(shielded))
         literally = {mark: self._vocabulary.encode_literally(name) for mark, name in spelt.items()}
@@ -115,8 +117,9 @@ class Text:
     def decode(
         self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, start: bool = True
     ) -> str:
-        """The text of some ids. `start`: a text begins with them; else they continue one, as an answer its
-        prompt, and a space at their head is the text's own."""
+        """The text of some ids. `start`: they begin a text; else they continue one, as an answer continues
+        its prompt, and a leading space belongs to the text.
+        """
         pieces = (self.token_bytes(token, skip_special_tokens=skip_special_tokens) for token in token_ids)
         data = b"".join(pieces)
         for _ in range(self.num_lead_spaces if start else 0):
@@ -124,7 +127,7 @@ class Text:
         return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int, *, skip_special_tokens: bool = True) -> bytes:
-        """What a token adds to a text."""
+        """The bytes that a token adds to a text."""
         if skip_special_tokens and token in self._control_ids:
             return b""
         known = self._bytes.get(token)
@@ -133,10 +136,119 @@ class Text:
         return known
 
 
-def _shield(messages: list[Message], control: Iterable[str]) -> tuple[list[Message], dict[str, str]]:
-    """Puts a mark where a message holds the text of a control token; also what each mark stands for.
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How an answer's tokens become its text; the engine does not know these.
 
-    A template then cannot confuse them with its own, and still sees all other text as it is.
+    `start`: the answer is a text of its own (a turn of a chat), not the continuation of its prompt.
+    `include_stop_str_in_output`: the string or the token that ended the answer belongs to its text.
+    """
+
+    start: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def detokenizer(self, text: Text, params: SamplingParams) -> Detokenizer:
+        """For one answer."""
+        return Detokenizer(
+            text,
+            params.stop,
+            min_tokens=params.min_tokens,
+            start=self.start,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop=self.include_stop_str_in_output,
+        )
+
+    def without_end(self, answer: Sequence[int], finish_reason: str | None) -> Sequence[int]:
+        """The tokens of an answer that belong to its text: not the one that ended it, unless asked for."""
+        ended = finish_reason == "stop" and not self.include_stop_str_in_output
+        return answer[:-1] if ended else answer
+
+
+class Detokenizer:
+    """The text of one answer, as it grows.
+
+    The text ends before a stop string, or after it with `include_stop`; `stopped` then names it, and
+    `num_tokens` says how many tokens it took. Of several, the one that is complete first counts (of those,
+    the longest), as if the text came character by character, however it was cut into tokens. Stop strings
+    are looked for only after the first `min_tokens` tokens. `start` is as in Text.decode.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        stop: tuple[str, ...] = (),
+        *,
+        min_tokens: int = 0,
+        start: bool = True,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        self.stopped: str | None = None
+        self.num_tokens = 0
+        self._text = text
+        self._stop = stop
+        self._min_tokens = min_tokens
+        self._skip_special_tokens = skip_special_tokens
+        self._include_stop = include_stop
+        self._spaces_to_drop = text.num_lead_spaces if start else 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""  # may be the beginning of a stop string
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that is certain with these tokens; empty once a stop string has been found."""
+        if not self._stop:
+            taken = tuple(token_ids)
+            self.num_tokens += len(taken)
+            return self._decoder.decode(self._without_lead(self._bytes(taken)))
+        shown = ""
+        for token in token_ids:
+            if self.stopped is not None:
+                break
+            self.num_tokens += 1
+            shown += self._advance(self._decoder.decode(self._without_lead(self._bytes((token,)))))
+        return shown
+
+    def flush(self) -> str:
+        """The rest, when no more tokens come."""
+        if self.stopped is not None:
+            return ""
+        shown = self._advance(self._decoder.decode(b"", final=True))
+        rest, self._held = self._held, ""
+        return shown + rest
+
+    def _bytes(self, token_ids: Iterable[int]) -> bytes:
+        text, skip = self._text, self._skip_special_tokens
+        return b"".join([text.token_bytes(token, skip_special_tokens=skip) for token in token_ids])
+
+    def _without_lead(self, data: bytes) -> bytes:
+        while self._spaces_to_drop and data:
+            if data[:1] != b" ":
+                self._spaces_to_drop = 0
+                break
+            data = data[1:]
+            self._spaces_to_drop -= 1
+        return data
+
+    def _advance(self, text: str) -> str:
+        if self.num_tokens <= self._min_tokens:
+            return text
+        self._held += text
+        ends = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if ends:
+            end, at, self.stopped = min(ends)
+            shown, self._held = self._held[: end if self._include_stop else at], ""
+            return shown
+        keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+
+def _shield(messages: list[Message], control: Iterable[str]) -> tuple[list[Message], dict[str, str]]:
+    """The messages with a mark in place of each control token in their text, and what each mark stands for.
+
+    The template cannot confuse them with its own control tokens, and sees all other text unchanged.
     """
     written = "".join(value for message in messages for value in message.values())
     numbers = (number for number in itertools.count() if _mark(number) not in written)
@@ -151,58 +263,19 @@ def _shield(messages: list[Message], control: Iterable[str]) -> tuple[list[Messa
 
 
 def _mark(number: int) -> str:
-    return f"\ue000{number}\ue001"  # of the private use area
+    return f"\ue000{number}\ue001"  # Unicode's private use area
 
 
-def check_unicode(name: str, text: str) -> None:
-    """Raise ValueError for halves of surrogate pairs, which JSON can write and no encoding can."""
+def check_unicode(field: str, text: str, *, place: str = "") -> None:
+    """Raise BadRequest for halves of surrogate pairs, which JSON can write and no encoding can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is not Unicode text: character {error.start} is half a surrogate pair"
-        ) from error
+        problem = f"is not Unicode text: character {error.start} is half a surrogate pair"
+        raise BadRequest(field, problem, place=place) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold an object")
-    return settings
-
-
-def _content(token: Any) -> str:
-    """A token of tokenizer_config.json: its text, or an object around it."""
-    return token["content"] if isinstance(token, dict) else str(token)
-
-
-def _added_tokens(settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    return {int(index): token for index, token in (settings.get("added_tokens_decoder") or {}).items()}
-
-
-def _special_names(settings: dict[str, Any]) -> set[str]:
-    names = [settings[key] for key in _SPECIAL_KEYS if settings.get(key)]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = settings.get(key) or []
-        names += more.values() if isinstance(more, dict) else more
-    names += [token for token in _added_tokens(settings).values() if token.get("special")]
-    return {_content(name) for name in names}
-
-
-def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The template's source: chat_template.jinja, else tokenizer_config.json's, the one named default."""
-    separate = folder / "chat_template.jinja"
-    if separate.exists():
-        return separate.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    if not isinstance(template, str | None):
-        raise TypeError("chat_template is no text")
-    return template
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of the text that is a beginning of the stop string."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,8 +1,8 @@
-"""What does each token id stand for, in bytes, and which ids spell a text?
+"""Which bytes does each token id stand for, and which ids encode a text?
 
-Two kinds of tokenizer answer alike: a Hugging Face `tokenizer.json` and a sentencepiece `tokenizer.model`.
-Both give every token's bytes, because bytes can be put together token by token and text cannot: a Chinese
-character or an emoji may be spread over several tokens.
+Two kinds of tokenizer have one interface: a Hugging Face `tokenizer.json` and a sentencepiece
+`tokenizer.model`. Both give every token's bytes, because bytes can be joined token by token and text cannot:
+a Chinese character or an emoji may be split over several tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,23 +19,25 @@ from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
+SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary(Protocol):
     """`control` maps the text of each control token to its id; `num_lead_spaces` is how many spaces at the
-    start of a text are the tokenizer's own and not the text's."""
+    start of a text belong to the tokenizer and not to the text.
+    """
 
     size: int
     control: dict[str, int]
     num_lead_spaces: int
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text, or of its continuation if not `start`. Control tokens written in it count."""
+        """The ids of a text, or of its continuation if not `start`. Control tokens in it are recognised."""
         ...
 
     def encode_literally(self, text: str) -> list[int]:
-        """The ids of a text in which control tokens are but text."""
+        """The ids of a text in which control tokens are ordinary text."""
         ...
 
     def find(self, token: str) -> int | None:
@@ -60,7 +63,7 @@ class FastVocabulary:
         self._by_bytes, self.num_lead_spaces, self._space = _decoder_steps(self._tokenizer, path)
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
-        # `start` cannot be told to this library; it matters only behind a message's spelt-out control token
+        # This library has no such option; it matters only after a control token that a message spells out
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -77,23 +80,23 @@ class FastVocabulary:
         if piece is None:
             return b""
         if self._by_bytes:
-            spelt = [_BYTE_OF_SIGN.get(sign) for sign in piece]
+            spelt = [_BYTE_OF_CHARACTER.get(character) for character in piece]
             known = [byte for byte in spelt if byte is not None]
             return bytes(known) if len(known) == len(spelt) else piece.encode()
         return _piece_bytes(piece, self._space)
 
     @cached_property
     def _literal(self) -> Tokenizer:
-        # A second one, because the switch would also turn for whoever encodes at the same time
+        # A second tokenizer, because the switch would also affect other threads that encode at the same time
         tokenizer = _read_tokenizer(self._path)
         tokenizer.encode_special_tokens = True
         return tokenizer
 
 
 class SentencePieceVocabulary:
-    """A sentencepiece `tokenizer.model`; `added` are the tokens that its configuration puts behind it.
+    """A sentencepiece `tokenizer.model`; `added` are the tokens that its configuration appends.
 
-    `legacy`: the space that may stand before a text also stands after each control token.
+    `legacy`: the space that may precede a text also follows each control token.
     """
 
     def __init__(self, path: Path, special: Iterable[str], added: Mapping[int, str], legacy: bool) -> None:
@@ -119,7 +122,7 @@ class SentencePieceVocabulary:
         self._markers = any_of(self.control)
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
-        assert not add_special_tokens, "sentencepiece adds none"
+        assert not add_special_tokens, "sentencepiece adds no special tokens"
         ids: list[int] = []
         for index, part in enumerate(self._markers.split(text)):
             if index % 2:
@@ -131,9 +134,9 @@ class SentencePieceVocabulary:
 
     def encode_literally(self, text: str) -> list[int]:
         ids: list[int] = []
-        for sign in text.replace(" ", "▁"):
-            index = self._id_of.get(sign)
-            spelt = [self._id_of.get(f"<0x{byte:02X}>", self._model.unk_id()) for byte in sign.encode()]
+        for character in text.replace(" ", "▁"):
+            index = self._id_of.get(character)
+            spelt = [self._id_of.get(f"<0x{byte:02X}>", self._model.unk_id()) for byte in character.encode()]
             ids += spelt if index is None else [index]
         return ids
 
@@ -145,8 +148,33 @@ class SentencePieceVocabulary:
         return _piece_bytes(piece, "▁")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What the tokenizer files of a model's directory hold; `template` is the chat template's source."""
+
+    vocabulary: Vocabulary
+    settings: dict[str, Any]
+    template: str | None
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
+    """The files in a Hugging Face directory: tokenizer.json, else tokenizer.model; None without either."""
+    settings = _read_json(folder / "tokenizer_config.json")
+    special = _special_names(settings)
+    if (folder / "tokenizer.json").exists():
+        vocabulary: Vocabulary = FastVocabulary(folder / "tokenizer.json", special)
+    elif (folder / "tokenizer.model").exists():
+        added = {index: token_text(token) for index, token in _added_tokens(settings).items()}
+        vocabulary = SentencePieceVocabulary(
+            folder / "tokenizer.model", special, added, legacy=bool(settings.get("legacy"))
+        )
+    else:
+        return None
+    return TokenizerFiles(vocabulary, settings, _template_of(folder, settings))
+
+
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Matches, as one group, the longest of the names; nothing if there is none."""
+    """Matches, as one group, the longest of the names; without names it matches nothing."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else r"((?!))")
 
@@ -168,7 +196,7 @@ def _line(error: Exception) -> str:
 
 
 def _decoder_steps(tokenizer: Tokenizer, path: Path) -> tuple[bool, int, str]:
-    """(whether pieces spell bytes by signs, leading spaces to strip, the sign that means a space)."""
+    """(whether pieces write bytes as characters, leading spaces to strip, the character for a space)."""
     decoder: dict[str, Any] = json.loads(tokenizer.to_str())["decoder"] or {"type": "Fuse"}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     by_bytes, num_lead_spaces, space = False, 0, " "
@@ -192,14 +220,58 @@ def _decoder_steps(tokenizer: Tokenizer, path: Path) -> tuple[bool, int, str]:
     return by_bytes, num_lead_spaces, space
 
 
-def _signs_of_bytes() -> dict[str, int]:
-    """The printable sign by which GPT-2's byte-level BPE writes each byte (Radford et al. 2019).
+def _characters_of_bytes() -> dict[str, int]:
+    """The printable character that stands for each byte in GPT-2's byte-level BPE (Radford et al. 2019).
 
-    Printable Latin-1 stands for itself; the others, in order, take the signs from U+0100 on.
+    Printable Latin-1 stands for itself; the others, in order, take the characters from U+0100 on.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_SIGN = _signs_of_bytes()
+_BYTE_OF_CHARACTER = _characters_of_bytes()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold an object")
+    return settings
+
+
+def token_text(token: Any) -> str:
+    """The text of a token in tokenizer_config.json, which is a string or an object with it."""
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _added_tokens(settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {int(index): token for index, token in (settings.get("added_tokens_decoder") or {}).items()}
+
+
+def _special_names(settings: dict[str, Any]) -> set[str]:
+    names = [settings[key] for key in SPECIAL_KEYS if settings.get(key)]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = settings.get(key) or []
+        names += more.values() if isinstance(more, dict) else more
+    names += [token for token in _added_tokens(settings).values() if token.get("special")]
+    return {token_text(name) for name in names}
+
+
+def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
+    """chat_template.jinja, else the template in tokenizer_config.json, of several the one named default."""
+    separate = folder / "chat_template.jinja"
+    if separate.exists():
+        return separate.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    if not isinstance(template, str | None):
+        raise TypeError("chat_template must be a string")
+    return template

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.fault import Fault
 
-ATTENTION, SAMPLES = "attention/cpu/attention.py", "serving/answers/samples.py"
+ATTENTION, SAMPLES = "attention/cpu/attention.py", "serving/answers/answers.py"
 
 ANSWER_FAULTS = (
     Fault(
@@ -45,29 +45,29 @@ ANSWER_FAULTS = (
     Fault(
         "least_likely_samples_answer",
         SAMPLES,
-        "-sum(each.logprob for each in request.logprobs)",
-        "sum(each.logprob for each in request.logprobs)",
+        "-whole.cumulative_logprob",
+        "whole.cumulative_logprob",
         "best_of returns the worst",
     ),
     Fault(
         "failed_sample_is_the_best",
         SAMPLES,
-        'return request.finish_reason == "error", -sum',
-        "return False, -sum",
+        'return whole.finish_reason == "error", ',
+        "return False, ",
         "a sample that failed at once has the highest log-probability of all",
     ),
     Fault(
         "best_of_those_who_were_first",
         SAMPLES,
-        "if len(self._ended) < len(self.requests):",
-        "if len(self._ended) < self.num_answers:",
+        "if self.num_open:",
+        "if self.num_open > len(self.samples) - self.num_answers:",
         "the shortest samples are taken for the best, and others answer twice",
     ),
     Fault(
-        "equal_samples_by_their_end",
+        "equal_samples_in_another_order",
         SAMPLES,
-        " for each in request.logprobs), request.number",
-        " for each in request.logprobs), 0",
-        "which of two equal samples is the answer depends on what else ran",
+        "sorted(held, key=_rank)",
+        "sorted(reversed(held), key=_rank)",
+        "which of two equal samples is the answer is not what their order says",
     ),
 )

@@ -1,4 +1,4 @@
-"""An engine's process that breaks where a test asks it to; else as serving/engine/worker.py.
+"""An engine's process that breaks where a test asks it to; else as serving/engine/main.py.
 
 A step raises, or a row's logits are not numbers, if a request's prompt holds one of the tokens below. The
 environment's BREAK is a folder: its file `ahead` tells by how many seconds the wall clock is ahead, at every
@@ -19,7 +19,7 @@ import torch
 import recipes.build.engine
 from continuous_batching.engine import Engine
 from recipes.schema.recipe import Recipe
-from serving.engine import worker
+from serving.engine import main
 
 NAN, ONCE, ALWAYS = 777, 778, 779  # in no text of the tests
 
@@ -66,4 +66,4 @@ def set_clock(folder: Path) -> Callable[[], None]:
 if __name__ == "__main__":
     recipes.build.engine.build = broken(recipes.build.engine.build, Path(os.environ["BREAK"]))
     set_clock(Path(os.environ["BREAK"]))
-    sys.exit(worker.main(sys.argv[1:]))
+    sys.exit(main.main(sys.argv[1:]))

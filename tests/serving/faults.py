@@ -16,10 +16,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from scripts.serve import Server, configuration, listener_at
-from serving.api.api_keys import Keys
+from serving.api.access import ApiKeys
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
+from serving.server import SignalFreeServer, configuration, listener_at
 from tests.serving.server import TINY
 
 HANG_S = 10.0
@@ -34,8 +34,8 @@ class Served:
         self.llm = AsyncLLM(TINY, overrides)
         self._listener = listener_at("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        app = application(self.llm, "tiny", Keys({}), is_local=True)
-        self._server = Server(configuration(app, self.llm.recipe.server))
+        app = application(self.llm, "tiny", ApiKeys({}), is_local=True)
+        self._server = SignalFreeServer(configuration(app))
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Served:
@@ -87,7 +87,7 @@ class Served:
             "tasks": len(asyncio.all_tasks(self._loop)),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "requests": self.llm.num_requests,
-            "open": self.llm.tally.num_open,
+            "open": self.llm.stats.num_open,
             "connections": len(self.connections),
         }
 
@@ -113,8 +113,8 @@ class Served:
             yield
         others.check(survives=survives)
         self.settle(before)
-        tally = self.llm.tally
-        assert tally.num_samples == sum(tally.ends.values()), (tally.num_samples, tally.ends)
+        stats = self.llm.stats
+        assert stats.num_samples == sum(stats.ends.values()), (stats.num_samples, stats.ends)
 
     def settle(self, before: dict[str, int] | None = None) -> None:
         """Within the time, the server is ready, and holds what it did."""

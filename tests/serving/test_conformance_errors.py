@@ -90,7 +90,14 @@ def test_a_refusal_is_of_a_field_that_was_sent(
 def test_a_refusal_names_no_field_where_none_is_at_fault(http: httpx.Client) -> None:
     error = refused(http, {}, "/tokenize")
     assert (error["param"], error["message"]) == (None, "exactly one of prompt and messages must be given")
-    assert refused(http, {"prompt": [5, 1024]})["param"] is None  # "request cmpl-... holds the token id 1024"
+    long = refused(http, {"prompt": "a", "max_tokens": 10**6})
+    assert long["param"] is None  # the prompt may be too long as well as max_tokens
+
+
+def test_the_engine_s_refusal_names_the_field_too(http: httpx.Client) -> None:
+    error = refused(http, {"prompt": [5, 1024]})
+    assert error["param"] == "prompt"
+    assert error["message"].endswith("holds the token id 1024; the model's go from 0 to 1023")
 
 
 def test_a_chat_is_told_of_its_own_log_probabilities(http: httpx.Client) -> None:

@@ -15,11 +15,11 @@ import sentencepiece
 
 from serving.api.schemas import (
     UNSUPPORTED,
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     StreamOptions,
+    StrictBody,
     TokenizeBody,
 )
 from tests.serving.server import Server
@@ -100,7 +100,7 @@ def test_a_null_counts_as_absent(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, DetokenizeBody, StreamOptions, TokenizeBody])
-def test_every_field_that_may_be_absent_may_be_null(body: type[Body]) -> None:
+def test_every_field_that_may_be_absent_may_be_null(body: type[StrictBody]) -> None:
     needed = {"messages": [{}], "prompt": "a", "tokens": [5]}
     given = {name: needed[name] if field.is_required() else None for name, field in body.model_fields.items()}
     body.model_validate(given)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from serving.api import connections, protocol, replies
+from serving import server as serving_server
+from serving.api import generation, protocol
 from tests.serving.faults import Served
 from tests.serving.server import TINY, Server
 from tests.serving.test_faults import SMALL
@@ -23,8 +24,8 @@ LIMITS = ("server.max_unread_tokens=32", "server.spare_engine=false")
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replies, "_LAST_S", 0.5)
-        patch.setattr(connections, "_SENT_BYTES", 2**12)
+        patch.setattr(generation, "_LAST_S", 0.5)
+        patch.setattr(serving_server, "_SENT_BYTES", 2**12)
         patch.setattr(protocol, "WHOLE_S", 2.0)
         with Served(*SMALL, *ROOM, *LIMITS) as served:
             yield served
@@ -84,7 +85,7 @@ LARGE = request({"prompt": "a" * 3 * 2**19})
     "behind", [GET, request({"prompt": "1+1="})[:-3], LARGE[: 2**18], LARGE, GET * 500], ids=len
 )
 def test_who_goes_away_with_requests_waiting_is_noticed(served: Served, behind: bytes) -> None:
-    gone = served.llm.tally.aborts["disconnect"]
+    gone = served.llm.stats.aborts["disconnect"]
     with served.five_checks(neighbours=0):
         clients = [connected(served) for _ in range(8)]
         for client in clients:
@@ -96,7 +97,7 @@ def test_who_goes_away_with_requests_waiting_is_noticed(served: Served, behind: 
         for client in clients:
             client.close()
         until_s = time.monotonic() + 30
-        while served.llm.tally.aborts["disconnect"] < gone + 8:
+        while served.llm.stats.aborts["disconnect"] < gone + 8:
             assert time.monotonic() < until_s, "the engine works for nobody"
             assert served.llm.num_requests, "it has worked for nobody"
             time.sleep(0.01)
@@ -138,14 +139,14 @@ def test_a_connection_outlives_a_pause(served: Served) -> None:
 @pytest.mark.parametrize("number", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_who_does_not_read_is_cut_off(served: Served, number: int) -> None:
     body = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 5}
-    cut = served.llm.tally.aborts["slow_reader"]
+    cut = served.llm.stats.aborts["slow_reader"]
     with served.five_checks():
         clients = [connected(served, room_bytes=4096) for _ in range(number)]
         for client in clients:
             client.sendall(request(body))
         until_s = time.monotonic() + 20 + number
-        while served.llm.tally.aborts["slow_reader"] < cut + number:
-            assert time.monotonic() < until_s, served.llm.tally.aborts
+        while served.llm.stats.aborts["slow_reader"] < cut + number:
+            assert time.monotonic() < until_s, served.llm.stats.aborts
             time.sleep(0.05)
         until_s = time.monotonic() + 10
         while served.held()["connections"] > 4:  # those of the neighbours

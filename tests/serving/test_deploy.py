@@ -14,7 +14,7 @@ import yaml
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from scripts.serve import parser
-from serving.api.guard import OPEN_PATHS
+from serving.api.access import OPEN_PATHS
 from tests.test_imports import ROOT
 
 FOLDER = ROOT / "serving/deploy"

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.text.detokenizer import Detokenizer
-from serving.text.tokenizer import Text
+from serving.text.tokenizer import Detokenizer, Text
 from tests.serving.conftest import KINDS
 
 SAMPLES = [

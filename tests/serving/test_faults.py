@@ -73,10 +73,10 @@ async def leave_often(url: str, number: int, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_who_goes_away_leaves_nothing_behind(served: Served, number: int) -> None:
-    aborted = served.llm.tally.aborts["disconnect"]
+    aborted = served.llm.stats.aborts["disconnect"]
     with served.five_checks():
         asyncio.run(leave_often(served.url, number))
-    assert served.llm.tally.aborts["disconnect"] > aborted + number / 2
+    assert served.llm.stats.aborts["disconnect"] > aborted + number / 2
 
 
 async def lose(served: Served, number: signal.Signals, within_s: float) -> None:
@@ -170,14 +170,14 @@ def test_the_wall_clock_may_be_set(served: Served, folder: Path) -> None:
                     *_, last = [event async for event in stream]
                     assert last["choices"][0]["finish_reason"] == "length"
 
-    num_engines = served.llm.tally.num_engines
+    num_engines = served.llm.stats.num_engines
     undo = broken_engine.set_clock(folder)
     try:
         with served.five_checks():
             asyncio.run(run())
     finally:
         undo()
-    assert served.llm.tally.num_engines == num_engines
+    assert served.llm.stats.num_engines == num_engines
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone(served: Served) -> None:

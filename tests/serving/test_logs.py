@@ -13,7 +13,7 @@ from continuous_batching.counters import Counters
 from serving.engine.messages import Beat, StepTimes
 from serving.metrics.logs import FORMATS, Lines
 from serving.metrics.pulse import Pulse
-from serving.metrics.tally import NO_GAUGES, Tally
+from serving.metrics.server_stats import NO_GAUGES, ServerStats
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ def test_a_record_that_cannot_be_formatted_is_lost_alone(logger: logging.Logger)
 
 def test_what_is_done_is_told_while_there_is_work(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "serving.metrics.pulse")
-    tally = Tally()
-    pulse = Pulse(tally)
+    stats = ServerStats()
+    pulse = Pulse(stats)
     pulse.beat()
     assert not caplog.records
-    tally.stepped(StepTimes(0.1, 0.1, 2, 30, 28))
-    tally.beat(Beat(NO_GAUGES, Counters(prompt_tokens=40, hit_tokens=10), None, 0, 0))
+    stats.stepped(StepTimes(0.1, 0.1, 2, 30, 28))
+    stats.beat(Beat(NO_GAUGES, Counters(prompt_tokens=40, hit_tokens=10), None, 0, 0))
     pulse.beat()
     assert "found cached 25%" in caplog.text
     assert caplog.records[0].__dict__["fields"]["hit_rate"] == 0.25

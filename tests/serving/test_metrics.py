@@ -35,7 +35,7 @@ SHOWN = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get
 # The names that the issue asks for, from the servers that ours follows; and vLLM's
 SOURCES = """requests_total requests_queued requests_running request_latency_seconds batch_size batch_tokens
 batch_utilization iteration_latency_ms scheduler_overhead_us preemption_total swap_in_total swap_out_total
-tokens_generated_total prefill_tokens_total decode_tokens_total speculative_accept_rate speculative_speedup"""
+tokens_generated_total prefill_tokens_total decode_tokens_total"""
 VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total
 prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total
 request_success_total iteration_tokens_total request_prompt_tokens request_generation_tokens

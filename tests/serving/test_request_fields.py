@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.request import SamplingParams
-from serving.text.detokenizer import TextOptions
 from serving.text.request_fields import parse_request, text_options
-from serving.text.tokenizer import Text
+from serving.text.tokenizer import Text, TextOptions
 
 IDS = {"id": "a", "prompt_token_ids": [1, 2]}
 

@@ -10,46 +10,47 @@ import pytest
 from continuous_batching.request import Request, TokenLogprobs
 from recipes.build.engine import build
 from recipes.schema.reader import load
-from serving.answers.samples import Samples
+from serving.answers.answers import SampleAnswers
 from serving.offline import read_jobs, run_jobs
 from serving.text.request_fields import parse_request
-from serving.text.tokenizer import Text
+from serving.text.tokenizer import Text, TextOptions
 
 
-def ended(name: str, *logprobs: float, reason: str = "stop") -> Request:
-    request = Request(name, np.arange(3))
-    request.logprobs = [TokenLogprobs(0, value, ()) for value in logprobs]
-    request.finish_reason = reason
-    return request
+def samples_of(num_samples: int, num_answers: int) -> SampleAnswers:
+    requests = [Request(str(number), np.arange(3)) for number in range(num_samples)]
+    requests[0].followers = requests[1:]
+    return SampleAnswers(requests[0], None, TextOptions(), num_answers)
 
 
-def family(*requests: Request) -> Request:
-    requests[0].followers = list(requests[1:])
-    return requests[0]
+def end(samples: SampleAnswers, index: int, *logprobs: float, reason: str = "stop") -> list[tuple[int, int]]:
+    """The answers that are known when a sample ends, each as its index and its sample."""
+    entries = [TokenLogprobs(0, value, ()) for value in logprobs]
+    return [(each.index, each.sample) for each in samples.push(index, [0] * len(entries), entries, reason)]
 
 
 def test_all_samples_that_were_asked_for_are_answers_as_they_end() -> None:
-    one, two = ended("a", -1.0), ended("b", -9.0)
-    samples = Samples(family(one, two), 2)
-    assert samples.end(two) == [(1, two)]
-    assert samples.end(one) == [(0, one)]
+    samples = samples_of(2, 2)
+    assert end(samples, 1, -9.0) == [(1, 1)]
+    assert end(samples, 0, -1.0) == [(0, 0)]
 
 
 def test_the_best_samples_are_answers_when_all_have_ended() -> None:
-    low, high, middle = ended("low", -3.0, -3.0), ended("high", -1.0), ended("middle", -2.0)
-    failed = ended("failed", reason="error")
-    samples = Samples(family(low, high, middle, failed), 2)
-    assert [samples.end(each) for each in (failed, high, low)] == [[], [], []]
-    assert samples.end(middle) == [(0, high), (1, middle)]
+    samples = samples_of(4, 2)
+    assert end(samples, 3, reason="error") == end(samples, 1, -1.0) == end(samples, 0, -3.0, -3.0) == []
+    assert end(samples, 2, -2.0) == [(0, 1), (1, 2)]
 
 
 def test_equal_samples_answer_in_the_order_of_their_numbers() -> None:
-    one, two, three = ended("one", -1.0), ended("two", -1.0), ended("three", -2.0)
-    for number, each in enumerate((one, two, three)):
-        each.number = number
-    samples = Samples(family(one, two, three), 2)
-    assert samples.end(two) == samples.end(three) == []
-    assert samples.end(one) == [(0, one), (1, two)]
+    samples = samples_of(3, 2)
+    assert end(samples, 1, -1.0) == end(samples, 2, -2.0) == []
+    assert end(samples, 0, -1.0) == [(0, 0), (1, 1)]
+
+
+def test_a_sample_that_ended_takes_no_more_tokens() -> None:
+    samples = samples_of(2, 2)
+    end(samples, 0, -1.0)
+    assert end(samples, 0, -1.0) == samples.end(0, "abort") == []
+    assert samples.num_open == 1
 
 
 @pytest.mark.parametrize(

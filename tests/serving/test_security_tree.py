@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.api.api_keys import Keys
-from serving.api.guard import OPEN_PATHS
+from serving.api.access import OPEN_PATHS, ApiKeys
 from serving.engine import messages
 from serving.engine.process import EngineProcess
 from serving.text.chat_template import ChatTemplate
@@ -79,8 +78,8 @@ def test_the_server_fetches_nothing() -> None:
         path for path in RUNTIME if name(path).startswith(("serving/", "continuous_batching/", "models/"))
     ]
     found = {name(path) for path in served if clients.search(path.read_text(encoding="utf-8"))}
-    # to the collector that the command line names; options of connections that came in
-    assert found <= {"serving/metrics/traces.py", "serving/api/connections.py"}
+    # to the collector that the command line names; options of incoming connections; a client of the server
+    assert found <= {"serving/metrics/traces.py", "serving/server.py", "serving/terminal_view.py"}
 
 
 @given(st.binary(max_size=200))
@@ -95,7 +94,9 @@ def test_no_bytes_are_taken_for_a_message(data: bytes) -> None:
 
 @given(st.data())
 def test_no_damaged_message_is_taken_for_another_type(data: st.DataObject) -> None:
-    sent = messages.Add(1, ["a"], bytes(8), [messages.SamplingParams(seed=3)], "t", "s", 0, 1.5, 0.1)
+    sent = messages.Add(
+        1, ["a"], bytes(8), bytes(32), [messages.SamplingParams(seed=3)], "t", "s", 0, 1.5, 0.1
+    )
     encoded = bytearray(messages.encode(sent))
     for _ in range(data.draw(st.integers(1, 4))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
@@ -111,7 +112,7 @@ def test_only_this_user_can_reach_the_engine() -> None:
     try:
         assert stat.S_IMODE(engine._folder.stat().st_mode) == 0o700
     finally:
-        engine._socket.close()
+        engine.socket.close()
         engine._context.term()
         engine._folder.rmdir()
 
@@ -138,10 +139,10 @@ def test_a_template_has_no_way_out_and_no_time_to_waste(source: str, said: str) 
 
 
 def test_keys_are_compared_in_constant_time() -> None:
-    source = (ROOT / "serving/api/api_keys.py").read_text()
+    source = (ROOT / "serving/api/access.py").read_text()
     assert "hmac.compare_digest" in source
     assert not re.search(r"\bkey\s*==|==\s*key\b", source)
-    keys = Keys({"a": "x", "b": ""})
+    keys = ApiKeys({"a": "x", "b": ""})
     assert keys.client("Bearer a") is keys.client("bearer  a")
     for wrong in (
         None,

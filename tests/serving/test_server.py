@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts.serve import keys_of, listener_at, parser
-from serving.api.api_keys import Keys
+from serving.api.access import ApiKeys
+from serving.server import ServerOptions, listener_at
 from tests.serving.server import TINY, Server, started
 
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
@@ -69,19 +69,19 @@ def test_a_port_that_cannot_be_is_refused(port: int) -> None:
 
 
 def test_a_key_is_one_word_however_it_came_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = parser().parse_args([TINY])
+    options = ServerOptions(TINY)
     monkeypatch.setenv("API_KEY", " abc\n")
-    assert keys_of(options) == {"abc": ""}
+    assert options.tenant_of() == {"abc": ""}
     for wrong in (" ", "a b", "schlüssel", "a\x01b"):
         monkeypatch.setenv("API_KEY", wrong)
         with pytest.raises(ValueError, match="API_KEY must be one word"):
-            keys_of(options)
+            options.tenant_of()
 
 
 def test_a_file_of_keys_may_be_marked_and_commented(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("\ufefffirst #note\nsecond b # of many words\n  # third\n\nfo#rth\n", encoding="utf-8")
-    assert Keys.read(str(path)) == {"first": "", "second": "b", "fo#rth": ""}
+    assert ApiKeys.read(str(path)) == {"first": "", "second": "b", "fo#rth": ""}
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_a_key_that_can_never_work_is_refused_by_its_place(tmp_path: Path, conte
     path = tmp_path / "keys"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=said):
-        Keys.read(str(path))
+        ApiKeys.read(str(path))

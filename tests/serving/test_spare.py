@@ -45,13 +45,13 @@ def test_it_gives_way_while_it_imports() -> None:
 def test_it_goes_on_as_the_module_it_is_told(tmp_path: Path) -> None:
     brief = "from serving.engine import spare; spare.LARGE = 'json'; import sys; spare.main(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", brief, str(tmp_path / "done"), "serving.engine.worker", "--help"],
+        [sys.executable, "-c", brief, str(tmp_path / "done"), "serving.engine.main", "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
         start_new_session=True,
     )
-    assert done.stdout.startswith("usage: python -m serving.engine.worker")
+    assert done.stdout.startswith("usage: python -m serving.engine.main")
     assert not done.stderr
     assert (tmp_path / "done").exists()

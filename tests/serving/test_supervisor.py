@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from recipes.schema.server_section import ServerSection
-from serving.engine.messages import Facts, FromEngine, Ready
+from serving.engine.messages import EngineFacts, Ready, encode
 from serving.engine.process import EngineLost, EngineProcess
 from serving.engine.supervisor import Supervisor
-from serving.metrics.observer import Observer
 
-FACTS = Facts(*[1, (2,)], *[64] * 6, "cpu", 1, 64)
+FACTS = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None)
 
 
 class Short:
@@ -21,18 +19,35 @@ class Short:
 
     pid = 1
 
-    async def live(self, hear: Callable[[FromEngine], None], *_: float) -> None:
-        hear(Ready(FACTS))
+    def __init__(self) -> None:
+        self.socket = self
+        self._is_ready = asyncio.Event()
+
+    def wake(self) -> None:
+        """Begin."""
+
+    def hide(self) -> None:
+        """Nothing is there."""
+
+    async def recv(self) -> bytes:
+        if self._is_ready.is_set():
+            await asyncio.Event().wait()
+        self._is_ready.set()
+        return encode(Ready(FACTS))
+
+    async def ended(self) -> None:
+        await self._is_ready.wait()
         await asyncio.sleep(0)
         raise EngineLost("it ended")
+
+    async def end(self) -> None:
+        """Nothing is left."""
 
 
 def test_who_asks_while_an_engine_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def states() -> list[tuple[str, bool]]:
         seen = []
-        keeper = Supervisor(
-            lambda life: [], ServerSection(), lambda message: None, lambda reason: None, Observer()
-        )
+        keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
 
         async def engine() -> Short:
             return Short()
@@ -59,15 +74,13 @@ def test_who_asks_while_an_engine_is_lost_is_told(monkeypatch: pytest.MonkeyPatc
 
 def test_a_spare_process_that_still_imports_is_not_waited_for() -> None:
     async def taken() -> list[bool]:
-        keeper = Supervisor(
-            lambda life: [], ServerSection(), lambda message: None, lambda reason: None, Observer()
-        )
+        keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
         same = []
         for is_prepared in (False, True):
             spare = keeper._spare = await EngineProcess.started([], is_spare=True)
-            assert spare._done is not None
+            assert spare._prepared_file is not None
             if is_prepared:
-                spare._done.touch()
+                spare._prepared_file.touch()
             engine = await keeper._next()
             same.append(engine is spare)
             assert spare.is_running == is_prepared

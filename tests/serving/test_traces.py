@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from continuous_batching.request import Request, SamplingParams
-from serving.answers.answers import Answer
-from serving.api.api_keys import Keys
-from serving.api.guard import Guard
-from serving.engine.messages import Ended
-from serving.metrics.observer import TRACE_HEADERS
-from serving.text.detokenizer import TextOptions
+from serving.answers.stream import AnswerStream
+from serving.api.access import AccessControl, ApiKeys
+from serving.engine.messages import SampleEnd
+from serving.metrics.server_stats import TRACE_HEADERS
+from serving.text.tokenizer import TextOptions
 
 trace = pytest.importorskip("opentelemetry.sdk.trace")
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
@@ -39,17 +38,23 @@ def traces(exporter: InMemorySpanExporter) -> Traces:
     return traces
 
 
-def asked(first_stream: int, num_samples: int = 1, name: str = "chatcmpl-1") -> Answer:
+def asked(first_stream: int, num_samples: int = 1, name: str = "chatcmpl-1") -> AnswerStream:
     params = SamplingParams(max_tokens=7, temperature=0.5)
     request, *followers = (Request(f"{name}", np.arange(3, 8), params) for _ in range(num_samples))
     request.followers = followers
-    answer = Answer(request, None, TextOptions(), num_answers=num_samples, max_unread_tokens=10)
+    answer = AnswerStream(
+        request,
+        None,
+        TextOptions(start=name.startswith("chat")),
+        num_answers=num_samples,
+        max_unread_tokens=10,
+    )
     answer.first_stream = first_stream
     return answer
 
 
-def end(traces: Traces, answer: Answer, index: int, reason: str = "length") -> None:
-    ended = Ended(answer.first_stream + index, reason, None, 3, 4, 0, 0.25, 0.5, 1.0, [])
+def end(traces: Traces, answer: AnswerStream, index: int, reason: str = "length") -> None:
+    ended = SampleEnd(answer.first_stream + index, reason, None, 3, 4, 0, 0.25, 0.5, 1.0, [])
     answer.finish(index, ended)
     traces.ended(answer, index, ended, 2.0)
 
@@ -59,7 +64,7 @@ def test_a_request_is_one_span_when_its_last_sample_ends(
 ) -> None:
     answer = asked(0, num_samples=2)
     traces.added(answer)
-    traces.first_token(answer, 0, 0.75)
+    traces.first_token(answer, 0.75)
     end(traces, answer, 1)
     assert not exporter.get_finished_spans()
     end(traces, answer, 0, "stop")
@@ -125,7 +130,7 @@ def test_a_client_s_span_is_the_parent(
         async def ignore(*_: Any) -> dict[str, Any]:
             return {"type": "http.request", "body": b""}
 
-        await Guard(app, Keys({}), 1000, lambda _: None, is_local=False)(scope, ignore, ignore)
+        await AccessControl(app, ApiKeys({}), 1000, lambda _: None, is_local=False)(scope, ignore, ignore)
 
     asyncio.run(ask())
     (span,) = exporter.get_finished_spans()

@@ -22,24 +22,25 @@ from tests.test_imports import ROOT
 
 ENGINE = """
 import gc, sys
-from serving.engine import worker
+from serving.engine import main, worker
 
 def tell(self):
     print(gc.get_freeze_count(), len(gc.get_objects()))
     sys.exit()
 
 worker.Worker.serve = tell
-worker.main(sys.argv[1:])
+main.main(sys.argv[1:])
 """
 SERVER = """
 import gc, sys
 from scripts import serve
+from serving import server
 
 def tell(work):
     print(gc.get_freeze_count(), len(gc.get_objects()))
     work.close()
 
-serve.uvloop.run = tell
+server.uvloop.run = tell
 serve.main([sys.argv[2], "--port", "0"])
 """
 
@@ -65,16 +66,17 @@ def test_what_is_loaded_is_not_looked_through_again(process: str, tmp_path: Path
 def test_pages_are_free_within_two_steps(overlap: str) -> None:
     """Of requests that wait, that are in their prompt, and that have tokens."""
     settings = ["scheduler.num_slots=2", "scheduler.max_batch_tokens=32", f"scheduler.overlap={overlap}"]
-    engine = build(load(TINY, settings))
+    recipe = load(TINY, settings)
+    engine = build(recipe)
     context = zmq.Context()
     ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     theirs.bind("inproc://engine")
     ours.connect("inproc://engine")
-    worker = Worker(engine, ours, facts_of(engine, "cpu"))
+    worker = Worker(engine, ours, facts_of(engine, recipe, "cpu"))
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     for stream, num_tokens in enumerate((8, 300, 8)):
         prompt = np.arange(300, 300 + num_tokens, dtype=np.int32).tobytes()
-        theirs.send(encode(Add(stream, [str(stream)], prompt, [params], "", "", 0, None, 0.0)))
+        theirs.send(encode(Add(stream, [str(stream)], prompt, b"", [params], "", "", 0, None, 0.0)))
     worker._take(1000)
     for _ in range(4):
         engine.step()
@@ -97,10 +99,11 @@ def test_pages_are_free_within_two_steps(overlap: str) -> None:
 def test_no_more_pages_are_shared_than_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are recounted now and then, and read in each beat."""
     told: list[Beat] = []
-    engine = build(load(TINY, ["scheduler.num_slots=2"]))
+    recipe = load(TINY, ["scheduler.num_slots=2"])
+    engine = build(recipe)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        worker = Worker(engine, socket, facts_of(engine, "cpu"))
-        monkeypatch.setattr(worker, "_tell", told.append)
+        worker = Worker(engine, socket, facts_of(engine, recipe, "cpu"))
+        monkeypatch.setattr(worker, "_send", told.append)
         monkeypatch.setattr(worker, "_recount", lambda now_s: Recount(shared_pages=5, wrong_pages=0))
         worker._beat()
     assert [(each.gauges.held_pages, each.shared_pages) for each in told] == [(0, 0)]

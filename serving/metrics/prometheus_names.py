@@ -1,20 +1,49 @@
-"""Which metrics has this server by names of its own?
+"""Which metrics does the server have, by names of its own?
 
-Seventeen names are of the servers that this one follows, with their buckets; where a unit is milliseconds or
-microseconds, a second metric has seconds, as Prometheus would have it.
+Fifteen names, with their buckets, are those of the servers that this one follows; where a unit is
+milliseconds or microseconds, a second metric is in seconds, as Prometheus recommends.
 """
 
 from __future__ import annotations
 
-from serving.metrics.metric import Metric, all_of
-from serving.metrics.tally import ABORTS, ENDS, HELD_BACK, LOOKUPS, REJECTS
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from serving.metrics.server_stats import ABORTS, ENDS, HELD_BACK, LOOKUPS, REJECTS, Histogram, ServerStats
+
+Value = float | Histogram | Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Its name, and how it is read; with `label`, as a mapping from that label's values."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    read: Callable[[ServerStats], Value]
+    label: str = ""
+    scale: float = 1.0  # a factor for a histogram's bounds and sum
+
+
+def all_of(names: tuple[str, ...], counts: Mapping[str, float]) -> dict[str, float]:
+    """A count for each of the names, so that each series begins at 0, and for any other."""
+    return {**dict.fromkeys(names, 0), **counts}
+
+
+def pages_part(stats: ServerStats) -> float:
+    """The fraction of the pages that requests use."""
+    gauges = stats.gauges
+    return gauges.held_pages / max(1, gauges.held_pages + gauges.idle_pages + gauges.free_pages)
+
 
 REQUESTS = (
     Metric("requests_total", "counter", "Prompts that went to the engine", lambda t: t.num_requests),
     Metric("requests_queued", "gauge", "Samples that wait", lambda t: t.gauges.waiting_requests),
     Metric("requests_running", "gauge", "Samples in a slot", lambda t: t.gauges.running_requests),
     Metric("samples_total", "counter", "Samples (n) that went to the engine", lambda t: t.num_samples),
-    Metric("samples_open", "gauge", "Samples whose end is not told", lambda t: t.num_open),
+    Metric("samples_open", "gauge", "Samples that have not ended", lambda t: t.num_open),
     Metric("sample_ends_total", "counter", "Ends", lambda t: all_of(ENDS, t.ends), "reason"),
     Metric("rejects_total", "counter", "Not taken", lambda t: all_of(REJECTS, t.rejects), "reason"),
     Metric("aborts_total", "counter", "Cut off", lambda t: all_of(ABORTS, t.aborts), "reason"),
@@ -57,11 +86,9 @@ STEPS = (
         scale=1e-6,
     ),
     Metric("steps_total", "counter", "Steps", lambda t: t.counters["steps"]),
-    Metric("tokens_generated_total", "counter", "Tokens told to clients", lambda t: t.answer_tokens),
+    Metric("tokens_generated_total", "counter", "Tokens sent to clients", lambda t: t.answer_tokens),
     Metric("prefill_tokens_total", "counter", "Prompt tokens computed", lambda t: t.prefill_tokens),
     Metric("decode_tokens_total", "counter", "Answer tokens computed", lambda t: t.decode_tokens),
-    Metric("speculative_accept_rate", "gauge", "Drafts accepted: none are made", lambda t: 0),
-    Metric("speculative_speedup", "gauge", "By drafts: none are made", lambda t: 1),
 )
 PAGES = (
     Metric("kv_pages_free", "gauge", "Pages that nobody holds", lambda t: t.gauges.free_pages),

@@ -10,19 +10,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request, SamplingParams
-from serving.answers.answers import Answer
-from serving.engine.messages import Beat, Ended, Facts, StepTimes
+from serving.answers.stream import AnswerStream
+from serving.engine.messages import Beat, EngineFacts, SampleEnd, StepTimes
 from serving.metrics.exposition import Exposition
-from serving.metrics.histogram import Histogram
-from serving.metrics.tally import NO_GAUGES, Tally
-from serving.text.detokenizer import TextOptions
+from serving.metrics.server_stats import NO_GAUGES, Histogram, ServerStats
+from serving.text.tokenizer import TextOptions
 
-FACTS = Facts(100, (1,), 64, 4, 101, 16, 1024, 0, "cpu", 1000, 200)
+FACTS = EngineFacts(100, (1,), 64, 4, 101, 16, 1024, 0, "cpu", 1000, 200, True, None)
 
 
-def samples(tally: Tally) -> dict[tuple[str, str], float]:
+def samples(stats: ServerStats) -> dict[tuple[str, str], float]:
     """By name and by the label that is its own."""
-    text = Exposition(tally, 'a "model"', lambda: None).text().decode()
+    text = Exposition(stats, 'a "model"', lambda: None).text().decode()
     found = {}
     for family in text_string_to_metric_families(text):
         for each in family.samples:
@@ -32,9 +31,9 @@ def samples(tally: Tally) -> dict[tuple[str, str], float]:
     return found
 
 
-def answer(**params: Any) -> Answer:
+def answer(**params: Any) -> AnswerStream:
     request = Request("r", np.array([3, 4, 5]), SamplingParams(max_tokens=7, **params))
-    return Answer(request, None, TextOptions(), num_answers=1, max_unread_tokens=10)
+    return AnswerStream(request, None, TextOptions(), num_answers=1, max_unread_tokens=10)
 
 
 def beat(counters: Counters, **fields: Any) -> Beat:
@@ -57,26 +56,25 @@ def test_a_value_at_a_bound_lies_below_it_as_prometheus_has_it() -> None:
 
 
 def test_every_interval_between_tokens_is_counted() -> None:
-    tally = Tally()
-    told = answer()
+    stats = ServerStats()
     for _ in range(2500):
-        tally.next_token(told, 0, 0.004)
-        tally.stepped(StepTimes(0.004, 0.004, 1, 1, 0))
-    assert samples(tally)["cb_inter_token_latency_seconds_count", ""] == 2500
-    assert samples(tally)["cb_inter_token_latency_seconds_bucket", "0.005"] == 2500
-    assert samples(tally)["vllm:generation_tokens_total", ""] == 2500
+        stats.next_token(0.004)
+        stats.stepped(StepTimes(0.004, 0.004, 1, 1, 0))
+    assert samples(stats)["cb_inter_token_latency_seconds_count", ""] == 2500
+    assert samples(stats)["cb_inter_token_latency_seconds_bucket", "0.005"] == 2500
+    assert samples(stats)["vllm:generation_tokens_total", ""] == 2500
 
 
 def test_what_was_counted_outlives_the_engine_that_counted_it() -> None:
-    tally = Tally()
-    tally.ready(FACTS, 1.5)
-    tally.beat(beat(Counters(steps=5, preemptions=2), wrong_pages=1))
-    tally.beat(beat(Counters(steps=9, preemptions=2), wrong_pages=1))
-    tally.lost("killed")
-    assert samples(tally)["cb_engine_up", ""] == 0
-    tally.ready(FACTS, 0.5)
-    tally.beat(beat(Counters(steps=3, preemptions=4)))
-    found = samples(tally)
+    stats = ServerStats()
+    stats.ready(FACTS, 1.5)
+    stats.beat(beat(Counters(steps=5, preemptions=2), wrong_pages=1))
+    stats.beat(beat(Counters(steps=9, preemptions=2), wrong_pages=1))
+    stats.lost("killed")
+    assert samples(stats)["cb_engine_up", ""] == 0
+    stats.ready(FACTS, 0.5)
+    stats.beat(beat(Counters(steps=3, preemptions=4)))
+    found = samples(stats)
     assert found["cb_steps_total", ""] == 12
     assert found["cb_preemption_total", ""] == found["vllm:num_preemptions_total", ""] == 6
     assert found["cb_kv_page_leak_total", ""] == 1
@@ -85,18 +83,18 @@ def test_what_was_counted_outlives_the_engine_that_counted_it() -> None:
 
 
 def test_each_sample_ends_once_for_one_reason() -> None:
-    tally = Tally()
-    tally.ready(FACTS, 1)
+    stats = ServerStats()
+    stats.ready(FACTS, 1)
     told = [answer() for _ in range(4)]
     for each in told:
-        tally.added(each)
-    end = Ended(0, "length", None, 3, 0, 0, 0.25, 0.5, 1.0, [])
+        stats.added(each)
+    end = SampleEnd(0, "length", None, 3, 0, 0, 0.25, 0.5, 1.0, [])
     told[0].finish(0, end)
-    tally.ended(told[0], 0, end, 2.0)
-    tally.refused(told[1], "queue_full")
-    tally.aborted(told[2], "engine_lost")
-    tally.lost("killed")
-    found = samples(tally)
+    stats.ended(told[0], 0, end, 2.0)
+    stats.refused(told[1], "queue_full")
+    stats.aborted(told[2], "engine_lost")
+    stats.lost("killed")
+    found = samples(stats)
     ends = {
         label: count for (name, label), count in found.items() if name == "cb_sample_ends_total" and count
     }
@@ -113,11 +111,11 @@ def test_each_sample_ends_once_for_one_reason() -> None:
 
 
 def test_a_step_is_counted_and_an_end_without_one_is_not() -> None:
-    tally = Tally()
-    tally.ready(FACTS, 1)
-    tally.stepped(StepTimes(0.0045, 0.004, 3, 50, 40))
-    tally.stepped(StepTimes(0, 0, 0, 0, 0))
-    found = samples(tally)
+    stats = ServerStats()
+    stats.ready(FACTS, 1)
+    stats.stepped(StepTimes(0.0045, 0.004, 3, 50, 40))
+    stats.stepped(StepTimes(0, 0, 0, 0, 0))
+    found = samples(stats)
     assert found["cb_batch_size_count", ""] == 1
     assert found["cb_prefill_tokens_total", ""] == 40
     assert found["cb_decode_tokens_total", ""] == 10
@@ -130,11 +128,11 @@ def test_a_step_is_counted_and_an_end_without_one_is_not() -> None:
 
 
 def test_who_waits_is_told_with_the_reason() -> None:
-    tally = Tally()
-    tally.ready(FACTS, 1)
+    stats = ServerStats()
+    stats.ready(FACTS, 1)
     waiting = NO_GAUGES.__class__(2, 7, 30, 10, 60, *[0] * 5, 0.0, {"whole": 3}, *[0] * 6)
-    tally.beat(beat(Counters(), held_back="pages", gauges=waiting, shared_pages=4))
-    found = samples(tally)
+    stats.beat(beat(Counters(), held_back="pages", gauges=waiting, shared_pages=4))
+    found = samples(stats)
     assert found["cb_requests_waiting_for", "pages"] == 7
     assert found["cb_requests_waiting_for", "slots"] == 0
     assert found["vllm:num_requests_waiting_by_reason", "capacity"] == 7

@@ -1,32 +1,22 @@
-"""Why does a client not get its answer?
+"""Why does a client not get its answer, although its request was right?
 
-Each failure says whether to come again: not with the same request (`BadRequest`), after a while
-(`Overloaded`, `Unavailable`, `ShutDown`), or as the client likes (`CutOff`).
+Each failure says whether the client may send the request again: after a while (`Overloaded`, `Unavailable`,
+`ShutDown`) or at once (`CutOff`). A request that is wrong itself is a `BadRequest`, which lies below all
+rooms that check requests.
 """
 
 from __future__ import annotations
 
 
 class Failure(Exception):
-    """A reason in one line, fit for the client's eyes; `status` is HTTP's."""
+    """A reason in one line that a client may read; `status` is HTTP's."""
 
     status = 500
     retry_after_s: float | None = None
 
-    @property
-    def reason(self) -> str:
-        """The line."""
-        return str(self)
-
-
-class BadRequest(Failure):
-    """It cannot be served as it is."""
-
-    status = 400
-
 
 class Overloaded(Failure):
-    """Too much is in the server already."""
+    """Too many requests are in the server already."""
 
     status = 429
 
@@ -46,7 +36,7 @@ class Unavailable(Failure):
 
 
 class CutOff(Failure):
-    """The answer ended before its time; `cause` is for who counts: see `Observer.aborted`."""
+    """The answer ended before its time; `cause` is the label in the metrics: see `ServerStats.aborted`."""
 
     def __init__(self, reason: str, cause: str) -> None:
         super().__init__(reason)
@@ -63,11 +53,11 @@ class ShutDown(CutOff):
         super().__init__("the server is shutting down", "shutdown")
 
 
-class Gone(CutOff):
-    """Its client went away before the answer began: nobody reads this but the log."""
+class ClientGone(CutOff):
+    """The client went away before the answer began: only the log shows this."""
 
     status = 499
 
 
-class Failed(Failure):
-    """This request alone failed, such as by logits that are not numbers."""
+class RequestFailed(Failure):
+    """This request alone failed, for example because its logits were not finite."""

@@ -1,25 +1,25 @@
-"""What do Python programs ask with, and what do they get? The names are vLLM's."""
+"""What does a Python program send, and what does it receive? The names are those of vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from continuous_batching.request import TokenLogprobs
-from serving.answers.answers import Answer, Delta
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request, TokenLogprobs
+from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
 
 Prompt = str | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, and "cache_salt"
 
 
 @dataclass(slots=True)
-class SamplingParams:
-    """How to choose the tokens of answers, and when to end, by vLLM's names.
+class VllmSamplingParams:
+    """How to choose the tokens of answers, and when to end, by the names of vLLM's SamplingParams.
 
-    What may be given is said once, in serving/text/request_fields.py, which looks at it when it is used.
-    `max_tokens` None: as many as fit. `beam_width` searches for the `n` best answers in place of drawing
-    them.
+    The values are checked when they are used, by serving/text/request_fields.py. `max_tokens` None: as many
+    as fit. `beam_width` searches for the `n` best answers instead of drawing them.
     """
 
     n: int = 1
@@ -47,20 +47,20 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = False
 
     def asked(self) -> dict[str, Any]:
-        """The fields of a request that say this."""
+        """The fields of a request with these values."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability. `rank`: 1 is the likeliest; None: it is not among those asked for."""
+    """One token's log-probability. `rank` 1 is the likeliest token; None: not among those asked for."""
 
     logprob: float
     rank: int | None
     decoded_token: str | None
 
 
-Logprobs = dict[int, Logprob]  # by token id: of the token that stands there, then of the likeliest
+Logprobs = dict[int, Logprob]  # by token id: of the token at this position, then of the likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What became of one prompt. `prompt_logprobs` has None for the first token."""
+    """The answers to one prompt so far. `prompt_logprobs` has None for the first token."""
 
     request_id: str
     prompt: str | None  # None where token ids were given
@@ -92,44 +92,44 @@ class RequestOutput:
     num_cached_tokens: int
 
 
-async def growing(
-    answer: Answer, text: Text | None, *, prompt: str | None, with_logprobs: bool
-) -> AsyncIterator[RequestOutput]:
-    """What is known of an answer, each time that there is more; raises the Failure that ended it."""
-    request, known = answer.request, dict[int, Delta]()
-    asked = request.params.prompt_logprobs is not None
-    while deltas := await answer.next():
-        for delta in deltas:
-            if delta.index in known:
-                known[delta.index].extend(delta)
-            else:
-                known[delta.index] = delta
-        told = [logprobs_of(each, text) for each in answer.prompt_logprobs]
-        yield RequestOutput(
-            request_id=request.id,
-            prompt=prompt,
-            prompt_token_ids=request.prompt.tolist(),
-            prompt_logprobs=[None, *told] if asked else None,
-            outputs=[_completion(known[index], text, with_logprobs) for index in sorted(known)],
-            finished=not answer.is_open,
-            num_cached_tokens=answer.num_cached_tokens,
-        )
-
-
-def _completion(delta: Delta, text: Text | None, with_logprobs: bool) -> CompletionOutput:
-    entries = delta.logprobs if with_logprobs else None
-    return CompletionOutput(
-        index=delta.index,
-        text=delta.text,
-        token_ids=list(delta.tokens),
-        cumulative_logprob=None if entries is None else sum(each.logprob for each in entries),
-        logprobs=None if entries is None else [logprobs_of(each, text) for each in entries],
-        finish_reason=delta.finish_reason,
-        stop_reason=delta.stop_reason,
+def request_output(
+    request: Request,
+    text: Text | None,
+    answers: Iterable[AnswerDelta],
+    *,
+    prompt: str | None,
+    prompt_logprobs: Sequence[TokenLogprobs],
+    with_logprobs: bool,
+    finished: bool,
+    num_cached_tokens: int,
+) -> RequestOutput:
+    """What is known of the answers to a request; `with_logprobs`: they were asked for."""
+    is_asked = request.params.prompt_logprobs is not None
+    return RequestOutput(
+        request_id=request.id,
+        prompt=prompt,
+        prompt_token_ids=request.prompt.tolist(),
+        prompt_logprobs=[None, *(_logprobs_of(each, text) for each in prompt_logprobs)] if is_asked else None,
+        outputs=[_completion(each, text, with_logprobs) for each in sorted(answers, key=lambda a: a.index)],
+        finished=finished,
+        num_cached_tokens=num_cached_tokens,
     )
 
 
-def logprobs_of(entry: TokenLogprobs, text: Text | None) -> Logprobs:
+def _completion(answer: AnswerDelta, text: Text | None, with_logprobs: bool) -> CompletionOutput:
+    is_known = with_logprobs or answer.hypothesis is not None
+    return CompletionOutput(
+        index=answer.index,
+        text=answer.text,
+        token_ids=list(answer.tokens),
+        cumulative_logprob=answer.cumulative_logprob if is_known else None,
+        logprobs=[_logprobs_of(each, text) for each in answer.logprobs] if with_logprobs else None,
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+    )
+
+
+def _logprobs_of(entry: TokenLogprobs, text: Text | None) -> Logprobs:
     """The log-probabilities at one position, by token id."""
     ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
     values = {entry.token: entry.logprob} | dict(entry.top)
@@ -141,11 +141,13 @@ def _piece(token: int, text: Text | None) -> str | None:
 
 
 def fields_of(prompt: object) -> dict[str, Any]:
-    """The fields of a request that say a prompt; raises ValueError for what is none."""
+    """The fields of a request with a prompt; raises BadRequest for anything else."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Mapping) and set(prompt) <= {"prompt", "prompt_token_ids", "cache_salt"}:
         return dict(prompt)
-    raise ValueError(
-        f'{prompt!r:.60} is no prompt; give a string, {{"prompt": ...}} or {{"prompt_token_ids": ...}}'
+    raise BadRequest(
+        "prompt",
+        'is no prompt; give a string, {"prompt": ...} or {"prompt_token_ids": ...}',
+        subject=f"{prompt!r:.60}",
     )

@@ -1,0 +1,69 @@
+"""How does a process become an engine that serves?
+
+    python -m serving.engine.main SOCKET RECIPE [key=value ...] [--profile NAME]
+
+It begins when it reads a byte from its standard input, and ends when its parent does, however that ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+
+import zmq
+
+from serving.engine.worker import Worker, facts_of
+
+log = logging.getLogger(__name__)
+
+
+def _end_with_parent() -> None:
+    """End when the parent does: only it holds our standard input, a pipe, open."""
+
+    def wait() -> None:
+        os.read(0, 1)  # unbuffered: a normal end would wait for the buffer's lock
+        os._exit(0)  # the engine may be in a step, and nobody waits for it
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main(argv: list[str]) -> int:
+    """Build the engine and serve; 2 for a recipe that cannot be used."""
+    options = argparse.ArgumentParser(prog="python -m serving.engine.main")
+    options.add_argument("socket")
+    options.add_argument("recipe")
+    options.add_argument("overrides", nargs="*")
+    options.add_argument("--profile")
+    asked = options.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # they are for the server, which ends us
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    from recipes.build.engine import build
+    from recipes.build.machine import start
+    from recipes.schema.reader import load
+
+    if not os.read(0, 1):  # a spare process waits here, with all imports done
+        return 0
+    _end_with_parent()
+    try:
+        recipe = load(asked.recipe, asked.overrides, asked.profile)
+        engine = build(recipe)
+    except (ValueError, OSError) as error:
+        log.error("%s", error)
+        return 2
+    gc.collect()
+    gc.freeze()  # these objects stay: a collection that visits them delays a step by a tenth of a second
+    socket = zmq.Context().socket(zmq.PAIR)
+    socket.set_hwm(0)  # bounded by the requests that the server lets in
+    socket.connect(asked.socket)
+    Worker(engine, socket, facts_of(engine, recipe, start(recipe.device).name)).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,303 @@
+"""What has the server done so far, in plain numbers?
+
+Some of them change with every token, so updates are cheap; names and formats are added when metrics are read.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict
+from types import MappingProxyType
+
+import numpy as np
+
+from continuous_batching.inspection import Usage
+from serving.answers.stream import AnswerStream
+from serving.engine.messages import Beat, EngineFacts, SampleEnd, StepTimes
+
+# The headers by which a client says what its request is part of (W3C's Trace Context), during that request
+TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
+_MOST_INTERVALS = 1000
+NO_GAUGES = Usage(*[0] * 5, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
+REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
+ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
+ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")
+HELD_BACK = ("slots", "tokens", "policy", "pages")
+LOOKUPS = ("whole", "too_short", "other_salt", "evicted", "unaligned", "unseen")
+
+
+# In seconds, as vLLM's, with finer steps where a small model is
+TO_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+TO_FIRST_TOKEN += (20, 40, 80, 160, 640, 2560)
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+PER_TOKEN += (7.5, 10, 20, 40, 80)
+PER_REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+PER_REQUEST += (960, 1920, 7680)
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+
+
+class Histogram:
+    """How many values are at or below each of its ascending bounds, and their sum."""
+
+    __slots__ = ("_counts", "bounds", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.sum = 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Add a value; takes some hundred nanoseconds."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Add many values, for a tenth of that time each."""
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self._counts)).tolist()
+        self._counts = [count + more for count, more in zip(self._counts, found)]
+        self.sum += sum(values)
+
+    def copy(self) -> Histogram:
+        """Its present state."""
+        copy = Histogram(self.bounds)
+        copy.sum, copy._counts = self.sum, self._counts.copy()
+        return copy
+
+    @property
+    def num(self) -> int:
+        return sum(self._counts)
+
+    def buckets(self, scale: float = 1.0) -> list[tuple[str, int]]:
+        """Each bound, times `scale`, as text, and how many values are at or below it."""
+        found, total = [], 0
+        for bound, count in zip((*(f"{each * scale:.6g}" for each in self.bounds), "+Inf"), self._counts):
+            total += count
+            found.append((bound, total))
+        return found
+
+
+class CounterSums:
+    """The sums, over all engines, of counters that start from 0 with each engine."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, int] = {}
+        self._last: Mapping[str, int] = {}
+
+    def follow(self, counters: Mapping[str, int]) -> None:
+        """A reading of the engine that runs."""
+        for name, value in counters.items():
+            more = max(0, value - self._last.get(name, 0))
+            self.totals[name] = self.totals.get(name, 0) + more
+        self._last = counters
+
+    def restart(self) -> None:
+        """Another engine counts from 0."""
+        self._last = {}
+
+    def __getitem__(self, name: str) -> int:
+        return self.totals.get(name, 0)
+
+
+class ServerStats:
+    """Counts what happens, within the event loop. Times are in seconds.
+
+    A sample is one of a request's `n`; each ends for one reason of ENDS.
+    """
+
+    def __init__(self) -> None:
+        self.model = ""  # its name for clients
+        self.facts: EngineFacts | None = None  # of the engine that runs
+        self.num_engines = 0  # that became ready
+        self.start_s = 0.0  # how long the last of them took
+        self.num_requests = 0  # that went to the engine
+        self.num_samples = 0
+        self.num_open = 0  # samples that have not ended
+        self.rejects: Counter[str] = Counter()
+        self.aborts: Counter[str] = Counter()
+        self.ends: Counter[str] = Counter()
+        self.responses: Counter[str] = Counter()  # by HTTP's status
+        self.held_back_s: Counter[str] = Counter()
+        self.counters = CounterSums()
+        self.lookups = CounterSums()
+        self.prefill_tokens = 0
+        self.decode_tokens = 0
+        self.prompt_tokens = 0
+        self.beam_tokens = 0  # of answers whose tokens come only with their end
+        self.num_corrupted = 0
+        self.batch_tokens = 0  # of the last step
+        self.is_idle = True
+        self.num_lost_lines: Callable[[], int] = int  # of the log
+        self._heard_s = self._beat_s = time.monotonic()
+        self._beat: Beat | None = None
+        self._intervals_s: list[float] = []  # between tokens, not yet in the histogram
+        self._make_histograms()
+
+    def _make_histograms(self) -> None:
+        self.first_token_s = Histogram(TO_FIRST_TOKEN)
+        self._per_token_s = Histogram(PER_TOKEN)
+        self.mean_per_token_s = Histogram(PER_TOKEN)
+        self.latency_s = Histogram(PER_REQUEST)
+        self.short_latency_s = Histogram((0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30))
+        self.queue_s = Histogram(PER_REQUEST)
+        self.prefill_s = Histogram(PER_REQUEST)
+        self.decode_s = Histogram(PER_REQUEST)
+        self.inference_s = Histogram(PER_REQUEST)
+        self.prompt_lens = Histogram(TOKENS)
+        self.answer_lens = Histogram(TOKENS)
+        self.longest_lens = Histogram(TOKENS)
+        self.asked_lens = Histogram(TOKENS)
+        self.asked_samples = Histogram((1, 2, 5, 10, 20))
+        self.spans = Histogram([2**power for power in range(9)])
+        self.tokens = Histogram((100, 500, 1000, 2000, 4000, 8000, 16000))
+        self.step_tokens = Histogram(STEP_TOKENS)
+        self.step_ms = Histogram((1, 2, 5, 10, 20, 50, 100, 200))
+        self.overhead_us = Histogram((10, 50, 100, 500, 1000, 5000))
+
+    @property
+    def gauges(self) -> Usage:
+        """As of the engine's last beat; all 0 without an engine."""
+        return NO_GAUGES if self._beat is None else self._beat.gauges
+
+    @property
+    def held_back(self) -> str | None:
+        """What the head of the queue waits for."""
+        return None if self._beat is None else self._beat.held_back
+
+    @property
+    def shared_pages(self) -> int:
+        """Used by more than one sample."""
+        return 0 if self._beat is None else self._beat.shared_pages
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the last message of an engine came."""
+        return time.monotonic() - self._heard_s
+
+    @property
+    def per_token_s(self) -> Histogram:
+        """From token to token."""
+        self._fold()
+        return self._per_token_s
+
+    @property
+    def answer_tokens(self) -> int:
+        """Sampled, and sent to clients."""
+        return self.first_token_s.num + self.per_token_s.num + self.beam_tokens
+
+    @property
+    def batch_utilization(self) -> float:
+        """How much of the last step's budget of tokens was used; 0 while there is no work."""
+        most = 0 if self.facts is None else self.facts.max_batch_tokens
+        return 0.0 if self.is_idle or not most else self.batch_tokens / most
+
+    def _fold(self) -> None:
+        intervals_s, self._intervals_s = self._intervals_s, []
+        self._per_token_s.observe_all(intervals_s)
+
+    def ready(self, facts: EngineFacts, start_s: float) -> None:
+        """An engine is ready, so long after its start."""
+        self.facts, self.start_s = facts, start_s
+        self.num_engines += 1
+        self.counters.restart()
+        self.lookups.restart()
+        self._heard_s = self._beat_s = time.monotonic()
+
+    def lost(self, reason: str) -> None:
+        """An engine ended, or was ended."""
+        self.facts = self._beat = None
+        self.is_idle = True
+        self.ends["engine_lost"] += self.num_open
+        self.num_open = 0
+
+    def added(self, answer: AnswerStream) -> None:
+        """A request was sent to the engine."""
+        num_samples = len(answer.samples)
+        self.num_requests += 1
+        self.num_samples += num_samples
+        self.num_open += num_samples
+        self.prompt_tokens += answer.request.num_prompt_tokens
+        self.prompt_lens.observe(answer.request.num_prompt_tokens)
+        self.asked_samples.observe(answer.num_answers)
+        self.asked_lens.observe(answer.request.params.max_tokens)
+
+    def rejected(self, reason: str) -> None:
+        """A request was not let in, for one reason of REJECTS."""
+        self.rejects[reason] += 1
+
+    def refused(self, answer: AnswerStream, reason: str) -> None:
+        """The engine does not accept a request that was added: queue_full or refused."""
+        self.rejects[reason] += 1
+        self.ends["refused"] += len(answer.samples)
+        self.num_open -= len(answer.samples)
+
+    def aborted(self, answer: AnswerStream, reason: str) -> None:
+        """A request was cut off, for one reason of ABORTS; sibling: another prompt of it was not accepted."""
+        self.aborts[reason] += 1
+
+    def first_token(self, answer: AnswerStream, since_arrival_s: float) -> None:
+        """A sample has its first token."""
+        self.first_token_s.observe(since_arrival_s)
+
+    def next_token(self, since_last_s: float) -> None:
+        """A sample has another token."""
+        self._intervals_s.append(since_last_s)
+
+    def ended(self, answer: AnswerStream, index: int, end: SampleEnd, since_arrival_s: float) -> None:
+        """A sample ended."""
+        self.num_open -= 1
+        self.ends[end.reason] += 1
+        self.num_corrupted += end.reason == "error"
+        if end.reason == "timeout":
+            self.aborts["timeout"] += 1
+        if answer.request.params.beam_width:
+            self.beam_tokens += answer.samples[index].num_tokens  # of all hypotheses in the answer
+        self.latency_s.observe(since_arrival_s)
+        self.short_latency_s.observe(since_arrival_s)
+        self.answer_lens.observe(end.num_tokens)
+        if all(each is not None for each in answer.ends):
+            self.longest_lens.observe(max(each.num_tokens for each in answer.ends if each is not None))
+        if end.queue_s is not None:
+            self.queue_s.observe(end.queue_s)
+        if end.prefill_s is not None:
+            self.prefill_s.observe(end.prefill_s)
+        if end.decode_s is not None:
+            self.decode_s.observe(end.decode_s)
+            self.inference_s.observe((end.prefill_s or 0.0) + end.decode_s)
+            if end.num_tokens > 1:
+                self.mean_per_token_s.observe(end.decode_s / (end.num_tokens - 1))
+
+    def stepped(self, times: StepTimes) -> None:
+        """The engine made a step."""
+        self._heard_s = time.monotonic()
+        if len(self._intervals_s) > _MOST_INTERVALS:
+            self._fold()
+        if not times.num_spans:  # a request ended, and nothing was computed
+            return
+        self.is_idle = False
+        self.batch_tokens = times.num_tokens
+        self.prefill_tokens += times.num_prompt_tokens
+        self.decode_tokens += times.num_tokens - times.num_prompt_tokens
+        self.spans.observe(times.num_spans)
+        self.tokens.observe(times.num_tokens)
+        self.step_tokens.observe(times.num_tokens)
+        self.step_ms.observe(1e3 * times.step_s)
+        self.overhead_us.observe(1e6 * max(0.0, times.step_s - times.device_s))
+
+    def beat(self, beat: Beat) -> None:
+        """The engine sent its gauges and counters."""
+        self._heard_s = now_s = time.monotonic()
+        if beat.held_back is not None:
+            self.held_back_s[beat.held_back] += now_s - self._beat_s
+        self._beat, self._beat_s = beat, now_s
+        self.is_idle = not beat.gauges.running_requests
+        self.counters.follow(asdict(beat.counters) | {"wrong_pages": beat.wrong_pages})
+        self.lookups.follow(beat.gauges.lookups)
+
+    def responded(self, status: int) -> None:
+        """A response ended, except to a probe; 499: the client went away before it began."""
+        self.responses[str(status)] += 1

@@ -1,0 +1,211 @@
+"""How does a recipe become a server that listens, drains and ends?"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from serving.api import access
+from serving.api.access import ApiKeys, key_of_environment
+from serving.api.app import application
+from serving.api.protocol import Protocol
+from serving.async_llm import AsyncLLM
+from serving.metrics import logs
+from serving.metrics.pulse import report
+from serving.metrics.server_stats import ServerStats
+
+log = logging.getLogger("serve")
+# How long a client may send no request: longer than proxies keep a connection, which is 60 s with most of
+# them. The sender of requests must close first, or a request may meet a connection that is just being closed.
+IDLE_S = 75
+_LOG_EVERY_S = 10.0  # between lines about the server's work
+_BACKLOG = 2048  # connections that may wait to be accepted
+_LAST_PORT = 2**16 - 1
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_UNHEARD_S = 60  # a peer may acknowledge nothing, or have no room for data, for so long
+_SENT_BYTES = 2**18  # that the system holds for a reader; more waits in the server, where it is counted
+_MOST_DESCRIPTORS = 2**16
+_RESERVE = 64  # descriptors that are left for files, and for another engine
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What the command line of scripts.serve says."""
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    profile: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    model_name: str | None = None
+    api_keys: str | None = None  # a file
+    cors_origins: Sequence[str] = ()
+    otlp_endpoint: str | None = None
+    log_format: str = "text"
+    log_requests: bool = False
+
+    def tenant_of(self) -> dict[str, str]:
+        """The keys and their tenants; raises ValueError for a key that no client could send."""
+        tenant_of = ApiKeys.read(self.api_keys) if self.api_keys else {}
+        if key := key_of_environment():
+            tenant_of.setdefault(key, "")
+        return tenant_of
+
+
+class SignalFreeServer(uvicorn.Server):
+    """Leaves signals to `_serve`: the first one lets requests end, and only then stops listening."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave them alone."""
+        yield
+
+
+def run_server(options: ServerOptions) -> int:
+    """Serve until a signal; 1 where no engine could be started. Raises ValueError or OSError in one line."""
+    lines = logs.install(options.log_format)
+    try:
+        return _run(options, lines)
+    finally:
+        lines.close()
+
+
+def _run(options: ServerOptions, lines: logs.Lines) -> int:
+    logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
+    tenant_of = options.tenant_of()
+    stats, close = _stats(options.otlp_endpoint)
+    llm = AsyncLLM(options.recipe, options.overrides, options.profile, stats)
+    stats.num_lost_lines = lambda: lines.num_lost
+    keys = ApiKeys(tenant_of, share_prefixes=llm.recipe.server.share_prefixes)
+    stats.model = model = options.model_name or _name_of(llm, options.recipe)
+    listener = listener_at(options.host, options.port)
+    is_open = not keys.are_needed
+    if options.host not in _LOOPBACK and is_open:
+        log.warning("everybody who reaches %s may ask: give --api-keys FILE", options.host)
+    host, port = listener.getsockname()[:2]
+    log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
+    is_local = is_open and options.host in _LOOPBACK
+    app = application(llm, model, keys, options.cors_origins, is_local=is_local)
+    server = SignalFreeServer(configuration(app))
+    gc.collect()
+    gc.freeze()  # a collection while clients wait does not visit what is imported
+    try:
+        uvloop.run(_serve(llm, server, listener))
+    finally:
+        close()
+    return 1 if llm.engine.has_failed else 0
+
+
+async def _serve(llm: AsyncLLM, server: uvicorn.Server, listener: socket.socket) -> None:
+    """Until a signal, or until there can be no engine; a second signal does not wait for requests."""
+    loop = asyncio.get_running_loop()
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if first.is_set():
+            server.force_exit = True
+            second.set()
+        first.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    llm.start()
+    listening = asyncio.ensure_future(server.serve([listener]))
+    waits = [asyncio.ensure_future(each) for each in (llm.engine.dead(), first.wait())]
+    pulse = asyncio.ensure_future(report(llm.stats, _LOG_EVERY_S))
+    await asyncio.wait([*waits, listening], return_when=asyncio.FIRST_COMPLETED)
+    if first.is_set():
+        log.info("ends: %d requests may go on for %g s", llm.num_requests, llm.recipe.server.drain_s)
+        draining = asyncio.ensure_future(llm.drain(llm.recipe.server.drain_s))
+        again = asyncio.ensure_future(second.wait())
+        await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
+    pulse.cancel()
+    server.should_exit = True
+    await listening
+    await llm.close()
+
+
+def listener_at(host: str, port: int) -> socket.socket:
+    """A socket that listens; raises OSError or ValueError in one line."""
+    if not 0 <= port <= _LAST_PORT:
+        raise ValueError(f"--port is {port}; it must be from 0 (any that is free) to {_LAST_PORT}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        _drop_lost_clients(listener)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)  # whoever has read in the log that the server listens can connect
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --port") from None
+    return listener
+
+
+def _drop_lost_clients(listener: socket.socket) -> None:
+    """Let the system close connections whose clients are gone; accepted connections inherit this."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_BYTES)
+    for name, value in {
+        "TCP_KEEPIDLE": _UNHEARD_S // 2,
+        "TCP_KEEPINTVL": _UNHEARD_S // 6,
+        "TCP_KEEPCNT": 3,
+        "TCP_USER_TIMEOUT": 1000 * _UNHEARD_S,
+    }.items():
+        if hasattr(socket, name):  # Linux has all of them
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _most_connections() -> int:
+    """How many connections there may be: this process raises its limit of descriptors as far as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(1, most - _RESERVE)
+
+
+def configuration(app: ASGIApp) -> uvicorn.Config:
+    """uvicorn's configuration."""
+    return uvicorn.Config(
+        app,
+        http=partial(Protocol, most_connections=_most_connections()),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_keep_alive=IDLE_S,
+        timeout_graceful_shutdown=5,
+        backlog=_BACKLOG,
+    )
+
+
+def _stats(otlp_endpoint: str | None) -> tuple[ServerStats, Callable[[], None]]:
+    """What counts the server's work, and what ends it."""
+    if not otlp_endpoint:
+        return ServerStats(), lambda: None
+    try:
+        from serving.metrics.traces import Traces
+    except ImportError as error:
+        raise ValueError(f"--otlp-endpoint needs {error.name}: bash scripts/setup.sh otel") from error
+    traces = Traces.to(otlp_endpoint)
+    return traces, traces.close
+
+
+def _name_of(llm: AsyncLLM, recipe: str) -> str:
+    path = llm.recipe.model.path
+    return Path(recipe).parent.name if path is None or path.name == "weights" else path.name
