@@ -19,8 +19,7 @@ from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from kv_cache.page_keys import page_keys
 from recipes.schema.reader import load
-from serving.answers.answers import AnswerDelta, collect
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.engine.messages import (
     Add,
     AddRefused,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from functools import cached_property
 
 from fastapi import Request
 from starlette.responses import Response
 
-from serving.answers.answers import AnswerDelta
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.generation import Generation
 from serving.api.logprobs import Json, PromptLogprobs, as_content
 from serving.api.schemas import ChatBody
@@ -46,7 +46,10 @@ class ChatFormat:
         self._with_token_ids = bool(body.return_token_ids)
         self.is_long = self._with_logprobs or self._with_prompt_logprobs  # for 20 of each token: millions
         self._begun: set[int] = set()
-        self._prompt_logprobs = PromptLogprobs(text)
+
+    @cached_property
+    def _prompt_logprobs(self) -> PromptLogprobs:
+        return PromptLogprobs(self._text)
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """A whole choice."""

@@ -10,8 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from continuous_batching.refusal import BadRequest
-from serving.answers.answers import AnswerDelta
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.generation import Generation
 from serving.api.logprobs import Json, PromptLogprobs, TextOffset, as_lists
 from serving.api.schemas import CompletionBody

@@ -19,8 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from continuous_batching.refusal import BadRequest
-from serving.answers.answers import AnswerDelta, collect
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.access import Client
 from serving.api.errors import NotFound, body_of
 from serving.api.logprobs import Json

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from continuous_batching.request import TokenLogprobs
-from serving.answers.answers import finite
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerStream, finite
 from serving.text.tokenizer import Text
 
 Json = dict[str, Any]

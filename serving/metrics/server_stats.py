@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from continuous_batching.inspection import Usage
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerStream
 from serving.engine.messages import Beat, EngineFacts, SampleEnd, StepTimes
 
 # The headers by which a client says what its request is part of (W3C's Trace Context), during that request

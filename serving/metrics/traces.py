@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerStream
 from serving.engine.messages import SampleEnd
 from serving.metrics.server_stats import TRACE_HEADERS, ServerStats
 

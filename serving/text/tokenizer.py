@@ -197,16 +197,18 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that is certain with these tokens; empty once a stop string has been found."""
+        text, skip = self._text, self._skip_special_tokens
         if not self._stop:
-            taken = tuple(token_ids)
-            self.num_tokens += len(taken)
-            return self._decoder.decode(self._without_lead(self._bytes(taken)))
+            pieces = [text.token_bytes(token, skip_special_tokens=skip) for token in token_ids]
+            self.num_tokens += len(pieces)
+            return self._decoder.decode(self._without_lead(b"".join(pieces)))
         shown = ""
         for token in token_ids:
             if self.stopped is not None:
                 break
             self.num_tokens += 1
-            shown += self._advance(self._decoder.decode(self._without_lead(self._bytes((token,)))))
+            data = text.token_bytes(token, skip_special_tokens=skip)
+            shown += self._advance(self._decoder.decode(self._without_lead(data)))
         return shown
 
     def flush(self) -> str:
@@ -216,10 +218,6 @@ class Detokenizer:
         shown = self._advance(self._decoder.decode(b"", final=True))
         rest, self._held = self._held, ""
         return shown + rest
-
-    def _bytes(self, token_ids: Iterable[int]) -> bytes:
-        text, skip = self._text, self._skip_special_tokens
-        return b"".join([text.token_bytes(token, skip_special_tokens=skip) for token in token_ids])
 
     def _without_lead(self, data: bytes) -> bytes:
         while self._spaces_to_drop and data:

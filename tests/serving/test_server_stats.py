@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request, SamplingParams
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerStream
 from serving.engine.messages import Beat, EngineFacts, SampleEnd, StepTimes
 from serving.metrics.exposition import Exposition
 from serving.metrics.server_stats import NO_GAUGES, Histogram, ServerStats

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from continuous_batching.request import Request, SamplingParams
-from serving.answers.stream import AnswerStream
+from serving.answers.answers import AnswerStream
 from serving.api.access import AccessControl, ApiKeys
 from serving.engine.messages import SampleEnd
 from serving.metrics.server_stats import TRACE_HEADERS
