@@ -129,7 +129,6 @@ class JobRun:
         now_s = self._engine.clock()
         while self._pending and self._pending[0].request.arrival_s <= now_s:
             job = self._pending[0]
-            running = _Running(job, self._text)
             try:
                 self._engine.add(job.request)
             except QueueFull as error:
@@ -141,6 +140,7 @@ class JobRun:
                 yield JobRefused(self._pending.popleft(), error)
                 continue
             self._pending.popleft()
+            running = _Running(job, self._text)
             for index, sample in enumerate(running.progress.samples):
                 self._running[sample.request.id] = running, index
                 if running.reads_along:

@@ -12,10 +12,11 @@ import pytest
 import zmq
 
 from continuous_batching.inspection import Recount
+from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
 from recipes.build.engine import build
 from recipes.schema.reader import load
-from serving.engine.messages import Add, Beat, Finish, encode
+from serving.engine.messages import Add, AddRefused, Beat, Finish, decode_from_engine, encode
 from serving.engine.worker import Worker, facts_of
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
@@ -107,3 +108,30 @@ def test_no_more_pages_are_shared_than_are_in_use(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(worker, "_recount", lambda now_s: Recount(shared_pages=5, wrong_pages=0))
         worker._beat()
     assert [(each.gauges.held_pages, each.shared_pages) for each in told] == [(0, 0)]
+
+
+def test_a_refusal_comes_over_the_socket_as_it_was() -> None:
+    bad = BadRequest("stop", value="x", limit=3, fix="shorten it", place="[1]", subject="")
+    sent = decode_from_engine(encode(AddRefused.of(7, bad)))
+    assert isinstance(sent, AddRefused)
+    assert sent.stream == 7
+    assert vars(sent.error()) == vars(bad)
+    assert str(sent.error()) == str(bad)
+
+
+def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on() -> None:
+    recipe = load(TINY, ["scheduler.num_slots=2"])
+    engine = build(recipe)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as theirs, context.socket(zmq.PAIR) as ours:
+        theirs.bind("inproc://engine")
+        ours.connect("inproc://engine")
+        worker = Worker(engine, ours, facts_of(engine, recipe, "cpu"))
+        prompt = np.arange(300, 308, dtype=np.int32).tobytes()
+        for stream in range(2):
+            params = [SamplingParams(max_tokens=4)]
+            theirs.send(encode(Add(stream, ["same"], prompt, b"", params, "", "", 0, None, 0.0)))
+        worker._take(1000)
+        refused = decode_from_engine(theirs.recv())
+        assert isinstance(refused, AddRefused)
+        assert (refused.stream, refused.field) == (1, "id")
+        assert engine.step() is not None

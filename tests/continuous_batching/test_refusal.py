@@ -1,0 +1,66 @@
+"""Does a refusal say as data what its line says in words?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+
+
+def refused(request: Request) -> BadRequest:
+    """By a scheduler that has taken "here"."""
+    slots = SlotPool(num_slots=2, max_tokens=32, page_size=4)
+    scheduler = Scheduler(
+        slots, PagePool(9), StallFree(), max_batch_tokens=16, vocab_size=100, eos_token_ids=(2,)
+    )
+    scheduler.add(Request("here", np.arange(3, 6)))
+    with pytest.raises(BadRequest) as refusal:
+        scheduler.add(request)
+    return refusal.value
+
+
+def test_a_value_out_of_range_names_its_field_value_and_limit() -> None:
+    with pytest.raises(BadRequest) as refusal:
+        SamplingParams(top_p=2)
+    bad = refusal.value
+    assert (bad.field, bad.value, bad.limit) == ("top_p", 2, "above 0, at most 1")
+    assert str(bad) == "top_p is 2; it must be above 0, at most 1"
+    assert repr(bad) == "BadRequest('top_p is 2; it must be above 0, at most 1', field='top_p')"
+
+
+def test_a_place_within_a_field_is_no_part_of_its_name() -> None:
+    with pytest.raises(BadRequest) as refusal:
+        SamplingParams(logit_bias={7: 101.0})
+    assert (refusal.value.field, refusal.value.place) == ("logit_bias", "[7]")
+    assert str(refusal.value) == "logit_bias[7] is 101.0; it must be from -100 to 100"
+    assert str(refusal.value.of_field("bias")) == "bias[7] is 101.0; it must be from -100 to 100"
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "value", "limit"),
+    [
+        (Request("a", np.array([5, 100])), "prompt", 100, 99),
+        (Request("a", np.array([5]), SamplingParams(logit_bias={200: 1})), "logit_bias", 200, 99),
+        (Request("a", np.array([5]), SamplingParams(beam_width=3)), "beam_width", 3, 2),
+        (Request("a", np.array([5]), SamplingParams(max_tokens=50)), None, 51, 32),
+        (Request("here", np.array([5])), "id", "here", None),
+    ],
+)
+def test_the_scheduler_says_what_is_wrong_and_by_how_much(
+    request_: Request, field: str | None, value: object, limit: object
+) -> None:
+    bad = refused(request_)
+    assert (bad.field, bad.value, bad.limit) == (field, value, limit)
+    assert str(bad).startswith(f"request {request_.id} ")
+
+
+def test_a_long_value_is_cut() -> None:
+    assert str(BadRequest("stop", value="x" * 100, limit="short")) == (
+        f'stop is "{"x" * 56}...; it must be short'
+    )
