@@ -305,3 +305,4 @@ _READERS: dict[str, _Reader] = {
     "cache_salt": _name,
     "priority": _priority,
 }
+FIELDS = frozenset(_READERS)
