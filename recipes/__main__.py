@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from recipes.schema.keys import RecipeError, in_yaml, keys_of, table
-from recipes.schema.reader import placed, read
+from recipes.schema.keys import keys_of, table
+from recipes.schema.reader import Reading, placed, read
 from recipes.schema.recipe import Recipe, from_root
+from recipes.schema.recipe_error import RecipeError, in_yaml
+from recipes.schema.scheduler_defaults import completed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,13 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(path: str, overrides: Sequence[str], profile: str | None = None) -> None:
-    """Prints the resolved recipe and its sizing; raises ValueError."""
+    """Prints the keys of a recipe, their origins and its sizing; raises ValueError."""
     reading = read(path, overrides, profile)
-    rows = [
-        (each.name, _shown(reading.recipe.value(each.name)), reading.origin(each.name))
-        for each in keys_of(Recipe)
-    ]
-    _print_columns(rows)
 
     from recipes.build import memory_plan, sizing  # here, because they bring torch, which takes a second
 
@@ -55,9 +53,22 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     try:
         sized = sizing.size(reading.recipe, config, memory_bytes)
     except RecipeError as error:
+        _print_columns(_rows(reading, None))
         raise placed(error, reading.entries, path) from None
+    _print_columns(_rows(reading, sized.longest_tokens))
     print()
     _print_columns(memory_plan.report(reading.recipe, config, sized))
+
+
+def _rows(reading: Reading, longest_tokens: int | None) -> Iterator[tuple[str, str, str]]:
+    """Name, value and origin of every key; what a policy takes for a key that is left out, too."""
+    section, sources = completed(reading.recipe.scheduler, longest_tokens)
+    recipe = replace(reading.recipe, scheduler=section)
+    for each in keys_of(Recipe):
+        source, origin = sources.get(each.name.removeprefix("scheduler.")), reading.origin(each.name)
+        if source is not None:
+            origin = source if origin == "default" else f"{source}; {origin}"
+        yield each.name, _shown(recipe.value(each.name)), origin
 
 
 def _shown(value: object) -> str:
@@ -68,7 +79,8 @@ def _shown(value: object) -> str:
     return in_yaml(value)
 
 
-def _print_columns(rows: Sequence[tuple[str, ...]]) -> None:
+def _print_columns(columns: Iterable[tuple[str, ...]]) -> None:
+    rows = list(columns)
     widths = [max(len(cell) for cell in column) for column in zip(*rows)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

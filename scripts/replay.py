@@ -24,7 +24,7 @@ from benchmark.recordings.explain import Story
 from continuous_batching.recording.format import Added, DamagedRecording, Entry, Header, read_entries
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
-from recipes.build.scheduler import scheduler_from
+from recipes.build.scheduler import changed, scheduler_from
 from scripts import verb
 from simulation.fitted import fit
 
@@ -140,7 +140,7 @@ def compare(
         )
     columns = {"as recorded": what_if.summary(recorded)}
     section = recording.facts["scheduler"] | dict.fromkeys(BOUNDS)  # all that came is served
-    for name, scheduling in (("modelled", section), ("what if", section | changes)):
+    for name, scheduling in (("modelled", section), ("what if", changed(section, changes))):
         other = scheduler_from(recording.facts | {"scheduler": scheduling})
         fates = what_if.simulate(other, recorded, answered, costs)
         columns[f"{name}: {scheduling['policy']}"] = what_if.summary(fates)

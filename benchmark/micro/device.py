@@ -28,8 +28,8 @@ from recipes.build import versions
 from recipes.build.engine import build
 from recipes.build.machine import start
 from recipes.build.sizing import model_config
-from recipes.schema.keys import RecipeError
 from recipes.schema.reader import read
+from recipes.schema.recipe_error import RecipeError
 
 COPIED_BYTES, SIDE = {"cpu": 2**26, "other": 2**32}, {"cpu": 512, "other": 8192}
 WARM_UPS = 3

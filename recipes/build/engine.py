@@ -25,6 +25,7 @@ from recipes.build.memory_plan import Sizing, report
 from recipes.build.scheduler import Limits, facts_of, scheduler_of
 from recipes.build.sizing import model_config, size
 from recipes.schema.recipe import Recipe
+from recipes.schema.scheduler_defaults import completed
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def _measure(
 
     What an earlier engine of this process left allocated is not counted: less is not believed.
     """
-    budget = recipe.scheduler.max_batch_tokens
+    budget = engine.scheduler.max_batch_tokens
     warm_up(runner, budget)
     captured = capture(runner, recipe.device.graphs) if recipe.device.graphs else 0
     measured = largest_step_bytes(runner, budget)
@@ -127,6 +128,9 @@ def _log(recipe: Recipe, config: DecoderConfig, sizing: Sizing, fused: Ops, atte
     lines = dict(report(recipe, config, sizing))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
     log.info("cache: %s pages of %s, %s", f"{sizing.num_pages:,}", lines["a page"], lines["cache"])
+    section, sources = completed(recipe.scheduler, sizing.longest_tokens)
+    for key, source in sources.items():
+        log.info("scheduler.%s: %s, %s", key, getattr(section, key), source)
     log.info("operators of %s: %s", type(fused).__name__, _overridden(fused, Ops))
     log.info("attention of %s: %s", type(attention).__name__, _overridden(attention, Attention))
 

@@ -17,8 +17,8 @@ from attention.reference import Attention
 from devices.products import PRODUCTS, product
 from devices.shapes import AttentionShape
 from models.ops.reference import Ops
-from recipes.schema.keys import RecipeError
 from recipes.schema.recipe import DeviceSection
+from recipes.schema.recipe_error import RecipeError
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -85,9 +85,10 @@ class Cuda(Accelerator):
         super().__init__(asked)
         if not torch.cuda.is_available():
             raise RecipeError(
-                f"device.kind: torch {torch.__version__} finds no CUDA device; see nvidia-smi, install a"
-                " torch with CUDA, or set device.kind to cpu",
                 "device.kind",
+                f"torch {torch.__version__} finds no CUDA device",
+                "see nvidia-smi, install a torch with CUDA, or set device.kind to cpu",
+                value="cuda",
             )
         self.device = torch.device("cuda", 0)
 
@@ -114,9 +115,10 @@ class Npu(Accelerator):
             _stand_in(asked)
         elif "virtual_npu" in sys.modules:
             raise RecipeError(
-                "device.virtual: this process has a stand-in already, and would take it for the NPU; start"
-                " another process",
                 "device.virtual",
+                "this process has a stand-in already, and would take it for the NPU",
+                "start another process",
+                value=False,
             )
         try:
             from models.ops.npu import chip
@@ -125,9 +127,10 @@ class Npu(Accelerator):
             self.product = product(asked.product, self.chip)
         except (ImportError, ValueError) as error:
             raise RecipeError(
-                f"device.kind: no NPU can be used here ({one_line(error)}); mend that, or set"
-                " device.virtual to true, or device.kind to cpu",
                 "device.kind",
+                f"no NPU can be used here ({one_line(error)})",
+                "correct that, or set device.virtual to true, or device.kind to cpu",
+                value="npu",
             ) from error
         self.device = torch.device("npu", 0)
 
@@ -167,7 +170,7 @@ def _stand_in(asked: DeviceSection) -> None:
         virtual_npu.start(chip, fp32=asked.virtual_fp32)
     except (OSError, RuntimeError, ValueError) as error:
         raise RecipeError(
-            f"device.virtual: the stand-in does not start: {one_line(error)}", "device.virtual"
+            "device.virtual", f"the stand-in does not start: {one_line(error)}", value=True
         ) from error
 
 

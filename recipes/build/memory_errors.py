@@ -1,12 +1,12 @@
-"""Why can a recipe not fit, and which key mends it?"""
+"""Why does a recipe not fit into the machine, and which key makes it fit?"""
 
 from __future__ import annotations
 
 import math
 
 from recipes.build.memory_plan import GIB, Sizing, in_gib
-from recipes.schema.keys import RecipeError
 from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
 
 
 def check_fits(recipe: Recipe, sizing: Sizing) -> None:
@@ -14,14 +14,14 @@ def check_fits(recipe: Recipe, sizing: Sizing) -> None:
     if sizing.num_pages <= sizing.num_pages_fitting:
         return
     cache, missing = recipe.cache, sizing.total_bytes - sizing.memory_bytes
-    text = (
+    problem = (
         f"{_parts(sizing)} and {in_gib(sizing.cache_bytes)} of cache are {in_gib(missing)} more than the"
-        f" {in_gib(sizing.memory_bytes)} of this machine; "
+        f" {in_gib(sizing.memory_bytes)} of this machine"
     )
     host_bytes = sizing.host_beside_bytes
     if host_bytes - missing >= 2 * sizing.page_bytes or host_bytes >= sizing.memory_bytes:
         most = max(0.0, _floor(host_bytes - missing))
-        raise RecipeError(f"cache.host_gib: {text}set at most {most}", "cache.host_gib")
+        raise RecipeError("cache.host_gib", problem, f"set at most {most}", value=cache.host_gib, limit=most)
     name = next(
         name
         for name in ("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
@@ -30,9 +30,9 @@ def check_fits(recipe: Recipe, sizing: Sizing) -> None:
     fitting = sizing.num_pages_fitting
     if fitting < 2:
         lacking = sizing.beside_bytes + 2 * sizing.page_bytes - sizing.memory_bytes
-        raise RecipeError(f"{name}: {text}{_other_mend(sizing, lacking)}", name)
-    mend = fitting if cache.num_pages is not None else _floor(fitting * sizing.page_bytes)
-    raise RecipeError(f"{name}: {text}set at most {mend}", name)
+        raise RecipeError(name, problem, _other_fix(sizing, lacking), value=recipe.value(name))
+    limit = fitting if cache.num_pages is not None else _floor(fitting * sizing.page_bytes)
+    raise RecipeError(name, problem, f"set at most {limit}", value=recipe.value(name), limit=limit)
 
 
 def too_small_a_part(recipe: Recipe, sizing: Sizing, lacking: int) -> RecipeError:
@@ -40,11 +40,13 @@ def too_small_a_part(recipe: Recipe, sizing: Sizing, lacking: int) -> RecipeErro
     fraction = recipe.cache.memory_fraction
     assert fraction is not None, "only a recipe with a fraction can have too small a one"
     least = math.ceil(1000 * (fraction + lacking / sizing.memory_bytes)) / 1000
-    mend = f"set at least {least}" if least <= 1 else _other_mend(sizing, lacking)
     return RecipeError(
-        f"cache.memory_fraction: {fraction} of the {in_gib(sizing.memory_bytes)} of this machine are"
-        f" {in_gib(lacking)} less than {_parts(sizing)} and a cache of 2 pages; {mend}",
         "cache.memory_fraction",
+        f"{fraction} of the {in_gib(sizing.memory_bytes)} of this machine are {in_gib(lacking)} less than"
+        f" {_parts(sizing)} and a cache of 2 pages",
+        f"set at least {least}" if least <= 1 else _other_fix(sizing, lacking),
+        value=fraction,
+        limit=least,
     )
 
 
@@ -52,19 +54,23 @@ def too_few_pages(name: str, gib: float, num_pages: int, page_bytes: int) -> Rec
     """The error for memory that holds less than the null page and one to use."""
     least = math.ceil(2000 * page_bytes / GIB) / 1000
     return RecipeError(
-        f"{name}: {gib} GiB hold {num_pages} pages of {page_bytes} bytes, and 2 is the least;"
-        f" set at least {least}, or a smaller cache.page_size",
-        name,
-        "cache.page_size",
+        (name, "cache.page_size"),
+        f"{gib} GiB hold {num_pages} pages of {page_bytes} bytes, and 2 is the least",
+        f"set at least {least}, or a smaller cache.page_size",
+        value=gib,
+        limit=least,
     )
 
 
 def too_much_of_the_host(gib: float, memory_bytes: int) -> RecipeError:
     """The error for a host tier larger than the host's memory, where the device has its own."""
+    most = _floor(memory_bytes)
     return RecipeError(
-        f"cache.host_gib: {gib} is more than the {in_gib(memory_bytes)} of this host; set at most"
-        f" {_floor(memory_bytes)}",
         "cache.host_gib",
+        f"{gib} is more than the {in_gib(memory_bytes)} of this host",
+        f"set at most {most}",
+        value=gib,
+        limit=most,
     )
 
 
@@ -79,7 +85,7 @@ def _parts(sizing: Sizing) -> str:
     return ", ".join(f"{in_gib(count)} of {name}" for name, count in parts.items() if count)
 
 
-def _other_mend(sizing: Sizing, lacking: int) -> str:
+def _other_fix(sizing: Sizing, lacking: int) -> str:
     """What to change where no number of pages helps."""
     for name, count in (
         ("cache.host_gib", sizing.host_beside_bytes),

@@ -24,8 +24,10 @@ from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_p
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from recipes.schema.keys import keys_of
+from recipes.schema.precedence import COMMAND_LINE, FILE, Entry, settled
 from recipes.schema.recipe import CacheSection, SchedulerSection
-from recipes.schema.scheduler_section import contradictions
+from recipes.schema.scheduler_checks import contradictions
+from recipes.schema.scheduler_defaults import completed, longest_request
 
 Value = TypeVar("Value")
 
@@ -50,7 +52,9 @@ class Limits:
 
 def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -> Scheduler:
     """An empty scheduler."""
-    slots = SlotPool(asked.num_slots, limits.longest_tokens, cache.page_size)
+    longest_tokens = longest_request(asked, limits.longest_tokens)
+    asked = completed(asked, longest_tokens).section
+    slots = SlotPool(asked.num_slots, longest_tokens, cache.page_size)
     return Scheduler(
         slots,
         PagePool(limits.num_pages),
@@ -64,7 +68,7 @@ def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -
         outrank=asked.outrank,
         victim=VICTIMS[asked.victim],
         host_pool=PagePool(limits.num_host_pages) if limits.num_host_pages else None,
-        max_batch_tokens=asked.max_batch_tokens,
+        max_batch_tokens=_said(asked.max_batch_tokens),
         vocab_size=limits.vocab_size,
         eos_token_ids=limits.eos_token_ids,
         prefix_sharing=cache.prefix_sharing,
@@ -76,7 +80,8 @@ def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -
 
 
 def facts_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -> dict[str, Any]:
-    """All that a scheduler is made of, as plain values: for a recording's header."""
+    """All that a scheduler is made of, defaults among it, as plain values: for a recording's header."""
+    asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
     scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
     return {"scheduler": scheduler, "cache": asdict(cache), "limits": asdict(limits)}
 
@@ -98,8 +103,16 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
     return scheduler_of(asked, cache, limits)
 
 
+def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The scheduler's section of a recording with other values, to which those give way that do not suit."""
+    entries = {f"scheduler.{key}": Entry(value, "the recording", FILE) for key, value in section.items()}
+    for key, value in changes.items():
+        entries[f"scheduler.{key}"] = Entry(value, f"command line: scheduler.{key}", COMMAND_LINE)
+    return {name.partition(".")[2]: entry.value for name, entry in settled(entries).items()}
+
+
 def policy(asked: SchedulerSection) -> Policy:
-    """The way of batching that a recipe names."""
+    """The way of batching that a completed section names."""
     long_prompts = None
     if asked.max_long_prefills is not None:
         long_prompts = LongPrompts(asked.max_long_prefills, _said(asked.long_prompt_tokens))
@@ -107,7 +120,8 @@ def policy(asked: SchedulerSection) -> Policy:
         case "stall_free":
             return StallFree(chunks(asked), long_prompts)
         case "split":
-            return Split(int(_said(asked.prompt_share) * asked.max_batch_tokens), chunks(asked), long_prompts)
+            prompt_tokens = int(_said(asked.prompt_share) * _said(asked.max_batch_tokens))
+            return Split(prompt_tokens, chunks(asked), long_prompts)
         case "prefill_first":
             return PrefillFirst()
         case "orca":
@@ -120,7 +134,8 @@ def chunks(asked: SchedulerSection) -> Chunks | None:
     """How long a prompt's chunks are; None: as long as the budget allows."""
     if asked.chunk == "fixed":
         return None if asked.chunk_tokens is None else FixedChunks(asked.chunk_tokens)
-    least, most, tile = _said(asked.min_chunk_tokens), _said(asked.max_chunk_tokens), asked.tile_tokens or 32
+    least, most = _said(asked.min_chunk_tokens), _said(asked.max_chunk_tokens)
+    tile = _said(asked.tile_tokens)
     if asked.chunk == "dynamic":
         return StagedChunks(least, most, _said(asked.chunk_stages), _said(asked.staged_tokens), tile)
     return AdaptiveChunks(_said(asked.target_itl_ms) / 1000, least, most, tile)
@@ -140,15 +155,12 @@ def order(asked: SchedulerSection) -> QueueOrder:
         case "sjf":
             return shortest_first
         case "priority":
-            return Aged(
-                10.0 if asked.priority_s is None else asked.priority_s,
-                1.0 if asked.length_s is None else asked.length_s,
-            )
+            return Aged(_said(asked.priority_s), _said(asked.length_s))
         case "deadline":
             return EarliestDeadline(_said(asked.deadline_s))
 
 
 def _said(value: Value | None) -> Value:
-    """The value of a key that a recipe must have with what it asks for."""
-    assert value is not None, "a recipe is checked when it is made"
+    """The value of a key that is there by now: a recipe is checked when it is made, and then completed."""
+    assert value is not None, "the section has not been completed"
     return value

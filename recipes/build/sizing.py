@@ -15,8 +15,9 @@ from recipes.build import families
 from recipes.build.machine import host_memory_bytes, start
 from recipes.build.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.build.memory_plan import GIB, Sizing
-from recipes.schema.keys import RecipeError
 from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+from recipes.schema.scheduler_defaults import completed, longest_request
 
 SCORED_ROWS = 256  # queries whose scores live at once
 LOGIT_BYTES = 16  # beside the logits themselves: float32 scores, weights, and what choosing from them takes
@@ -97,7 +98,7 @@ def estimate(recipe: Recipe, config: DecoderConfig) -> int:
     Of one layer all that lives at once, the scores of the longest span that the budget allows, and the logits
     of all slots as the sampler works on them.
     """
-    num_tokens, num_slots = recipe.scheduler.max_batch_tokens, recipe.scheduler.num_slots
+    num_tokens, num_slots = step_tokens(recipe, config), recipe.scheduler.num_slots
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * config.intermediate_size
     span = min(num_tokens, max_positions(config))
@@ -107,6 +108,16 @@ def estimate(recipe: Recipe, config: DecoderConfig) -> int:
         item_bytes += torch.float32.itemsize  # rows are widened, and what comes of them lies beside
     logits = num_slots * config.vocab_size * (config.dtype.itemsize + LOGIT_BYTES)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + logits
+
+
+def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
+    """The most tokens of a step; where the longest request sets it, of one that only the model limits."""
+    longest_tokens = recipe.scheduler.max_request_tokens or max_positions(config)
+    if recipe.cache.num_pages is not None:
+        longest_tokens = min(longest_tokens, (recipe.cache.num_pages - 1) * recipe.cache.page_size + 1)
+    num_tokens = completed(recipe.scheduler, longest_tokens).section.max_batch_tokens
+    assert num_tokens is not None, "a recipe without a policy of whole prompts says it"
+    return num_tokens
 
 
 def max_positions(config: DecoderConfig) -> int:
@@ -173,13 +184,22 @@ def _longest(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[
     """The most tokens of a request, and what sets this limit."""
     asked, positions = recipe.scheduler.max_request_tokens, max_positions(config)
     if asked is None:
+        policy = recipe.scheduler.policy
         limits = ((positions, "the model's positions"), (cache_tokens, "what the cache holds"))
-        return min(limits, key=lambda limit: limit[0])
+        longest, because = min(limits, key=lambda limit: limit[0])
+        in_a_step = longest_request(recipe.scheduler, longest)
+        return (
+            (longest, because)
+            if in_a_step == longest
+            else (in_a_step, f"one step, in which {policy} computes a prompt")
+        )
     for limit, what in ((positions, "positions of the model"), (cache_tokens, "tokens that the cache holds")):
         if asked > limit:
             raise RecipeError(
-                f"scheduler.max_request_tokens: {asked} is more than the {limit} {what}; lower it to {limit}"
-                + ("" if limit == positions else ", or give the cache more pages"),
                 "scheduler.max_request_tokens",
+                f"{asked} is more than the {limit} {what}",
+                f"lower it to {limit}" + ("" if limit == positions else ", or give the cache more pages"),
+                value=asked,
+                limit=limit,
             )
     return asked, "scheduler.max_request_tokens"

@@ -6,23 +6,13 @@ range: the reader's errors, the checks and docs/recipe_keys.md all come from the
 
 from __future__ import annotations
 
-import difflib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-
-class RecipeError(ValueError):
-    """A recipe that cannot be used. The text is one line: where, which key, what is allowed, how to mend it.
-
-    `keys` are the dotted keys that it is about, for whoever knows where these stand.
-    """
-
-    def __init__(self, text: str, *keys: str) -> None:
-        super().__init__(text)
-        self.keys = keys
+from recipes.schema.recipe_error import RecipeError, in_words, in_yaml, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +78,13 @@ class Key:
         """Raise RecipeError for a value of a wrong type or out of range."""
         if not (self.accepts(value) and self.contains(value)):
             near = nearest(str(value), self.choices)
-            text = f"{self.name}: {in_words(value)} is not allowed; it must be {self.allowed}{near}"
-            raise RecipeError(text, self.name)
+            raise RecipeError(
+                self.name,
+                f"{in_words(value)} is not allowed",
+                f"it must be {self.allowed}{near}",
+                value=value,
+                limit=self.allowed,
+            )
 
 
 def key(
@@ -118,27 +113,6 @@ def table(section: type) -> str:
         default = "required" if each.default is MISSING else in_yaml(each.default)
         rows.append(f"| `{each.name}` | {each.allowed} | {default} | {each.meaning} |")
     return "\n".join(rows) + "\n"
-
-
-def in_yaml(value: object) -> str:
-    """A value as it would stand in a recipe."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def in_words(value: object) -> str:
-    """A value as an error shows it, however large it is."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value) if isinstance(value, (str, dict, list)) else in_yaml(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """What to append to an error about an unknown name."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -1,12 +1,12 @@
 """How does a YAML file become a recipe?
 
 From a base, if the file names one, the file, a profile, if one is asked for, and `key=value` overrides, each
-replacing what came before.
-Every error is one line that opens with the place of the key.
+of which replaces what came before. Every error is one line that opens with the place of the key.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -14,24 +14,19 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from recipes.schema.keys import Key, RecipeError, in_words, keys_of, nearest
+from recipes.schema.keys import Key, keys_of
+from recipes.schema.precedence import BASE, COMMAND_LINE, FILE, PROFILE, Entry, settled
 from recipes.schema.recipe import ROOT, Recipe
+from recipes.schema.recipe_error import RecipeError, in_words, nearest
 from recipes.schema.source_location import Located, parse
 
 Section = TypeVar("Section")
 
+log = logging.getLogger(__name__)
+
 PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A key's value and where it was said; of two entries the one of the higher rank holds."""
-
-    value: Any
-    place: str  # recipes/tiny/cpu.yaml:7, or command line: cache.page_size=32
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,7 @@ class Reading:
 
     def origin(self, name: str) -> str:
         """Where the value of a dotted key comes from."""
-        return self.entries[name].place if name in self.entries else "default"
+        return self.entries[name].origin if name in self.entries else "default"
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), profile: str | None = None) -> Recipe:
@@ -64,29 +59,34 @@ def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = 
         inherited = _document(base_path, f"{name}:{base.line}: base: ")
         if "base" in inherited:
             raise RecipeError(
-                f"{base_path}:{inherited['base'].line}: base: {path} is based on this recipe, and a base"
-                " may have no base itself; copy the keys"
+                "base",
+                f"{path} is based on this recipe, and a base may have no base itself",
+                "copy the keys",
+                place=f"{base_path}:{inherited['base'].line}",
             )
-        entries.update(_entries(inherited, str(base_path), rank=0))
-    entries.update(_entries(document, name, rank=1))
+        entries.update(_entries(inherited, str(base_path), BASE))
+    entries.update(_entries(document, name, FILE))
     if profile is not None:
         entries.update(_profile(profile))
-    for rank, override in enumerate(overrides, start=3):
-        _override(entries, override, rank)
-    return _reading(entries, name)
+    for number, override in enumerate(overrides):
+        _override(entries, override, number)
+    return _reading(settled(entries), name)
 
 
 def _document(path: Path, asked_by: str = "") -> dict[str, Located]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
+        problem = f"not text in UTF-8 ({error.reason} at byte {error.start})"
+        raise RecipeError((), problem, place=str(path)) from None
     except OSError as error:
         near = nearest(str(path), [str(each.relative_to(ROOT)) for each in ROOT.glob("recipes/**/*.yaml")])
-        raise RecipeError(f"{asked_by}{path}: {(error.strerror or 'unreadable').lower()}{near}") from None
+        problem = (error.strerror or "unreadable").lower() + near
+        raise RecipeError((), problem, place=f"{asked_by}{path}") from None
     document = parse(text, str(path)).value or {}
     if not isinstance(document, dict):
-        raise RecipeError(f"{path}: not a recipe; it must be a mapping of {', '.join(sorted(SECTIONS))}")
+        sections = ", ".join(sorted(SECTIONS))
+        raise RecipeError((), "not a recipe", f"it must be a mapping of {sections}", place=str(path))
     return document
 
 
@@ -97,20 +97,26 @@ def profiles() -> list[str]:
 
 def _profile(name: str) -> dict[str, Entry]:
     if name not in profiles():
+        names = ", ".join(profiles())
         raise RecipeError(
-            f"command line: --profile {name}: unknown profile; it must be {', '.join(profiles())}"
-            f"{nearest(name, profiles())}"
+            (),
+            "unknown profile",
+            f"it must be {names}{nearest(name, profiles())}",
+            value=name,
+            limit=names,
+            place=f"command line: --profile {name}",
         )
-    return _entries(_document(PROFILES / f"{name}.yaml"), f"recipes/profiles/{name}.yaml", rank=2)
+    return _entries(_document(PROFILES / f"{name}.yaml"), f"recipes/profiles/{name}.yaml", PROFILE)
 
 
 def _base_path(base: Located, path: Path) -> Path:
     if not isinstance(base.value, str):
-        raise RecipeError(f"{path}:{base.line}: base: {in_words(base.plain)} is not the path of a recipe")
+        problem = f"{in_words(base.plain)} is not the path of a recipe"
+        raise RecipeError("base", problem, value=base.plain, place=f"{path}:{base.line}")
     return Path(os.path.normpath(path.parent / base.value))
 
 
-def _entries(document: Mapping[str, Located], name: str, rank: int) -> dict[str, Entry]:
+def _entries(document: Mapping[str, Located], name: str, level: int) -> dict[str, Entry]:
     """The keys of one file."""
     entries = {}
     for section, located in document.items():
@@ -118,28 +124,29 @@ def _entries(document: Mapping[str, Located], name: str, rank: int) -> dict[str,
         if section not in SECTIONS:
             raise _unknown(place, section)
         if not isinstance(located.value, (dict, type(None))):
-            raise RecipeError(
-                f"{place}: {section}: {in_words(located.plain)} is not a mapping of the section's keys"
-            )
+            problem = f"{in_words(located.plain)} is not a mapping of the section's keys"
+            raise RecipeError(section, problem, value=located.plain, place=place)
         for leaf, value in (located.value or {}).items():
             key, place = f"{section}.{leaf}", f"{name}:{value.line}"
             if key not in KEYS:
                 raise _unknown(place, key)
-            entries[key] = Entry(_converted(KEYS[key], value, place), place, rank)
+            entries[key] = Entry(_converted(KEYS[key], value, place), place, level)
     return entries
 
 
-def _override(entries: dict[str, Entry], override: str, rank: int) -> None:
+def _override(entries: dict[str, Entry], override: str, number: int) -> None:
     place = f"command line: {override if len(override) <= 60 else override[:57] + '...'}"
     name, equals, text = override.partition("=")
     if not equals:
-        raise RecipeError(f"{place}: an override reads key=value, as in cache.page_size=32")
+        raise RecipeError((), "an override reads key=value, as in cache.page_size=32", place=place)
     located = parse(text, place, numbered=False)
     parts = name.split(".", 2)
     key = KEYS.get(".".join(parts[:2]))
     if name in SECTIONS:
         example = next(each for each in KEYS if each.startswith(f"{name}."))
-        raise RecipeError(f"{place}: {name} is a section; set one of its keys, as in {example}=...")
+        raise RecipeError(
+            (), f"{name} is a section", f"set one of its keys, as in {example}=...", place=place
+        )
     if key is None or (len(parts) == 3 and key.name != "model.config"):
         raise _unknown(place, name)
     if len(parts) == 3:  # one key of a config.json
@@ -147,31 +154,30 @@ def _override(entries: dict[str, Entry], override: str, rank: int) -> None:
         value: Any = {**(known or {}), parts[2]: located.plain}
     else:
         value = _converted(key, located, place)
-    entries[key.name] = Entry(value, place, rank)
+    entries[key.name] = Entry(value, place, COMMAND_LINE, number)
 
 
 def _converted(key: Key, located: Located, place: str) -> Any:
     """The value as the key's type."""
     value = located.plain
     if key.kind is Path and isinstance(value, str):
-        return _path(value, f"{place}: {key.name}")
+        return _path(value, key.name, place)
     if isinstance(value, int) and str(value) in key.choices:  # the product 950 is to YAML a number
         value = str(value)
     try:
         key.check(value)
     except RecipeError as error:
-        raise RecipeError(f"{place}: {error}", key.name) from None
+        raise error.at(place) from None
     return float(value) if key.kind is float and value is not None else value
 
 
-def _path(text: str, place: str) -> Path:
+def _path(text: str, key: str, place: str) -> Path:
     """An absolute path: `${NAME}` from the environment, `~` the home, else relative to the repository."""
 
     def replace(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
-            raise RecipeError(
-                f"{place}: {match[0]} is not set in the environment; set it, or write the path out"
-            )
+            problem, fix = f"{match[0]} is not set in the environment", "set it, or write the path out"
+            raise RecipeError(key, problem, fix, value=text, place=place)
         return os.environ[match[1]]
 
     return ROOT / os.path.expanduser(re.sub(r"\$\{(\w+)\}", replace, text))
@@ -180,19 +186,22 @@ def _path(text: str, place: str) -> Path:
 def _reading(entries: Mapping[str, Entry], name: str) -> Reading:
     for key in KEYS.values():
         if key.default is MISSING and key.name not in entries:
-            raise RecipeError(f"{name}: {key.name}: required, and missing; it must be {key.allowed}")
+            fix = f"it must be {key.allowed}"
+            raise RecipeError(key.name, "required, and missing", fix, limit=key.allowed, place=name)
     try:
         recipe = _made(Recipe, {name: entry.value for name, entry in entries.items()})
     except RecipeError as error:
         raise placed(error, entries, name) from None
+    for key_name, entry in entries.items():
+        if entry.note:
+            log.info("%s: %s", key_name, entry.origin)
     return Reading(recipe, entries)
 
 
 def placed(error: RecipeError, entries: Mapping[str, Entry], name: str) -> RecipeError:
     """The error with the place in front where the last word was said on its keys, or else the file's name."""
     said = [entries[key] for key in error.keys if key in entries]
-    place = max(said, key=lambda entry: entry.rank).place if said else name
-    return RecipeError(f"{place}: {error}", *error.keys)
+    return error.at(max(said, key=lambda entry: (entry.level, entry.number)).place if said else name)
 
 
 def _made(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
@@ -214,4 +223,6 @@ def _unknown(place: str, name: str) -> RecipeError:
         if same_leaf
         else nearest(name, KEYS if "." in name else [*KEYS, *SECTIONS, "base"])
     )
-    return RecipeError(f"{place}: {name}: unknown key{near or '; python -m recipes keys lists them'}")
+    return RecipeError(
+        name, "unknown key", near.removeprefix("; ") or "python -m recipes keys lists them", place=place
+    )

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.schema.keys import RecipeError, key, keys_of
-from recipes.schema.scheduler_section import SchedulerSection, contradictions
+from recipes.schema.keys import key, keys_of
+from recipes.schema.recipe_error import RecipeError
+from recipes.schema.scheduler_checks import contradictions
+from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.server_section import ServerSection
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository: what a recipe's paths are relative to
@@ -174,17 +176,17 @@ class Recipe:
         yield from self._one_of("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
         if self.model.config is not None and self.model.weights == "checkpoint":
             yield RecipeError(
-                "model.weights: a model.config has no checkpoint; set model.weights to random,"
-                " or name a model.path",
-                "model.weights",
-                "model.config",
+                ("model.weights", "model.config"),
+                "a model.config has no checkpoint",
+                "set model.weights to random, or name a model.path",
+                value=self.model.weights,
             )
         if self.cache.compact_pages_per_step and not self.cache.compact_every_steps:
             yield RecipeError(
-                "cache.compact_pages_per_step: read only where cache.compact_every_steps is set, and it is 0;"
-                " set it, or leave this out",
-                "cache.compact_pages_per_step",
-                "cache.compact_every_steps",
+                ("cache.compact_pages_per_step", "cache.compact_every_steps"),
+                "read only where cache.compact_every_steps is set, and it is 0",
+                "set it, or leave this out",
+                value=self.cache.compact_pages_per_step,
             )
         yield from self._device_contradictions()
         yield from contradictions(self.scheduler)
@@ -194,12 +196,12 @@ class Recipe:
             if longest > capacity:
                 pages = -(-(longest - 1) // cache.page_size) + 1
                 yield RecipeError(
-                    f"scheduler.max_request_tokens: {longest} is more than the {capacity} that fit into"
-                    f" {cache.num_pages} pages of {cache.page_size}; lower it,"
-                    f" or set cache.num_pages to {pages}",
-                    "scheduler.max_request_tokens",
-                    "cache.num_pages",
-                    "cache.page_size",
+                    ("scheduler.max_request_tokens", "cache.num_pages", "cache.page_size"),
+                    f"{longest} is more than the {capacity} that fit into {cache.num_pages} pages of"
+                    f" {cache.page_size}",
+                    f"lower it, or set cache.num_pages to {pages}",
+                    value=longest,
+                    limit=capacity,
                 )
 
     def _device_contradictions(self) -> Iterator[RecipeError]:
@@ -208,38 +210,42 @@ class Recipe:
             said = getattr(device, leaf)
             if said not in (None, False, 0) and device.kind not in kinds:
                 yield RecipeError(
-                    f"device.{leaf}: read only where device.kind is {' or '.join(kinds)}, and it is"
-                    f" {device.kind}; leave it out",
-                    f"device.{leaf}",
-                    "device.kind",
+                    (f"device.{leaf}", "device.kind"),
+                    f"read only where device.kind is {' or '.join(kinds)}, and it is {device.kind}",
+                    "leave it out",
+                    value=said,
                 )
         if device.virtual_fp32 and not device.virtual:
             yield RecipeError(
-                "device.virtual_fp32: no product takes float32 in its fused operators, only the stand-in can"
-                " be told to; set device.virtual to true, or leave this out",
-                "device.virtual_fp32",
-                "device.virtual",
+                ("device.virtual_fp32", "device.virtual"),
+                "no product takes float32 in its fused operators, only the stand-in can be made to",
+                "set device.virtual to true, or leave this out",
+                value=True,
             )
         if device.batch_invariant and device.attention == "reference":
             yield RecipeError(
-                "device.batch_invariant: device.attention is reference, which sums as a prompt was cut; set"
-                " device.batch_invariant to false, or device.attention to fused",
-                "device.batch_invariant",
-                "device.attention",
+                ("device.batch_invariant", "device.attention"),
+                "device.attention is reference, which sums as a prompt was cut",
+                "set device.batch_invariant to false, or device.attention to fused",
+                value=True,
             )
         if device.graphs and device.attention == "reference":
             yield RecipeError(
-                "device.graphs: device.attention is reference, which asks the host at each span and cannot"
-                " be captured; set device.graphs to 0, or device.attention to fused",
-                "device.graphs",
-                "device.attention",
+                ("device.graphs", "device.attention"),
+                "device.attention is reference, which asks the host at each span and cannot be captured",
+                "set device.graphs to 0, or device.attention to fused",
+                value=device.graphs,
+                limit=0,
             )
 
     def _one_of(self, *names: str) -> Iterator[RecipeError]:
-        first, given = names[0], [name for name in names if self.value(name) is not None]
+        given = [name for name in names if self.value(name) is not None]
         if not given:
-            yield RecipeError(f"{first}: required, or {' or '.join(names[1:])} in its place", *names)
+            yield RecipeError(names, f"required, or {' or '.join(names[1:])} in its place")
         elif len(given) > 1:
             yield RecipeError(
-                f"{given[0]}: excludes {given[1]}, and both are set; set one of them to null", *given
+                tuple(given),
+                f"excludes {given[1]}, and both are set",
+                "set one of them to null",
+                value=self.value(given[0]),
             )

@@ -1,17 +1,16 @@
-"""Which keys has a recipe for who runs when, and which of them cannot stand together?"""
+"""Which keys has a recipe for who runs when, and where is each of them read?"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.schema.keys import RecipeError, in_words, key
+from recipes.schema.keys import key
 
 _DAY_MS, _MOST_TOKENS = 86_400_000, 2**20
 WHOLE = ("orca", "prefill_first")  # policies that compute a prompt in one step
+CHUNKED = ("stall_free", "split")  # policies that cut prompts into chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,12 @@ class SchedulerSection:
         default="stall_free",
     )
     num_slots: int = key("requests that run at once", least=1, most=2**16)
-    max_batch_tokens: int = key("the most tokens computed in one step", least=1, most=_MOST_TOKENS)
+    max_batch_tokens: int | None = key(
+        "the most tokens computed in one step; null: orca, prefill_first: the longest request",
+        default=None,
+        least=1,
+        most=_MOST_TOKENS,
+    )
     max_request_tokens: int | None = key(
         "the longest request, prompt and answer; null: what model and cache allow",
         default=None,
@@ -44,13 +48,15 @@ class SchedulerSection:
         most=_MOST_TOKENS,
     )
     min_chunk_tokens: int | None = key(
-        "dynamic: the last chunk; adaptive: the tokens of prompts in a step that misses the target",
+        "dynamic: the last chunk; null: an eighth of the first; adaptive: the tokens of prompts in a step"
+        " that misses the target; null: `scheduler.tile_tokens`",
         default=None,
         least=1,
         most=_MOST_TOKENS,
     )
     max_chunk_tokens: int | None = key(
-        "dynamic: the first chunk; adaptive: the most tokens of prompts in a step",
+        "dynamic: the first chunk; adaptive: the most tokens of prompts in a step; null:"
+        " `scheduler.max_batch_tokens`",
         default=None,
         least=1,
         most=_MOST_TOKENS,
@@ -62,22 +68,24 @@ class SchedulerSection:
         most=4096,
     )
     chunk_stages: int | None = key(
-        "dynamic: chunk lengths from first to last", default=None, least=1, most=1024
+        "dynamic: chunk lengths from first to last; null: 4", default=None, least=1, most=1024
     )
     staged_tokens: int | None = key(
-        "dynamic: the tokens of a prompt over which the stages go, in equal parts",
+        "dynamic: the tokens of a prompt over which the stages go, in equal parts; null: a first chunk for"
+        " each",
         default=None,
         least=1,
         most=2**24,
     )
     target_itl_ms: float | None = key(
-        "adaptive: 99 in 100 times between two tokens of a request shall be no longer",
+        "adaptive: 99 in 100 times between two tokens of a request shall be no longer; null: 50",
         default=None,
         least=0.1,
         most=_DAY_MS,
     )
     prompt_share: float | None = key(
-        "split: the part of `scheduler.max_batch_tokens` that is for prompts",
+        "split: the part of `scheduler.max_batch_tokens` that is for prompts; null: what a decode of each"
+        " slot leaves",
         default=None,
         least=0.001,
         most=0.999,
@@ -147,9 +155,14 @@ class SchedulerSection:
         " lowest `priority`; the oldest request never does",
         default="youngest",
     )
-    batch_size: int | None = key("static: requests that start together", default=None, least=1, most=2**16)
+    batch_size: int | None = key(
+        "static: requests that start together; null: `scheduler.num_slots`", default=None, least=1, most=2**16
+    )
     max_wait_ms: float | None = key(
-        "static: how long the first of a batch waits for the others", default=None, least=0, most=_DAY_MS
+        "static: how long the first of a batch waits for the others; null: 100",
+        default=None,
+        least=0,
+        most=_DAY_MS,
     )
     overlap: bool = key(
         "make the next step while the device is at this one, wherever it can be known; answers stay the same",
@@ -165,107 +178,25 @@ class SchedulerSection:
     )
 
 
-# Keys that are read only where another key has one of some values: which, and whether they must be there then
-_READ_WHERE: dict[str, tuple[str, tuple[object, ...], bool]] = {
-    "batch_size": ("policy", ("static",), True),
-    "max_wait_ms": ("policy", ("static",), True),
-    "overlap": ("policy", ("stall_free", "split", "prefill_first", "orca"), False),
-    "prompt_share": ("policy", ("split",), True),
-    "max_long_prefills": ("policy", ("stall_free", "split"), False),
-    "chunk_tokens": ("chunk", ("fixed",), False),
-    "min_chunk_tokens": ("chunk", ("dynamic", "adaptive"), True),
-    "max_chunk_tokens": ("chunk", ("dynamic", "adaptive"), True),
-    "tile_tokens": ("chunk", ("dynamic", "adaptive"), False),
-    "chunk_stages": ("chunk", ("dynamic",), True),
-    "staged_tokens": ("chunk", ("dynamic",), True),
-    "target_itl_ms": ("chunk", ("adaptive",), True),
-    "priority_s": ("queue", ("priority",), False),
-    "length_s": ("queue", ("priority",), False),
-    "outrank": ("queue", ("priority",), False),
-    "deadline_s": ("queue", ("deadline",), True),
-    "tenant_weights": ("fair_tenants", (True,), False),
+# Keys that are read only where each of these other keys has one of these values
+READ_WHERE: dict[str, dict[str, tuple[object, ...]]] = {
+    "batch_size": {"policy": ("static",)},
+    "max_wait_ms": {"policy": ("static",)},
+    "overlap": {"policy": ("stall_free", "split", "prefill_first", "orca")},
+    "prompt_share": {"policy": ("split",)},
+    "max_long_prefills": {"policy": CHUNKED},
+    "chunk": {"policy": CHUNKED},
+    "chunk_tokens": {"policy": CHUNKED, "chunk": ("fixed",)},
+    "min_chunk_tokens": {"chunk": ("dynamic", "adaptive")},
+    "max_chunk_tokens": {"chunk": ("dynamic", "adaptive")},
+    "tile_tokens": {"chunk": ("dynamic", "adaptive")},
+    "chunk_stages": {"chunk": ("dynamic",)},
+    "staged_tokens": {"chunk": ("dynamic",)},
+    "target_itl_ms": {"chunk": ("adaptive",)},
+    "priority_s": {"queue": ("priority",)},
+    "length_s": {"queue": ("priority",)},
+    "outrank": {"queue": ("priority",)},
+    "deadline_s": {"queue": ("deadline",)},
+    "tenant_weights": {"fair_tenants": (True,)},
 }
-
-
-def contradictions(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """Keys that each are in range and cannot stand together."""
-    yield from _unread(scheduler)
-    yield from _too_much(scheduler)
-    yield from _uncut(scheduler)
-    if (scheduler.max_long_prefills is None) != (scheduler.long_prompt_tokens is None):
-        yield _error(
-            "max_long_prefills", "and scheduler.long_prompt_tokens need each other", "long_prompt_tokens"
-        )
-    if scheduler.prompt_share is not None:
-        left = scheduler.max_batch_tokens - int(scheduler.prompt_share * scheduler.max_batch_tokens)
-        if left < scheduler.num_slots or left == scheduler.max_batch_tokens:
-            yield _error(
-                "prompt_share",
-                f"{scheduler.prompt_share} of {scheduler.max_batch_tokens} tokens leaves {left} for decodes;"
-                f" it must leave at least scheduler.num_slots ({scheduler.num_slots}), and some for prompts",
-                "max_batch_tokens",
-                "num_slots",
-            )
-    for tenant, weight in (scheduler.tenant_weights or {}).items():
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not (isinstance(tenant, str) and number and 0 < weight < math.inf):
-            yield _error(
-                "tenant_weights",
-                f"{in_words(tenant)}: {in_words(weight)} is no weight; give a number above 0",
-            )
-
-
-def _unread(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """Keys that another key makes meaningless, or needs."""
-    for leaf, (other, values, required) in _READ_WHERE.items():
-        said, chosen = getattr(scheduler, leaf), getattr(scheduler, other)
-        where = f"where scheduler.{other} is {' or '.join(in_words(each).strip(chr(39)) for each in values)}"
-        if chosen in values and said is None and required:
-            yield _error(leaf, f"required {where}", other)
-        if chosen not in values and said not in (None, False):
-            yield _error(
-                leaf, f"read only {where}, and it is {in_words(chosen).strip(chr(39))}; leave it out", other
-            )
-
-
-def _too_much(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """Numbers that are larger than what they are a part of."""
-    for leaf, other, why in (
-        ("num_slots", "max_batch_tokens", "not every slot could decode in every step"),
-        ("batch_size", "num_slots", "not every request of a batch would find a slot"),
-        ("chunk_tokens", "max_batch_tokens", "no step could hold a chunk"),
-        ("max_chunk_tokens", "max_batch_tokens", "no step could hold a chunk"),
-        ("min_chunk_tokens", "max_chunk_tokens", "chunks would grow where they are to shrink"),
-    ):
-        part, whole = getattr(scheduler, leaf), getattr(scheduler, other)
-        if part is not None and whole is not None and part > whole:
-            yield _error(
-                leaf,
-                f"{part} is more than scheduler.{other} ({whole}), so that {why};"
-                " lower the first or raise the second",
-                other,
-            )
-
-
-def _uncut(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """What cannot be asked of a policy that does not cut prompts to measure."""
-    policy = scheduler.policy
-    if policy in (*WHOLE, "static") and (scheduler.chunk != "fixed" or scheduler.chunk_tokens is not None):
-        leaf = "chunk" if scheduler.chunk != "fixed" else "chunk_tokens"
-        yield _error(
-            leaf, f"scheduler.policy is {policy}, which takes no length of chunks; leave it out", "policy"
-        )
-    longest = scheduler.max_request_tokens
-    if policy in WHOLE and longest is not None and longest > scheduler.max_batch_tokens:
-        yield _error(
-            "max_request_tokens",
-            f"{longest} is more than scheduler.max_batch_tokens ({scheduler.max_batch_tokens}), and"
-            f" scheduler.policy is {policy}, which computes a prompt in one step; lower the first or raise"
-            " the second",
-            "max_batch_tokens",
-            "policy",
-        )
-
-
-def _error(leaf: str, text: str, *others: str) -> RecipeError:
-    return RecipeError(f"scheduler.{leaf}: {text}", *(f"scheduler.{each}" for each in (leaf, *others)))
+UNSAID = {each.name: each.default for each in fields(SchedulerSection)}  # what a key is that nobody set

@@ -11,7 +11,9 @@ from typing import Any
 
 import yaml
 
-from recipes.schema.keys import RecipeError
+from recipes.schema.recipe_error import RecipeError
+
+MOST_LEVELS = 32  # of mappings and lists in each other; a recipe has 2, a config.json some more
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,7 @@ class _Problem(Exception):
 def parse(text: str, name: str, *, numbered: bool = True) -> Located:
     """The one document of a text; raises RecipeError that opens with `name` and, if numbered, the line."""
     try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                raise _Problem(f"*{event.anchor} is an alias; write the value out", event.start_mark)
+        _check_events(text)
         node = yaml.compose(text, yaml.SafeLoader)
         return _located(node, 1) if node is not None else Located(None, 1)
     except _Problem as error:
@@ -52,9 +52,19 @@ def parse(text: str, name: str, *, numbered: bool = True) -> Located:
         line, problem = (mark.line + 1 if mark else 0), f"not YAML: {error.problem}"
     except yaml.YAMLError as error:  # bytes that are no text
         line, problem = 0, f"not YAML: {' '.join(str(error).split())}"
-    except RecursionError:
-        line, problem = 0, "nested too deeply for a recipe"
-    raise RecipeError(f"{name}:{line}: {problem}" if line and numbered else f"{name}: {problem}")
+    raise RecipeError((), problem, place=f"{name}:{line}" if line and numbered else name)
+
+
+def _check_events(text: str) -> None:
+    """Refuse what a recipe has no need of, before `compose`, which follows each level by calling itself."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise _Problem(f"*{event.anchor} is an alias; write the value out", event.start_mark)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_LEVELS:
+            raise _Problem(f"nested more than {MOST_LEVELS} levels deep", event.start_mark)
 
 
 def _located(node: yaml.Node, line: int, name: str = "") -> Located:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.schema.keys import RecipeError
 from recipes.schema.reader import load
+from recipes.schema.recipe_error import RecipeError
 
 GOOD = """\
 model:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from recipes.build.machine import Cpu, host_memory_bytes, start
-from recipes.schema.keys import RecipeError
 from recipes.schema.recipe import ROOT, DeviceSection
+from recipes.schema.recipe_error import RecipeError
 from tests.recipes.test_sizing import made, refusal, sized
 
 
@@ -39,7 +39,7 @@ def test_an_npu_that_is_not_here_is_refused_in_one_line():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # no stand-in is in that process
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "device.kind: no NPU can be used here (No module named 'torch_npu'); mend that, or set" in line
+    assert "device.kind: no NPU can be used here (No module named 'torch_npu'); correct that, or set" in line
 
 
 def test_the_host_tier_is_no_part_of_a_device_with_its_own_memory():

@@ -7,9 +7,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.schema.keys import RecipeError
 from recipes.schema.reader import KEYS, load, read
 from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
 from tests.recipes.conftest import GOOD, error
 
 
@@ -70,9 +70,10 @@ def test_a_base_is_read_first_and_only_one_level_deep(recipe):
 
 def test_a_contradiction_is_told_where_the_last_word_was_said(recipe):
     path = recipe()
-    assert error(path, "cache.memory_gib=1") == (
-        "command line: cache.memory_gib=1: cache.num_pages: excludes cache.memory_gib, and both are set;"
-        " set one of them to null"
+    both = error(path, "cache.memory_gib=1", "cache.memory_fraction=0.5")
+    assert both == (
+        "command line: cache.memory_fraction=0.5: cache.memory_gib: excludes cache.memory_fraction, and both"
+        " are set; set one of them to null"
     )
     low = "scheduler.num_slots: 4 is more than scheduler.max_batch_tokens (2), so that not every slot could"
     assert error(recipe(GOOD.replace("tokens: 64", "tokens: 2"))).startswith(f"r.yaml:9: {low}")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.schema.keys import RecipeError
 from recipes.schema.reader import load, read
 from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
 from tests.recipes.conftest import GOOD, error
 
 
@@ -144,7 +144,8 @@ def test_a_wrong_key_or_value_is_one_line(recipe, old, new, line):
         ("- model\n", "r.yaml: not a recipe; it must be a mapping of cache, device, model, scheduler"),
         ("", "r.yaml: device.kind: required, and missing; it must be cpu, cuda or npu"),
         ("a: \x07", "r.yaml: not YAML: unacceptable character #x0007"),
-        ("model: " + "[" * 600 + "]" * 600, "r.yaml: nested too deeply for a recipe"),
+        ("model: " + "[" * 600 + "]" * 600, "r.yaml:1: nested more than 32 levels deep"),
+        ("model:\n" + "".join(f"{' ' * n}a:\n" for n in range(600)), "r.yaml:34: nested more than 32"),
     ],
 )
 def test_what_is_no_recipe_at_all(recipe, text, line):

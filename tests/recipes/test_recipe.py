@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from recipes.schema.keys import RecipeError, keys_of
+from recipes.schema.keys import keys_of
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT, CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from recipes.schema.recipe_error import RecipeError
 
 
 def made(**changes: Any) -> Recipe:
@@ -89,10 +90,9 @@ def made(**changes: Any) -> Recipe:
             {"scheduler__num_slots": 65},
             "scheduler.num_slots: 65 is more than scheduler.max_batch_tokens (64)",
         ),
-        ({"scheduler__policy": "static"}, "scheduler.batch_size: required where scheduler.policy is static"),
         (
-            {"scheduler__policy": "static", "scheduler__batch_size": 2},
-            "scheduler.max_wait_ms: required where scheduler.policy is static",
+            {"scheduler__max_batch_tokens": None},
+            "scheduler.max_batch_tokens: required where scheduler.policy is stall_free",
         ),
         (
             {"scheduler__policy": "static", "scheduler__batch_size": 5, "scheduler__max_wait_ms": 1.0},

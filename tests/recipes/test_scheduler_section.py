@@ -16,9 +16,11 @@ from continuous_batching.policies.static import Static
 from continuous_batching.queueing.ordering import Aged, EarliestDeadline, fcfs, shortest_first
 from continuous_batching.request import Request
 from recipes.build.scheduler import Limits, chunks, order, policy, scheduler_of
-from recipes.schema.keys import RecipeError
 from recipes.schema.recipe import CacheSection
-from recipes.schema.scheduler_section import SchedulerSection, contradictions
+from recipes.schema.recipe_error import RecipeError
+from recipes.schema.scheduler_checks import contradictions
+from recipes.schema.scheduler_defaults import LONGEST_STEP, completed, longest_request
+from recipes.schema.scheduler_section import SchedulerSection
 
 DYNAMIC = {
     "chunk": "dynamic",
@@ -33,6 +35,10 @@ STATIC = {"policy": "static", "batch_size": 4, "max_wait_ms": 1.0}
 
 def section(**values: Any) -> SchedulerSection:
     return SchedulerSection(**{"num_slots": 8, "max_batch_tokens": 512, **values})
+
+
+def whole(**values: Any) -> SchedulerSection:
+    return completed(section(**values)).section
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,6 @@ def section(**values: Any) -> SchedulerSection:
             {**ADAPTIVE, "min_chunk_tokens": 288},
             "min_chunk_tokens: 288 is more than scheduler.max_chunk_tokens (256)",
         ),
-        ({**ADAPTIVE, "target_itl_ms": None}, "target_itl_ms: required where scheduler.chunk is adaptive"),
         (
             {"target_itl_ms": 50.0},
             "target_itl_ms: read only where scheduler.chunk is adaptive, and it is fixed",
@@ -61,24 +66,30 @@ def section(**values: Any) -> SchedulerSection:
             {**DYNAMIC, "chunk_tokens": 64},
             "chunk_tokens: read only where scheduler.chunk is fixed, and it is dynamic",
         ),
-        ({"policy": "split"}, "prompt_share: required where scheduler.policy is split"),
+        (
+            {"policy": "split", "num_slots": 512},
+            "max_batch_tokens: 512 leaves nothing for prompts beside a decode of each slot (512)",
+        ),
         ({"prompt_share": 0.5}, "prompt_share: read only where scheduler.policy is split"),
         ({"policy": "split", "prompt_share": 0.99}, "prompt_share: 0.99 of 512 tokens leaves 6 for decodes"),
         (
             {"policy": "split", "prompt_share": 0.001},
             "prompt_share: 0.001 of 512 tokens leaves 512 for decodes",
         ),
-        ({**STATIC, **ADAPTIVE}, "chunk: scheduler.policy is static, which takes no length of chunks"),
+        (
+            {**STATIC, **ADAPTIVE},
+            "chunk: read only where scheduler.policy is stall_free or split, and it is static",
+        ),
         (
             {"policy": "orca", "chunk_tokens": 64},
-            "chunk_tokens: scheduler.policy is orca, which takes no length",
+            "chunk_tokens: read only where scheduler.policy is stall_free or split, and it is orca",
         ),
         ({"policy": "prefill_first", "max_request_tokens": 513}, "max_request_tokens: 513 is more than"),
         (
             {**STATIC, "max_long_prefills": 2},
             "max_long_prefills: read only where scheduler.policy is stall_free or",
         ),
-        ({"max_long_prefills": 2}, "max_long_prefills: and scheduler.long_prompt_tokens need each other"),
+        ({"max_long_prefills": 2}, "long_prompt_tokens: required where scheduler.max_long_prefills is set"),
         ({"deadline_s": 1.0}, "deadline_s: read only where scheduler.queue is deadline, and it is fcfs"),
         ({"queue": "deadline"}, "deadline_s: required where scheduler.queue is deadline"),
         (
@@ -105,6 +116,9 @@ def test_what_cannot_stand_together_is_refused(values: dict[str, Any], message: 
     [
         ({}, StallFree),
         ({"policy": "split", "prompt_share": 0.5}, Split),
+        ({"policy": "split"}, Split),
+        ({"policy": "static"}, Static),
+        ({"policy": "orca", "max_batch_tokens": None}, Orca),
         ({"policy": "orca", "max_request_tokens": 512}, Orca),
         ({"policy": "prefill_first"}, PrefillFirst),
         (STATIC, Static),
@@ -113,22 +127,22 @@ def test_what_cannot_stand_together_is_refused(values: dict[str, Any], message: 
 def test_a_policy_is_what_was_asked_for(values: dict[str, Any], kind: type) -> None:
     asked = section(**values)
     assert not list(contradictions(asked))
-    assert type(policy(asked)) is kind
+    assert type(policy(completed(asked).section)) is kind
 
 
 def test_chunks_are_what_was_asked_for() -> None:
     assert not list(contradictions(section(**DYNAMIC)))
-    staged = chunks(section(**DYNAMIC))
+    staged = chunks(whole(**DYNAMIC))
     assert isinstance(staged, StagedChunks)
     assert staged.sizes.tolist() == [256, 192, 160, 128, 64]
     assert not list(contradictions(section(**ADAPTIVE)))
-    assert isinstance(chunks(section(**ADAPTIVE)), AdaptiveChunks)
+    assert isinstance(chunks(whole(**ADAPTIVE)), AdaptiveChunks)
 
 
 def test_an_order_is_what_was_asked_for() -> None:
     assert order(section()) is fcfs
     assert order(section(queue="sjf")) is shortest_first
-    assert order(section(queue="priority")) == Aged(10.0, 1.0)
+    assert order(whole(queue="priority")) == Aged(10.0, 1.0)
     assert order(section(queue="priority", priority_s=0.0, length_s=3.0)) == Aged(0.0, 3.0)
     assert order(section(queue="deadline", deadline_s=9.0)) == EarliestDeadline(9.0)
 
@@ -143,3 +157,33 @@ def test_the_scheduler_of_a_recipe_keeps_its_bounds() -> None:
         ValueError, match=r"a queue of 2 requests; it may hold 1 \(scheduler.max_waiting_requests\)"
     ):
         scheduler.add(Request("b", [1]))
+
+
+def test_the_tokens_of_a_split_step_are_exactly_what_the_decodes_leave() -> None:
+    for most in range(9, 700):
+        share = whole(policy="split", max_batch_tokens=most).prompt_share
+        assert share is not None
+        assert int(share * most) == most - 8
+
+
+@pytest.mark.parametrize(
+    ("values", "longest_tokens", "step_tokens", "request_tokens"),
+    [
+        ({}, 2048, 2048, 2048),
+        ({}, 4, 8, 4),  # never less than a decode of each slot
+        ({}, 100_000, LONGEST_STEP, LONGEST_STEP),
+        ({"max_request_tokens": 10_000}, 10_000, 10_000, 10_000),
+        ({"max_batch_tokens": 512}, 2048, 512, 512),
+    ],
+)
+def test_a_step_of_whole_prompts_is_as_long_as_the_longest_request(
+    values: dict[str, Any], longest_tokens: int, step_tokens: int, request_tokens: int
+) -> None:
+    asked = section(**{"policy": "orca", "max_batch_tokens": None, **values})
+    assert not list(contradictions(asked))
+    assert completed(asked, longest_tokens).section.max_batch_tokens == step_tokens
+    assert longest_request(asked, longest_tokens) == request_tokens
+    scheduler = scheduler_of(
+        asked, CacheSection(page_size=16), Limits(10_000, 0, longest_tokens, 10, (), None)
+    )
+    assert (scheduler.max_batch_tokens, scheduler.slots.max_tokens) == (step_tokens, request_tokens)

@@ -19,8 +19,8 @@ from models.quantization import Quantization
 from recipes.build.machine import host_memory_bytes
 from recipes.build.memory_plan import GIB, report
 from recipes.build.sizing import estimate, max_positions, model_config, size
-from recipes.schema.keys import RecipeError
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from recipes.schema.recipe_error import RecipeError
 from tests.devices import has_npu, operators, section
 
 LLAMA = {

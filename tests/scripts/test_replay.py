@@ -95,8 +95,9 @@ def test_what_if_serves_the_same_requests(recording: Path, capsys: pytest.Captur
     assert served[1:] == ["10.00"] * 3
     with pytest.raises(ValueError, match=r"scheduler\.policy"):
         main([str(recording), "--policy", "fastest"])
-    with pytest.raises(ValueError, match=r"scheduler\.batch_size: required"):
-        main([str(recording), "--policy", "static"])
+    for policy in ("static", "split", "orca", "prefill_first"):
+        main([str(recording), "--policy", policy])
+        assert f"what if: {policy}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="with --policy NAME it may change"):
         main([str(recording), "scheduler.batch_size=3"])
     main([str(recording), "--policy", "static", "scheduler.batch_size=3", "scheduler.max_wait_ms=5"])

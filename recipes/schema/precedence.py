@@ -1,0 +1,103 @@
+"""Which keys give way to what was said after them?
+
+A recipe is said in up to four places: a base, the file, a profile, the command line. A later place replaces a
+key of an earlier one; here, it also replaces what cannot stand beside what it says: another of several
+alternatives, a key that is not read under the policy that it chooses, or a step that this policy cannot work
+with. What one place says must agree with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipes.schema.recipe_error import in_words
+from recipes.schema.scheduler_section import READ_WHERE, UNSAID, WHOLE
+
+BASE, FILE, PROFILE, COMMAND_LINE = range(4)
+ALTERNATIVES = (
+    ("model.path", "model.config"),
+    ("cache.num_pages", "cache.memory_gib", "cache.memory_fraction"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key's value and where it was said; of two entries for a key the later one holds.
+
+    `number` orders the overrides of one command line. `note` says what it replaced, or gave way to.
+    """
+
+    value: Any
+    place: str  # recipes/tiny/cpu.yaml:7, or command line: cache.page_size=32
+    level: int  # BASE, FILE, PROFILE or COMMAND_LINE
+    number: int = 0
+    note: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Where the value comes from, in words."""
+        return self.place + self.note
+
+    def giving_way(self, to: str, value: Any, level: int) -> Entry:
+        """The entry once it has given way to a key that was said at a later level; it has `value` now."""
+        note = f" said {in_words(self.value)}, which gives way to {to}"
+        return replace(self, value=value, level=level, note=note)
+
+
+def settled(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries of all places, once the earlier ones gave way."""
+    kept = dict(entries)
+    for names in ALTERNATIVES:
+        _settle_alternatives(kept, names)
+    _settle_unread(kept)
+    _settle_step(kept)
+    return kept
+
+
+def _settle_alternatives(entries: dict[str, Entry], names: tuple[str, ...]) -> None:
+    said = [name for name in names if name in entries and entries[name].value is not None]
+    last = max((entries[name].level for name in said), default=BASE)
+    winners = [name for name in said if entries[name].level == last]
+    for name in said:
+        if name not in winners:
+            winner, old = entries[winners[0]], entries[name]
+            note = f"{winner.note}, in place of {name} ({old.place})"
+            entries[winners[0]] = replace(winner, note=note)
+            entries[name] = old.giving_way(winners[0], None, last)
+
+
+def _settle_unread(entries: dict[str, Entry]) -> None:
+    """Keys that a policy, a way of chunking or an order of the queue which was chosen later does not read."""
+    for leaf, conditions in READ_WHERE.items():
+        for other, values in conditions.items():
+            old, choice = entries.get(f"scheduler.{leaf}"), entries.get(f"scheduler.{other}")
+            if old is None or choice is None or old.level >= choice.level or choice.value in values:
+                continue
+            if old.value not in (None, UNSAID[leaf]):
+                to = f"scheduler.{other} {in_words(choice.value).strip(chr(39))}"
+                entries[f"scheduler.{leaf}"] = old.giving_way(to, UNSAID[leaf], choice.level)
+    number = entries.get("scheduler.max_long_prefills")
+    length = entries.get("scheduler.long_prompt_tokens")
+    if number is None or length is None or number.value is not None or length.value is None:
+        return
+    if length.level < number.level:  # it is read with the number alone
+        to = "scheduler.max_long_prefills null"
+        entries["scheduler.long_prompt_tokens"] = length.giving_way(to, None, number.level)
+
+
+def _settle_step(entries: dict[str, Entry]) -> None:
+    """A step's budget that was not meant for a policy of whole prompts; only a request's length can tell."""
+    policy, budget, longest = (
+        entries.get(f"scheduler.{each}") for each in ("policy", "max_batch_tokens", "max_request_tokens")
+    )
+    if policy is None or budget is None or policy.value not in WHOLE or budget.level >= policy.level:
+        return
+    if budget.value is None or (
+        longest is not None and longest.value is not None and longest.value <= budget.value
+    ):
+        return
+    entries["scheduler.max_batch_tokens"] = budget.giving_way(
+        f"scheduler.policy {policy.value}", None, policy.level
+    )

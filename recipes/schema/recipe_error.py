@@ -1,0 +1,62 @@
+"""Why can a recipe not be used, and what does its user do about it?"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used, as data; its text is one line made of it.
+
+    `keys` are the dotted keys that it is about, first the one to change; none where a file is not a recipe at
+    all. `value` is what the first of them was set to, `limit` what it would have to keep to. `problem` says
+    what is wrong with it, `fix` what to do. `place` is where it was said, such as recipes/tiny/cpu.yaml:7.
+    """
+
+    def __init__(
+        self,
+        keys: str | tuple[str, ...],
+        problem: str,
+        fix: str = "",
+        *,
+        value: object = None,
+        limit: object = None,
+        place: str = "",
+    ) -> None:
+        super().__init__(keys, problem, fix)
+        self.keys = (keys,) if isinstance(keys, str) else keys
+        self.problem = problem
+        self.fix = fix
+        self.value = value
+        self.limit = limit
+        self.place = place
+
+    def at(self, place: str) -> RecipeError:
+        """The same, said at this place."""
+        return RecipeError(self.keys, self.problem, self.fix, value=self.value, limit=self.limit, place=place)
+
+    def __str__(self) -> str:
+        said = ": ".join(filter(None, (self.place, *self.keys[:1], self.problem)))
+        return f"{said}; {self.fix}" if self.fix else said
+
+
+def in_words(value: object) -> str:
+    """A value as an error shows it, however large it is."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value) if isinstance(value, (str, dict, list)) else in_yaml(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def in_yaml(value: object) -> str:
+    """A value as it would stand in a recipe."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """What to append to an error about an unknown name."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
