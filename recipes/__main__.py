@@ -46,18 +46,22 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     """Prints the keys of a recipe, their origins and its sizing; raises ValueError."""
     reading = read(path, overrides, profile)
 
-    from recipes.build import memory_plan, sizing  # here, because they bring torch, which takes a second
+    from recipes.build import (  # here, because they bring torch, which takes a second
+        families,
+        memory_plan,
+        sizing,
+    )
 
-    config, planned_gib = sizing.model_config(reading.recipe), reading.recipe.device.memory_gib
+    config, planned_gib = families.model_config(reading.recipe), reading.recipe.device.memory_gib
     memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)
     try:
-        sized = sizing.size(reading.recipe, config, memory_bytes)
+        plan = sizing.plan_memory(reading.recipe, config, memory_bytes)
     except RecipeError as error:
         _print_columns(_rows(reading, None))
         raise placed(error, reading.entries, path) from None
-    _print_columns(_rows(reading, sized.longest_tokens))
+    _print_columns(_rows(reading, plan.longest_tokens))
     print()
-    _print_columns(memory_plan.report(reading.recipe, config, sized))
+    _print_columns(memory_plan.report(reading.recipe, config, plan))
 
 
 def _rows(reading: Reading, longest_tokens: int | None) -> Iterator[tuple[str, str, str]]:

@@ -74,7 +74,7 @@ def run(
     recipe = read(RECIPE, [f"scheduler.num_slots={NUM_SLOTS}", *overrides]).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     assert text is not None, f"{RECIPE} names a model with a tokenizer"
-    engine = build(recipe)
+    engine = build(recipe).engine
     serve(engine, text, trace(8, 1e9, text))  # warms caches; not counted
     forget_prefixes(engine)
     gc.collect()

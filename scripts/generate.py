@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
     jobs = list(read_jobs(lines_of(options), text))  # before the model is built: a bad file fails at once
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(opened(options.output)) if options.output else None
-        engine = build(recipe)
+        engine = build(recipe).engine
         on_terminal = sys.stderr.isatty() and options.input is not None
         progress = stack.enter_context(tqdm(total=len(jobs), unit="request", disable=not on_terminal))
         for record in run_jobs(engine, text, jobs):

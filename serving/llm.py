@@ -52,7 +52,7 @@ class LLM:
     def __init__(self, recipe: str | Path, *overrides: str, profile: str | None = None) -> None:
         asked = load(recipe, overrides, profile)
         self.text = Text.load(asked.model.path) if asked.model.path else None
-        self.engine: Engine = build(asked)
+        self.engine: Engine = build(asked).engine
         self._ids = itertools.count()
 
     def generate(

@@ -17,7 +17,7 @@ import numpy as np
 from continuous_batching.batch import Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
-from recipes.build.scheduler import Limits, scheduler_of
+from recipes.build.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 
@@ -59,7 +59,7 @@ class Bench:
         budget = max(2 * num_slots, longest) + 512
         asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=budget, **keys)
         pages = 1 + num_slots * -(-longest // PAGE_SIZE)
-        limits = Limits(pages, 0, longest, VOCAB_SIZE, (), None)
+        limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
         self.scheduler: Scheduler = scheduler_of(
             asked, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits
         )

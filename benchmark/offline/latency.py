@@ -18,7 +18,6 @@ from benchmark.offline.timeline import summarise
 from benchmark.options import add_json, add_recipe, at_least, show
 from recipes.build import versions
 from recipes.build.engine import build
-from recipes.build.machine import start
 from recipes.schema.reader import read
 from serving.offline import Job
 
@@ -40,11 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     recipe = read(options.recipe, options.overrides, options.profile).recipe
-    engine = build(recipe)
+    built = build(recipe)
+    engine = built.engine
     runs = []
     for number in range(options.num_iters_warmup + options.num_iters):
         size = (options.batch_size, options.input_len, options.output_len)
-        batch = jobs(engine, *size, options.seed)
+        batch = jobs(built, *size, options.seed)
         timeline, records = offline.serve(engine, None, batch)
         refused = [record["error"] for record in records if "error" in record]
         if refused:
@@ -53,7 +53,7 @@ def main(options: argparse.Namespace) -> None:
         if number >= options.num_iters_warmup:
             requests = [job.request for job in batch if isinstance(job, Job)]
             runs.append(summarise(engine, requests, timeline))
-    where = versions.describe(start(recipe.device).name)
+    where = versions.describe(built.device_name)
     result: dict[str, object] = {
         "recipe": options.recipe,
         "overrides": options.overrides,
@@ -65,7 +65,7 @@ def main(options: argparse.Namespace) -> None:
         "warm_up_runs": options.num_iters_warmup,
         "warm_up_counted": 0,
         "max_tokens_per_step": 1,
-        **hardware(engine.runner.config, where, on_host=recipe.device.kind == "cpu"),
+        **hardware(built.config, where, on_host=recipe.device.kind == "cpu"),
     }
     show(with_verdict(result), options, offline.print_table)
 

@@ -15,10 +15,8 @@ from benchmark.offline.timeline import Timeline, readings, summarise
 from benchmark.options import add_json, add_recipe, at_least, show
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
-from kv_cache.storage import KVCache
 from recipes.build import versions
-from recipes.build.engine import build
-from recipes.build.machine import start
+from recipes.build.engine import BuiltEngine, build
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.offline import Job, Record, read_jobs, run_jobs
@@ -51,13 +49,9 @@ def forget_prefixes(engine: Engine) -> None:
     prefix.forget(prefix.index.names)
 
 
-def cache_figures(engine: Engine) -> dict[str, object]:
+def cache_figures(built: BuiltEngine) -> dict[str, object]:
     """What the pools hold now, and what was moved in them since the engine was built."""
-    config, page_size = engine.runner.config, engine.slots.page_size
-    page_bytes = KVCache.page_bytes(
-        config.num_layers, page_size, config.num_kv_heads, config.head_dim, config.dtype
-    )
-    figures = asdict(usage(engine.scheduler, page_bytes))
+    figures = asdict(usage(built.engine.scheduler, built.memory.page_bytes))
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 
@@ -75,14 +69,14 @@ def run(
     load_trace(trace_path, text)  # before the model is built: a bad file fails at once
     told = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
     told["trace"] = Path(trace_path).name
-    return measure(told, recipe, text, lambda engine: load_trace(trace_path, text), num_runs, plot)
+    return measure(told, recipe, text, lambda _: load_trace(trace_path, text), num_runs, plot)
 
 
 def measure(
     told: dict[str, object],
     recipe: Recipe,
     text: Text | None,
-    load: Callable[[Engine], list[Job | Record]],
+    load: Callable[[BuiltEngine], list[Job | Record]],
     num_runs: int,
     plot: Path | None = None,
 ) -> dict[str, object]:
@@ -90,15 +84,16 @@ def measure(
 
     The versions and the machine stand beside the figures, with what is `told` of the run.
     """
-    engine = build(recipe)
+    built = build(recipe)
+    engine = built.engine
     results: list[tuple[dict[str, object], Timeline, float]] = []
     for number in range(1 + num_runs):
-        jobs = load(engine)
+        jobs = load(built)
         timeline, records = serve(engine, text, jobs)
         refused = [record["error"] for record in records if "error" in record]
         if refused:
             raise ValueError(f"{told['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
-        cache = cache_figures(engine)
+        cache = cache_figures(built)
         forget_prefixes(engine)
         if number:
             requests = [job.request for job in jobs if isinstance(job, Job)]
@@ -113,7 +108,7 @@ def measure(
         from benchmark.plot import save_run  # matplotlib
 
         save_run(plot, timeline, origin_s, num_pages)
-    where = versions.describe(start(recipe.device).name)
+    where = versions.describe(built.device_name)
     result = {
         **told,
         "machine": where,
@@ -123,7 +118,7 @@ def measure(
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         "warm_up_runs": 1,
         "warm_up_counted": 0,
-        **hardware(engine.runner.config, where, on_host=recipe.device.kind == "cpu"),
+        **hardware(built.config, where, on_host=recipe.device.kind == "cpu"),
         **figures,
     }
     return with_verdict(result)

@@ -21,7 +21,6 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.build import versions
 from recipes.build.engine import build
 from recipes.build.machine import start
-from recipes.build.sizing import model_config
 from recipes.schema.reader import read
 from serving.offline import Job
 
@@ -79,10 +78,10 @@ def run(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any
 
 def _serve(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any]:
     recipe = read(recipe_path, overrides).recipe
-    engine, vocab_size = build(recipe), model_config(recipe).vocab_size
+    built = build(recipe)
     gc.collect()
-    jobs = load.jobs(vocab_size)
-    timeline, records = offline.serve(engine, None, jobs)
+    jobs = load.jobs(built.config.vocab_size)
+    timeline, records = offline.serve(built.engine, None, jobs)
     refused = [record["error"] for record in records if "error" in record]
     if refused:
         raise ValueError(f"{recipe_path}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")

@@ -13,7 +13,7 @@ from benchmark.offline import offline
 from benchmark.options import add_json, add_recipe, at_least, show
 from benchmark.workloads.lengths import lengths
 from benchmark.workloads.requests import Load, requests
-from continuous_batching.engine import Engine
+from recipes.build.engine import BuiltEngine
 from recipes.schema.reader import read
 from serving.offline import Job, Record
 from serving.text.request_fields import parse_request
@@ -22,10 +22,11 @@ from serving.text.tokenizer import Text
 INPUT_LEN, OUTPUT_LEN, NUM_PROMPTS = 512, 128, 64
 
 
-def jobs(engine: Engine, num_prompts: int, input_len: int, output_len: int, seed: int) -> list[Job | Record]:
+def jobs(
+    built: BuiltEngine, num_prompts: int, input_len: int, output_len: int, seed: int
+) -> list[Job | Record]:
     """Random requests of one size that come at once; always the same ones."""
-    vocab_size = engine.runner.config.vocab_size
-    load = Load(lengths(str(input_len)), lengths(str(output_len)), vocab_size, seed)
+    load = Load(lengths(str(input_len)), lengths(str(output_len)), built.config.vocab_size, seed)
     return [Job(parse_request(line, None)) for line in requests(load, num_prompts)]
 
 
@@ -63,10 +64,10 @@ def main(options: argparse.Namespace) -> None:
         given or usual for given, usual in zip(sizes, (NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN))
     )
 
-    def load(engine: Engine) -> list[Job | Record]:
+    def load(built: BuiltEngine) -> list[Job | Record]:
         if options.trace is not None:
             return at_once(offline.load_trace(options.trace, text))
-        return jobs(engine, num_prompts, input_len, output_len, options.seed)
+        return jobs(built, num_prompts, input_len, output_len, options.seed)
 
     told: dict[str, object] = {"recipe": options.recipe, "overrides": options.overrides}
     told["trace"] = options.trace or f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"

@@ -16,8 +16,8 @@ import torch
 
 from benchmark.offline import offline
 from benchmark.options import show
+from recipes.build.families import model_config
 from recipes.build.machine import start
-from recipes.build.sizing import model_config
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.offline import Job

@@ -54,7 +54,7 @@ class Served:
 
     def __init__(self, recipe: Recipe, trace: Iterator[Request]) -> None:
         self.clock = CpuClock()
-        self.engine: Engine = build(recipe, self.clock)
+        self.engine: Engine = build(recipe, self.clock).engine
         self.tally = Tally()
         self.steps: list[Timed] = []
         self._watch = Watch(self.engine, self.tally)

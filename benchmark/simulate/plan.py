@@ -7,9 +7,10 @@ from typing import Any
 
 from continuous_batching.scheduling.scheduler import Scheduler
 from models.config import DecoderConfig
+from recipes.build.families import model_config
 from recipes.build.memory_plan import GIB
-from recipes.build.scheduler import Limits, scheduler_of
-from recipes.build.sizing import estimate, max_positions, model_config
+from recipes.build.scheduler import SchedulerLimits, scheduler_of
+from recipes.build.sizing import estimate, max_positions
 from recipes.schema.recipe import Recipe
 from simulation.device import Device
 from simulation.fitted import Fitted
@@ -62,20 +63,14 @@ class Plan:
             )
         return int(num_bytes // self.page_bytes)
 
-    def limits(self, parts: int = 1) -> Limits:
+    def limits(self, parts: int = 1) -> SchedulerLimits:
         """Of one of so many schedulers that share the pages."""
         num_pages = self.num_pages // parts
         held = (num_pages - 1) * self.recipe.cache.page_size + 1  # the last token is never cached
         asked = self.recipe.scheduler.max_request_tokens or max_positions(self.config)
         host_bytes = (self.recipe.cache.host_gib or 0) * GIB
-        return Limits(
-            num_pages=num_pages,
-            num_host_pages=int(host_bytes // self.page_bytes),
-            longest_tokens=min(asked, held),
-            vocab_size=self.config.vocab_size,
-            eos_token_ids=self.config.eos_token_ids,
-            max_shared_tokens=self.config.max_shared_positions,
-        )
+        num_host_pages = int(host_bytes // self.page_bytes)
+        return SchedulerLimits.of(self.config, num_pages, num_host_pages, min(asked, held))
 
     def scheduler(self, **changes: Any) -> Scheduler:
         """An empty one, as `recipes.build.engine` would make it, but for what is changed of its section."""

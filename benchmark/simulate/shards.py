@@ -23,7 +23,7 @@ from benchmark.simulate.sampled import draw, estimates
 from benchmark.simulate.worlds import SIMULATED
 from benchmark.workloads.lengths import lengths
 from continuous_batching.request import Request, SamplingParams
-from recipes.build.scheduler import Limits, scheduler_of
+from recipes.build.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.reader import read
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
@@ -59,7 +59,7 @@ class Shard:
     drawn: Drawn
     asked: SchedulerSection
     cache: CacheSection
-    limits: Limits
+    limits: SchedulerLimits
     costs: CostModel
 
 

@@ -56,7 +56,9 @@ def answers(recipe: str, overrides: Sequence[str]) -> dict[str, Record]:
         )
         for a, b in held_out_sums(NUM_SUMS)
     ]
-    return {record["id"]: record for record in run_jobs(build(read), text, list(read_jobs(lines, text)))}
+    return {
+        record["id"]: record for record in run_jobs(build(read).engine, text, list(read_jobs(lines, text)))
+    }
 
 
 def compare(name: str, ours: dict[str, Record], cpus: dict[str, Record]) -> Comparison:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from attention.reference import Attention
 from continuous_batching.engine import Engine
@@ -20,28 +20,40 @@ from models.ops.reference import Ops
 from models.runner import ModelRunner
 from models.sampling.sampler import Sampler
 from models.warm_up import capture, largest_step_bytes, warm_up
+from recipes.build.families import model_config
 from recipes.build.machine import Machine, start
-from recipes.build.memory_plan import Sizing, report
-from recipes.build.scheduler import Limits, facts_of, scheduler_of
-from recipes.build.sizing import model_config, size
+from recipes.build.memory_plan import MemoryPlan, report
+from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_of
+from recipes.build.sizing import plan_memory
 from recipes.schema.recipe import Recipe
 from recipes.schema.scheduler_defaults import completed
 
 log = logging.getLogger(__name__)
 
 
-def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine:
-    """An engine that is ready to serve; raises ValueError for a recipe that cannot be.
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine that is ready to serve, and what it was built of."""
 
-    The model's configuration is `engine.runner.config`. What was chosen is logged, one line each for the
-    device, the model, the cache and the operators.
+    engine: Engine
+    runner: ModelRunner
+    config: DecoderConfig
+    memory: MemoryPlan  # as it was planned; a resize changes the engine's pools alone
+    device_name: str
+
+
+def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltEngine:
+    """The engine of a recipe; raises ValueError for a recipe that cannot be.
+
+    What was chosen is logged, one line each for the device, the model, the cache, the defaults that the
+    scheduler's policy took, and the operators.
     """
     config = model_config(recipe)
     machine = start(recipe.device)
-    sizing = size(recipe, config, machine.memory_bytes())
+    memory = plan_memory(recipe, config, machine.memory_bytes())
     fused, attention = machine.operators(_shape(recipe, config))
     attention.check()
-    attention.check_longest(sizing.longest_tokens)
+    attention.check_longest(memory.longest_tokens)
     if config.quantization is not None:
         fused.check_int8(config.dtype)
     if recipe.device.graphs:
@@ -55,46 +67,39 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
         weights.load(decoder, recipe.model.path)
     cache = KVCache(
         config.num_layers,
-        sizing.num_pages,
+        memory.num_pages,
         recipe.cache.page_size,
         config.num_kv_heads,
         config.head_dim,
         config.dtype,
         attention.device,
-        num_host_pages=sizing.num_host_pages,
+        num_host_pages=memory.num_host_pages,
         allocate=attention.new_pages,
         sliced=attention.sliced,
     )
-    limits = Limits(
-        num_pages=sizing.num_pages,
-        num_host_pages=sizing.num_host_pages,
-        longest_tokens=sizing.longest_tokens,
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        max_shared_tokens=config.max_shared_positions,
-    )
+    limits = SchedulerLimits.of(config, memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits)
     sampler = Sampler(config.eos_token_ids, config.vocab_size, fused)
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
-    sizing = _measure(recipe, config, sizing, engine, runner, machine)
-    _log(recipe, config, sizing, fused, attention)
+    memory = _measure(recipe, config, memory, engine, runner, machine)
+    _log(recipe, config, memory, fused, attention)
     if recipe.scheduler.record is not None:
-        limits = replace(limits, num_pages=sizing.num_pages)
+        limits = replace(limits, num_pages=memory.num_pages)
         facts = facts_of(recipe.scheduler, recipe.cache, limits)
         engine.observer = Recorder(recipe.scheduler.record, facts)
-    return engine
+    return BuiltEngine(engine, runner, config, memory, machine.name)
 
 
 def _measure(
     recipe: Recipe,
     config: DecoderConfig,
-    estimated: Sizing,
+    estimated: MemoryPlan,
     engine: Engine,
     runner: ModelRunner,
     machine: Machine,
-) -> Sizing:
+) -> MemoryPlan:
     """Capture graphs, run the largest step, and size again where both take more than was estimated.
 
     What an earlier engine of this process left allocated is not counted: less is not believed.
@@ -105,11 +110,11 @@ def _measure(
     measured = largest_step_bytes(runner, budget)
     if measured is None or measured + captured <= estimated.activation_bytes:
         return estimated
-    sizing = size(recipe, config, machine.memory_bytes(), measured + captured)
-    if sizing.num_pages != estimated.num_pages:
-        engine.resize(sizing.num_pages)
+    memory = plan_memory(recipe, config, machine.memory_bytes(), measured + captured)
+    if memory.num_pages != estimated.num_pages:
+        engine.resize(memory.num_pages)
         warm_up(runner, budget)
-    return sizing
+    return memory
 
 
 def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
@@ -124,11 +129,11 @@ def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
     )
 
 
-def _log(recipe: Recipe, config: DecoderConfig, sizing: Sizing, fused: Ops, attention: Attention) -> None:
-    lines = dict(report(recipe, config, sizing))
+def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, fused: Ops, attention: Attention) -> None:
+    lines = dict(report(recipe, config, memory))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
-    log.info("cache: %s pages of %s, %s", f"{sizing.num_pages:,}", lines["a page"], lines["cache"])
-    section, sources = completed(recipe.scheduler, sizing.longest_tokens)
+    log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])
+    section, sources = completed(recipe.scheduler, memory.longest_tokens)
     for key, source in sources.items():
         log.info("scheduler.%s: %s, %s", key, getattr(section, key), source)
     log.info("operators of %s: %s", type(fused).__name__, _overridden(fused, Ops))

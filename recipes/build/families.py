@@ -1,19 +1,42 @@
-"""Which family does a checkpoint belong to, and what does its directory say of the model?"""
+"""Which decoder does a recipe or a checkpoint name?"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from models.config import DecoderConfig
+from models.huggingface import DTYPES
+from models.quantization import Quantization
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
 from recipes.qwen2.model import config as qwen2
 from recipes.qwen3.model import config as qwen3
+from recipes.schema.recipe import Recipe
 
 FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+
+
+def model_config(recipe: Recipe) -> DecoderConfig:
+    """The decoder that a recipe names; raises ValueError for one that is not supported."""
+    model = recipe.model
+    hf = read(model.path) if model.path is not None else model.config
+    assert hf is not None, "a recipe has a model.path or a model.config"
+    config = decoder_config(hf)
+    for token in config.eos_token_ids:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(
+                f"the model's configuration has eos_token_id: {token}; its vocabulary goes from 0 to"
+                f" {config.vocab_size - 1}"
+            )
+    if model.quantization == "w8a8" and config.quantization is None:
+        config = replace(config, quantization=Quantization(is_stored=False))
+    if model.weights == "random" and config.quantization is not None:
+        config = replace(config, quantization=replace(config.quantization, is_stored=False))
+    return config if model.dtype == "auto" else replace(config, dtype=DTYPES[model.dtype])
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from recipes.build.memory_plan import GIB, Sizing, in_gib
+from recipes.build.memory_plan import GIB, MemoryPlan, in_gib
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
 
-def check_fits(recipe: Recipe, sizing: Sizing) -> None:
+def check_fits(recipe: Recipe, sizing: MemoryPlan) -> None:
     """Raise RecipeError if all together is more than the device's memory."""
     if sizing.num_pages <= sizing.num_pages_fitting:
         return
@@ -35,7 +35,7 @@ def check_fits(recipe: Recipe, sizing: Sizing) -> None:
     raise RecipeError(name, problem, f"set at most {limit}", value=recipe.value(name), limit=limit)
 
 
-def too_small_a_part(recipe: Recipe, sizing: Sizing, lacking: int) -> RecipeError:
+def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> RecipeError:
     """The error for a `cache.memory_fraction` that leaves no room for two pages."""
     fraction = recipe.cache.memory_fraction
     assert fraction is not None, "only a recipe with a fraction can have too small a one"
@@ -74,7 +74,7 @@ def too_much_of_the_host(gib: float, memory_bytes: int) -> RecipeError:
     )
 
 
-def _parts(sizing: Sizing) -> str:
+def _parts(sizing: MemoryPlan) -> str:
     parts = {
         "weights": sizing.weight_bytes,
         "activations": sizing.activation_bytes,
@@ -85,7 +85,7 @@ def _parts(sizing: Sizing) -> str:
     return ", ".join(f"{in_gib(count)} of {name}" for name, count in parts.items() if count)
 
 
-def _other_fix(sizing: Sizing, lacking: int) -> str:
+def _other_fix(sizing: MemoryPlan, lacking: int) -> str:
     """What to change where no number of pages helps."""
     for name, count in (
         ("cache.host_gib", sizing.host_beside_bytes),

@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Sizing:
+class MemoryPlan:
     """What a recipe takes of the machine, and what it gives to a request."""
 
     num_parameters: int
@@ -54,7 +54,7 @@ class Sizing:
         return self.beside_bytes + self.cache_bytes
 
 
-def report(recipe: Recipe, config: DecoderConfig, sizing: Sizing) -> list[tuple[str, str]]:
+def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tuple[str, str]]:
     """The sizing table, in words."""
     page_size, num_slots = recipe.cache.page_size, recipe.scheduler.num_slots
     pages_each = -(-(sizing.longest_tokens - 1) // page_size)

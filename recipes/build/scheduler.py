@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from continuous_batching.policies.adaptive_chunking import AdaptiveChunks
 from continuous_batching.policies.chunking import Chunks, FixedChunks, StagedChunks
@@ -29,6 +29,9 @@ from recipes.schema.recipe import CacheSection, SchedulerSection
 from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_defaults import completed, longest_request
 
+if TYPE_CHECKING:
+    from models.config import DecoderConfig
+
 Value = TypeVar("Value")
 
 VICTIMS: dict[str, Victim] = {
@@ -39,8 +42,8 @@ VICTIMS: dict[str, Victim] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What model and memory add to the numbers of a recipe."""
+class SchedulerLimits:
+    """What the model and the memory add to the numbers of a recipe."""
 
     num_pages: int
     num_host_pages: int
@@ -49,8 +52,22 @@ class Limits:
     eos_token_ids: tuple[int, ...]
     max_shared_tokens: int | None  # see Scheduler
 
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, num_pages: int, num_host_pages: int, longest_tokens: int
+    ) -> SchedulerLimits:
+        """Of this model, and of a cache of so many pages that holds requests of so many tokens."""
+        return cls(
+            num_pages=num_pages,
+            num_host_pages=num_host_pages,
+            longest_tokens=longest_tokens,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            max_shared_tokens=config.max_shared_positions,
+        )
 
-def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -> Scheduler:
+
+def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: SchedulerLimits) -> Scheduler:
     """An empty scheduler."""
     longest_tokens = longest_request(asked, limits.longest_tokens)
     asked = completed(asked, longest_tokens).section
@@ -79,7 +96,7 @@ def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -
     )
 
 
-def facts_of(asked: SchedulerSection, cache: CacheSection, limits: Limits) -> dict[str, Any]:
+def facts_of(asked: SchedulerSection, cache: CacheSection, limits: SchedulerLimits) -> dict[str, Any]:
     """All that a scheduler is made of, defaults among it, as plain values: for a recording's header."""
     asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
     scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
@@ -90,7 +107,9 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
     """The scheduler of these facts; raises ValueError for those of another version of this project."""
     try:
         asked, cache = SchedulerSection(**facts["scheduler"]), CacheSection(**facts["cache"])
-        limits = Limits(**{**facts["limits"], "eos_token_ids": tuple(facts["limits"]["eos_token_ids"])})
+        limits = SchedulerLimits(
+            **{**facts["limits"], "eos_token_ids": tuple(facts["limits"]["eos_token_ids"])}
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"the recording is of another version: {error}; replay it with that version"

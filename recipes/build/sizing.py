@@ -9,12 +9,9 @@ import torch
 from devices.onednn import product_dtype
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig
-from models.huggingface import DTYPES
-from models.quantization import Quantization
-from recipes.build import families
 from recipes.build.machine import host_memory_bytes, start
 from recipes.build.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
-from recipes.build.memory_plan import GIB, Sizing
+from recipes.build.memory_plan import GIB, MemoryPlan
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
@@ -24,32 +21,13 @@ LOGIT_BYTES = 16  # beside the logits themselves: float32 scores, weights, and w
 STEP_BYTES = 16 * 2**20  # what operators keep however small a step is
 
 
-def model_config(recipe: Recipe) -> DecoderConfig:
-    """The decoder that a recipe names; raises ValueError for one that is not supported."""
-    model = recipe.model
-    hf = families.read(model.path) if model.path is not None else model.config
-    assert hf is not None, "a recipe has a model.path or a model.config"
-    config = families.decoder_config(hf)
-    for token in config.eos_token_ids:
-        if not 0 <= token < config.vocab_size:
-            raise ValueError(
-                f"the model's configuration has eos_token_id: {token}; its vocabulary goes from 0 to"
-                f" {config.vocab_size - 1}"
-            )
-    if model.quantization == "w8a8" and config.quantization is None:
-        config = replace(config, quantization=Quantization(is_stored=False))
-    if model.weights == "random" and config.quantization is not None:
-        config = replace(config, quantization=replace(config.quantization, is_stored=False))
-    return config if model.dtype == "auto" else replace(config, dtype=DTYPES[model.dtype])
-
-
-def size(
+def plan_memory(
     recipe: Recipe,
     config: DecoderConfig,
     memory_bytes: int | None = None,
     activation_bytes: int | None = None,
-) -> Sizing:
-    """Raises RecipeError, with what is missing and the key to change, if it cannot fit.
+) -> MemoryPlan:
+    """The plan of a recipe; raises RecipeError, with what is missing and the key to change, if it cannot fit.
 
     `memory_bytes` None: what the recipe's device has. `activation_bytes` None: estimated.
     """
@@ -58,7 +36,7 @@ def size(
         config.num_layers, cache.page_size, config.num_kv_heads, config.head_dim, config.dtype
     )
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
-    sizing = Sizing(
+    sizing = MemoryPlan(
         num_parameters=config.num_parameters,
         weight_bytes=config.weight_bytes + _packed_bytes(recipe, config),
         page_bytes=page_bytes,
@@ -152,7 +130,7 @@ def _slot_bytes(recipe: Recipe, longest_tokens: int) -> int:
     return recipe.scheduler.num_slots * 4 * (longest_tokens + -(-longest_tokens // recipe.cache.page_size))
 
 
-def _num_pages(recipe: Recipe, sizing: Sizing) -> int:
+def _num_pages(recipe: Recipe, sizing: MemoryPlan) -> int:
     cache, page_bytes = recipe.cache, sizing.page_bytes
     if cache.num_pages is not None:
         return cache.num_pages

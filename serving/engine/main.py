@@ -44,7 +44,6 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     from recipes.build.engine import build
-    from recipes.build.machine import start
     from recipes.schema.reader import load
 
     if not os.read(0, 1):  # a spare process waits here, with all imports done
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> int:
     _end_with_parent()
     try:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
-        engine = build(recipe)
+        built = build(recipe)
     except (ValueError, OSError) as error:
         log.error("%s", error)
         return 2
@@ -61,7 +60,8 @@ def main(argv: list[str]) -> int:
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set_hwm(0)  # bounded by the requests that the server lets in
     socket.connect(asked.socket)
-    Worker(engine, socket, facts_of(engine, recipe, start(recipe.device).name)).serve()
+    facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
+    Worker(built.engine, socket, facts).serve()
     return 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
@@ -22,8 +22,6 @@ from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.scheduling.validation import longest_allowed
 from kv_cache.page_keys import KEY_BYTES
-from kv_cache.storage import KVCache
-from recipes.schema.recipe import Recipe
 from serving.engine.messages import (
     Add,
     AddRefused,
@@ -47,6 +45,9 @@ from serving.engine.messages import (
 BEAT_S = 0.25  # between beats
 _IDLE_MS = 1  # between checks of a queue that waits for a fuller batch
 _RECOUNTS_COST = 1000  # the pause after a recount of the pages, in times of its duration
+
+if TYPE_CHECKING:
+    from recipes.build.engine import BuiltEngine
 
 log = logging.getLogger(__name__)
 
@@ -266,24 +267,22 @@ def _between(since_s: float | None, until_s: float | None) -> float | None:
     return None if since_s is None or until_s is None else max(0.0, until_s - since_s)
 
 
-def facts_of(engine: Engine, recipe: Recipe, device: str) -> EngineFacts:
-    """What the server needs to know of an engine that was built from a recipe."""
-    config, scheduler = engine.runner.config, engine.scheduler
-    page_size, host = engine.slots.page_size, scheduler.host_pool
+def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
+    """What the server needs to know of an engine."""
+    engine, config, memory = built.engine, built.config, built.memory
+    scheduler = engine.scheduler
     return EngineFacts(
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         max_tokens=longest_allowed(engine.slots, scheduler.pool),
         num_slots=engine.slots.num_slots,
-        num_pages=scheduler.pool.num_pages,
-        page_size=page_size,
-        page_bytes=KVCache.page_bytes(
-            config.num_layers, page_size, config.num_kv_heads, config.head_dim, config.dtype
-        ),
-        num_host_pages=0 if host is None else host.num_pages,
-        device=device,
+        num_pages=memory.num_pages,
+        page_size=engine.slots.page_size,
+        page_bytes=memory.page_bytes,
+        num_host_pages=memory.num_host_pages,
+        device=built.device_name,
         parameters=config.num_parameters,
         max_batch_tokens=scheduler.max_batch_tokens,
-        prefix_sharing=recipe.cache.prefix_sharing,
+        prefix_sharing=prefix_sharing,
         max_shared_tokens=config.max_shared_positions,
     )

@@ -16,7 +16,7 @@ from benchmark.micro import device, host, kv, queues, simulation
 from benchmark.offline import offline
 from benchmark.offline.accounts import means_over_time
 from benchmark.offline.timeline import StepRecord, percentiles
-from recipes.build.sizing import model_config
+from recipes.build.families import model_config
 from recipes.schema.reader import read
 from scripts.benchmark import main
 

@@ -72,9 +72,7 @@ class PoisonedRunner:
 def model(attention: str) -> ModelRunner:
     """The model, built once; each engine has a cache and a slot table of its own."""
     overrides = [f"{key}={value}" for key, value in OVERRIDES.items()]
-    engine = build(load(ROOT / "recipes/any/cpu.yaml", [*overrides, f"device.attention={attention}"]))
-    assert isinstance(engine.runner, ModelRunner)
-    return engine.runner
+    return build(load(ROOT / "recipes/any/cpu.yaml", [*overrides, f"device.attention={attention}"])).runner
 
 
 def make(

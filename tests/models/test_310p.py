@@ -54,7 +54,7 @@ def served(*overrides: str) -> tuple[list[list[int]], int, int, dict[str, int]]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48"]
-    return serve(build(load(ROOT / "recipes/tiny/cpu.yaml", few)))[0]
+    return serve(build(load(ROOT / "recipes/tiny/cpu.yaml", few)).engine)[0]
 
 
 def test_an_engine_on_a_310p_gives_the_tokens_of_a_processor(expected: list[list[int]]) -> None:

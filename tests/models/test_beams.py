@@ -39,7 +39,7 @@ def make_engine(path: Path, **overrides: object) -> Engine:
         "scheduler.max_request_tokens": 110,
     }
     lines = [f"{key}={value}" for key, value in (keys | overrides).items()]
-    return build(load(ROOT / "recipes/any/cpu.yaml", lines))
+    return build(load(ROOT / "recipes/any/cpu.yaml", lines)).engine
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ def engine(*overrides: str) -> Engine:
         "scheduler.num_slots=3",
         "scheduler.max_batch_tokens=16",
     ]
-    return build(load(ROOT / "recipes/any/cpu.yaml", [*said, *overrides]))
+    return build(load(ROOT / "recipes/any/cpu.yaml", [*said, *overrides])).engine
 
 
 def requests(count: int, logprobs: int | None = None) -> list[Request]:

@@ -43,7 +43,7 @@ def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
         "scheduler.max_request_tokens": LONGEST + NUM_NEW,
     }
     texts = [*settings(kind), *(f"{key}={value}" for key, value in overrides.items())]
-    return build(load(ROOT / "recipes/any/cpu.yaml", texts))
+    return build(load(ROOT / "recipes/any/cpu.yaml", texts)).engine
 
 
 def make_prompts(seed: int) -> list[list[int]]:

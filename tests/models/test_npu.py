@@ -35,7 +35,7 @@ NUM_LAYERS = 4
 
 def engine_of(*overrides: str) -> Engine:
     few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48"]
-    return build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings("npu"), *few, *overrides]))
+    return build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings("npu"), *few, *overrides])).engine
 
 
 def requests() -> list[Request]:

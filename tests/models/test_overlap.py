@@ -37,7 +37,7 @@ def test_overlap_changes_no_answer(device: tuple[Kind, Way]) -> None:
     answers = []
     for overlap in ("true", "false"):
         overrides = [*settings(device[0]), *SMALL, f"scheduler.overlap={overlap}"]
-        engine = build(load(ROOT / "recipes/tiny/cpu.yaml", overrides))
+        engine = build(load(ROOT / "recipes/tiny/cpu.yaml", overrides)).engine
         advance, times_ahead = engine.scheduler.in_flight.advance, 0
 
         def counted(advance=advance) -> None:

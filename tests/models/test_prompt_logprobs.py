@@ -78,7 +78,7 @@ def requests(seed: int = 0) -> list[Request]:
 
 
 def engine_of(overrides: list[str]) -> Engine:
-    return build(load(ROOT / "recipes/tiny/cpu.yaml", overrides))
+    return build(load(ROOT / "recipes/tiny/cpu.yaml", overrides)).engine
 
 
 def serve(engine: Engine, made: list[Request]) -> None:

@@ -26,9 +26,8 @@ WAYS = [
 
 
 def built(*overrides: str, kind: Kind = "cpu") -> tuple[Engine, ModelRunner]:
-    engine = build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings(kind), *overrides]))
-    assert isinstance(engine.runner, ModelRunner)
-    return engine, engine.runner
+    ready = build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings(kind), *overrides]))
+    return ready.engine, ready.runner
 
 
 def requests() -> list[Request]:

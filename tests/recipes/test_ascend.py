@@ -14,8 +14,9 @@ from devices.products import product
 from devices.shapes import AttentionShape
 from models.graphs import ladder
 from recipes.__main__ import main
+from recipes.build.families import model_config
 from recipes.build.memory_plan import GIB, report
-from recipes.build.sizing import model_config, size
+from recipes.build.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.devices import stand_in_alone
@@ -39,7 +40,7 @@ def row(path: Path) -> str:
     recipe = load(str(path))
     config = model_config(recipe)
     assert recipe.device.memory_gib is not None, "it is sized without its device"
-    sizing = size(recipe, config, int(recipe.device.memory_gib * GIB))
+    sizing = plan_memory(recipe, config, int(recipe.device.memory_gib * GIB))
     said = dict(report(recipe, config, sizing))
     page = said["a page"].split(", ", 1)[1].partition(" over")[0]
     cells = [said["weights"], page, f"{sizing.num_pages:,}", f"{sizing.cache_tokens - 1:,}", said["sum"]]

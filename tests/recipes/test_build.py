@@ -17,8 +17,9 @@ from continuous_batching.scheduling.victims import lowest_priority
 from models.warm_up import largest_step_bytes
 from recipes.build import engine as building
 from recipes.build.engine import build
+from recipes.build.machine import start
 from recipes.build.scheduler import policy
-from recipes.build.sizing import size
+from recipes.build.sizing import plan_memory
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 
 CONFIG = {
@@ -45,7 +46,7 @@ def made(*, config: dict[str, Any] | None = None, seed: int = 0, pages: int = 64
 
 
 def answers(recipe: Recipe) -> list[list[int]]:
-    engine = build(recipe)
+    engine = build(recipe).engine
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     requests = [Request(str(i), prompt, params) for i, prompt in enumerate(PROMPTS)]
     for request in requests:
@@ -66,16 +67,19 @@ def test_random_weights_are_those_of_the_seed():
 
 
 def test_the_engine_has_the_sizes_of_the_recipe():
-    engine = build(made(pages=9, attention="reference"))
-    assert type(engine.runner.attention) is Attention
-    assert engine.runner.cache.num_pages == engine.scheduler.pool.num_pages == 9
+    built = build(made(pages=9, attention="reference"))
+    engine = built.engine
+    assert engine.runner is built.runner
+    assert type(built.runner.attention) is Attention
+    assert built.runner.cache.num_pages == engine.scheduler.pool.num_pages == built.memory.num_pages == 9
     assert engine.slots.num_slots == 3
     assert engine.slots.max_tokens == 8 * 8 + 1
-    assert engine.runner.config.vocab_size == 256
+    assert built.config.vocab_size == 256
+    assert built.device_name == start(made().device).name
 
 
 def test_warming_up_leaves_no_trace():
-    engine = build(made())
+    engine = build(made()).engine
     assert not engine.has_work
     assert not any(tensor.any() for tensor in (*engine.runner.cache.keys, *engine.runner.cache.values))
     assert (engine.scheduler.pool.holders[1:] == 0).all()
@@ -89,7 +93,7 @@ def test_the_smallest_table_is_warmed_up_too(num_slots):
         cache=CacheSection(page_size=2, num_pages=2),
         scheduler=SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots),
     )
-    assert build(recipe).slots.max_tokens == 3
+    assert build(recipe).engine.slots.max_tokens == 3
 
 
 def test_the_policy_is_the_one_named():
@@ -97,6 +101,34 @@ def test_the_policy_is_the_one_named():
         policy="static", num_slots=4, max_batch_tokens=64, batch_size=2, max_wait_ms=250.0
     )
     assert policy(static) == Static(2, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("keys", "taken"),
+    [
+        ({"policy": "static"}, ["batch_size: 3, default of static: scheduler.num_slots", "max_wait_ms"]),
+        ({"policy": "split"}, ["prompt_share: 0.8125, default of split: what a decode of each slot leaves"]),
+        (
+            {"policy": "orca", "max_batch_tokens": None},
+            ["max_batch_tokens: 128, default of orca: the longest"],
+        ),
+        (
+            {"policy": "prefill_first", "max_batch_tokens": None},
+            ["max_batch_tokens: 128, default of prefill"],
+        ),
+        ({"chunk": "dynamic"}, ["max_chunk_tokens", "tile", "min_chunk_tokens: 2", "chunk_stages", "staged"]),
+        ({"chunk": "adaptive"}, ["max_chunk_tokens", "tile", "min_chunk_tokens: 16", "target_itl_ms: 50.0"]),
+    ],
+    ids=str,
+)
+def test_every_policy_serves_with_its_defaults_and_logs_them(keys, taken, caplog):
+    scheduler = SchedulerSection(**{"num_slots": 3, "max_batch_tokens": 16, **keys})
+    with caplog.at_level(logging.INFO, "recipes.build.engine"):
+        assert answers(replace(made(), scheduler=scheduler)) == answers(made())
+    lines = [line for line in caplog.messages if line.startswith("scheduler.")]
+    assert len(lines) == len(taken)
+    for line, start_of in zip(lines, taken):
+        assert line.startswith(f"scheduler.{start_of}")
 
 
 def test_what_was_chosen_is_logged(caplog):
@@ -130,18 +162,19 @@ def test_the_engine_has_the_host_tier_compaction_and_victim_of_the_recipe():
         page_size=8, num_pages=9, host_gib=20 * page / 2**30, compact_every_steps=3, compact_pages_per_step=2
     )
     scheduler = SchedulerSection(num_slots=3, max_batch_tokens=16, victim="lowest_priority")
-    engine = build(replace(made(), cache=cache, scheduler=scheduler))
+    built = build(replace(made(), cache=cache, scheduler=scheduler))
+    engine = built.engine
     host = engine.scheduler.host_pool
     assert host is not None
-    assert host.num_pages == len(engine.runner.cache._host_keys[0]) == 20
+    assert host.num_pages == len(built.runner.cache._host_keys[0]) == built.memory.num_host_pages == 20
     assert engine.scheduler.preemption.victim is lowest_priority
     compaction = engine.scheduler._compaction
     assert (compaction._every_steps, compaction._pages_per_step) == (3, 2)
-    assert build(made()).scheduler.host_pool is None
+    assert build(made()).engine.scheduler.host_pool is None
 
 
 def test_the_largest_step_is_of_the_whole_budget_and_leaves_no_trace(monkeypatch):
-    engine = build(made())
+    engine = build(made()).engine
     batches = []
     run = engine.runner.run
     monkeypatch.setattr(engine.runner, "run", lambda batch: batches.append(batch) or run(batch))
@@ -156,12 +189,17 @@ def test_the_largest_step_is_of_the_whole_budget_and_leaves_no_trace(monkeypatch
 def test_pages_give_way_to_a_step_that_takes_more_than_was_estimated(monkeypatch):
     cache = CacheSection(page_size=8, memory_fraction=0.5)
     monkeypatch.setattr(
-        building, "size", lambda recipe, config, _, *more: size(recipe, config, 3 * 2**29, *more)
+        building,
+        "plan_memory",
+        lambda recipe, config, _, *more: plan_memory(recipe, config, 3 * 2**29, *more),
     )
     recipe = replace(made(), cache=cache)
-    before = build(recipe).scheduler.pool.num_pages
+    before = build(recipe).engine.scheduler.pool.num_pages
     monkeypatch.setattr(building, "largest_step_bytes", lambda *_: 100 * 2**20)
-    engine = build(recipe)
+    built = build(recipe)
+    engine = built.engine
+    assert built.memory.is_measured
+    assert built.memory.num_pages == engine.scheduler.pool.num_pages
     assert engine.scheduler.pool.num_pages == engine.runner.cache.num_pages < before
     engine.add(Request("a", PROMPTS[2], SamplingParams(max_tokens=4, temperature=0)))
     while engine.has_work:

@@ -36,7 +36,7 @@ def serve(path: Path, *more: str) -> tuple[list[list[int]], Counters, int]:
     """Answers, counters, and the most pages that were compacted before one step."""
     file = path / "recipe.yaml"
     file.write_text(RECIPE.format(more="\n".join(f"  {line}" for line in more)), encoding="utf-8")
-    engine = build(load(file, []))
+    engine = build(load(file, [])).engine
     random = np.random.default_rng(1)
     openings = random.integers(3, 256, (3, 16))
     requests = []

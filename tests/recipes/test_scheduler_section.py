@@ -15,7 +15,7 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.queueing.ordering import Aged, EarliestDeadline, fcfs, shortest_first
 from continuous_batching.request import Request
-from recipes.build.scheduler import Limits, chunks, order, policy, scheduler_of
+from recipes.build.scheduler import SchedulerLimits, chunks, order, policy, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_checks import contradictions
@@ -149,7 +149,7 @@ def test_an_order_is_what_was_asked_for() -> None:
 
 def test_the_scheduler_of_a_recipe_keeps_its_bounds() -> None:
     asked = section(fair_tenants=True, tenant_weights={"a": 2.0}, max_waiting_requests=1)
-    limits = Limits(64, 0, 100, 10, (), None)
+    limits = SchedulerLimits(64, 0, 100, 10, (), None)
     scheduler = scheduler_of(asked, CacheSection(num_pages=64), limits)
     assert scheduler.waiting.shares is not None
     scheduler.add(Request("a", [1]))
@@ -184,6 +184,6 @@ def test_a_step_of_whole_prompts_is_as_long_as_the_longest_request(
     assert completed(asked, longest_tokens).section.max_batch_tokens == step_tokens
     assert longest_request(asked, longest_tokens) == request_tokens
     scheduler = scheduler_of(
-        asked, CacheSection(page_size=16), Limits(10_000, 0, longest_tokens, 10, (), None)
+        asked, CacheSection(page_size=16), SchedulerLimits(10_000, 0, longest_tokens, 10, (), None)
     )
     assert (scheduler.max_batch_tokens, scheduler.slots.max_tokens) == (step_tokens, request_tokens)

@@ -16,9 +16,10 @@ from models.layers import Linear
 from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
+from recipes.build.families import model_config
 from recipes.build.machine import host_memory_bytes
 from recipes.build.memory_plan import GIB, report
-from recipes.build.sizing import estimate, max_positions, model_config, size
+from recipes.build.sizing import estimate, max_positions, plan_memory
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
 from tests.devices import has_npu, operators, section
@@ -56,7 +57,7 @@ def made(
 
 
 def sized(recipe: Recipe, memory_bytes: int = 4 * GIB):
-    return size(recipe, model_config(recipe), memory_bytes)
+    return plan_memory(recipe, model_config(recipe), memory_bytes)
 
 
 def refusal(recipe: Recipe, memory_bytes: int = 4 * GIB) -> str:
@@ -191,7 +192,7 @@ def test_a_part_of_the_memory_holds_what_all_else_leaves():
     sizing = sized(recipe)
     assert sizing.total_bytes <= 0.75 * 4 * GIB < sizing.total_bytes + PAGE_BYTES
     assert sizing.cache_bytes == sizing.total_bytes - sizing.beside_bytes
-    more = size(recipe, model_config(recipe), 4 * GIB, sizing.activation_bytes + GIB)
+    more = plan_memory(recipe, model_config(recipe), 4 * GIB, sizing.activation_bytes + GIB)
     assert sizing.num_pages - more.num_pages == GIB // PAGE_BYTES
     assert sized(made(pages=None, memory_fraction=0.75, reserve_gib=1.5)).num_pages == more.num_pages
 
@@ -234,7 +235,7 @@ def test_what_a_step_takes_grows_with_its_budget():
 def test_a_step_that_takes_too_much_is_refused():
     recipe = made()
     with pytest.raises(RecipeError, match=r"lower scheduler.max_batch_tokens, or choose a smaller model"):
-        size(recipe, model_config(recipe), 4 * GIB, activation_bytes=5 * GIB)
+        plan_memory(recipe, model_config(recipe), 4 * GIB, activation_bytes=5 * GIB)
 
 
 def test_the_sum_of_the_ledger_is_told():
@@ -248,9 +249,9 @@ def test_the_sum_of_the_ledger_is_told():
 
 def test_int8_weights_are_counted_with_their_scales() -> None:
     recipe = made()
-    plain = size(recipe, model_config(recipe))
+    plain = plan_memory(recipe, model_config(recipe))
     recipe = replace(recipe, model=replace(recipe.model, quantization="w8a8"))
-    in_int8 = size(recipe, model_config(recipe))
+    in_int8 = plan_memory(recipe, model_config(recipe))
     weights = 2 * (64 * (64 + 32 + 32 + 64) + 64 * 96 * 3)  # two layers
     scales = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
     assert plain.weight_bytes - in_int8.weight_bytes == 3 * weights - 4 * scales

@@ -105,7 +105,7 @@ def test_a_prompt_prints_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_engine_is_ready_when_it_is_built() -> None:
-    engine = build(load(RECIPE, QUICK))
+    engine = build(load(RECIPE, QUICK)).engine
     assert not engine.has_work
     assert engine.scheduler.pool.num_held == 0
 

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 
 import recipes.build.engine
-from continuous_batching.engine import Engine
+from recipes.build.engine import BuiltEngine
 from recipes.schema.recipe import Recipe
 from serving.engine import main
 
 NAN, ONCE, ALWAYS = 777, 778, 779  # in no text of the tests
 
 
-def broken(build: Callable[[Recipe], Engine], folder: Path) -> Callable[[Recipe], Engine]:
+def broken(build: Callable[[Recipe], BuiltEngine], folder: Path) -> Callable[[Recipe], BuiltEngine]:
     """The same, for an engine that breaks."""
 
-    def build_broken(recipe: Recipe) -> Engine:
-        engine = build(recipe)
-        slots, forward = engine.slots, engine.runner._forward
+    def build_broken(recipe: Recipe) -> BuiltEngine:
+        built = build(recipe)
+        slots, forward = built.engine.slots, built.runner._forward
 
         def poisoned(batch: Any, unknown: Any) -> torch.Tensor:
             prompts = [slots.requests[row].prompt.tolist() for row in batch.slots.tolist()]
@@ -44,8 +44,8 @@ def broken(build: Callable[[Recipe], Engine], folder: Path) -> Callable[[Recipe]
                     hidden[end] = torch.nan
             return hidden
 
-        engine.runner._forward = poisoned
-        return engine
+        built.runner._forward = poisoned
+        return built
 
     return build_broken
 

@@ -52,7 +52,7 @@ def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], message: str) -
 
 
 def test_the_best_hypotheses_come_out_best_first() -> None:
-    engine = build(load("recipes/tiny/cpu.yaml", ["device.compile=false", "device.threads=1"]))
+    engine = build(load("recipes/tiny/cpu.yaml", ["device.compile=false", "device.threads=1"])).engine
     text = Text.load("recipes/tiny/weights")
     lines = [
         {"id": "three", "prompt": "One day", "beam_width": 5, "n": 3, "max_tokens": 12, "logprobs": 1},

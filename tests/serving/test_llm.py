@@ -38,7 +38,7 @@ def test_answers_are_those_of_a_file(llm: LLM) -> None:
         json.dumps(params | {"id": str(index), "prompt": prompt})
         for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS))
     ]
-    records = list(run_jobs(build(load(RECIPE, SMALL)), llm.text, read_jobs(lines, llm.text)))
+    records = list(run_jobs(build(load(RECIPE, SMALL)).engine, llm.text, read_jobs(lines, llm.text)))
     assert [output.prompt for output in outputs] == PROMPTS
     for index, output in enumerate(outputs):
         expected = [record for record in records if record["id"] == str(index)]

@@ -74,7 +74,7 @@ def test_samples_have_ids_and_seeds_of_their_own() -> None:
 
 
 def test_one_line_comes_out_for_each_answer() -> None:
-    engine = build(load("recipes/tiny/cpu.yaml", ["device.compile=false", "device.threads=1"]))
+    engine = build(load("recipes/tiny/cpu.yaml", ["device.compile=false", "device.threads=1"])).engine
     text = Text.load("recipes/tiny/weights")
     lines = [
         {"id": "three", "prompt": "One day", "n": 3, "seed": 1, "temperature": 2.0, "max_tokens": 12},

@@ -67,13 +67,13 @@ def test_what_is_loaded_is_not_looked_through_again(process: str, tmp_path: Path
 def test_pages_are_free_within_two_steps(overlap: str) -> None:
     """Of requests that wait, that are in their prompt, and that have tokens."""
     settings = ["scheduler.num_slots=2", "scheduler.max_batch_tokens=32", f"scheduler.overlap={overlap}"]
-    recipe = load(TINY, settings)
-    engine = build(recipe)
+    built = build(load(TINY, settings))
+    engine = built.engine
     context = zmq.Context()
     ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     theirs.bind("inproc://engine")
     ours.connect("inproc://engine")
-    worker = Worker(engine, ours, facts_of(engine, recipe, "cpu"))
+    worker = Worker(engine, ours, facts_of(built, prefix_sharing=True))
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     for stream, num_tokens in enumerate((8, 300, 8)):
         prompt = np.arange(300, 300 + num_tokens, dtype=np.int32).tobytes()
@@ -100,10 +100,9 @@ def test_pages_are_free_within_two_steps(overlap: str) -> None:
 def test_no_more_pages_are_shared_than_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are recounted now and then, and read in each beat."""
     told: list[Beat] = []
-    recipe = load(TINY, ["scheduler.num_slots=2"])
-    engine = build(recipe)
+    built = build(load(TINY, ["scheduler.num_slots=2"]))
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        worker = Worker(engine, socket, facts_of(engine, recipe, "cpu"))
+        worker = Worker(built.engine, socket, facts_of(built, prefix_sharing=True))
         monkeypatch.setattr(worker, "_send", told.append)
         monkeypatch.setattr(worker, "_recount", lambda now_s: Recount(shared_pages=5, wrong_pages=0))
         worker._beat()

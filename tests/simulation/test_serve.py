@@ -18,7 +18,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
-from recipes.build.scheduler import Limits, scheduler_of
+from recipes.build.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace
@@ -56,7 +56,7 @@ class Fixed:
 
 def scheduler(num_pages: int = 400, **changes: object) -> Scheduler:
     asked = replace(SchedulerSection(num_slots=4, max_batch_tokens=32), **changes)
-    limits = Limits(num_pages, 0, 200, 1000, (2,), None)
+    limits = SchedulerLimits(num_pages, 0, 200, 1000, (2,), None)
     return scheduler_of(asked, CacheSection(num_pages=num_pages, page_size=8), limits)
 
 
