@@ -1,6 +1,6 @@
 """What does this recipe say, and does it fit?
 
-python -m recipes show RECIPE [key=value ...] [--profile NAME]   its keys, where each was said, and its sizing
+python -m recipes show RECIPE [key=value ...] [--profile NAME]   its keys, their origins, the memory it takes
 python -m recipes keys                                           every key that there is, as a Markdown table
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.schema.keys import keys_of, table
-from recipes.schema.reader import Reading, placed, read
+from recipes.schema.reader import LoadedRecipe, placed, read
 from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError, in_yaml
 from recipes.schema.scheduler_defaults import completed
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes", description="Look at recipes.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("keys", help="every key that a recipe may have, as a Markdown table")
-    show_verb = verbs.add_parser("show", help="a recipe's keys, where each was said, and its sizing")
+    show_verb = verbs.add_parser("show", help="a recipe's keys, where each was set, and the memory it takes")
     show_verb.add_argument("recipe", help="a YAML file, such as recipes/tiny/cpu.yaml")
     show_verb.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
     show_verb.add_argument(
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(path: str, overrides: Sequence[str], profile: str | None = None) -> None:
-    """Prints the keys of a recipe, their origins and its sizing; raises ValueError."""
-    reading = read(path, overrides, profile)
+    """Prints the keys of a recipe, their origins and the memory that it takes; raises ValueError."""
+    loaded = read(path, overrides, profile)
 
     from recipes.build import (  # here, because they bring torch, which takes a second
         families,
@@ -52,24 +52,24 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
         sizing,
     )
 
-    config, planned_gib = families.model_config(reading.recipe), reading.recipe.device.memory_gib
+    config, planned_gib = families.model_config(loaded.recipe), loaded.recipe.device.memory_gib
     memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)
     try:
-        plan = sizing.plan_memory(reading.recipe, config, memory_bytes)
+        plan = sizing.plan_memory(loaded.recipe, config, memory_bytes)
     except RecipeError as error:
-        _print_columns(_rows(reading, None))
-        raise placed(error, reading.entries, path) from None
-    _print_columns(_rows(reading, plan.longest_tokens))
+        _print_columns(_rows(loaded, None))
+        raise placed(error, loaded.entries, path) from None
+    _print_columns(_rows(loaded, plan.longest_tokens))
     print()
-    _print_columns(memory_plan.report(reading.recipe, config, plan))
+    _print_columns(memory_plan.report(loaded.recipe, config, plan))
 
 
-def _rows(reading: Reading, longest_tokens: int | None) -> Iterator[tuple[str, str, str]]:
+def _rows(loaded: LoadedRecipe, longest_tokens: int | None) -> Iterator[tuple[str, str, str]]:
     """Name, value and origin of every key; what a policy takes for a key that is left out, too."""
-    section, sources = completed(reading.recipe.scheduler, longest_tokens)
-    recipe = replace(reading.recipe, scheduler=section)
+    section, sources = completed(loaded.recipe.scheduler, longest_tokens)
+    recipe = replace(loaded.recipe, scheduler=section)
     for each in keys_of(Recipe):
-        source, origin = sources.get(each.name.removeprefix("scheduler.")), reading.origin(each.name)
+        source, origin = sources.get(each.name.removeprefix("scheduler.")), loaded.origin(each.name)
         if source is not None:
             origin = source if origin == "default" else f"{source}; {origin}"
         yield each.name, _shown(recipe.value(each.name)), origin

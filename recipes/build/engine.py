@@ -100,9 +100,10 @@ def _measure(
     runner: ModelRunner,
     machine: Machine,
 ) -> MemoryPlan:
-    """Capture graphs, run the largest step, and size again where both take more than was estimated.
+    """Capture graphs, run the largest step, and plan again if they take more memory than was estimated.
 
-    What an earlier engine of this process left allocated is not counted: less is not believed.
+    A smaller figure does not change the plan: an earlier engine of this process may have left memory that is
+    used again and does not show.
     """
     budget = engine.scheduler.max_batch_tokens
     warm_up(runner, budget)
@@ -141,7 +142,7 @@ def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, fused: Ops, 
 
 
 def _overridden(operators: object, plain: type) -> str:
-    """Which of the plain operators a device does in its own way."""
+    """Which of the plain operators a device overrides."""
     names = [name for name in vars(plain) if name[0] != "_" and callable(getattr(plain, name))]
     fused = [
         name

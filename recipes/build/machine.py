@@ -1,6 +1,6 @@
-"""What does each kind of machine bring: its operators, its memory, its name?
+"""Which operators, how much memory and which name does each kind of machine have?
 
-A kind's libraries are imported only where a recipe asks for it.
+The libraries of a kind are imported only where a recipe asks for it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Machine(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What it is, for the log and for result files."""
+        """The machine's name for the log and for result files."""
 
     @abstractmethod
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
-        """The device's own operators, or attention as it is defined where the recipe asks for that."""
+        """The device's own operators; the attention is the reference one where the recipe asks for it."""
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """What this process may use of the device's memory."""
+        """The bytes of the device's memory that this process may use."""
 
 
 class Cpu(Machine):
-    """The host's processor; its threads and its allocator are set when operators are asked for."""
+    """The host's processor. `operators` sets the number of its threads and its allocator."""
 
     device = torch.device("cpu")
 
@@ -73,7 +73,7 @@ class Accelerator(Machine):
     """A machine with memory of its own."""
 
     def memory_bytes(self) -> int:
-        """What is free, and what this process's allocator holds already."""
+        """The bytes that are free or held by this process's allocator already."""
         memory = torch.get_device_module(self.device)
         return memory.mem_get_info(self.device)[0] + memory.memory_reserved(self.device)
 
@@ -157,7 +157,7 @@ class Npu(Accelerator):
 
 
 def start(asked: DeviceSection) -> Machine:
-    """Make the machine of a recipe ready; raises RecipeError where it is not here."""
+    """The machine of a recipe, ready to be used; raises RecipeError where there is none."""
     kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
     return kinds[asked.kind](asked)
 
@@ -175,12 +175,12 @@ def _stand_in(asked: DeviceSection) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, however many lines it takes for it."""
+    """The text of an error on one line."""
     return " ".join(str(error).split())
 
 
 def host_memory_bytes() -> int:
-    """What this process may use: the host's memory, or less where its control group says so."""
+    """The bytes that this process may use: the host's memory, or less where a control group limits it."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [path.read_text().strip() for path in map(Path, CGROUP_LIMITS) if path.is_file()]
     return min([whole, *(int(limit) for limit in limits if limit.isdigit())])

@@ -1,4 +1,4 @@
-"""What does a recipe take of the machine?"""
+"""How is the machine's memory divided for a recipe?"""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a recipe takes of the machine, and what it gives to a request."""
+    """What a recipe takes of the machine's memory, and what that leaves to a request."""
 
     num_parameters: int
     weight_bytes: int
-    page_bytes: int  # keys and values of all layers
+    page_bytes: int  # of one page: keys and values of all layers
     num_pages: int  # allocated, the null page among them
     num_pages_fitting: int  # that would fit beside all else
     num_host_pages: int  # the null page among them; 0: no host tier
     host_is_device: bool  # the host tier lies in the device's memory, as on a CPU
     cache_tokens: int  # the longest request that the cache alone would allow
     longest_tokens: int  # a request's prompt and answer
-    longest_because: str  # what sets this limit
+    longest_because: str  # the reason for this limit
     slot_bytes: int
     activation_bytes: int  # of the largest step
-    is_measured: bool  # it has been run; else they are estimated
+    is_measured: bool  # the largest step has been run; otherwise its bytes are estimated
     reserve_bytes: int
     memory_bytes: int
 
@@ -45,7 +45,7 @@ class MemoryPlan:
 
     @property
     def beside_bytes(self) -> int:
-        """All that is on the device but its pages."""
+        """Everything on the device except the pages of the cache."""
         parts = (self.weight_bytes, self.slot_bytes, self.activation_bytes, self.reserve_bytes)
         return sum(parts) + self.host_beside_bytes
 
@@ -55,7 +55,7 @@ class MemoryPlan:
 
 
 def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tuple[str, str]]:
-    """The sizing table, in words."""
+    """The plan as a table, in words."""
     page_size, num_slots = recipe.cache.page_size, recipe.scheduler.num_slots
     pages_each = -(-(sizing.longest_tokens - 1) // page_size)
     wanted = num_slots * pages_each

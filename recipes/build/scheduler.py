@@ -1,4 +1,4 @@
-"""How does a recipe become a scheduler? No model and no device is needed for it."""
+"""How does a recipe become a scheduler? This needs no model and no device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SchedulerLimits:
     def of(
         cls, config: DecoderConfig, num_pages: int, num_host_pages: int, longest_tokens: int
     ) -> SchedulerLimits:
-        """Of this model, and of a cache of so many pages that holds requests of so many tokens."""
+        """The limits for this model and a cache with so many pages."""
         return cls(
             num_pages=num_pages,
             num_host_pages=num_host_pages,
@@ -97,14 +97,14 @@ def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Scheduler
 
 
 def facts_of(asked: SchedulerSection, cache: CacheSection, limits: SchedulerLimits) -> dict[str, Any]:
-    """All that a scheduler is made of, defaults among it, as plain values: for a recording's header."""
+    """What a scheduler is made of, with defaults filled in, as plain values for a recording's header."""
     asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
     scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
     return {"scheduler": scheduler, "cache": asdict(cache), "limits": asdict(limits)}
 
 
 def scheduler_from(facts: dict[str, Any]) -> Scheduler:
-    """The scheduler of these facts; raises ValueError for those of another version of this project."""
+    """The scheduler of a recording's header; raises ValueError if another version of the project wrote it."""
     try:
         asked, cache = SchedulerSection(**facts["scheduler"]), CacheSection(**facts["cache"])
         limits = SchedulerLimits(
@@ -123,7 +123,7 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
 
 
 def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The scheduler's section of a recording with other values, to which those give way that do not suit."""
+    """The section of a recording with `changes`; recorded keys that contradict them give way."""
     entries = {f"scheduler.{key}": Entry(value, "the recording", FILE) for key, value in section.items()}
     for key, value in changes.items():
         entries[f"scheduler.{key}"] = Entry(value, f"command line: scheduler.{key}", COMMAND_LINE)
@@ -167,7 +167,7 @@ def waiting(asked: SchedulerSection, slots: SlotPool) -> WaitingQueue:
 
 
 def order(asked: SchedulerSection) -> QueueOrder:
-    """Who is admitted next."""
+    """The order in which requests are admitted."""
     match asked.queue:
         case "fcfs":
             return fcfs
@@ -180,6 +180,6 @@ def order(asked: SchedulerSection) -> QueueOrder:
 
 
 def _said(value: Value | None) -> Value:
-    """The value of a key that is there by now: a recipe is checked when it is made, and then completed."""
+    """The value of a key that a completed section has."""
     assert value is not None, "the section has not been completed"
     return value

@@ -1,4 +1,4 @@
-"""How much does a recipe need, and how many pages does that leave?"""
+"""How much memory does a recipe need, and how many pages does that leave?"""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def plan_memory(
 
 
 def estimate(recipe: Recipe, config: DecoderConfig) -> int:
-    """Bytes that the largest step takes beside weights and cache, for a ledger without a model.
+    """Bytes that the largest step takes beside weights and cache, for a plan without a loaded model.
 
-    Of one layer all that lives at once, the scores of the longest span that the budget allows, and the logits
-    of all slots as the sampler works on them.
+    They are all that one layer holds at once, the scores of the longest span that the budget allows, and the
+    logits of all slots as the sampler works on them.
     """
     num_tokens, num_slots = step_tokens(recipe, config), recipe.scheduler.num_slots
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -89,12 +89,12 @@ def estimate(recipe: Recipe, config: DecoderConfig) -> int:
 
 
 def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
-    """The most tokens of a step; where the longest request sets it, of one that only the model limits."""
+    """The most tokens of a step; where the longest request sets it, the longest that can be is assumed."""
     longest_tokens = recipe.scheduler.max_request_tokens or max_positions(config)
     if recipe.cache.num_pages is not None:
         longest_tokens = min(longest_tokens, (recipe.cache.num_pages - 1) * recipe.cache.page_size + 1)
     num_tokens = completed(recipe.scheduler, longest_tokens).section.max_batch_tokens
-    assert num_tokens is not None, "a recipe without a policy of whole prompts says it"
+    assert num_tokens is not None, "only a policy of whole prompts can do without it"
     return num_tokens
 
 
@@ -109,8 +109,8 @@ def max_positions(config: DecoderConfig) -> int:
 
 
 def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
-    """What linears, but for their biases, take more as the device multiplies them: a CPU without bfloat16 has
-    them in float32, and the embedding stays beside a tied head in an order of its own.
+    """What linear layers take beyond their stored size, as the device multiplies them: a CPU without bfloat16
+    keeps them in float32, and a tied head is kept apart from the embedding in its own order.
     """
     device, dtype, num_bytes = recipe.device, config.dtype, 0
     if device.kind == "cpu":
@@ -126,7 +126,7 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
 
 
 def _slot_bytes(recipe: Recipe, longest_tokens: int) -> int:
-    """Token ids and page table of all slots."""
+    """Bytes of the token ids and page tables of all slots."""
     return recipe.scheduler.num_slots * 4 * (longest_tokens + -(-longest_tokens // recipe.cache.page_size))
 
 
@@ -159,7 +159,7 @@ def _num_host_pages(recipe: Recipe, page_bytes: int) -> int:
 
 
 def _longest(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
-    """The most tokens of a request, and what sets this limit."""
+    """The most tokens of a request, and the reason for this limit."""
     asked, positions = recipe.scheduler.max_request_tokens, max_positions(config)
     if asked is None:
         policy = recipe.scheduler.policy

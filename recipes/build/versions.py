@@ -1,4 +1,4 @@
-"""On which machine, with which versions? What a figure is worthless without."""
+"""On which machine and with which versions was a figure measured?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = ("numpy", "torch", "torch_npu", "triton", "transformers")
 
 
 def describe(device: str | None = None) -> dict[str, str | int]:
-    """The machine and the versions that matter; `device` is what computes, by name."""
+    """The machine and the versions that matter; `device` is the name of the device that computes."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -31,7 +31,7 @@ def describe(device: str | None = None) -> dict[str, str | int]:
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that compute, or that we are compared with; those that are not here are left out."""
+    """The versions of those PACKAGES that are installed."""
     found = {}
     for package in PACKAGES:
         try:

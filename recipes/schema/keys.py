@@ -1,7 +1,7 @@
-"""What may stand under a recipe's key?
+"""Which values may a key of a recipe have?
 
-A recipe's sections are dataclasses. Each of their fields is made by `key`, which holds the key's meaning and
-range: the reader's errors, the checks and docs/recipe_keys.md all come from there.
+The sections of a recipe are dataclasses. `key` makes each of their fields and holds its meaning and range:
+the reader's errors, the checks and the documentation's table of keys all come from there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recipes.schema.recipe_error import RecipeError, in_words, in_yaml, nearest
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A leaf of a recipe, `name` being dotted; `least` and `most` are part of the range."""
+    """A key of a recipe by its dotted name; `least` and `most` are part of the range."""
 
     name: str
     hint: Any  # int, float, bool, Path, Literal[...] or dict, or one of these | None
@@ -37,12 +37,12 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The texts allowed, for a key that is one of several."""
+        """The values that are allowed, for a key that chooses among some."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def allowed(self) -> str:
-        """What may stand here, in words."""
+        """The values that are allowed, in words."""
         kind = self.kind
         if self.choices:
             words = " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
@@ -90,13 +90,13 @@ class Key:
 def key(
     meaning: str, *, default: Any = MISSING, least: float | None = None, most: float | None = None
 ) -> Any:
-    """A field of a recipe's section. A number has a range, of which both ends are part."""
+    """A field of a recipe's section. A number has a range that includes both ends."""
     metadata = {"meaning": meaning, "least": least, "most": most}
     return field(default=default, metadata=metadata)
 
 
 def keys_of(section: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of a recipe's dataclass, through the sections it has, in their order."""
+    """Every key of a recipe's dataclass and of the sections in it, in their order."""
     hints = get_type_hints(section)
     for each in fields(section):
         name, hint = prefix + each.name, hints[each.name]
@@ -107,7 +107,7 @@ def keys_of(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 def table(section: type) -> str:
-    """The keys as a Markdown table, for docs/recipe_keys.md."""
+    """The keys as a Markdown table, for the documentation."""
     rows = ["| key | allowed | default | meaning |", "|---|---|---|---|"]
     for each in keys_of(section):
         default = "required" if each.default is MISSING else in_yaml(each.default)

@@ -1,9 +1,10 @@
-"""Which keys give way to what was said after them?
+"""Which keys give way to what a later place sets?
 
-A recipe is said in up to four places: a base, the file, a profile, the command line. A later place replaces a
-key of an earlier one; here, it also replaces what cannot stand beside what it says: another of several
-alternatives, a key that is not read under the policy that it chooses, or a step that this policy cannot work
-with. What one place says must agree with itself.
+A recipe comes from up to four places: a base, the file, a profile and the command line. A later place
+replaces the keys that it sets itself. This module also lets those keys of earlier places give way that
+contradict it: another of several alternatives, a key that the chosen policy does not read, a step that is too
+small for it.
+Contradictions within one place remain, and are refused.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ ALTERNATIVES = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key's value and where it was said; of two entries for a key the later one holds.
+    """A key's value and the place that set it.
 
-    `number` orders the overrides of one command line. `note` says what it replaced, or gave way to.
+    `number` orders the overrides of the command line. `note` says what the entry replaced, or gave way to.
     """
 
     value: Any
@@ -41,13 +42,13 @@ class Entry:
         return self.place + self.note
 
     def giving_way(self, to: str, value: Any, level: int) -> Entry:
-        """The entry once it has given way to a key that was said at a later level; it has `value` now."""
+        """The entry with `value` in place of its own, because of a key that a later place set."""
         note = f" said {in_words(self.value)}, which gives way to {to}"
         return replace(self, value=value, level=level, note=note)
 
 
 def settled(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries of all places, once the earlier ones gave way."""
+    """The entries after those of earlier places have given way."""
     kept = dict(entries)
     for names in ALTERNATIVES:
         _settle_alternatives(kept, names)
@@ -69,7 +70,7 @@ def _settle_alternatives(entries: dict[str, Entry], names: tuple[str, ...]) -> N
 
 
 def _settle_unread(entries: dict[str, Entry]) -> None:
-    """Keys that a policy, a way of chunking or an order of the queue which was chosen later does not read."""
+    """Drop keys that are not read with the policy, chunking or queue order that a later place chose."""
     for leaf, conditions in READ_WHERE.items():
         for other, values in conditions.items():
             old, choice = entries.get(f"scheduler.{leaf}"), entries.get(f"scheduler.{other}")
@@ -88,7 +89,10 @@ def _settle_unread(entries: dict[str, Entry]) -> None:
 
 
 def _settle_step(entries: dict[str, Entry]) -> None:
-    """A step's budget that was not meant for a policy of whole prompts; only a request's length can tell."""
+    """Drop a step's budget that a later place's policy of whole prompts may find too small.
+
+    Where the longest request is not set, only the model tells how long it is, and that is not known here.
+    """
     policy, budget, longest = (
         entries.get(f"scheduler.{each}") for each in ("policy", "max_batch_tokens", "max_request_tokens")
     )

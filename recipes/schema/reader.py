@@ -30,8 +30,8 @@ SECTIONS = {name.partition(".")[0] for name in KEYS}
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """A recipe, and an entry for every key that was said; the others are at their default."""
+class LoadedRecipe:
+    """A recipe, and an entry for every key that was set; the others have their default."""
 
     recipe: Recipe
     entries: Mapping[str, Entry]
@@ -46,7 +46,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), profile: str | None = 
     return read(path, overrides, profile).recipe
 
 
-def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = None) -> Reading:
+def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = None) -> LoadedRecipe:
     """The recipe of a file, with the origin of its values; raises RecipeError.
 
     The keys of a profile, a name in `recipes/profiles`, replace the file's, and overrides replace both.
@@ -70,7 +70,7 @@ def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = 
         entries.update(_profile(profile))
     for number, override in enumerate(overrides):
         _override(entries, override, number)
-    return _reading(settled(entries), name)
+    return _loaded(settled(entries), name)
 
 
 def _document(path: Path, asked_by: str = "") -> dict[str, Located]:
@@ -183,7 +183,7 @@ def _path(text: str, key: str, place: str) -> Path:
     return ROOT / os.path.expanduser(re.sub(r"\$\{(\w+)\}", replace, text))
 
 
-def _reading(entries: Mapping[str, Entry], name: str) -> Reading:
+def _loaded(entries: Mapping[str, Entry], name: str) -> LoadedRecipe:
     for key in KEYS.values():
         if key.default is MISSING and key.name not in entries:
             fix = f"it must be {key.allowed}"
@@ -195,13 +195,13 @@ def _reading(entries: Mapping[str, Entry], name: str) -> Reading:
     for key_name, entry in entries.items():
         if entry.note:
             log.info("%s: %s", key_name, entry.origin)
-    return Reading(recipe, entries)
+    return LoadedRecipe(recipe, entries)
 
 
 def placed(error: RecipeError, entries: Mapping[str, Entry], name: str) -> RecipeError:
-    """The error with the place in front where the last word was said on its keys, or else the file's name."""
-    said = [entries[key] for key in error.keys if key in entries]
-    return error.at(max(said, key=lambda entry: (entry.level, entry.number)).place if said else name)
+    """The error at the place where the last of its keys was set, or else at the file's name."""
+    found = [entries[key] for key in error.keys if key in entries]
+    return error.at(max(found, key=lambda entry: (entry.level, entry.number)).place if found else name)
 
 
 def _made(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:

@@ -1,4 +1,4 @@
-"""Which model, on which machine, with which numbers?"""
+"""What does a recipe say: which model, on which machine, with which numbers?"""
 
 from __future__ import annotations
 
@@ -44,24 +44,27 @@ class ModelSection:
         "the keys of a `config.json`, written here in place of `model.path`", default=None
     )
     weights: Literal["checkpoint", "random"] = key(
-        "read from `model.path`, or seeded random ones of the same shapes", default="checkpoint"
+        "checkpoint: read from `model.path`; random: seeded random ones of the same shapes",
+        default="checkpoint",
     )
     seed: int = key("seed of random weights", default=0, least=0, most=2**63 - 1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "type of weights, activations and cache; auto: as `config.json` says", default="auto"
     )
     quantization: Literal["auto", "w8a8"] = key(
-        "w8a8: linears in int8, quantised when they are loaded; auto: as `config.json` says", default="auto"
+        "w8a8: linear layers in int8, quantized while they are loaded; auto: as `config.json` says",
+        default="auto",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSection:
-    """The machine."""
+    """The machine that computes."""
 
     kind: Literal["cpu", "cuda", "npu"] = key("the machine that computes")
     attention: Literal["fused", "reference"] = key(
-        "as fast as the device can, or the plain torch that defines what is right", default="fused"
+        "fused: the device's own operators; reference: plain torch, which defines what is right",
+        default="fused",
     )
     threads: int | None = key(
         "cpu: threads that compute; null: `OMP_NUM_THREADS`, or one for each core",
@@ -74,75 +77,83 @@ class DeviceSection:
         default=False,
     )
     graphs: int = key(
-        "cuda, npu: steps of up to so many decodes, and nothing else, run as captured graphs; 0: none",
+        "cuda, npu: steps of only decodes, up to this many, run as captured graphs; 0: none",
         default=0,
         least=0,
         most=1024,
     )
     batch_invariant: bool = key(
-        "cuda: what a request gets does not depend on its neighbours, to the bit; it is slower", default=False
+        "cuda: a request's results do not depend on its neighbours, bit for bit; slower", default=False
     )
     product: Literal["310P", "910", "910B", "910C", "950"] | None = key(
-        "npu: whose operators and limits hold; null: what the device says it is", default=None
+        "npu: the product whose operators and limits hold; null: the one that the device reports",
+        default=None,
     )
     memory_gib: float | None = key(
-        "cuda, npu: free memory of the device that `recipes show` plans with; null: asks the device",
+        "cuda, npu: the free memory of the device that `recipes show` plans with; null: what the device"
+        " reports",
         default=None,
         least=0.001,
         most=2**20,
     )
     virtual: bool = key(
-        "npu: a stand-in within this machine's memory, to try and to test; it is slow", default=False
+        "npu: use a software stand-in on this machine, for trials and tests; slow", default=False
     )
     virtual_fp32: bool = key(
-        "npu: for tests, let the stand-in's fused operators take float32, which no product does",
+        "npu: for tests: the stand-in's fused operators take float32, which no product does",
         default=False,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSection:
-    """Pages of keys and values."""
+    """The pages of keys and values."""
 
     page_size: int = key("tokens in a page", default=16, least=1, most=1024)
     num_pages: int | None = key(
-        "pages in the cache; the first of them stays empty", default=None, least=2, most=2**31 - 1
+        "pages in the cache; the first one stays empty", default=None, least=2, most=2**31 - 1
     )
     memory_gib: float | None = key(
-        "in place of `cache.num_pages`: as many pages as fit into this", default=None, least=0.001, most=2**20
+        "in place of `cache.num_pages`: as many pages as fit into this much memory",
+        default=None,
+        least=0.001,
+        most=2**20,
     )
     memory_fraction: float | None = key(
-        "in place of `cache.num_pages`: as many pages as fit into this part of the device's memory beside"
-        " weights, activations and reserve",
+        "in place of `cache.num_pages`: as many pages as fit into this share of the device's memory, which"
+        " also holds weights, activations and reserve",
         default=None,
         least=0.01,
         most=1.0,
     )
     reserve_gib: float = key(
-        "device memory left for the process itself and for others", default=0.5, least=0, most=2**20
+        "device memory left free for the process itself and for others", default=0.5, least=0, most=2**20
     )
     host_gib: float | None = key(
-        "host memory where preempted requests leave their pages, and evicted shared pages rest; null or 0:"
-        " they are computed again",
+        "host memory for the pages of preempted requests and for evicted shared pages; null or 0: they are"
+        " computed again",
         default=None,
         least=0,
         most=2**20,
     )
-    prefix_sharing: bool = key("let requests with a common beginning share its pages", default=True)
+    prefix_sharing: bool = key(
+        "let requests whose prompts begin alike share the pages of that beginning", default=True
+    )
     compact_every_steps: int = key(
-        "every so many steps held pages start to move to the low end; 0: never",
+        "the steps from one compaction, which moves held pages to the low end of the cache, to the next; 0:"
+        " none",
         default=0,
         least=0,
         most=2**31 - 1,
     )
     compact_pages_per_step: int = key(
-        "the most pages that then move in one step; 0: all at once", default=0, least=0, most=2**31 - 1
+        "the most pages moved in one step of a compaction; 0: all at once", default=0, least=0, most=2**31 - 1
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A model, a machine and the numbers to serve it with; raises RecipeError for what cannot be meant."""
+    """A model, a machine and the numbers to serve it with; raises RecipeError for values that cannot hold."""
 
     model: ModelSection
     device: DeviceSection
@@ -162,16 +173,16 @@ class Recipe:
         return getattr(getattr(self, section), leaf)
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """The value of every key by section, as JSON can say it: paths are text, from the repository on."""
-        told: dict[str, dict[str, Any]] = {}
+        """The value of every key by section, for JSON: paths are text, relative to the repository."""
+        sections: dict[str, dict[str, Any]] = {}
         for each in keys_of(Recipe):
             section, _, leaf = each.name.partition(".")
             value = self.value(each.name)
-            told.setdefault(section, {})[leaf] = from_root(value) if isinstance(value, Path) else value
-        return told
+            sections.setdefault(section, {})[leaf] = from_root(value) if isinstance(value, Path) else value
+        return sections
 
     def _contradictions(self) -> Iterator[RecipeError]:
-        """Keys that each are in range and cannot stand together."""
+        """Keys whose values are in range, each by itself, and contradict each other."""
         yield from self._one_of("model.path", "model.config")
         yield from self._one_of("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
         if self.model.config is not None and self.model.weights == "checkpoint":
@@ -225,14 +236,15 @@ class Recipe:
         if device.batch_invariant and device.attention == "reference":
             yield RecipeError(
                 ("device.batch_invariant", "device.attention"),
-                "device.attention is reference, which sums as a prompt was cut",
+                "device.attention is reference, whose sums depend on how a prompt was cut",
                 "set device.batch_invariant to false, or device.attention to fused",
                 value=True,
             )
         if device.graphs and device.attention == "reference":
             yield RecipeError(
                 ("device.graphs", "device.attention"),
-                "device.attention is reference, which asks the host at each span and cannot be captured",
+                "device.attention is reference, which synchronizes with the host at every span and cannot"
+                " be captured",
                 "set device.graphs to 0, or device.attention to fused",
                 value=device.graphs,
                 limit=0,

@@ -1,4 +1,4 @@
-"""Why can a recipe not be used, and what does its user do about it?"""
+"""Why can a recipe not be used, and how is that fixed?"""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used, as data; its text is one line made of it.
+    """A recipe that cannot be used, as data; its text is one line made from that data.
 
-    `keys` are the dotted keys that it is about, first the one to change; none where a file is not a recipe at
-    all. `value` is what the first of them was set to, `limit` what it would have to keep to. `problem` says
-    what is wrong with it, `fix` what to do. `place` is where it was said, such as recipes/tiny/cpu.yaml:7.
+    `keys` are the dotted keys that the error is about, the one to change first; there are none where a file
+    is not a recipe at all. `value` is what the first key was set to, and `limit` what it would have to keep
+    to. `problem` says what is wrong, `fix` what to do. `place` is where it was set: recipes/tiny/cpu.yaml:7.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RecipeError(ValueError):
         self.place = place
 
     def at(self, place: str) -> RecipeError:
-        """The same, said at this place."""
+        """The same error with this place."""
         return RecipeError(self.keys, self.problem, self.fix, value=self.value, limit=self.limit, place=place)
 
     def __str__(self) -> str:

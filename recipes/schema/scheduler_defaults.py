@@ -1,7 +1,7 @@
-"""What does a key of the scheduler come to that its policy needs and the recipe leaves out?
+"""Which values do keys of the scheduler have that the recipe leaves out?
 
-A default may follow from another key: a static batch is as large as the table. So a policy works by its name
-alone, and `python -m recipes show` and the engine's log say what was taken and where it comes from.
+A default may depend on other keys: a static batch is as large as the slot table. So every policy works by its
+name alone. `python -m recipes show` and the engine's log say which defaults were taken, and why.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from recipes.schema.scheduler_section import WHOLE, SchedulerSection
 
 ASKED = "scheduler.max_request_tokens"
-LONGEST_STEP = 8192  # tokens of a step that nobody asked for: longer ones hold up start-up for minutes
+LONGEST_STEP = 8192  # tokens, by default; start-up computes a step of this length, which takes a while
 
 
 class Completed(NamedTuple):
-    """A section with its defaults filled in, and by key where these come from."""
+    """A section with its defaults filled in, and for each of these by key the reason."""
 
     section: SchedulerSection
     sources: dict[str, str]
@@ -26,7 +26,10 @@ class Completed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """Of one key, where another has one of some values; None from `value`: there is no sensible one."""
+    """The default of `key` where `other` has one of the values `chosen`.
+
+    `value` computes it from the section; None means that there is no sensible one.
+    """
 
     key: str
     other: str
@@ -38,7 +41,7 @@ class Default:
 def completed(asked: SchedulerSection, longest_tokens: int | None = None) -> Completed:
     """The section with every default that can be known.
 
-    `longest_tokens`, the most of a request, is what a step is as long as where prompts are computed whole.
+    `longest_tokens`, the length of the longest request, sets how long a step of whole prompts is.
     """
     sources: dict[str, str] = {}
     longest_tokens = asked.max_request_tokens if longest_tokens is None else longest_tokens
@@ -59,7 +62,7 @@ def completed(asked: SchedulerSection, longest_tokens: int | None = None) -> Com
 
 
 def longest_request(asked: SchedulerSection, longest_tokens: int) -> int:
-    """The most tokens of a request that model and cache would allow as long, under the policy's own limit."""
+    """The most tokens of a request under the policy, where model and cache allow `longest_tokens`."""
     step_tokens = completed(asked, longest_tokens).section.max_batch_tokens
     if asked.policy in WHOLE and asked.max_request_tokens is None and step_tokens is not None:
         return min(longest_tokens, step_tokens)
@@ -67,7 +70,7 @@ def longest_request(asked: SchedulerSection, longest_tokens: int) -> int:
 
 
 def _prompt_share(asked: SchedulerSection) -> float | None:
-    """The share whose tokens, rounded down, are just what a decode of each slot leaves."""
+    """The share that, times the budget and rounded down, leaves exactly one decode for each slot."""
     if asked.max_batch_tokens is None or asked.max_batch_tokens <= asked.num_slots:
         return None
     prompt_tokens = asked.max_batch_tokens - asked.num_slots
@@ -91,10 +94,10 @@ def _staged_tokens(asked: SchedulerSection) -> int | None:
     return asked.chunk_stages * asked.max_chunk_tokens
 
 
-DEFAULTS = (  # in an order in which each follows from what stands before it
+DEFAULTS = (  # a default may depend on those before it
     Default("batch_size", "policy", ("static",), lambda asked: asked.num_slots, "scheduler.num_slots"),
     Default("max_wait_ms", "policy", ("static",), lambda _: 100.0),
-    Default("prompt_share", "policy", ("split",), _prompt_share, "what a decode of each slot leaves"),
+    Default("prompt_share", "policy", ("split",), _prompt_share, "what one decode for each slot leaves"),
     Default(
         "max_chunk_tokens",
         "chunk",

@@ -1,4 +1,4 @@
-"""Which keys has a recipe for who runs when, and where is each of them read?"""
+"""Which keys does a recipe have for scheduling, and where is each of them read?"""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CHUNKED = ("stall_free", "split")  # policies that cut prompts into chunks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection:
-    """Who runs when."""
+    """How requests are queued, batched and preempted."""
 
     policy: Literal["stall_free", "split", "prefill_first", "orca", "static"] = key(
-        "stall_free: decodes first, then prompts in chunks; split: the same with a budget for each;"
-        " prefill_first: whole prompts, while decodes wait; orca: whole prompts beside the decodes;"
-        " static: one batch after the other",
+        "stall_free: decodes first, then prompts in chunks; split: the same with separate budgets for"
+        " decodes and prompts; prefill_first: whole prompts, while decodes wait; orca: whole prompts beside"
+        " the decodes; static: one batch after the other",
         default="stall_free",
     )
     num_slots: int = key("requests that run at once", least=1, most=2**16)
@@ -31,13 +31,14 @@ class SchedulerSection:
         most=_MOST_TOKENS,
     )
     max_request_tokens: int | None = key(
-        "the longest request, prompt and answer; null: what model and cache allow",
+        "the longest request, prompt and answer together; null: what the model, the cache and a step of whole"
+        " prompts allow",
         default=None,
         least=2,
         most=2**24,
     )
     chunk: Literal["fixed", "dynamic", "adaptive"] = key(
-        "stall_free, split: how long a prompt's chunks are; dynamic: shorter as the prompt gets on;"
+        "stall_free, split: how long the chunks of a prompt are; dynamic: they get shorter towards its end;"
         " adaptive: as long as `scheduler.target_itl_ms` allows",
         default="fixed",
     )
@@ -62,119 +63,128 @@ class SchedulerSection:
         most=_MOST_TOKENS,
     )
     tile_tokens: int | None = key(
-        "dynamic: chunks are a multiple of it; adaptive: steps are; null: 32",
+        "the length of chunks (dynamic) or of steps (adaptive) is a multiple of it; null: 32",
         default=None,
         least=1,
         most=4096,
     )
     chunk_stages: int | None = key(
-        "dynamic: chunk lengths from first to last; null: 4", default=None, least=1, most=1024
+        "dynamic: the number of chunk lengths from first to last; null: 4", default=None, least=1, most=1024
     )
     staged_tokens: int | None = key(
-        "dynamic: the tokens of a prompt over which the stages go, in equal parts; null: a first chunk for"
-        " each",
+        "dynamic: the tokens of a prompt over which the stages are spread evenly; null: the first chunk times"
+        " the number of stages",
         default=None,
         least=1,
         most=2**24,
     )
     target_itl_ms: float | None = key(
-        "adaptive: 99 in 100 times between two tokens of a request shall be no longer; null: 50",
+        "adaptive: the target for the time between two tokens of a request, which 99 in 100 are to meet;"
+        " null: 50",
         default=None,
         least=0.1,
         most=_DAY_MS,
     )
     prompt_share: float | None = key(
-        "split: the part of `scheduler.max_batch_tokens` that is for prompts; null: what a decode of each"
-        " slot leaves",
+        "split: the share of `scheduler.max_batch_tokens` for prompts; null: what one decode for each slot"
+        " leaves",
         default=None,
         least=0.001,
         most=0.999,
     )
     max_long_prefills: int | None = key(
         "stall_free, split: the most long prompts that are computed at once, while short ones overtake them;"
-        " null: all go by arrival",
+        " null: prompts are computed in order of arrival",
         default=None,
         least=1,
         most=2**16,
     )
     long_prompt_tokens: int | None = key(
-        "a prompt of more tokens is long for `scheduler.max_long_prefills`", default=None, least=1, most=2**24
+        "a prompt with more tokens counts as long for `scheduler.max_long_prefills`",
+        default=None,
+        least=1,
+        most=2**24,
     )
     queue: Literal["fcfs", "sjf", "priority", "deadline"] = key(
-        "who is admitted next; fcfs: who came first; sjf: who has the shortest prompt and longest answer;"
-        " priority: by waiting time, `priority` and length together; deadline: who is given up first",
+        "which request is admitted next; fcfs: the one that arrived first; sjf: the one with the shortest"
+        " prompt and longest answer together; priority: by waiting time, `priority` and length together;"
+        " deadline: the one whose timeout ends first",
         default="fcfs",
     )
     priority_s: float | None = key(
-        "priority: the seconds of waiting that one level of `priority` counts like; null: 10",
+        "priority: how many seconds of waiting one level of `priority` is worth; null: 10",
         default=None,
         least=0,
         most=86_400,
     )
     length_s: float | None = key(
-        "priority: the seconds of waiting that 1,000 tokens count against; null: 1",
+        "priority: how many seconds of waiting 1,000 tokens cost; null: 1",
         default=None,
         least=0,
         most=86_400,
     )
     deadline_s: float | None = key(
-        "deadline: where a request without `timeout_s` stands: as if it had this one",
+        "deadline: the timeout by which a request without `timeout_s` is ordered",
         default=None,
         least=0.001,
         most=86_400,
     )
     outrank: bool = key(
-        "priority: who is next preempts running requests of lower `priority` where slots or pages run short",
+        "priority: the next request preempts running ones of lower `priority` where slots or pages run short",
         default=False,
     )
     fair_tenants: bool = key(
-        "tenants take turns by the tokens they were served; `scheduler.queue` orders the requests of each",
+        "tenants take turns by the tokens that they were served; `scheduler.queue` orders the requests of one"
+        " tenant",
         default=False,
     )
     tenant_weights: dict[str, Any] | None = key(
-        "fair_tenants: the share of a tenant beside the others, by its name; 1 for those that are not named",
+        "fair_tenants: the weights of tenants by name; 1 for those that are not named",
         default=None,
     )
     max_waiting_requests: int | None = key(
-        "a request that would be in a longer queue is refused; null: none is",
+        "the most requests in the queue; further ones are refused; null: no limit",
         default=None,
         least=1,
         most=2**31 - 1,
     )
     max_waiting_tokens: int | None = key(
-        "the same by the tokens of the prompts that wait", default=None, least=1, most=2**40
+        "the most prompt tokens in the queue; further requests are refused; null: no limit",
+        default=None,
+        least=1,
+        most=2**40,
     )
     max_queue_wait_s: float | None = key(
-        "a request that was not admitted so long after its arrival ends; null: none does",
+        "a request that was not admitted this long after its arrival is ended; null: no limit",
         default=None,
         least=0.001,
         most=86_400,
     )
     victim: Literal["youngest", "fewest_lost", "lowest_priority"] = key(
-        "who makes room when pages run short: who came last, who loses the fewest computed tokens, or the"
-        " lowest `priority`; the oldest request never does",
+        "which request is preempted when pages run short: the youngest, the one that loses the fewest"
+        " computed tokens, or the one of the lowest `priority`; never the oldest",
         default="youngest",
     )
     batch_size: int | None = key(
         "static: requests that start together; null: `scheduler.num_slots`", default=None, least=1, most=2**16
     )
     max_wait_ms: float | None = key(
-        "static: how long the first of a batch waits for the others; null: 100",
+        "static: how long the first request of a batch waits for others; null: 100",
         default=None,
         least=0,
         most=_DAY_MS,
     )
     overlap: bool = key(
-        "make the next step while the device is at this one, wherever it can be known; answers stay the same",
+        "schedule the next step while the device computes this one, wherever possible; answers stay the same",
         default=False,
     )
     record: Path | None = key(
-        "a new file for what the scheduler is told and decides, to be read by `scripts.replay`; it holds"
+        "a new file that records the scheduler's inputs and decisions for `scripts.replay`; it holds"
         " prompts as token ids",
         default=None,
     )
     seed: int = key(
-        "seed of the seeds that are drawn for requests without one", default=0, least=0, most=2**63 - 1
+        "seed from which the seeds of requests without one are drawn", default=0, least=0, most=2**63 - 1
     )
 
 

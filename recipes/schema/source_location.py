@@ -1,6 +1,6 @@
-"""What does a YAML text say, and on which line?
+"""What does a YAML text hold, and on which line?
 
-Stricter than YAML: a key stands once, keys are text, there are no aliases, and only plain types.
+Stricter than YAML: no key twice, keys are text, no aliases, plain types only, and no deep nesting.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import yaml
 
 from recipes.schema.recipe_error import RecipeError
 
-MOST_LEVELS = 32  # of mappings and lists in each other; a recipe has 2, a config.json some more
+MOST_LEVELS = 32  # of nesting; a recipe has 2, and a config.json within it a few more
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A value and the line where its key stands; a mapping's values are themselves Located."""
+    """A value and the line of its key; the values of a mapping are themselves Located."""
 
     value: Any
     line: int
 
     @property
     def plain(self) -> Any:
-        """The value without lines."""
+        """The value without its lines."""
         if isinstance(self.value, dict):
             return {name: each.plain for name, each in self.value.items()}
         return [each.plain for each in self.value] if isinstance(self.value, list) else self.value
 
 
 class _Problem(Exception):
-    """What is wrong, and the line of it (0: unknown)."""
+    """What is wrong with the text, and on which line (0: unknown)."""
 
     def __init__(self, text: str, mark: Any) -> None:
         super().__init__(text)
@@ -40,7 +40,7 @@ class _Problem(Exception):
 
 
 def parse(text: str, name: str, *, numbered: bool = True) -> Located:
-    """The one document of a text; raises RecipeError that opens with `name` and, if numbered, the line."""
+    """The one document of a text; raises RecipeError with `name` and, if numbered, the line as its place."""
     try:
         _check_events(text)
         node = yaml.compose(text, yaml.SafeLoader)
@@ -56,7 +56,7 @@ def parse(text: str, name: str, *, numbered: bool = True) -> Located:
 
 
 def _check_events(text: str) -> None:
-    """Refuse what a recipe has no need of, before `compose`, which follows each level by calling itself."""
+    """Refuse aliases and deep nesting before `yaml.compose`, which recurses into every level."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):

@@ -1,1 +1,1 @@
-"""A small model that this repository trains itself, so that everything runs without a download."""
+"""A small model, trained in this repository, so that everything runs without a download."""

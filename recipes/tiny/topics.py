@@ -1,4 +1,4 @@
-"""What does the tiny model know about the world?"""
+"""Which things do the sentences and chats of the tiny model's corpus mention?"""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """A stretch of training: `rows` rows of `length` tokens a step."""
+class TrainingStage:
+    """A part of the training, with `rows` rows of `length` tokens in each step."""
 
     steps: int
     rows: int
@@ -41,19 +41,19 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """A model's shape and its training."""
 
     hidden_size: int
     num_layers: int
     intermediate_size: int
-    stages: tuple[Stage, ...]
+    stages: tuple[TrainingStage, ...]
     matrix_rate: float = 0.015
     other_rate: float = 2e-3
 
 
-MODEL = Plan(192, 4, 512, (Stage(2800, 16, 128, False), Stage(600, 6, 512, True)))
-DRAFT = Plan(64, 2, 96, (Stage(2000, 16, 128, False), Stage(600, 6, 512, True)))
+MODEL = TrainingPlan(192, 4, 512, (TrainingStage(2800, 16, 128, False), TrainingStage(600, 6, 512, True)))
+DRAFT = TrainingPlan(64, 2, 96, (TrainingStage(2000, 16, 128, False), TrainingStage(600, 6, 512, True)))
 
 
 def train_tokenizer(
@@ -113,7 +113,7 @@ def encode(
 
 
 def batches(
-    tokenizer: sentencepiece.SentencePieceProcessor, stage: Stage, seed: int
+    tokenizer: sentencepiece.SentencePieceProcessor, stage: TrainingStage, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids and labels, [rows, length] each: whole documents packed in rows, the rest of a row padded."""
     source = (encode(tokenizer, document) for document in documents(seed, long=stage.long))
@@ -131,7 +131,7 @@ def batches(
         yield ids, labels
 
 
-def optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+def optimizers(model: LlamaForCausalLM, plan: TrainingPlan) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
@@ -141,7 +141,9 @@ def optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimize
     ]
 
 
-def train(plan: Plan, tokenizer: sentencepiece.SentencePieceProcessor, seed: int = 0) -> LlamaForCausalLM:
+def train(
+    plan: TrainingPlan, tokenizer: sentencepiece.SentencePieceProcessor, seed: int = 0
+) -> LlamaForCausalLM:
     """A model trained by `plan`; the rates rise for 50 steps and then fall in a straight line to zero."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(_config(plan, tokenizer.vocab_size()))
@@ -178,7 +180,7 @@ def train(plan: Plan, tokenizer: sentencepiece.SentencePieceProcessor, seed: int
     return model.eval()
 
 
-def _config(plan: Plan, vocab_size: int) -> LlamaConfig:
+def _config(plan: TrainingPlan, vocab_size: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=plan.hidden_size,

@@ -107,7 +107,10 @@ def test_the_policy_is_the_one_named():
     ("keys", "taken"),
     [
         ({"policy": "static"}, ["batch_size: 3, default of static: scheduler.num_slots", "max_wait_ms"]),
-        ({"policy": "split"}, ["prompt_share: 0.8125, default of split: what a decode of each slot leaves"]),
+        (
+            {"policy": "split"},
+            ["prompt_share: 0.8125, default of split: what one decode for each slot leaves"],
+        ),
         (
             {"policy": "orca", "max_batch_tokens": None},
             ["max_batch_tokens: 128, default of orca: the longest"],

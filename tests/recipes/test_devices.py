@@ -1,4 +1,4 @@
-"""A machine that is not here is refused in one line, and one with memory of its own has its own ledger."""
+"""A machine that is not here is refused in one line; the host tier takes device memory on a CPU only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces what: bases, overrides, paths; and where a contradiction is told."""
+"""Bases, overrides and paths: what replaces what, and which place an error names."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_base_is_read_first_and_only_one_level_deep(recipe):
     assert error("odd.yaml") == "odd.yaml:1: base: 3 is not the path of a recipe"
 
 
-def test_a_contradiction_is_told_where_the_last_word_was_said(recipe):
+def test_an_error_names_the_place_that_was_read_last(recipe):
     path = recipe()
     both = error(path, "cache.memory_gib=1", "cache.memory_fraction=0.5")
     assert both == (

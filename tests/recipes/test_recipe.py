@@ -55,11 +55,11 @@ def made(**changes: Any) -> Recipe:
         ),
         (
             {"device__kind": "cuda", "device__batch_invariant": True, "device__attention": "reference"},
-            "device.batch_invariant: device.attention is reference, which sums as a prompt was cut",
+            "device.batch_invariant: device.attention is reference, whose sums depend on",
         ),
         (
             {"device__kind": "npu", "device__graphs": 8, "device__attention": "reference"},
-            "device.graphs: device.attention is reference, which asks the host at each span",
+            "device.graphs: device.attention is reference, which synchronizes with the host at every span",
         ),
         ({"model__path": None}, "model.path: required, or model.config in its place"),
         (
@@ -109,7 +109,7 @@ def made(**changes: Any) -> Recipe:
         ),
     ],
 )
-def test_what_cannot_be_meant_is_refused(changes, message):
+def test_contradictions_and_values_out_of_range_are_refused(changes, message):
     with pytest.raises(RecipeError) as caught:
         made(**changes)
     assert str(caught.value).startswith(message)
@@ -122,7 +122,7 @@ def test_the_limits_themselves_are_allowed():
     made(scheduler__policy="static", scheduler__batch_size=4, scheduler__max_wait_ms=0)
 
 
-def test_the_mend_for_too_few_pages_is_enough():
+def test_the_fix_for_too_few_pages_is_enough():
     made(scheduler__max_request_tokens=1010, cache__num_pages=65)
 
 
@@ -166,7 +166,7 @@ def test_profiles_hold_the_values_of_the_sources():
     assert (small.cache.num_pages - 1) * small.cache.page_size == 4096
 
 
-def test_an_unknown_profile_is_told_with_the_nearest():
+def test_an_unknown_profile_is_refused_with_the_nearest_name():
     with pytest.raises(
         RecipeError, match=r"--profile low_latenzy: unknown profile; .*did you mean low_latency\?"
     ):

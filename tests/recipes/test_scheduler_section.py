@@ -68,7 +68,7 @@ def whole(**values: Any) -> SchedulerSection:
         ),
         (
             {"policy": "split", "num_slots": 512},
-            "max_batch_tokens: 512 leaves nothing for prompts beside a decode of each slot (512)",
+            "max_batch_tokens: 512 leaves nothing for prompts beside one decode for each slot (512)",
         ),
         ({"prompt_share": 0.5}, "prompt_share: read only where scheduler.policy is split"),
         ({"policy": "split", "prompt_share": 0.99}, "prompt_share: 0.99 of 512 tokens leaves 6 for decodes"),
@@ -101,8 +101,11 @@ def whole(**values: Any) -> SchedulerSection:
             "outrank: read only where scheduler.queue is priority, and it is fcfs; leave it out",
         ),
         ({"tenant_weights": {"a": 2}}, "tenant_weights: read only where scheduler.fair_tenants is true"),
-        ({"fair_tenants": True, "tenant_weights": {"a": 0}}, "tenant_weights: 'a': 0 is no weight"),
-        ({"fair_tenants": True, "tenant_weights": {"a": "much"}}, "tenant_weights: 'a': 'much' is no weight"),
+        ({"fair_tenants": True, "tenant_weights": {"a": 0}}, "tenant_weights: 'a': 0 is not a weight"),
+        (
+            {"fair_tenants": True, "tenant_weights": {"a": "much"}},
+            "tenant_weights: 'a': 'much' is not a weight",
+        ),
     ],
 )
 def test_what_cannot_stand_together_is_refused(values: dict[str, Any], message: str) -> None:

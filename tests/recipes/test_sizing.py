@@ -1,4 +1,4 @@
-"""The ledger holds against what is really allocated, and what cannot fit is refused with the mend."""
+"""The memory plan agrees with what is allocated, and a recipe that cannot fit is refused with the fix."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def refusal(recipe: Recipe, memory_bytes: int = 4 * GIB) -> str:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_ledger_equals_what_is_allocated(family, tied, dtype):
+def test_the_plan_equals_what_is_allocated(family, tied, dtype):
     recipe = made({"model_type": family, "tie_word_embeddings": tied}, dtype=dtype)
     recipe = replace(recipe, device=DeviceSection(kind="cuda"))  # which has the weights as they are
     config, sizing = model_config(recipe), sized(recipe)
@@ -143,7 +143,7 @@ def test_a_stretched_rope_reaches_further(rope, positions):
     assert max_positions(model_config(made({"rope_scaling": rope}))) == positions
 
 
-def test_what_cannot_fit_is_refused_with_the_mend():
+def test_what_cannot_fit_is_refused_with_the_fix():
     assert refusal(made(longest=513)) == (
         "scheduler.max_request_tokens: 513 is more than the 512 positions of the model; lower it to 512"
     )
@@ -156,9 +156,9 @@ def test_what_cannot_fit_is_refused_with_the_mend():
     assert sized(made(**coarse, gib=float(few.partition("at least ")[2].partition(",")[0]))).num_pages == 2
     many = refusal(made(pages=2**20), GIB)
     assert many.startswith("cache.num_pages: ")
-    mend = int(many.rpartition(" ")[2])
-    sized(made(pages=mend), GIB)
-    assert refusal(made(pages=mend + 1), GIB)
+    most = int(many.rpartition(" ")[2])
+    sized(made(pages=most), GIB)
+    assert refusal(made(pages=most + 1), GIB)
     much = refusal(made(pages=None, gib=2.0), GIB)
     sized(made(pages=None, gib=float(much.rpartition(" ")[2])), GIB)
     assert refusal(made(), GIB // 2).endswith("choose a smaller model or model.dtype")
@@ -238,7 +238,7 @@ def test_a_step_that_takes_too_much_is_refused():
         plan_memory(recipe, model_config(recipe), 4 * GIB, activation_bytes=5 * GIB)
 
 
-def test_the_sum_of_the_ledger_is_told():
+def test_the_report_has_the_sum_of_the_plan():
     recipe = made(host_gib=1)
     lines = dict(report(recipe, model_config(recipe), sized(recipe)))
     assert lines["host tier"] == "1.00 GiB, 131,071 pages"
