@@ -100,7 +100,7 @@ def _decodes_without_tokens(scheduler: SchedulerSection) -> Iterator[RecipeError
     if share is None:
         yield _error(
             "max_batch_tokens",
-            f"{most} leaves nothing for prompts beside one decode for each slot ({num_slots})",
+            f"{most} leaves too little for prompts beside one decode for each slot ({num_slots})",
             "raise it, or lower scheduler.num_slots",
             "num_slots",
             "policy",

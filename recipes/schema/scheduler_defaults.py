@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from recipes.schema.scheduler_section import WHOLE, SchedulerSection
+from recipes.schema.scheduler_section import LEAST_SHARE, MOST_SHARE, WHOLE, SchedulerSection
 
 ASKED = "scheduler.max_request_tokens"
 LONGEST_STEP = 8192  # tokens, by default; start-up computes a step of this length, which takes a while
@@ -70,12 +70,14 @@ def longest_request(asked: SchedulerSection, longest_tokens: int) -> int:
 
 
 def _prompt_share(asked: SchedulerSection) -> float | None:
-    """The share that, times the budget and rounded down, leaves exactly one decode for each slot."""
+    """The share that, times the budget and rounded down, leaves one decode for each slot, or just above."""
     if asked.max_batch_tokens is None or asked.max_batch_tokens <= asked.num_slots:
         return None
     prompt_tokens = asked.max_batch_tokens - asked.num_slots
     share = prompt_tokens / asked.max_batch_tokens
-    return share if int(share * asked.max_batch_tokens) == prompt_tokens else math.nextafter(share, 1)
+    if int(share * asked.max_batch_tokens) < prompt_tokens:
+        share = math.nextafter(share, 1)
+    return min(share, MOST_SHARE) if share >= LEAST_SHARE else None
 
 
 def _eighth(asked: SchedulerSection) -> int | None:

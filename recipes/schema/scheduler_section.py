@@ -10,6 +10,7 @@ from recipes.schema.keys import key
 
 _DAY_MS, _MOST_TOKENS = 86_400_000, 2**20
 WHOLE = ("orca", "prefill_first")  # policies that compute a prompt in one step
+LEAST_SHARE, MOST_SHARE = 0.001, 0.999  # of a split step for prompts
 CHUNKED = ("stall_free", "split")  # policies that cut prompts into chunks
 
 
@@ -89,8 +90,8 @@ class SchedulerSection:
         "split: the share of `scheduler.max_batch_tokens` for prompts; null: what one decode for each slot"
         " leaves",
         default=None,
-        least=0.001,
-        most=0.999,
+        least=LEAST_SHARE,
+        most=MOST_SHARE,
     )
     max_long_prefills: int | None = key(
         "stall_free, split: the most long prompts that are computed at once, while short ones overtake them;"

@@ -15,7 +15,15 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.queueing.ordering import Aged, EarliestDeadline, fcfs, shortest_first
 from continuous_batching.request import Request
-from recipes.build.scheduler import SchedulerLimits, chunks, order, policy, scheduler_of
+from recipes.build.scheduler import (
+    SchedulerLimits,
+    chunks,
+    facts_of,
+    order,
+    policy,
+    scheduler_from,
+    scheduler_of,
+)
 from recipes.schema.recipe import CacheSection
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_checks import contradictions
@@ -68,7 +76,7 @@ def whole(**values: Any) -> SchedulerSection:
         ),
         (
             {"policy": "split", "num_slots": 512},
-            "max_batch_tokens: 512 leaves nothing for prompts beside one decode for each slot (512)",
+            "max_batch_tokens: 512 leaves too little for prompts beside one decode for each slot (512)",
         ),
         ({"prompt_share": 0.5}, "prompt_share: read only where scheduler.policy is split"),
         ({"policy": "split", "prompt_share": 0.99}, "prompt_share: 0.99 of 512 tokens leaves 6 for decodes"),
@@ -167,6 +175,9 @@ def test_the_tokens_of_a_split_step_are_exactly_what_the_decodes_leave() -> None
         share = whole(policy="split", max_batch_tokens=most).prompt_share
         assert share is not None
         assert int(share * most) == most - 8
+    for most in (9, 2**20):  # a recording's header, which holds it, is checked when it is read
+        asked = whole(policy="split", max_batch_tokens=most)
+        scheduler_from(facts_of(asked, CacheSection(num_pages=64), SchedulerLimits(64, 0, 100, 10, (), None)))
 
 
 @pytest.mark.parametrize(
