@@ -1,7 +1,7 @@
 """Which values may a key of a recipe have?
 
 The sections of a recipe are dataclasses. `key` makes each of their fields and holds its meaning and range:
-the reader's errors, the checks and the documentation's table of keys all come from there.
+the reader's errors, the checks and docs/recipe_keys.md all come from there.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def keys_of(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 def table(section: type) -> str:
-    """The keys as a Markdown table, for the documentation."""
+    """The keys as a Markdown table, for docs/recipe_keys.md."""
     rows = ["| key | allowed | default | meaning |", "|---|---|---|---|"]
     for each in keys_of(section):
         default = "required" if each.default is MISSING else in_yaml(each.default)
