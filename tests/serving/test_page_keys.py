@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 import zmq
 
-from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from kv_cache import page_keys as page_keys_module
 from kv_cache.page_keys import page_keys
-from recipes.build.engine import build
+from recipes.build.engine import BuiltEngine, build
 from recipes.schema.reader import load
-from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job, JobRun
 from serving.api.access import ApiKeys
 from serving.async_llm import AsyncLLM
@@ -34,13 +32,13 @@ PROMPT = np.arange(300, 400, dtype=np.int32)
 class Served:
     """An engine behind a socket, and how many hashes it has made."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, context: zmq.Context[Any]) -> None:
-        self.engine = engine
+    def __init__(self, built: BuiltEngine, context: zmq.Context[Any]) -> None:
+        self.engine = built.engine
         self._theirs, ours = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._theirs.bind("inproc://engine")
         ours.connect("inproc://engine")
-        self.facts = facts_of(engine, recipe, "cpu")
-        self._worker = Worker(engine, ours, self.facts)
+        self.facts = facts_of(built, prefix_sharing=True)
+        self._worker = Worker(self.engine, ours, self.facts)
         self._num_added = 0
 
     def add(self, keys: list[bytes], salt: str = "") -> Request:
@@ -64,7 +62,7 @@ class Served:
 def served() -> Iterator[Served]:
     recipe = load(TINY, SETTINGS)
     context: zmq.Context[Any] = zmq.Context()
-    yield Served(build(recipe), recipe, context)
+    yield Served(build(recipe), context)
     context.destroy(linger=0)
 
 

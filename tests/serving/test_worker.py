@@ -119,12 +119,11 @@ def test_a_refusal_comes_over_the_socket_as_it_was() -> None:
 
 
 def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on() -> None:
-    recipe = load(TINY, ["scheduler.num_slots=2"])
-    engine = build(recipe)
+    built = build(load(TINY, ["scheduler.num_slots=2"]))
     with zmq.Context() as context, context.socket(zmq.PAIR) as theirs, context.socket(zmq.PAIR) as ours:
         theirs.bind("inproc://engine")
         ours.connect("inproc://engine")
-        worker = Worker(engine, ours, facts_of(engine, recipe, "cpu"))
+        worker = Worker(built.engine, ours, facts_of(built, prefix_sharing=True))
         prompt = np.arange(300, 308, dtype=np.int32).tobytes()
         for stream in range(2):
             params = [SamplingParams(max_tokens=4)]
