@@ -132,4 +132,4 @@ def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on() -> None:
         refused = decode_from_engine(theirs.recv())
         assert isinstance(refused, AddRefused)
         assert (refused.stream, refused.field) == (1, "id")
-        assert engine.step() is not None
+        assert built.engine.step() is not None
