@@ -19,17 +19,17 @@ from models.rope import Rope
 class Decoder(nn.Module):
     """A dense decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once."""
 
-    def __init__(self, config: DecoderConfig, fused: Ops, attention: Attention) -> None:
+    def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention) -> None:
         super().__init__()
         hidden, vocab = config.hidden_size, config.vocab_size
         dtype, device = config.dtype, attention.device
-        self.config, self.fused, self.attention = config, fused, attention
+        self.config, self.ops, self.attention = config, ops, attention
         self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, fused, attention) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, ops, attention) for layer in range(config.num_layers)
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)
-        self.head = Linear(fused, hidden, vocab, False, dtype, device, config.form("lm_head"))
+        self.head = Linear(ops, hidden, vocab, False, dtype, device, config.form("lm_head"))
         if config.tie_embeddings:
             self.head.weight = self.embedding
         self.rope = Rope(config.rope, device)
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         `rope_lens` is needed by dynamic rope alone (see Rope.cos_sin).
         """
         num_tokens = len(token_ids)
-        num_rows = self.fused.padded(num_tokens)
+        num_rows = self.ops.padded(num_tokens)
         token_ids, positions = pad_rows(token_ids, num_rows), pad_rows(positions, num_rows)
         if rope_lens is not None:
             rope_lens = pad_rows(rope_lens, num_rows)
@@ -67,8 +67,8 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> logits [R, V], in the model's dtype."""
         num_rows = len(hidden)
-        hidden = pad_rows(hidden, self.fused.padded(num_rows))
-        return self.head(self.fused.rms_norm(hidden, self.norm, self.config.rms_eps))[:num_rows]
+        hidden = pad_rows(hidden, self.ops.padded(num_rows))
+        return self.head(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps))[:num_rows]
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:

@@ -68,10 +68,10 @@ class Sampler:
     gets candidates (see logprobs.py).
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int, fused: Ops | None = None) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int, ops: Ops | None = None) -> None:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
-        self._fused = fused or Ops()
+        self._ops = ops or Ops()
         self._tile = tile_size(vocab_size)
 
     def run(self, logits: Tensor, rows: Index, slots: SlotPool) -> Sampled:
@@ -90,7 +90,7 @@ class Sampler:
             edited[beams.at] = False  # their log-probabilities are, not their logits
         work = np.flatnonzero(drawn | edited)
 
-        tokens, finite = self._fused.greedy(logits)
+        tokens, finite = self._ops.greedy(logits)
         if not len(work) and not asked and not beams:
             tokens = torch.where(finite, tokens, -1)
             arrival = bring(tokens)

@@ -51,15 +51,15 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     config = model_config(recipe)
     machine = start(recipe.device)
     memory = plan_memory(recipe, config, machine.memory_bytes())
-    fused, attention = machine.operators(_shape(recipe, config))
+    ops, attention = machine.operators(_shape(recipe, config))
     attention.check()
     attention.check_longest(memory.longest_tokens)
     if config.quantization is not None:
-        fused.check_int8(config.dtype)
+        ops.check_int8(config.dtype)
     if recipe.device.graphs:
         rows = min(recipe.device.graphs, recipe.scheduler.num_slots)
         attention.check_graphs(len(ladder(rows, recipe.cache.page_size)))
-    decoder = Decoder(config, fused, attention)
+    decoder = Decoder(config, ops, attention)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
     else:
@@ -79,12 +79,12 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     )
     limits = SchedulerLimits.of(config, memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits)
-    sampler = Sampler(config.eos_token_ids, config.vocab_size, fused)
+    sampler = Sampler(config.eos_token_ids, config.vocab_size, ops)
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     memory = _measure(recipe, config, memory, engine, runner, machine)
-    _log(recipe, config, memory, fused, attention)
+    _log(recipe, config, memory, ops, attention)
     if recipe.scheduler.record is not None:
         limits = replace(limits, num_pages=memory.num_pages)
         facts = facts_of(recipe.scheduler, recipe.cache, limits)
@@ -130,23 +130,23 @@ def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
     )
 
 
-def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, fused: Ops, attention: Attention) -> None:
+def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, ops: Ops, attention: Attention) -> None:
     lines = dict(report(recipe, config, memory))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
     log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])
     section, sources = completed(recipe.scheduler, memory.longest_tokens)
     for key, source in sources.items():
         log.info("scheduler.%s: %s, %s", key, getattr(section, key), source)
-    log.info("operators of %s: %s", type(fused).__name__, _overridden(fused, Ops))
+    log.info("operators of %s: %s", type(ops).__name__, _overridden(ops, Ops))
     log.info("attention of %s: %s", type(attention).__name__, _overridden(attention, Attention))
 
 
 def _overridden(operators: object, plain: type) -> str:
     """Which of the plain operators a device overrides."""
     names = [name for name in vars(plain) if name[0] != "_" and callable(getattr(plain, name))]
-    fused = [
+    ops = [
         name
         for name in names
         if getattr(getattr(operators, name), "__func__", None) is not getattr(plain, name)
     ]
-    return f"fused are {', '.join(fused)}" if fused else "all plain torch"
+    return f"ops are {', '.join(ops)}" if ops else "all plain torch"

@@ -100,10 +100,10 @@ class Cuda(Accelerator):
         from attention.cuda.attention import CudaAttention
         from models.ops.cuda import CudaOps
 
-        fused = CudaOps(batch_invariant=self.asked.batch_invariant)
+        ops = CudaOps(batch_invariant=self.asked.batch_invariant)
         if self.asked.attention == "reference":
-            return fused, Attention(shape, self.device)
-        return fused, CudaAttention(shape, self.device, batch_invariant=self.asked.batch_invariant)
+            return ops, Attention(shape, self.device)
+        return ops, CudaAttention(shape, self.device, batch_invariant=self.asked.batch_invariant)
 
 
 class Npu(Accelerator):
@@ -148,12 +148,12 @@ class Npu(Accelerator):
         from models.ops.npu import NpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # the first 910
-        fused = Ops() if has_none else NpuOps(self.product)
+        ops = Ops() if has_none else NpuOps(self.product)
         self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
-            return fused, Attention(shape, self.device)
+            return ops, Attention(shape, self.device)
         kind = AtbAttention if self.product.is_atb else NpuAttention
-        return fused, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
+        return ops, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
 
 
 def start(asked: DeviceSection) -> Machine:

@@ -19,7 +19,7 @@ COMPILED = pytest.param(True, marks=pytest.mark.slow, id="compiled")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(False, id="eager"), COMPILED])
-def fused(request: pytest.FixtureRequest) -> CpuOps:
+def ops(request: pytest.FixtureRequest) -> CpuOps:
     return CpuOps(compile=request.param)
 
 
@@ -44,10 +44,10 @@ def rows() -> Iterator[int]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 9, 64, 65, 200])
 def test_linear(dtype: torch.dtype, num_rows: int, bias: bool) -> None:
-    fused, plain = CpuOps(), Ops()
+    ops, plain = CpuOps(), Ops()
     weight, x = some(dtype, 48, 80), some(dtype, num_rows, 80)
     offset = some(dtype, 48) if bias else None
-    found = fused.linear(x, fused.pack(weight.clone(), offset))
+    found = ops.linear(x, ops.pack(weight.clone(), offset))
     expected = plain.linear(x.float(), (weight.float(), None if offset is None else offset.float()))
     assert found.shape == (num_rows, 48)
     torch.testing.assert_close(found.float(), expected, rtol=NEAR[dtype], atol=10 * NEAR[dtype])
@@ -57,9 +57,9 @@ def test_a_linear_without_bfloat16_is_that_of_float32_but_for_its_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    fused, weight, x = CpuOps(), some(torch.bfloat16, 48, 80), some(torch.bfloat16, 9, 80)
+    ops, weight, x = CpuOps(), some(torch.bfloat16, 48, 80), some(torch.bfloat16, 9, 80)
     expected = (x.double() @ weight.double().T + weight[:, 0].double()).to(torch.bfloat16)
-    torch.testing.assert_close(fused.linear(x, fused.pack(weight, weight[:, 0])), expected, rtol=0.01, atol=0)
+    torch.testing.assert_close(ops.linear(x, ops.pack(weight, weight[:, 0])), expected, rtol=0.01, atol=0)
 
 
 def test_a_tied_weight_stays_readable_after_packing() -> None:
@@ -70,72 +70,72 @@ def test_a_tied_weight_stays_readable_after_packing() -> None:
 
 
 def test_rows_of_a_linear_do_not_depend_on_their_number() -> None:
-    fused = CpuOps()
-    packed, x = fused.pack(some(torch.float32, 96, 64), None), some(torch.float32, 100, 64)
-    whole = fused.linear(x, packed)
+    ops = CpuOps()
+    packed, x = ops.pack(some(torch.float32, 96, 64), None), some(torch.float32, 100, 64)
+    whole = ops.linear(x, packed)
     for count in (1, 5, 33):
-        torch.testing.assert_close(fused.linear(x[:count], packed), whole[:count], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ops.linear(x[:count], packed), whole[:count], rtol=1e-6, atol=1e-6)
 
 
 def test_padding_is_bounded_and_never_takes_rows_away() -> None:
-    fused = CpuOps()
-    sizes = [fused.padded(count) for count in range(1, 1000)]
+    ops = CpuOps()
+    sizes = [ops.padded(count) for count in range(1, 1000)]
     assert all(count <= size < 2 * count + 64 for count, size in enumerate(sizes, 1))
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 32
 
 
-def test_norms(fused: CpuOps, dtype: torch.dtype) -> None:
+def test_norms(ops: CpuOps, dtype: torch.dtype) -> None:
     plain, weight = Ops(), some(dtype, 64)
     for count in rows():
         x, residual = some(dtype, count, 64), some(dtype, 64, count).T.contiguous()
-        assert_near(fused.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
+        assert_near(ops.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
         for found, expected in zip(
-            fused.add_rms_norm(x, residual, weight, 1e-5), plain.add_rms_norm(x, residual, weight, 1e-5)
+            ops.add_rms_norm(x, residual, weight, 1e-5), plain.add_rms_norm(x, residual, weight, 1e-5)
         ):
             assert_near(found, expected)
     heads = some(dtype, 5, 96).unflatten(1, (6, 16))[:, :4]  # as queries lie in the product for all three
-    assert_near(fused.rms_norm(heads, weight[:16], 1e-6), plain.rms_norm(heads, weight[:16], 1e-6))
+    assert_near(ops.rms_norm(heads, weight[:16], 1e-6), plain.rms_norm(heads, weight[:16], 1e-6))
 
 
-def test_rotary(fused: CpuOps, dtype: torch.dtype) -> None:
+def test_rotary(ops: CpuOps, dtype: torch.dtype) -> None:
     plain = Ops()
     for count in rows():
         heads = some(dtype, count, 8 * 16).unflatten(1, (8, 16))
         cos, sin = some(dtype, count, 16), some(dtype, 16, count).T.contiguous()
         query, key = heads[:, :4], heads[:, 4:6]
-        for found, expected in zip(fused.rotary(query, key, cos, sin), plain.rotary(query, key, cos, sin)):
+        for found, expected in zip(ops.rotary(query, key, cos, sin), plain.rotary(query, key, cos, sin)):
             assert_near(found, expected)
 
 
-def test_swiglu(fused: CpuOps, dtype: torch.dtype) -> None:
+def test_swiglu(ops: CpuOps, dtype: torch.dtype) -> None:
     for count in rows():
         gate_up = 4 * some(dtype, count, 96)
-        assert_near(fused.swiglu(gate_up), Ops().swiglu(gate_up))
+        assert_near(ops.swiglu(gate_up), Ops().swiglu(gate_up))
 
 
-def test_greedy(fused: CpuOps, dtype: torch.dtype) -> None:
+def test_greedy(ops: CpuOps, dtype: torch.dtype) -> None:
     for count in rows():
         logits = some(dtype, count, 500)
         logits[0, [7, 300]] = 30  # of equals, the first
-        tokens, finite = fused.greedy(logits)
+        tokens, finite = ops.greedy(logits)
         assert torch.equal(tokens, logits.float().argmax(-1))
         assert int(tokens[0]) == 7
         assert finite.all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_greedy_tells_rows_that_are_not_finite(fused: CpuOps, bad: float) -> None:
+def test_greedy_tells_rows_that_are_not_finite(ops: CpuOps, bad: float) -> None:
     logits = some(torch.float32, 4, 500)
     logits[2, 60 if bad > 0 or bad != bad else slice(None)] = bad
-    tokens, finite = fused.greedy(logits)
+    tokens, finite = ops.greedy(logits)
     assert finite.tolist() == [True, True, False, True]
     assert ((tokens >= 0) & (tokens < 500)).all()
 
 
 @pytest.mark.slow
 def test_the_number_of_graphs_does_not_grow_with_the_batch(dtype: torch.dtype) -> None:
-    fused = CpuOps(compile=True)
+    ops = CpuOps(compile=True)
     for count in rows():
-        fused.swiglu(some(dtype, count, 96))
-    assert fused._swiglu.num_graphs == 1  # type: ignore[attr-defined]
+        ops.swiglu(some(dtype, count, 96))
+    assert ops._swiglu.num_graphs == 1  # type: ignore[attr-defined]

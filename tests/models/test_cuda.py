@@ -105,13 +105,13 @@ def test_a_linear_gives_a_row_the_same_bits_wherever_it_stands(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     multiply_rows_alone(monkeypatch)
-    fused = CudaOps(batch_invariant=True)
+    ops = CudaOps(batch_invariant=True)
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(150, 40, generator=generator), torch.randn(70, 40, generator=generator)
-    x, packed = x.to(DEVICE, dtype), fused.pack(weight.to(DEVICE, dtype), None)
-    whole = fused.linear(x, packed)
+    x, packed = x.to(DEVICE, dtype), ops.pack(weight.to(DEVICE, dtype), None)
+    whole = ops.linear(x, packed)
     for rows in (slice(0, 1), slice(77, 78), slice(3, 140), slice(60, 66)):
-        assert torch.equal(fused.linear(x[rows], packed), whole[rows])
+        assert torch.equal(ops.linear(x[rows], packed), whole[rows])
 
 
 @pytest.mark.cuda

@@ -51,9 +51,9 @@ def make_decoder(path: Path, dtype: torch.dtype, page_size: int, pair: Pair) -> 
         dtype,
         config.windows,
     )
-    fused, attention = operators(*pair, shape)
+    ops, attention = operators(*pair, shape)
     attention.check()
-    decoder = Decoder(config, fused, attention)
+    decoder = Decoder(config, ops, attention)
     weights.load(decoder, path)
     return decoder
 

@@ -263,9 +263,9 @@ def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.step({3: 1, 0: 1})
     zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
     bench.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
-    fused, heads = NpuOps(product("310P", "")), torch.ones(3, 2, 16, device="npu:0")
-    fused.rotary(heads, heads.clone(), heads[:, 0], heads[:, 0])
-    fused.swiglu(heads)
+    ops, heads = NpuOps(product("310P", "")), torch.ones(3, 2, 16, device="npu:0")
+    ops.rotary(heads, heads.clone(), heads[:, 0], heads[:, 0])
+    ops.swiglu(heads)
     monkeypatch.delattr(torch_npu, "_npu_paged_attention_splitfuse_v2")
     with pytest.raises(ValueError, match=r"install 2\.13"):
         bench.attention.check()
@@ -281,18 +281,18 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
     files = [ROOT / "models/ops/npu.py", *sorted((ROOT / "attention/npu").glob("*_attention.py"))]
     with Lines(files) as lines:
         serve(engine_of("device.graphs=2"))
-        fused, attention = operators("npu", "fused", shape(page_size=32))
+        ops, attention = operators("npu", "fused", shape(page_size=32))
         attention.check_graphs(3)
         attention.product = product("950", "")  # type: ignore[attr-defined]
         monkeypatch.delattr(torch_npu, "npu_scatter_pa_kv_cache")
         Bench(attention).step({0: 20, 3: 1})
-        fused.pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
-        fused.check_int8(torch.bfloat16)
+        ops.pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
+        ops.check_int8(torch.bfloat16)
         ones = torch.ones(16, 32, dtype=torch.int8, device="npu:0")
-        packed = fused.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
-        fused.linear_int8(torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0"), packed)
+        packed = ops.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
+        ops.linear_int8(torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0"), packed)
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
-        fused.rotary(heads, heads.clone(), angles, angles)
+        ops.rotary(heads, heads.clone(), angles, angles)
         with answering_as_310p():
             _as_a_310p(monkeypatch)
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)

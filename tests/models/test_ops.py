@@ -47,7 +47,7 @@ KERNELS = [pytest.param(("kernels", way), id=f"kernels-{way}") for way in ("any"
 
 
 @pytest.fixture(params=[*on_each("reference", "fused"), *KERNELS])
-def fused(request: pytest.FixtureRequest) -> There:
+def ops(request: pytest.FixtureRequest) -> There:
     kind, way = request.param
     if kind == "kernels":  # of CUDA, in Triton's interpreter where there is no GPU
         return There(CudaOps(batch_invariant=way == "batch_invariant"), torch.device(DEVICE))
@@ -70,53 +70,53 @@ def near(ours: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 63, 64, 65, 130])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear(fused: There, dtype: torch.dtype, num_rows: int, bias: bool) -> None:
+def test_linear(ops: There, dtype: torch.dtype, num_rows: int, bias: bool) -> None:
     x, weight = drawn(num_rows, 24, dtype=dtype), drawn(40, 24, dtype=dtype, seed=1) / 5
     shift = drawn(40, dtype=dtype, seed=2) if bias else None
-    ours = fused.linear(x, fused.pack(weight, shift))
+    ours = ops.linear(x, ops.pack(weight, shift))
     assert ours.dtype == dtype
     near(ours, x.double() @ weight.double().T + (0 if shift is None else shift.double()))
 
 
-def test_a_row_of_nan_stays_alone_in_a_linear(fused: There, dtype: torch.dtype) -> None:
-    x, packed = drawn(5, 24, dtype=dtype), fused.pack(drawn(40, 24, dtype=dtype, seed=1), None)
-    clean = fused.linear(x, packed)
+def test_a_row_of_nan_stays_alone_in_a_linear(ops: There, dtype: torch.dtype) -> None:
+    x, packed = drawn(5, 24, dtype=dtype), ops.pack(drawn(40, 24, dtype=dtype, seed=1), None)
+    clean = ops.linear(x, packed)
     x[2] = torch.nan
-    ours = fused.linear(x, packed)
+    ours = ops.linear(x, packed)
     assert ours[2].isnan().all()
     rest = [0, 1, 3, 4]
     assert torch.equal(ours[rest], clean[rest])
 
 
 @pytest.mark.parametrize("heads", [None, 3])
-def test_rms_norm(fused: There, dtype: torch.dtype, heads: int | None) -> None:
+def test_rms_norm(ops: There, dtype: torch.dtype, heads: int | None) -> None:
     x = drawn(6, 32, dtype=dtype) if heads is None else drawn(6, heads + 2, 32, dtype=dtype)[:, 1:-1]
     x[1] *= 1e-3  # where eps counts
     weight, before = drawn(32, dtype=dtype, seed=1), x.clone()
     wide = x.double()
     expected = wide / (wide.square().sum(-1, keepdim=True) / 32 + 1e-4).sqrt() * weight.double()
-    near(fused.rms_norm(x, weight, 1e-4), expected)
+    near(ops.rms_norm(x, weight, 1e-4), expected)
     assert torch.equal(x, before)
 
 
-def test_add_rms_norm(fused: There, dtype: torch.dtype) -> None:
+def test_add_rms_norm(ops: There, dtype: torch.dtype) -> None:
     x, residual = drawn(6, 32, dtype=dtype), drawn(6, 32, dtype=dtype, seed=1)
     weight = drawn(32, dtype=dtype, seed=2)
-    normed, total = fused.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    normed, total = ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
     assert torch.equal(total, x + residual)
-    near(normed, fused.rms_norm(x + residual, weight, 1e-6).double())
+    near(normed, ops.rms_norm(x + residual, weight, 1e-6).double())
 
 
 @pytest.mark.parametrize(("dim", "num_heads"), [(16, 4), (64, 4), (128, 4), (128, 70)])
 def test_rotary_turns_pairs_as_complex_numbers(
-    fused: There, dtype: torch.dtype, dim: int, num_heads: int
+    ops: There, dtype: torch.dtype, dim: int, num_heads: int
 ) -> None:
     heads = drawn(5, num_heads + 2 + 2, dim, dtype=dtype)  # as they come from the product: views of it
     query, key, _ = heads.split((num_heads, 2, 2), dim=1)
     angles = drawn(5, dim // 2, dtype=torch.float64, seed=1) * 3
     cos, sin = (torch.cat((part, part), -1).to(dtype) for part in (angles.cos(), angles.sin()))
     before = heads.clone()
-    ours = fused.rotary(query, key, cos, sin)
+    ours = ops.rotary(query, key, cos, sin)
     for turned, x in zip(ours, before.split((num_heads, 2, 2), dim=1)):
         pairs = (
             torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -125,24 +125,24 @@ def test_rotary_turns_pairs_as_complex_numbers(
         near(turned, torch.cat((pairs.real, pairs.imag), -1))
 
 
-def test_swiglu(fused: There, dtype: torch.dtype) -> None:
+def test_swiglu(ops: There, dtype: torch.dtype) -> None:
     gate_up = drawn(6, 48, dtype=dtype) * 3
     gate, up = gate_up[:, :24].double(), gate_up[:, 24:].double()
-    near(fused.swiglu(gate_up), gate / (1 + (-gate).exp()) * up)
+    near(ops.swiglu(gate_up), gate / (1 + (-gate).exp()) * up)
 
 
-def test_greedy_takes_the_best_and_tells_what_is_not_finite(fused: There, dtype: torch.dtype) -> None:
+def test_greedy_takes_the_best_and_tells_what_is_not_finite(ops: There, dtype: torch.dtype) -> None:
     logits = drawn(8, 1000, dtype=dtype)
     logits[range(8), [0, 999, 5, 31, 32, 500, 7, 8]] = 50
     logits[1, 3] = -math.inf
     logits[2, 700] = math.nan
     logits[3, 0] = math.inf
     logits[4] = -math.inf
-    tokens, finite = fused.greedy(logits)
+    tokens, finite = ops.greedy(logits)
     assert finite.tolist() == [True, True, False, False, False, True, True, True]
     assert tokens[finite].tolist() == [0, 999, 500, 7, 8]
     assert tokens.dtype == torch.int64
 
 
-def test_padded_never_takes_rows_away(fused: There) -> None:
-    assert all(fused.padded(num_rows) >= num_rows for num_rows in range(1, 300))
+def test_padded_never_takes_rows_away(ops: There) -> None:
+    assert all(ops.padded(num_rows) >= num_rows for num_rows in range(1, 300))

@@ -48,19 +48,19 @@ def stored_in_int8(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": JSON}))
 
 
-@pytest.mark.parametrize("fused", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
 @pytest.mark.parametrize("inputs", [1, 48, 1024, 1025, 4096])
-def test_products_are_exact_at_the_ends_of_the_range(fused: type[Ops], inputs: int) -> None:
+def test_products_are_exact_at_the_ends_of_the_range(kind: type[Ops], inputs: int) -> None:
     generator = torch.Generator().manual_seed(inputs)
-    operators = fused()
+    ops = kind()
     for num_rows in (1, 2, 9):
         rows = torch.randint(-127, 128, (num_rows, inputs), generator=generator, dtype=torch.int8)
         weight = torch.randint(-128, 128, (33, inputs), generator=generator, dtype=torch.int8)
         rows[0], weight[0], weight[1] = 127, -128, 127
         weight[1, 0] = 126  # so that the sum is odd, which float32 cannot hold beyond 2**24
-        packed = operators.pack_int8(weight.clone(), torch.ones(33), None)
+        packed = ops.pack_int8(weight.clone(), torch.ones(33), None)
         exact = rows.to(torch.int64) @ weight.to(torch.int64).t()
-        assert torch.equal(operators.int8_product(rows, packed[0]).long(), exact)
+        assert torch.equal(ops.int8_product(rows, packed[0]).long(), exact)
     assert exact[0, 0] == -128 * 127 * inputs
 
 
@@ -80,11 +80,11 @@ def test_rows_are_quantised_to_the_nearest_step_of_their_own_scale() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite_spoils_only_itself(bad: float) -> None:
-    operators, x = Ops(), torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
-    packed = operators.pack_int8(*weight_of(8, 16), None)
-    clean = operators.linear_int8(x, packed)
+    ops, x = Ops(), torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    packed = ops.pack_int8(*weight_of(8, 16), None)
+    clean = ops.linear_int8(x, packed)
     x[1, 4] = bad
-    spoilt = operators.linear_int8(x, packed)
+    spoilt = ops.linear_int8(x, packed)
     assert not spoilt[1].isfinite().any()
     assert torch.equal(spoilt[[0, 2]], clean[[0, 2]])
 
@@ -96,13 +96,13 @@ def weight_of(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     return weight, scale[:, 0]
 
 
-@pytest.mark.parametrize("fused", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_linear_is_the_product_of_what_was_quantised(fused: type[Ops], dtype: torch.dtype) -> None:
-    operators, generator = fused(), torch.Generator().manual_seed(1)
+def test_a_linear_is_the_product_of_what_was_quantised(kind: type[Ops], dtype: torch.dtype) -> None:
+    ops, generator = kind(), torch.Generator().manual_seed(1)
     x = torch.randn(5, 200, generator=generator).to(dtype)
     (weight, scale), bias = weight_of(24, 200), torch.randn(24, generator=generator).to(dtype)
-    found = operators.linear_int8(x, operators.pack_int8(weight.clone(), scale, bias))
+    found = ops.linear_int8(x, ops.pack_int8(weight.clone(), scale, bias))
     rows, row_scale = quantize_rows(x)
     expected = (rows.double() * row_scale) @ (weight.double() * scale[:, None].double()).t() + bias.double()
     near = 1e-5 if dtype == torch.float32 else 1e-2
@@ -117,14 +117,14 @@ def test_each_device_multiplies_as_it_is_defined(
     device: tuple[Kind, Way], dtype: torch.dtype, has_bias: bool
 ) -> None:
     shape = AttentionShape(4, 2, 64, 128, 1.0, dtype, (None,))
-    (operators, attention), plain = devices.operators(*device, shape), Ops()
+    (ops, attention), plain = devices.operators(*device, shape), Ops()
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(7, 192, generator=generator).to(dtype)
     (weight, scale), bias = weight_of(96, 192), torch.randn(96, generator=generator).to(dtype)
     given = [weight, scale, bias if has_bias else None]
     expected = plain.linear_int8(x, plain.pack_int8(*given))
     there = [None if each is None else each.to(attention.device) for each in given]
-    found = operators.linear_int8(x.to(attention.device), operators.pack_int8(*there)).cpu()
+    found = ops.linear_int8(x.to(attention.device), ops.pack_int8(*there)).cpu()
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
