@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous_batching.batch import Batch, ragged_ranges
+from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
@@ -95,8 +95,13 @@ class Attention:
         page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
         return torch.zeros(count, *page, dtype=shape.dtype, device=self.device)
 
-    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> AttentionMetadata:
-        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+    def plan(
+        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+    ) -> AttentionMetadata:
+        """Make what all layers of this step need.
+
+        `page_table` [N, max_pages] and `write_index` [T], the cache place of every token, are the host's.
+        """
         num_pages = -(-batch.stops // self.shape.page_size)
         first_rows = np.cumsum(batch.stops - batch.starts) - (batch.stops - batch.starts)
         spans = tuple(
@@ -109,14 +114,7 @@ class Attention:
                 num_pages.tolist(),
             )
         )
-        return AttentionMetadata(to_device(self.write_index(batch, page_table), self.device), spans)
-
-    def write_index(self, batch: Batch, page_table: NDArray[np.int32]) -> NDArray[np.int64]:
-        """The cache place, page * B + offset, of every token of the step, in packed order. [T]"""
-        positions = ragged_ranges(batch.starts, batch.stops)
-        slots = np.repeat(batch.slots, batch.stops - batch.starts)
-        page, offset = np.divmod(positions, self.shape.page_size)
-        return page_table[slots, page].astype(np.int64) * self.shape.page_size + offset
+        return AttentionMetadata(to_device(write_index, self.device), spans)
 
     def write(
         self,

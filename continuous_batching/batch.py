@@ -106,7 +106,7 @@ class Booked:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class PackedTokens:
     """The tokens of a batch, span after span."""
 
     token_ids: NDArray[np.int32]  # [T]

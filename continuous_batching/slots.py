@@ -7,7 +7,7 @@ from collections.abc import KeysView
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Batch, Sampled, StepInputs, ragged_ranges
+from continuous_batching.batch import Batch, PackedTokens, Sampled, ragged_ranges
 from continuous_batching.request import Request
 from kv_cache.pages import NULL_PAGE, Index
 
@@ -185,7 +185,7 @@ class SlotPool:
         at, indexes = np.nonzero(renamed >= 0)
         self.page_table[busy[at], indexes] = renamed[at, indexes]
 
-    def inputs(self, batch: Batch) -> StepInputs:
+    def inputs(self, batch: Batch) -> PackedTokens:
         """What the forward pass of this batch reads and where its keys and values go."""
         if batch.is_decode:  # these arrays are only read
             positions, rows = batch.starts, batch.slots
@@ -193,7 +193,7 @@ class SlotPool:
             positions = ragged_ranges(batch.starts, batch.stops)
             rows = np.repeat(batch.slots, batch.stops - batch.starts)
         pages = self.page_table[rows, positions // self.page_size]
-        return StepInputs(
+        return PackedTokens(
             token_ids=self.token_ids[rows, positions],
             positions=positions,
             write_index=pages * np.int64(self.page_size) + positions % self.page_size,

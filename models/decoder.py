@@ -1,19 +1,158 @@
 """How does a dense decoder turn tokens into logits?
 
-Legend: T tokens of the step, R sampled rows, V vocabulary.
+Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.reference import Attention, AttentionMetadata
 from kv_cache.storage import KVCache
-from models.config import DecoderConfig
-from models.layers import DecoderLayer, Linear, parameter
+from models.config import DecoderConfig, Form
 from models.ops.reference import Ops
+from models.quantization import quantize_rows
 from models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the forward pass of one step reads, all of it on the device."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T] of each token in its request
+    metadata: AttentionMetadata  # where each token's key and value go, and what each query sees
+    cache: KVCache
+    rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A weight that is allocated and not yet filled."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """A linear whose weight is filled as [out, in], then packed for the device.
+
+    `form` says whether the weight is kept in the model's type ("plain"), comes in int8 beside a scale
+    ("int8"), or comes in the model's type and is quantized when it is packed ("quantize").
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Form = "plain",
+    ) -> None:
+        super().__init__()
+        self.ops, self.form = ops, form
+        stored = torch.int8 if form == "int8" else dtype
+        self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=stored, device=device)
+        self.weight_scale: nn.Parameter | None = None
+        if form == "int8":
+            self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
+        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+        self.packed = None
+
+    def pack(self) -> None:
+        """To be called once, when the weight is filled; lets go of the unpacked weight."""
+        assert self.weight is not None, "a linear is packed once"
+        bias = None if self.bias is None else self.bias.data
+        if self.form == "plain":
+            self.packed = self.ops.pack(self.weight.data, bias)
+        elif self.weight_scale is not None:
+            self.packed = self.ops.pack_int8(self.weight.data, self.weight_scale.data[:, 0], bias)
+        else:
+            weight, scale = quantize_rows(self.weight.data)
+            self.packed = self.ops.pack_int8(weight, scale[:, 0], bias)
+        self.weight = self.weight_scale = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        assert self.packed is not None, "pack the decoder before its first step"
+        linear = self.ops.linear if self.form == "plain" else self.ops.linear_int8
+        return linear(x, self.packed)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with one product for queries, keys and values."""
+
+    def __init__(self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.eps = config.rms_eps
+        self.ops, self.attention = ops, attention
+        dtype, device = config.dtype, attention.device
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+        form = [config.form(f"model.layers.{layer}.self_attn.{name}") for name in ("q_proj", "o_proj")]
+        self.qkv = Linear(ops, hidden, width, config.attention_bias, dtype, device, form[0])
+        self.output = Linear(ops, heads, hidden, config.output_bias, dtype, device, form[1])
+        self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
+        """[T, hidden] -> [T, hidden]; puts the step's keys and values into the cache first."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query = self.ops.rms_norm(query, self.query_norm, self.eps)
+            key = self.ops.rms_norm(key, self.key_norm, self.eps)
+        query, key = self.ops.rotary(query, key, cos, sin)
+        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
+        self.attention.write(key, value, keys, values, step.metadata)
+        attended = self.attention.attend(query, keys, values, step.metadata, self.layer)
+        return self.output(attended.flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU with one product for gate and up."""
+
+    def __init__(self, config: DecoderConfig, layer: int, ops: Ops, device: torch.device) -> None:
+        super().__init__()
+        hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
+        form = [config.form(f"model.layers.{layer}.mlp.{name}") for name in ("gate_proj", "down_proj")]
+        self.ops = ops
+        self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
+        self.down = Linear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.down(self.ops.swiglu(self.gate_up(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Norm, attention, norm, MLP. Each norm also adds the residual before it: a device fuses the two."""
+
+    def __init__(self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention) -> None:
+        super().__init__()
+        self.ops, self.eps = ops, config.rms_eps
+        self.input_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)
+        self.attention = SelfAttention(config, layer, ops, attention)
+        self.mlp_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)
+        self.mlp = MLP(config, layer, ops, attention.device)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """The last block's output and the residual that it will be added to; the first layer has none."""
+        if residual is None:
+            x, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
+        else:
+            x, residual = self.ops.add_rms_norm(x, residual, self.input_norm, self.eps)
+        x = self.attention(x, cos, sin, step)
+        x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        return self.mlp(x), residual
 
 
 class Decoder(nn.Module):
@@ -40,27 +179,16 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        metadata: AttentionMetadata,
-        cache: KVCache,
-        rope_lens: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [T, hidden] of the step's tokens, before the last norm; all arguments [T].
-
-        `rope_lens` is needed by dynamic rope alone (see Rope.cos_sin).
-        """
-        num_tokens = len(token_ids)
+    def forward(self, step: StepInputs) -> Tensor:
+        """Hidden states [T, hidden] of the step's tokens, before the last norm."""
+        num_tokens = len(step.token_ids)
         num_rows = self.ops.padded(num_tokens)
-        token_ids, positions = pad_rows(token_ids, num_rows), pad_rows(positions, num_rows)
-        if rope_lens is not None:
-            rope_lens = pad_rows(rope_lens, num_rows)
+        token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
+        rope_lens = None if step.rope_lens is None else pad_rows(step.rope_lens, num_rows)
         x, residual = F.embedding(token_ids, self.embedding), None
         cos, sin = self.rope.cos_sin(positions, rope_lens, x.dtype)
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, metadata, cache)
+            x, residual = layer(x, residual, cos, sin, step)
         x = x if residual is None else x + residual
         return x[:num_tokens]
 

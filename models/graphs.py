@@ -22,7 +22,7 @@ from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
-from models.decoder import Decoder
+from models.decoder import Decoder, StepInputs
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +103,9 @@ class DecodeGraphs:
 
     def _fill(self, host: NDArray[np.int32], batch: Batch) -> None:
         slots = self.slots
-        inputs = slots.inputs(batch)
+        packed = slots.inputs(batch)
         width = -(-int(batch.stops.max()) // slots.page_size)
-        host[0], host[1], host[2], host[3] = inputs.token_ids, batch.starts, inputs.write_index, batch.stops
+        host[0], host[1], host[2], host[3] = packed.token_ids, batch.starts, packed.write_index, batch.stops
         host[4] = np.maximum(slots.num_prompt[batch.slots], batch.stops)
         host[COLUMNS : COLUMNS + width] = slots.page_table[batch.slots, :width].T
 
@@ -125,8 +125,8 @@ class DecodeGraphs:
         page_table = sent[COLUMNS:].t().contiguous()
         metadata = self.attention.plan_static(StaticDecodes(write_index, page_table, kv_lens))
         is_dynamic = self.decoder.config.rope.kind == "dynamic"
-        hidden = self.decoder(token_ids, positions, metadata, cache, rope_lens if is_dynamic else None)
-        return self.decoder.logits(hidden), metadata
+        step = StepInputs(token_ids, positions, metadata, cache, rope_lens if is_dynamic else None)
+        return self.decoder.logits(self.decoder(step)), metadata
 
 
 def _fill_up(host: NDArray[np.int32]) -> None:

@@ -20,9 +20,9 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
-from models.decoder import Decoder
+from models.decoder import Decoder, StepInputs
 from models.graphs import DecodeGraphs
-from models.sampling.prompt_logprobs import asked_of, score
+from models.sampling import prompt_logprobs
 from models.sampling.sampler import Chosen
 
 
@@ -68,46 +68,50 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _begin(self, batch: Batch) -> Chosen:
-        self.cache.apply(batch.copies)
+        if batch.copies:
+            self.cache.apply(batch.copies)
         unknown = None
         if len(batch.unknown):
             unknown = self._last[self._to_device(batch.slots[batch.unknown])]
-        asked, scored = asked_of(batch, self.slots), None
-        if self.graphs is not None and asked is None and self.graphs.takes(batch):
-            logits, last = self.graphs.run(batch, unknown), batch.sampled
-            every_row = np.array_equal(last, np.arange(batch.num_spans))
-            logits = logits if every_row else logits[self._to_device(last)]
+        wanted, scored = None, None
+        if self.slots.scoring[batch.slots].any():
+            wanted = prompt_logprobs.wanted_of(batch, self.slots)
+        if self.graphs is not None and wanted is None and self.graphs.takes(batch):
+            logits = self._sampled(batch, self.graphs.run(batch, unknown))
         else:
-            hidden = self._forward(batch, unknown)
-            scored = None if asked is None else score(asked, hidden, self.decoder)
-            last = batch.yielding
-            logits = self.decoder.logits(hidden[self._to_device(last)]) if len(last) else hidden[:0]
+            hidden = self.decoder(self._inputs(batch, unknown))
+            scored = None if wanted is None else prompt_logprobs.score(wanted, hidden, self.decoder)
+            hidden = self._sampled(batch, hidden)
+            logits = self.decoder.logits(hidden) if len(hidden) else hidden
         chosen = Chosen(self._last[:0], lambda: Sampled(np.empty(0, np.int64)))
-        if len(last):
+        if len(logits):
             chosen = self.sampler.start(logits, batch.owners, self.slots)
         if scored is None:
             return chosen
         return Chosen(chosen.tokens, lambda: replace(chosen.wait(), prompt_logprobs=scored()))
 
-    def _forward(self, batch: Batch, unknown: Tensor | None) -> Tensor:
-        """Hidden states [T, hidden] of all tokens; `unknown` [U] are the last of spans `batch.unknown`."""
+    def _sampled(self, batch: Batch, step: Tensor) -> Tensor:
+        """Of what each token of the step has [T, ...]: the rows that tokens are sampled from [R, ...]."""
+        rows = batch.yielding
+        if not len(rows):
+            return step[:0]
+        is_whole = len(rows) == len(step) and bool((rows == np.arange(len(rows))).all())
+        return step if is_whole else step[self._to_device(rows)]
+
+    def _inputs(self, batch: Batch, unknown: Tensor | None) -> StepInputs:
+        """All tokens of the batch; `unknown` [U] are the values of the last of spans `batch.unknown`."""
         slots = self.slots
-        inputs = slots.inputs(batch)
+        packed = slots.inputs(batch)
         rope_lens = None
         if self.config.rope.kind == "dynamic":
             num_prompt = np.repeat(slots.num_prompt[batch.slots], batch.stops - batch.starts)
-            rope_lens = self._to_device(np.maximum(num_prompt, inputs.positions + 1))
-        token_ids = self._to_device(inputs.token_ids)
+            rope_lens = self._to_device(np.maximum(num_prompt, packed.positions + 1))
+        token_ids = self._to_device(packed.token_ids)
         if unknown is not None:
             last = np.cumsum(batch.stops - batch.starts)[batch.unknown] - 1
             token_ids[self._to_device(last)] = unknown.to(token_ids.dtype)
-        return self.decoder(
-            token_ids,
-            self._to_device(inputs.positions),
-            self.attention.plan(batch, slots.page_table),
-            self.cache,
-            rope_lens,
-        )
+        metadata = self.attention.plan(batch, slots.page_table, packed.write_index)
+        return StepInputs(token_ids, self._to_device(packed.positions), metadata, self.cache, rope_lens)
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         """Make the copies, then give the cache another number of pages; the low ones keep what they hold."""

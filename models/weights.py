@@ -17,8 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.decoder import Decoder
-from models.layers import Linear
+from models.decoder import Decoder, Linear
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -18,7 +18,7 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
-from models.decoder import Decoder
+from models.decoder import Decoder, StepInputs
 from models.ops.cpu import CpuOps
 from recipes.build.families import decoder_config, read
 from serving.text.tokenizer import Text
@@ -89,14 +89,15 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     row = np.array([slots.take(Request("line", np.array(tokens)))])
     slots.page_table[row, :num_pages] = np.arange(1, 1 + num_pages)
     batch = Batch(row, np.zeros_like(row), np.array([num_tokens]), np.array([0]), row, np.array([num_tokens]))
-    inputs = slots.inputs(batch)
-    hidden = decoder(
-        torch.from_numpy(inputs.token_ids),
-        torch.from_numpy(inputs.positions),
-        decoder.attention.plan(batch, slots.page_table),
+    packed = slots.inputs(batch)
+    step = StepInputs(
+        torch.from_numpy(packed.token_ids),
+        torch.from_numpy(packed.positions),
+        decoder.attention.plan(batch, slots.page_table, packed.write_index),
         cache,
         torch.full((num_tokens,), num_tokens),
     )
+    hidden = decoder(step)
     logprobs = decoder.logits(hidden[:-1]).float().log_softmax(-1)
     following = torch.tensor(tokens[1:])
     return logprobs.gather(1, following[:, None])[:, 0], logprobs.argmax(-1)

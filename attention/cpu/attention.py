@@ -70,11 +70,12 @@ class CpuAttention(Attention):
             self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,)))
             self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)))
 
-    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> CpuMetadata:
-        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+    def plan(
+        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+    ) -> CpuMetadata:
+        """Make what all layers of this step need; see Attention.plan."""
         shape, tile = self.shape, self.tile
-        index = self.write_index(batch, page_table)
-        address, offset = np.divmod(index, tile)
+        address, offset = np.divmod(write_index, tile)
         place = np.stack((address, *np.divmod(offset, self.key_view[-1]), offset))
         lens = batch.stops - batch.starts
         first_rows = np.cumsum(lens) - lens
@@ -107,7 +108,7 @@ class CpuAttention(Attention):
             for window in windows
         }
         return CpuMetadata(
-            torch.from_numpy(index),
+            torch.from_numpy(write_index),
             (),
             torch.from_numpy(place),
             slice(0, num_decodes) if in_front else torch.from_numpy(tokens),

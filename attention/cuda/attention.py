@@ -111,20 +111,22 @@ class CudaAttention(Attention):
                 f"{name} is older than compute capability 8.0, which fused attention needs: {mend}"
             )
 
-    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> CudaMetadata:
-        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+    def plan(
+        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+    ) -> CudaMetadata:
+        """Make what all layers of this step need; see Attention.plan."""
         starts, stops = batch.starts, batch.stops
         num_rows = self._num_rows(int((stops - starts).max()))
         planned = self._planned(starts, stops, num_rows)
         width = -(-int(stops.max()) // self.shape.page_size)
-        arrays = [self.write_index(batch, page_table), page_table[batch.slots, :width], *_tables(planned)]
+        arrays = [write_index, page_table[batch.slots, :width], *_tables(planned)]
         sizes = [-(-each.nbytes // 4 // ALIGNED) * ALIGNED for each in arrays]
         sent = self._pinned(arrays, sizes).to(self.device, non_blocking=True)
         pieces = [piece[: a.nbytes // 4] for piece, a in zip(sent.split(sizes), arrays)]
-        write_index, pages, *tables = pieces
+        places, pages, *tables = pieces
         launches = self._launches(tables, [each.num_parts for each in planned])
         pages = pages.view(arrays[1].shape)
-        return CudaMetadata(write_index.view(torch.int64), (), pages, num_rows, sent, launches)
+        return CudaMetadata(places.view(torch.int64), (), pages, num_rows, sent, launches)
 
     def check_graphs(self, num_graphs: int) -> None:
         """Any number of steps can be captured."""

@@ -58,6 +58,6 @@ class AscendAttention(Attention):
         width = -(-int(batch.stops.max()) // self.shape.page_size)
         return to_device(page_table[batch.slots, :width], self.device)
 
-    def places(self, batch: Batch, page_table: NDArray[np.int32]) -> Tensor:
-        """`write_index` on the device, int32 as the operators take it. [T]"""
-        return to_device(self.write_index(batch, page_table).astype(np.int32), self.device)
+    def places(self, write_index: NDArray[np.int64]) -> Tensor:
+        """The cache places of the step's tokens on the device, int32 as the operators take them. [T]"""
+        return to_device(write_index.astype(np.int32), self.device)

@@ -81,8 +81,10 @@ class AtbAttention(AscendAttention):
         )
         return pages.zero_()
 
-    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> AtbMetadata:
-        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+    def plan(
+        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+    ) -> AtbMetadata:
+        """Make what all layers of this step need; see Attention.plan."""
         table, lens = self.page_table(batch, page_table), (batch.stops - batch.starts).astype(np.int32)
         kv_lens = to_device(batch.stops.astype(np.int32), self.device)
         parts = tuple(
@@ -94,7 +96,7 @@ class AtbAttention(AscendAttention):
             )
             for spans, rows in self.cuts(batch)
         )
-        return AtbMetadata(self.places(batch, page_table), (), parts)
+        return AtbMetadata(self.places(write_index), (), parts)
 
     def plan_static(self, decodes: StaticDecodes) -> AtbMetadata:
         """One decode a row, to be captured."""

@@ -70,14 +70,16 @@ class NpuAttention(AscendAttention):
         self.mask = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1).to(self.device)
         self.update_stream = torch.npu.Stream(self.device)
 
-    def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> NpuMetadata:
-        """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""
+    def plan(
+        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+    ) -> NpuMetadata:
+        """Make what all layers of this step need; see Attention.plan."""
         table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
         parts = tuple(
             Part(rows, np.cumsum(lens[spans]).tolist(), batch.stops[spans].tolist(), table[spans])
             for spans, rows in self.cuts(batch)
         )
-        return NpuMetadata(self.places(batch, page_table), (), parts)
+        return NpuMetadata(self.places(write_index), (), parts)
 
     def write(
         self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: NpuMetadata

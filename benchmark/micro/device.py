@@ -94,7 +94,7 @@ def attention_s(runner: ModelRunner, load: Load, repeats: int, candidate: str | 
     `candidate` reads it in place of the engine's own attention; raises ValueError where it cannot.
     """
     batch, attention, cache = batch_of(runner, load), runner.attention, runner.cache
-    metadata = attention.plan(batch, runner.slots.page_table)
+    metadata = attention.plan(batch, runner.slots.page_table, runner.slots.inputs(batch).write_index)
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
     query, key, value = (
         torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(

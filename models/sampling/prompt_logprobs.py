@@ -24,8 +24,8 @@ _PIECE_BYTES = 2**26  # of float32 logits that are looked at together
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is asked in one step, as the host knows it when the step begins."""
+class Wanted:
+    """Which log-probabilities a step is to find, as the host knows it when the step begins."""
 
     at: Index  # [N] of the T
     tokens: Index  # [N] those that follow in the prompt
@@ -33,11 +33,9 @@ class Asked:
     counts: dict[int, int]  # how many of the N are whose, by row, in this order
 
 
-def asked_of(batch: Batch, slots: SlotPool) -> Asked | None:
-    """None if nobody asks, or the prompts of all that do are behind them."""
+def wanted_of(batch: Batch, slots: SlotPool) -> Wanted | None:
+    """What the step's requests want; None where every prompt that wants any is already computed."""
     asking = slots.scoring[batch.slots]
-    if not asking.any():
-        return None
     known = np.array([request.num_scored for request in slots.requests[batch.slots]])
     starts = np.maximum(batch.starts, known)
     stops = np.minimum(batch.stops, slots.num_prompt[batch.slots] - 1)
@@ -49,7 +47,7 @@ def asked_of(batch: Batch, slots: SlotPool) -> Asked | None:
     offsets = (np.cumsum(lens) - batch.stops)[spans]  # from a position to its place in the step
     positions, counts = ragged_ranges(starts, stops), stops - starts
     wanted = [request.params.prompt_logprobs for request in slots.requests[rows]]
-    return Asked(
+    return Wanted(
         positions + np.repeat(offsets, counts),
         slots.token_ids[np.repeat(rows, counts), positions + 1].astype(np.int64),
         np.repeat(np.array(wanted), counts),
@@ -57,14 +55,14 @@ def asked_of(batch: Batch, slots: SlotPool) -> Asked | None:
     )
 
 
-def score(asked: Asked, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, list[TokenLogprobs]]]:
-    """What is asked, by row, from the hidden states [T, hidden] of a step; what is returned waits for it.
+def score(wanted: Wanted, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, list[TokenLogprobs]]]:
+    """What is wanted, by row, from the hidden states [T, hidden] of a step; what is returned waits for it.
 
     Logits [N, V] are never there as a whole, for a long prompt's would not fit beside the model.
     """
-    at, tokens = to_device(asked.at, hidden.device), to_device(asked.tokens, hidden.device)
+    at, tokens = to_device(wanted.at, hidden.device), to_device(wanted.tokens, hidden.device)
     num_rows = max(1, _PIECE_BYTES // (4 * decoder.config.vocab_size))
-    num_top = NUM_TOP if asked.num_tops.any() else 0
+    num_top = NUM_TOP if wanted.num_tops.any() else 0
     pieces = [
         likeliest(decoder.logits(hidden[some]), following, num_top)
         for some, following in zip(at.split(num_rows), tokens.split(num_rows))
@@ -72,7 +70,7 @@ def score(asked: Asked, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[i
     arrived = fetch({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
 
     def wait() -> dict[int, list[TokenLogprobs]]:
-        told = iter(told_of(asked.tokens, arrived(), asked.num_tops))
-        return {row: [next(told) for _ in range(count)] for row, count in asked.counts.items()}
+        told = iter(told_of(wanted.tokens, arrived(), wanted.num_tops))
+        return {row: [next(told) for _ in range(count)] for row, count in wanted.counts.items()}
 
     return wait

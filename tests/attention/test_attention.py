@@ -18,6 +18,7 @@ from attention.reference import QUERY_ROWS, Attention
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
+from tests.attention.planned import planned
 from tests.devices import Kind, Way, on_each, operators
 
 Pair = tuple[Kind, Way]
@@ -97,7 +98,7 @@ class Bench:
                 self.page_table[row, len(pages)] = self.free[-1]
                 pages.append(self.free.pop())
         batch = Batch(np.array(list(spans), np.int64), starts, stops, NOTHING, NOTHING, NOTHING)
-        metadata = self.attention.plan(batch, self.page_table)
+        metadata = planned(self.attention, batch, self.page_table)
         for layer in self.layers:
             self._step_layer(layer, spans, metadata)
         for row, stop in zip(spans, stops.tolist()):

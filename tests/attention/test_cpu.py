@@ -12,6 +12,7 @@ from attention.cpu.attention import SHORT, CpuAttention
 from continuous_batching.batch import Batch
 from devices.compiled import Compiled
 from kv_cache.storage import KVCache
+from tests.attention.planned import planned
 from tests.attention.test_attention import NOTHING, ROWS, Bench, shape
 
 LENS = (1, 16, 17, 64, 65, 190)
@@ -84,7 +85,9 @@ class Layer:
         """Compute spans (start, stop) of rows; the row `broken` has NaN everywhere."""
         rows = np.array(list(spans))
         starts, stops = np.array(list(spans.values()), np.int64).T.copy()
-        metadata = self.attention.plan(Batch(rows, starts, stops, NOTHING, NOTHING, NOTHING), self.page_table)
+        metadata = planned(
+            self.attention, Batch(rows, starts, stops, NOTHING, NOTHING, NOTHING), self.page_table
+        )
         parts = [self._tokens(row, start, stop, row == broken) for row, (start, stop) in spans.items()]
         query, key, value = (torch.cat(each) for each in zip(*parts))
         keys, values = self.cache.keys[0], self.cache.values[0]
@@ -127,7 +130,7 @@ def test_filling_rows_are_neither_written_nor_answered_wrongly() -> None:
     layer = Layer()
     attention, cache = layer.attention, layer.cache
     batch = Batch(np.array([1]), np.array([0]), np.array([9]), NOTHING, NOTHING, NOTHING)
-    metadata = attention.plan(batch, layer.page_table)
+    metadata = planned(attention, batch, layer.page_table)
     query, key, value = layer._tokens(1, 0, 16, False)
     attention.write(key, value, cache.keys[0], cache.values[0], metadata)
     padded = attention.attend(query, cache.keys[0], cache.values[0], metadata, 0)

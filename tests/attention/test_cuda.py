@@ -16,6 +16,7 @@ from attention.cuda.attention import CudaAttention
 from attention.reference import Attention, StaticDecodes
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
+from tests.attention.planned import planned
 from tests.interpreter import DEVICE, multiply_rows_alone
 
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -60,7 +61,7 @@ class World:
             torch.cat([each[slot, start:stop] for slot, (start, stop) in spans.items()]).to(attention.device)
             for each in self.told
         ]
-        metadata = attention.plan(batch, self.page_table)
+        metadata = planned(attention, batch, self.page_table)
         attention.write(packed[1], packed[2], *cached, metadata)  # type: ignore[arg-type]
         output = attention.attend(packed[0], *cached, metadata, layer).cpu()  # type: ignore[arg-type]
         self.written = [each.cpu() for each in cached]
@@ -130,7 +131,7 @@ def test_a_long_decode_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     world, attention = World(sized, 2, 200, seed=3), CudaAttention(sized, DEVICE)
     spans = {1: (190, 191), 0: (150, 153)}
     batch = Batch(np.array([1, 0]), np.array([190, 150]), np.array([191, 153]), NOTHING, NOTHING, NOTHING)
-    launches = attention.plan(batch, world.page_table).launches
+    launches = planned(attention, batch, world.page_table).launches
     assert all(len(each.joins) == 4 and len(each.tiles) > 4 for each in launches.values())
     agree(world, attention, spans)
 

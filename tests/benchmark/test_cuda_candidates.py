@@ -17,6 +17,7 @@ from attention.reference import Attention
 from benchmark.micro import cuda_candidates as candidates
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
+from tests.attention.planned import planned
 from tests.attention.test_attention import alone
 
 PAGE, PAGES = 16, 12
@@ -139,7 +140,7 @@ def test_a_candidate_is_asked_for_the_attention_of_the_engine(
     table[[0, 2, 3]] = [[5, 9, 0], [1, 7, 3], [4, 2, 8]]
     batch = Batch(np.array([0, 2, 3]), starts, stops, NOTHING, NOTHING, NOTHING)
     query = torch.randn(batch.num_tokens, 4, 32, generator=random)
-    metadata = attention.plan(batch, table)
+    metadata = planned(attention, batch, table)
 
     def own(keys: Tensor, values: Tensor, layer: int) -> Tensor:
         return attention.attend(query, keys, values, metadata, layer)

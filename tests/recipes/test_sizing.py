@@ -11,8 +11,7 @@ import torch
 from attention.reference import Attention
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
-from models.decoder import Decoder
-from models.layers import Linear
+from models.decoder import Decoder, Linear
 from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
