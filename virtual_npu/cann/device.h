@@ -1,4 +1,4 @@
-/* What the parts of the virtual device share. The wheel's own headers check every signature. */
+/* What the files of the virtual device share, from the bottom up. The wheel's own headers check every signature. */
 #include <acl/acl_rt.h>
 #include <acl/error_codes/rt_error_codes.h>
 #include <pthread.h>
@@ -75,39 +75,44 @@ struct graph {
     struct graph *next;
 };
 
-extern pthread_mutex_t lock; /* over all state; never held while a kernel runs */
-extern struct graph *graphs;
+/* Each file calls only what stands here under its own name or above it. */
 
+/* device.c */
+extern pthread_mutex_t lock; /* over all state; never held while a kernel runs */
 /* Remembers a sentence for aclGetRecentErrMsg, which torch_npu adds to its exception, and returns the code */
 int refuse(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* memory.c */
-bool within_device(const void *address), within_pinned(const void *address);
-
-/* streams.c; the lock is held */
+/* state.c; the lock is held, as for all that follows but memory.c */
+extern struct graph *graphs;
+extern _Thread_local int thread_mode; /* of captures, for calls that this thread makes meanwhile */
+extern int (*run_kernel)(uint64_t kernel);
+extern void (*forget_kernel)(uint64_t kernel);
+struct stream *new_stream(void);
 struct stream *stream_of(aclrtStream handle);
 struct stream *all_streams(void);
 void append(struct tasks *tasks, struct task task);
-int submit(struct stream *stream, struct task task);
-int settle(struct stream *stream);
 void count_busy(void);
-
-/* events.c; the lock is held */
-void mark(struct stream *stream, struct event *event);      /* recorded, now */
-void see(struct stream *stream, const struct event *event); /* what its recorder did is done */
 struct event *event_of(const void *word);
-bool reached(const struct task *task);
-
-/* graphs.c and groups.c; the lock is held */
 bool capturing_anywhere(void);
 bool forbidden_in_capture(void); /* for calls that stop the host, in this thread */
-int capture(struct stream *stream, struct task task);
+
+/* memory.c */
+bool within_device(const void *address);
+bool within_pinned(const void *address);
+
+/* capture.c */
 int broken(struct graph *graph, int code, const char *text); /* it cannot be replayed, for this reason */
+void join_graph(struct stream *stream, struct graph *graph);
+int capture(struct stream *stream, struct task task);
 int join_capture(struct stream *stream, const struct event *event);
 int replace(struct stream *stream, struct task task);
 int in_order(struct stream *stream, const struct task *task);
-extern int (*run_kernel)(uint64_t kernel);
-extern void (*forget_kernel)(uint64_t kernel);
+
+/* execution.c */
+int submit(struct stream *stream, struct task task);
+int settle(struct stream *stream);
+
+/* streams.c, events.c, graphs.c, groups.c: what torch_npu and Python call, and nothing here */
 
 #define LOCKED(expression)                                                                                   \
     do {                                                                                                     \

@@ -1,61 +1,7 @@
-/* Events, and words of device memory that streams write and wait for: torch_npu makes external events of
- * them. */
+/* The interface to events, and to words of device memory that streams write and wait for: torch_npu makes external
+ * events of them. */
 #include "device.h"
 #include <stdlib.h>
-#include <time.h>
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ull + now.tv_nsec;
-}
-
-void see(struct stream *stream, const struct event *event) {
-    if (!event->recorder) return;
-    size_t i = 0;
-    while (i < stream->num_seen && stream->seen[i].stream != event->recorder) i++;
-    if (i == 8) i = 0; /* more updating streams than any program has: the oldest is forgotten */
-    if (i == stream->num_seen) stream->num_seen++;
-    stream->seen[i].stream = event->recorder;
-    stream->seen[i].updates = event->updates;
-}
-
-struct word {
-    const void *address;
-    struct event event; /* who wrote it last */
-    struct word *next;
-};
-static struct word *words;
-
-struct event *event_of(const void *address) {
-    struct word *each = words;
-    while (each && each->address != address) each = each->next;
-    if (!each) {
-        each = calloc(1, sizeof *each);
-        each->address = address;
-        each->next = words;
-        words = each;
-    }
-    return &each->event;
-}
-
-bool reached(const struct task *task) {
-    uint64_t there = *(const uint64_t *)task->target, wanted = task->count;
-    switch (task->value) {
-    case ACL_STREAM_WAIT_VALUE_GEQ: return (int64_t)(there - wanted) >= 0;
-    case ACL_STREAM_WAIT_VALUE_EQ: return there == wanted;
-    case ACL_STREAM_WAIT_VALUE_AND: return there & wanted;
-    default: return ~(there | wanted);
-    }
-}
-
-void mark(struct stream *stream, struct event *event) {
-    event->recorded = true;
-    event->graph = NULL;
-    event->time_ns = now_ns();
-    event->recorder = stream;
-    event->updates = stream->updates;
-}
 
 aclError aclrtCreateEventExWithFlag(aclrtEvent *handle, uint32_t flag) {
     struct event *event = calloc(1, sizeof *event); /* never freed: a queue or graph may still name it */

@@ -1,89 +1,12 @@
-/* Capture and replay, with what a device would refuse. */
+/* The interface to graphs: capture, replay and destroy, with what a device would refuse. */
 #include "device.h"
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 /* A device has about 2,048 streams and every graph keeps those it was captured on; vllm-ascend plans with
  * 1,920 */
 enum { MAX_CAPTURED_STREAMS = 1920 };
 
-struct graph *graphs;
 static uint32_t num_graphs;
-static _Thread_local int thread_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
-
-bool capturing_anywhere(void) {
-    for (const struct graph *each = graphs; each; each = each->next)
-        if (each->capturing) return true;
-    return false;
-}
-
-bool forbidden_in_capture(void) {
-    if (thread_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED) return false;
-    for (const struct graph *each = graphs; each; each = each->next)
-        if (each->capturing && (each->mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL ||
-                                (each->mode == ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL &&
-                                 pthread_equal(each->thread, pthread_self()))))
-            return true;
-    return false;
-}
-
-int broken(struct graph *graph, int code, const char *text) {
-    snprintf(graph->broken, sizeof graph->broken, "%s", text);
-    return refuse(code, "%s", text);
-}
-
-static void join(struct stream *stream, struct graph *graph) {
-    stream->graph = graph;
-    stream->num_captured = stream->num_joined = 0;
-    graph->num_streams++;
-}
-
-int capture(struct stream *stream, struct task task) {
-    struct graph *graph = stream->graph;
-    struct event *event = task.event;
-    if (task.kind == REPLAY)
-        return broken(graph, ACL_ERROR_RT_STREAM_CAPTURED,
-                      "a graph is replayed inside the capture of another");
-    if (task.kind == COPY) {
-        bool host = !(within_device(task.source) || within_pinned(task.source)) ||
-                    !(within_device(task.target) || within_pinned(task.target));
-        if (host)
-            return broken(graph, ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
-                          "a copy during a capture from or to host memory that is not pinned: the device "
-                          "would stop the host for it");
-    }
-    if (task.kind == RECORD && !event->external) {
-        event->graph = graph;
-        event->recorder = stream;
-        event->num_captured = stream->num_captured;
-        return ACL_SUCCESS; /* order inside the graph is the order of capture */
-    }
-    if (task.kind == WAIT && !event->external) {
-        if (event->graph != graph)
-            return broken(graph, ACL_ERROR_RT_CAPTURE_DEPENDENCY,
-                          "a captured stream waits for an event from outside its graph: use "
-                          "torch.npu.ExternalEvent, or wait before the capture");
-        if (event->recorder->num_captured == event->num_captured)
-            event->recorder->num_joined = event->num_captured;
-        return ACL_SUCCESS;
-    }
-    stream->num_captured++;
-    task.group = graph->open;
-    append(&graph->tasks, task);
-    return ACL_SUCCESS;
-}
-
-/* A stream outside a capture that waits for an event inside becomes part of it */
-int join_capture(struct stream *stream, const struct event *event) {
-    if (!event->graph || event->external) return ACL_SUCCESS;
-    if (!event->graph->capturing)
-        return refuse(ACL_ERROR_RT_EVENT_CAPTURED,
-                      "a stream waits for an event that was recorded in a capture, and nowhere else");
-    join(stream, event->graph);
-    count_busy();
-    return ACL_SUCCESS;
-}
 
 static void open_capture(struct stream *stream, int mode) {
     struct graph *graph = calloc(1, sizeof *graph); /* never freed: a stale handle must be told apart */
@@ -94,7 +17,7 @@ static void open_capture(struct stream *stream, int mode) {
     graph->thread = pthread_self();
     graph->next = graphs;
     graphs = graph;
-    join(stream, graph);
+    join_graph(stream, graph);
     count_busy();
 }
 
@@ -199,9 +122,6 @@ aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
     pthread_mutex_unlock(&lock);
     return code;
 }
-
-void (*forget_kernel)(uint64_t kernel);
-void virtual_npu_forget_with(void (*function)(uint64_t)) { forget_kernel = function; }
 
 aclError aclmdlRIDestroy(aclmdlRI model) {
     pthread_mutex_lock(&lock);

@@ -1,4 +1,4 @@
-/* Task groups: tasks of a graph whose arguments another stream replaces, in an order that the device can keep. */
+/* The interface to task groups: tasks of a graph whose arguments another stream replaces. */
 #include "device.h"
 #include <stdlib.h>
 
@@ -86,14 +86,6 @@ uint64_t virtual_npu_replaced(aclrtStream handle) {
     return kernel;
 }
 
-int replace(struct stream *stream, struct task task) {
-    if (task.kind != KERNEL)
-        return refuse(ACL_ERROR_RT_FEATURE_NOT_SUPPORT_UPDATE_OP,
-                      "only operators belong into the update of a task group");
-    append(&stream->update, task);
-    return ACL_SUCCESS;
-}
-
 aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
@@ -123,21 +115,6 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
     for (size_t i = 0; i < done.count; i++) forget_kernel(done.items[i].kernel);
     free(done.items);
     return code;
-}
-
-/* Does the stream that replays come after the last update of the task's group? */
-int in_order(struct stream *stream, const struct task *task) {
-    const struct group *group = task->group;
-    if (!group || !group->updater || group->updater == stream || group->updater->settled >= group->update)
-        return ACL_SUCCESS;
-    for (size_t i = 0; i < stream->num_seen; i++)
-        if (stream->seen[i].stream == group->updater && stream->seen[i].updates >= group->update)
-            return ACL_SUCCESS;
-    return refuse(
-        ACL_ERROR_RT_MODEL_EXECUTE,
-        "a replay runs a task group whose update nothing orders before it: the device may still use "
-        "the old arguments. Let the graph wait for an ExternalEvent that the update stream records after "
-        "graph_task_update_end");
 }
 
 /* Is a task group open in the capture of this stream? */

@@ -1,0 +1,81 @@
+/* What there is: streams, graphs, the words that events are made of, and the two functions that own kernels. */
+#include "device.h"
+#include <stdlib.h>
+
+/* Streams that capture, update or wait: while it is 0, kernels run without a question */
+int virtual_npu_busy;
+
+int (*run_kernel)(uint64_t kernel);
+void (*forget_kernel)(uint64_t kernel);
+void virtual_npu_run_with(int (*function)(uint64_t)) { run_kernel = function; }
+void virtual_npu_forget_with(void (*function)(uint64_t)) { forget_kernel = function; }
+
+static struct stream *streams, first_stream = {.id = 0};
+static int num_streams;
+
+struct stream *stream_of(aclrtStream handle) { return handle ? handle : &first_stream; }
+
+struct stream *all_streams(void) {
+    first_stream.next = streams;
+    return &first_stream;
+}
+
+struct stream *new_stream(void) {
+    struct stream *stream = calloc(1, sizeof *stream);
+    stream->id = ++num_streams;
+    stream->next = streams;
+    return streams = stream;
+}
+
+void append(struct tasks *tasks, struct task task) {
+    if (tasks->count == tasks->room) {
+        tasks->room = tasks->room ? 2 * tasks->room : 16;
+        tasks->items = realloc(tasks->items, tasks->room * sizeof task);
+    }
+    tasks->items[tasks->count++] = task;
+}
+
+void count_busy(void) {
+    int busy = 0;
+    for (struct stream *each = all_streams(); each; each = each->next)
+        busy += each->graph || each->updated || each->queue.first < each->queue.count || each->running;
+    __atomic_store_n(&virtual_npu_busy, busy, __ATOMIC_SEQ_CST);
+}
+
+struct word {
+    const void *address;
+    struct event event; /* who wrote it last */
+    struct word *next;
+};
+static struct word *words;
+
+struct event *event_of(const void *address) {
+    struct word *each = words;
+    while (each && each->address != address) each = each->next;
+    if (!each) {
+        each = calloc(1, sizeof *each);
+        each->address = address;
+        each->next = words;
+        words = each;
+    }
+    return &each->event;
+}
+
+struct graph *graphs;
+_Thread_local int thread_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
+
+bool capturing_anywhere(void) {
+    for (const struct graph *each = graphs; each; each = each->next)
+        if (each->capturing) return true;
+    return false;
+}
+
+bool forbidden_in_capture(void) {
+    if (thread_mode == ACL_MODEL_RI_CAPTURE_MODE_RELAXED) return false;
+    for (const struct graph *each = graphs; each; each = each->next)
+        if (each->capturing && (each->mode == ACL_MODEL_RI_CAPTURE_MODE_GLOBAL ||
+                                (each->mode == ACL_MODEL_RI_CAPTURE_MODE_THREAD_LOCAL &&
+                                 pthread_equal(each->thread, pthread_self()))))
+            return true;
+    return false;
+}
