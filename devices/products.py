@@ -29,7 +29,7 @@ MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more: vllm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class AscendProduct:
     """One line of products, by the name it has in a recipe."""
 
     name: str
@@ -163,7 +163,7 @@ class Product:
 
 
 PRODUCTS = (
-    Product(
+    AscendProduct(
         name="310P",
         chip="Ascend310P3",
         chips=r"Ascend310P\d",
@@ -174,10 +174,10 @@ PRODUCTS = (
         has_int8=False,
         most_spans=2000,
     ),
-    Product(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d"),
-    Product(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d"),
-    Product(name="950", chip="Ascend950", chips=r"Ascend950", is_mixed=False, most_graphs=4),
-    Product(
+    AscendProduct(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d"),
+    AscendProduct(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d"),
+    AscendProduct(name="950", chip="Ascend950", chips=r"Ascend950", is_mixed=False, most_graphs=4),
+    AscendProduct(
         name="910",
         chip="Ascend910A",
         chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$",
@@ -188,7 +188,7 @@ PRODUCTS = (
 )
 
 
-def product(name: str | None, chip: str) -> Product:
+def product(name: str | None, chip: str) -> AscendProduct:
     """The product that a recipe names, or else that of the device's own name."""
     for each in PRODUCTS:
         if each.name == name or (name is None and re.match(each.chips, chip)):

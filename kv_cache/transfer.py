@@ -1,19 +1,72 @@
-"""How does a small array of the host reach a device while both go on?"""
+"""How do small arrays travel between the host and a device while both go on?
+
+A copy is only asked for. Off the CPU it goes through pinned memory, and whoever needs the result waits for
+it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Arrays = dict[str, NDArray[Any]]
+Tensors = dict[str, Tensor]
+
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, to which a copy is only asked for; on the CPU it is the array itself.
+    """The array on the device; on the CPU it is the array itself.
 
-    It goes by pinned memory, whose allocator waits for the copy before it gives a place away again. The
-    array's own memory may be gone by then: torch_npu asks for copies in a thread of its own.
+    The allocator of pinned memory waits for the copy before it gives the memory to others. The array's own
+    memory may be gone by then: torch_npu asks for copies in a thread of its own.
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def all_to_device(arrays: Arrays, device: torch.device) -> Tensors:
+    """Arrays of small integers (int64 on the device) and of float32, in one copy."""
+    parts = [a.view(np.int32) if a.dtype == np.float32 else a.astype(np.int32) for a in arrays.values()]
+    whole = torch.from_numpy(np.concatenate(parts)).to(device)
+    pieces = torch.split_with_sizes(whole, [len(part) for part in parts])
+    return {
+        name: piece.view(torch.float32) if array.dtype == np.float32 else piece.long()
+        for (name, array), piece in zip(arrays.items(), pieces)
+    }
+
+
+def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
+    """Begin to copy a tensor to the host; the function that is returned waits for the copy."""
+    if tensor.device.type == "cpu":
+        return tensor.numpy
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.get_device_module(tensor.device).Event()
+    event.record()
+
+    def wait() -> NDArray[Any]:
+        event.synchronize()
+        return host.numpy()
+
+    return wait
+
+
+def all_to_host(tensors: Tensors) -> Callable[[], Arrays]:
+    """The same for tensors of small integers (int64 on the host) and of float32, in one copy."""
+    flat = [each.view(torch.int32) if each.is_floating_point() else each.int() for each in tensors.values()]
+    arrival = to_host(torch.cat([each.flatten() for each in flat]))
+    ends = np.cumsum([each.numel() for each in flat])
+
+    def wait() -> Arrays:
+        return {
+            name: (piece.view(np.float32) if tensor.is_floating_point() else piece.astype(np.int64)).reshape(
+                tensor.shape
+            )
+            for (name, tensor), piece in zip(tensors.items(), np.split(arrival(), ends[:-1]))
+        }
+
+    return wait

@@ -42,7 +42,7 @@ def ladder(most: int, page_size: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedStep:
     """One captured step."""
 
     graph: Any
@@ -61,7 +61,7 @@ class DecodeGraphs:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
         self.sizes = ladder(min(most, slots.num_slots), slots.page_size)
         self.device = torch.get_device_module(attention.device)
-        self.steps: dict[int, Captured] = {}
+        self.steps: dict[int, CapturedStep] = {}
         self._turn = 0  # a step may be filled in while the one before it still travels
 
     def takes(self, batch: Batch) -> bool:
@@ -109,7 +109,7 @@ class DecodeGraphs:
         host[4] = np.maximum(slots.num_prompt[batch.slots], batch.stops)
         host[COLUMNS : COLUMNS + width] = slots.page_table[batch.slots, :width].T
 
-    def _captured(self, size: int, pool: Any, scratch: KVCache) -> Captured:
+    def _captured(self, size: int, pool: Any, scratch: KVCache) -> CapturedStep:
         shape = (COLUMNS + self.slots.max_pages, size)
         pinned = tuple(torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(2))
         _fill_up(pinned[0].numpy())
@@ -118,7 +118,7 @@ class DecodeGraphs:
         graph = getattr(self.device, GRAPHS[self.attention.device.type])()
         with self.device.graph(graph, pool=pool):
             logits, metadata = self._step(sent, self.cache)
-        return Captured(graph, pinned, sent, metadata, logits)
+        return CapturedStep(graph, pinned, sent, metadata, logits)
 
     def _step(self, sent: Tensor, cache: KVCache) -> tuple[Tensor, AttentionMetadata]:
         token_ids, positions, write_index, kv_lens, rope_lens = sent[:COLUMNS]

@@ -16,13 +16,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from virtual_npu.device import Device, start
+    from virtual_npu.device import VirtualDevice, start
 
-__all__ = ["Device", "start"]
+__all__ = ["VirtualDevice", "start"]
 
 
 def __getattr__(name: str) -> Any:
-    """`start` and `Device`, and with them torch, only once they are asked for: set-up needs neither."""
+    """Import the device, and with it torch, when it is first used: set-up needs neither."""
     if name in __all__:
         from virtual_npu import device
 

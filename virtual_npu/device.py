@@ -17,11 +17,11 @@ import torch
 
 from virtual_npu import libraries
 from virtual_npu.contract import Capture, Conditions
+from virtual_npu.deferred_calls import CAPTURED, DeferredCalls
 from virtual_npu.kernels import Kernels
 from virtual_npu.memory import Memory
 from virtual_npu.operators import OPERATORS
 from virtual_npu.products import PRODUCTS
-from virtual_npu.recorder import CAPTURED, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ TOOLKIT = Path("/usr/local/Ascend/ascend-toolkit")
 CHIPS = {chip: each for each in PRODUCTS.values() for chip in each.chips}
 
 
-class Device:
+class VirtualDevice:
     """The one virtual NPU of this process."""
 
     def __init__(self, chip: str, memory_bytes: int | None, library: ctypes.CDLL) -> None:
         self.chip, self.memory_bytes, self.library = chip, memory_bytes, library
         self.memory = Memory(library.virtual_npu_base(), library.virtual_npu_span())
-        self.recorder = Recorder(library)
-        self.kernels = Kernels(self.memory, self.recorder)
+        self.deferred_calls = DeferredCalls(library)
+        self.kernels = Kernels(self.memory, self.deferred_calls)
         self.num_kernels = self.kernels.register()
         self.num_operators = len(OPERATORS)
         self.conditions: Conditions | None = None
@@ -49,9 +49,9 @@ class Device:
 
     def capture(self) -> Capture:
         """Whether the current stream is captured, and a task group of it is open."""
-        if not self.recorder.busy.value or self.recorder.state() != CAPTURED:
+        if not self.deferred_calls.busy.value or self.deferred_calls.state() != CAPTURED:
             return "none"
-        return "group" if self.recorder.in_group() else "stream"
+        return "group" if self.deferred_calls.in_group() else "stream"
 
     def contract(self, conditions: Conditions) -> None:
         """Let the operators of `virtual_npu.operators` answer under these conditions."""
@@ -62,7 +62,7 @@ class Device:
             self.implement(each.qualified, partial(each, conditions), partial(each.check_capture, conditions))
 
 
-_started: list[Device] = []  # a process has one torch, and torch one accelerator
+_started: list[VirtualDevice] = []  # a process has one torch, and torch one accelerator
 
 
 def start(
@@ -71,7 +71,7 @@ def start(
     *,
     fp32: bool = False,
     held: Callable[[], Any] | None = None,
-) -> Device:
+) -> VirtualDevice:
     """Give this process one virtual NPU; torch then has `npu:0`, whose memory is the host's.
 
     `chip` is what the device calls itself; `memory_bytes` its memory, None for the host's. `fp32` and
@@ -127,7 +127,7 @@ def _refuse_beside_others() -> None:
         )
 
 
-def _boot(chip: str, memory_bytes: int | None) -> Device:
+def _boot(chip: str, memory_bytes: int | None) -> VirtualDevice:
     library = libraries.load(libraries.build())
     library.virtual_npu_base.restype = ctypes.c_void_p
     library.virtual_npu_span.restype = ctypes.c_size_t
@@ -154,4 +154,4 @@ def _boot(chip: str, memory_bytes: int | None) -> Device:
         if "ASCEND_HOME_PATH" not in line:  # there is no CANN, which is the point
             log.warning("torch_npu: %s", line)
     torch.npu.set_device(0)
-    return Device(chip, memory_bytes, library)
+    return VirtualDevice(chip, memory_bytes, library)

@@ -1,7 +1,7 @@
 """What runs when an operator is called on a tensor of npu:0?
 
 The CPU kernel of the same operator, over the same bytes; for operators of torch_npu itself, a Python
-function that `implement` names. On a stream that captures, waits or updates, `Recorder` takes the call
+function that `implement` names. On a stream that captures, waits or updates, `DeferredCalls` takes the call
 instead.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from virtual_npu.call import Call
+from virtual_npu.deferred_calls import DeferredCalls
+from virtual_npu.host_call import HostCall
 from virtual_npu.memory import Memory
 from virtual_npu.randomness import seeded
-from virtual_npu.recorder import Recorder
 
 Kernel = Callable[..., Any]
 
@@ -40,8 +40,8 @@ KEEP = {
 class Kernels:
     """The kernels of every operator on npu:0; they stay registered as long as this lives."""
 
-    def __init__(self, memory: Memory, recorder: Recorder) -> None:
-        self.memory, self.recorder = memory, recorder
+    def __init__(self, memory: Memory, deferred_calls: DeferredCalls) -> None:
+        self.memory, self.deferred_calls = memory, deferred_calls
         self._libraries: dict[str, torch.library.Library] = {}
 
     def register(self) -> int:
@@ -62,7 +62,7 @@ class Kernels:
                 operator = find(name)
                 if operator is not None:  # torch_npu has some that torch does not know by a schema
                     self._impl(
-                        name, special.get(short) or self._kernel(Call(operator, operator, self.memory))
+                        name, special.get(short) or self._kernel(HostCall(operator, operator, self.memory))
                     )
                     count += 1
         # torch_npu's own goes to one of its fused operators before the device is asked
@@ -81,37 +81,37 @@ class Kernels:
         operator = find(name)
         if operator is None:
             raise ValueError(f"torch_npu has no operator {name}: ask torch.ops for its name")
-        self._impl(name, self._kernel(Call(operator, function, self.memory, captured)))
+        self._impl(name, self._kernel(HostCall(operator, function, self.memory, captured)))
 
-    def _kernel(self, call: Call) -> Kernel:
+    def _kernel(self, call: HostCall) -> Kernel:
         """What torch calls for an operator."""
         if torch.Tag.nondeterministic_seeded in call.operator.tags:
             call.function = seeded(call.function, {each.name for each in call.operator._schema.arguments})
-        recorder, busy = self.recorder, self.recorder.busy
+        deferred_calls, busy = self.deferred_calls, self.deferred_calls.busy
         answers_host = call.name.endswith("_get_max_workspace")  # it sends nothing to the device
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if busy.value and not answers_host:
                 if call.needs_host(args):
-                    recorder.host_waits(call.name)
-                elif state := recorder.state():
-                    return recorder.record(call, args, kwargs, state)
+                    deferred_calls.host_waits(call.name)
+                elif state := deferred_calls.state():
+                    return deferred_calls.defer(call, args, kwargs, state)
             return call(args, kwargs)
 
         return run
 
     def _copy(self) -> Kernel:
         """copy_, which is not an operator of the device alone: one side may be the host's."""
-        call = Call(torch.ops.aten.copy_.default, torch.ops.aten.copy_.default, self.memory)
-        recorder = self.recorder
+        call = HostCall(torch.ops.aten.copy_.default, torch.ops.aten.copy_.default, self.memory)
+        deferred_calls = self.deferred_calls
 
         def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-            if recorder.busy.value:
+            if deferred_calls.busy.value:
                 host = [each for each in (target, source) if each.is_cpu]
                 if host and not (non_blocking and host[0].is_pinned()):
-                    recorder.host_waits("a copy that is not both pinned and non_blocking")
-                elif state := recorder.state():
-                    return recorder.record(call, (target, source), {}, state)
+                    deferred_calls.host_waits("a copy that is not both pinned and non_blocking")
+                elif state := deferred_calls.state():
+                    return deferred_calls.defer(call, (target, source), {}, state)
             call.on_host(target).copy_(call.on_host(source))
             return target
 

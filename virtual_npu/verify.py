@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from virtual_npu.calls import FRACTAL_NZ, RightCall, makers, right_call
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.products import A2, PRODUCTS, Product
+from virtual_npu.sample_calls import FRACTAL_NZ, SampleCall, makers, sample_call
 
 READ_ON_HOST = "seq_len"  # ATB's, of queries
 Runs = Callable[[str, Mapping[str, Any]], Any]  # an operator by name, on arguments
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class OperatorResult:
     """What one operator's calls came to; `worst` is the largest distance, in parts of what is allowed."""
 
     operator: str
@@ -46,11 +46,11 @@ class Verdict:
 
 def verify(
     operator: str, runs: Runs, device: torch.device | str, num_calls: int, seed: int, product: Product = A2
-) -> Verdict:
+) -> OperatorResult:
     """Try an operator's calls one after the other; an error is a fault of its call alone."""
     num_right, worst, fault = 0, 0.0, None
     for each in range(seed, seed + num_calls):
-        call = right_call(operator, each, product)
+        call = sample_call(operator, each, product)
         try:
             distance = _distance(call, runs, device)
             told = f"{distance:.3g} times as far from the reference as allowed"
@@ -61,7 +61,7 @@ def verify(
         elif fault is None:
             fault = f"seed {each}: {told}"
         worst = max(worst, distance)
-    return Verdict(operator, num_calls, num_right, worst, fault)
+    return OperatorResult(operator, num_calls, num_right, worst, fault)
 
 
 def on_device(operator: str, arguments: Mapping[str, Any]) -> Any:
@@ -71,7 +71,7 @@ def on_device(operator: str, arguments: Mapping[str, Any]) -> Any:
     return getattr(torch_npu, operator)(**arguments)
 
 
-def _distance(call: RightCall, runs: Runs, device: torch.device | str) -> float:
+def _distance(call: SampleCall, runs: Runs, device: torch.device | str) -> float:
     """The largest distance of any result, in parts of what is allowed; above 1 is a fault."""
     reference = partial(contract_of(call.operator), Conditions(product=call.product))
     expected_arguments = _sent(call, "cpu")
@@ -83,7 +83,7 @@ def _distance(call: RightCall, runs: Runs, device: torch.device | str) -> float:
     return max((_apart(one.cpu(), other, call) for one, other in zip(found, expected)), default=0.0)
 
 
-def _apart(found: Tensor, expected: Tensor, call: RightCall) -> float:
+def _apart(found: Tensor, expected: Tensor, call: SampleCall) -> float:
     if (found.shape, found.dtype) != (expected.shape, expected.dtype):
         raise ValueError(
             f"a result is {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
@@ -96,13 +96,13 @@ def _apart(found: Tensor, expected: Tensor, call: RightCall) -> float:
     return float((gap / allowed).nan_to_num(nan=torch.inf).max()) if near else float("inf")
 
 
-def _looked_at(call: RightCall, result: Any, arguments: Mapping[str, Any]) -> list[Tensor]:
+def _looked_at(call: SampleCall, result: Any, arguments: Mapping[str, Any]) -> list[Tensor]:
     results = [result] if isinstance(result, Tensor) else list(result or ())
     chosen = results if call.results is None else [results[index] for index in call.results]
     return [*chosen, *(arguments[name] for name in call.written)]
 
 
-def _sent(call: RightCall, device: torch.device | str) -> dict[str, Any]:
+def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
     """The call's arguments with copies of its tensors on a device, but for what is read on the host."""
     arguments = dict(call.arguments)
     for name, value in arguments.items():
@@ -119,10 +119,10 @@ def product_of(chip: str) -> Product | None:
     return next((each for each in PRODUCTS.values() if chip.startswith(each.chips)), None)
 
 
-def in_words(verdicts: Sequence[Verdict]) -> str:
+def in_words(results: Sequence[OperatorResult]) -> str:
     """One line an operator."""
     lines = [f"{'operator':36}{'calls':>6}{'right':>6}{'worst':>8}"]
-    for each in verdicts:
+    for each in results:
         lines.append(f"{each.operator:36}{each.num_calls:>6}{each.num_right:>6}{each.worst:>8.2f}")
         lines += [f"    {each.first_fault}"] if each.first_fault else []
     return "\n".join(lines)
@@ -157,14 +157,14 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"the device calls itself {chip}, which is no product known here: give --product")
     if product.split_heads:
         torch_npu.npu.config.allow_internal_format = True  # else a cast leaves the pages as they are
-    verdicts = [
+    results = [
         verify(name, on_device, "npu:0", options.calls, options.seed, product) for name in makers(product)
     ]
     if options.json:
-        print(json.dumps([asdict(each) | {"is_right": each.is_right} for each in verdicts], indent=2))
+        print(json.dumps([asdict(each) | {"is_right": each.is_right} for each in results], indent=2))
     else:
-        print(in_words(verdicts))
-    return int(not all(each.is_right for each in verdicts))
+        print(in_words(results))
+    return int(not all(each.is_right for each in results))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.cpu.tiles import Chunk, Prompt, Tiles
+from attention.cpu.tiles import DecodeTiles, PromptSpan, QueryChunk
 from attention.reference import Attention, AttentionMetadata
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.compiled import Compiled
@@ -40,8 +40,8 @@ class CpuMetadata(AttentionMetadata):
     place: Tensor  # int64 [4, T]: tile, vector in it, lane, place in it of every token
     decodes: slice | Tensor  # their tokens: those in front, or int64 [R], at least two (a lone one twice)
     num_decodes: int
-    tiles: dict[int | None, Tiles]
-    prompts: dict[int | None, tuple[Prompt, ...]]
+    tiles: dict[int | None, DecodeTiles]
+    prompts: dict[int | None, tuple[PromptSpan, ...]]
     fresh: list[Tensor] = field(default_factory=list)  # key and value of the layer at work
 
 
@@ -91,10 +91,10 @@ class CpuAttention(Attention):
             ends = ragged_ranges(starts + 1, starts + counts + 1)
             if num_decodes == 1:  # two of it, see Compiled
                 slots, ends = np.repeat(slots, 2), np.repeat(ends, 2)
-            tiles = {w: Tiles.of(slots, ends, page_table, shape.page_size, tile, w) for w in windows}
+            tiles = {w: DecodeTiles.of(slots, ends, page_table, shape.page_size, tile, w) for w in windows}
         prompts = {
             window: tuple(
-                Prompt.of(
+                PromptSpan.of(
                     int(first_rows[span]),
                     int(batch.starts[span]),
                     int(batch.stops[span]),
@@ -167,7 +167,7 @@ class CpuAttention(Attention):
         return output
 
     def _matrices(
-        self, prompt: Prompt, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata
+        self, prompt: PromptSpan, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata
     ) -> tuple[Tensor, Tensor]:
         """A span's keys [K, D, places] and values [K, places, D].
 
@@ -184,7 +184,7 @@ class CpuAttention(Attention):
         return keys.reshape(heads, dim, -1), values
 
     def _attend_chunk(
-        self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, output: Tensor
+        self, query: Tensor, keys: Tensor, values: Tensor, chunk: QueryChunk, output: Tensor
     ) -> None:
         """Two products a kv head, with all query heads that share it as rows of one matrix."""
         rows = self._rows(query, chunk.rows)

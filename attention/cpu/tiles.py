@@ -22,7 +22,7 @@ STEP = 32  # prompts are padded to it: oneDNN builds its code anew (0.6 ms) for 
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class DecodeTiles:
     """What decodes read: the tiles of all rows, in the order of their addresses.
 
     Neighbours in memory are then read one after the other, which takes half the time of a random order.
@@ -43,7 +43,7 @@ class Tiles:
         page_size: int,
         tile: int,
         window: int | None,
-    ) -> Tiles:
+    ) -> DecodeTiles:
         """For rows of the page table that each see the last `window` of their first `lens` places. [R]"""
         lows = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
         counts = -(-lens // tile) - lows // tile
@@ -65,11 +65,11 @@ class Tiles:
             rank[begin + np.where(is_tile, column, 0)],
             is_tile,
         )
-        return Tiles(*map(torch.from_numpy, arrays))
+        return DecodeTiles(*map(torch.from_numpy, arrays))
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class QueryChunk:
     """Query positions of one span that are computed together."""
 
     tokens: Tensor  # int64 [rows]: where its queries are in the step
@@ -80,13 +80,13 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptSpan:
     """A span that is no decode, as layers with one window read it."""
 
     fresh: Tensor | None  # int64 [padded keys]: the tokens that are its keys, if all are in this step
     tiles: Tensor | None  # int64: else, where its keys are in the cache
     known: int  # keys that exist; all after them are filling
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[QueryChunk, ...]
 
     @staticmethod
     def of(
@@ -97,7 +97,7 @@ class Prompt:
         page_size: int,
         tile: int,
         window: int | None,
-    ) -> Prompt:
+    ) -> PromptSpan:
         """For a request's positions [start, stop), which lie from `first_row` on in the packed query."""
         reach = window or stop
         if start:
@@ -119,8 +119,8 @@ class Prompt:
             last = np.minimum(np.arange(begin, begin + len(rows)), end - 1) - base - low
             first = np.maximum(last - (reach - 1), 0)
             seen = (torch.from_numpy(each.astype(np.int32)) for each in (first, last))
-            chunks.append(Chunk(rows[: end - begin], rows, slice(low, high), *seen))
-        return Prompt(fresh, tiles, stop - base, tuple(chunks))
+            chunks.append(QueryChunk(rows[: end - begin], rows, slice(low, high), *seen))
+        return PromptSpan(fresh, tiles, stop - base, tuple(chunks))
 
 
 def _filled_up(start: int, count: int) -> Tensor:

@@ -19,7 +19,7 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.cuda.query_tiles import JOIN_FIELDS, TILE_FIELDS, Cut, QueryTiles
+from attention.cuda.query_tiles import JOIN_FIELDS, TILE_FIELDS, QueryTiles, TileSizes
 from attention.cuda.triton_kernels import attend_tiles, join_parts, kernel_dtype, stored_dtype, write_places
 from attention.reference import Attention, AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch, Index
@@ -36,7 +36,7 @@ ALIGNED = 4  # int32: a kernel is compiled anew for an address that is no multip
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class KernelSizes:
     """What a dtype's kernels are compiled for: rows of a prompt's tile, bytes of keys read at once, warps."""
 
     num_rows: int
@@ -44,12 +44,13 @@ class Tiling:
     num_warps: int
 
 
-HALF = Tiling(64, 16 * 2**10, 4)
-SINGLE = Tiling(32, 8 * 2**10, 8)  # no matrix unit multiplies it: larger tiles would not fit into registers
+HALF = KernelSizes(64, 16 * 2**10, 4)
+# No matrix unit multiplies float32: larger tiles would not fit into registers
+SINGLE = KernelSizes(32, 8 * 2**10, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchTables:
     """What one window's launches read, and how many rows of parts lie between them."""
 
     tiles: Tensor  # int32 [n, 8]
@@ -64,7 +65,7 @@ class CudaMetadata(AttentionMetadata):
     page_table: Tensor  # int32 [S, pages], of the step's spans
     num_rows: int  # of a tile
     tables: Tensor  # int32: what the launches' tables are views of
-    launches: dict[int | None, Launch]
+    launches: dict[int | None, LaunchTables]
 
 
 class CudaAttention(Attention):
@@ -196,14 +197,14 @@ class CudaAttention(Attention):
         """For each window in use, the tables of packed spans."""
         least = -(-LEAST_SHARE // self.step) * self.step
         chunk = CHUNK if self.batch_invariant else 0
-        cut = Cut(num_rows // self.group, self.step, self.num_tiles, least, chunk)
+        cut = TileSizes(num_rows // self.group, self.step, self.num_tiles, least, chunk)
         return [QueryTiles.of(starts, stops, window, cut) for window in self.windows]
 
-    def _launches(self, tables: Sequence[Tensor], num_parts: list[int]) -> dict[int | None, Launch]:
+    def _launches(self, tables: Sequence[Tensor], num_parts: list[int]) -> dict[int | None, LaunchTables]:
         """From tiles and joins of one window after the other."""
         tiles = [each.view(-1, TILE_FIELDS) for each in tables[::2]]
         joins = [each.view(-1, JOIN_FIELDS) for each in tables[1::2]]
-        return {window: Launch(*each) for window, *each in zip(self.windows, tiles, joins, num_parts)}
+        return {window: LaunchTables(*each) for window, *each in zip(self.windows, tiles, joins, num_parts)}
 
     def _num_rows(self, longest: int) -> int:
         """Rows of a tile: as few as hold the longest span, if they are few."""

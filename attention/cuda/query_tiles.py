@@ -17,7 +17,7 @@ TILE_FIELDS, JOIN_FIELDS = 8, 4  # columns: an entry is found by a shift
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TileSizes:
     """How to cut.
 
     A tile has `num_queries` at most. Positions are shared out in multiples of `step`, so that there are
@@ -46,7 +46,7 @@ class QueryTiles:
     num_parts: int
 
     @classmethod
-    def of(cls, starts: Index, stops: Index, window: int | None, cut: Cut) -> QueryTiles:
+    def of(cls, starts: Index, stops: Index, window: int | None, cut: TileSizes) -> QueryTiles:
         """Cut packed spans; a window w lets the query at position p see positions p-w+1 to p."""
         lens = stops - starts
         num_tiles = -(-lens // cut.num_queries)
@@ -77,7 +77,7 @@ class QueryTiles:
         return cls(tiles, joins, int(num_rows.sum()))
 
 
-def _shares(low: Index, high: Index, cut: Cut) -> tuple[int, Index]:
+def _shares(low: Index, high: Index, cut: TileSizes) -> tuple[int, Index]:
     """How many positions are a share, which begin at multiples of it, and how many shares each tile has."""
     if not cut.chunk:
         wanted = -(-int((high - low).sum()) // cut.num_tiles)

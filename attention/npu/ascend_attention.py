@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.reference import Attention
 from continuous_batching.batch import Batch
-from devices.products import Product
+from devices.products import AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
@@ -29,7 +29,7 @@ class AscendAttention(Attention):
         self,
         shape: AttentionShape,
         device: torch.device | str,
-        product: Product,
+        product: AscendProduct,
         *,
         takes_float32: bool = False,
     ) -> None:

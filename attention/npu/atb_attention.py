@@ -21,7 +21,7 @@ from torch import Tensor
 from attention.npu.ascend_attention import FRACTAL_NZ, MASK_SIDE, AscendAttention
 from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
-from devices.products import Product
+from devices.products import AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
@@ -30,7 +30,7 @@ HIDDEN = -10000.0  # what the mask adds to a score (vllm-ascend, _310p/attention
 
 
 @dataclass(frozen=True, slots=True)
-class AtbPart:
+class AtbSpans:
     """Spans that one call of ATB takes."""
 
     rows: slice  # of the packed query
@@ -43,7 +43,7 @@ class AtbPart:
 class AtbMetadata(AttentionMetadata):
     """What the layers of one step share."""
 
-    parts: tuple[AtbPart, ...] = ()
+    parts: tuple[AtbSpans, ...] = ()
 
 
 class AtbAttention(AscendAttention):
@@ -55,7 +55,7 @@ class AtbAttention(AscendAttention):
         self,
         shape: AttentionShape,
         device: torch.device | str,
-        product: Product,
+        product: AscendProduct,
         *,
         takes_float32: bool = False,
     ) -> None:
@@ -88,7 +88,7 @@ class AtbAttention(AscendAttention):
         table, lens = self.page_table(batch, page_table), (batch.stops - batch.starts).astype(np.int32)
         kv_lens = to_device(batch.stops.astype(np.int32), self.device)
         parts = tuple(
-            AtbPart(
+            AtbSpans(
                 rows,
                 torch.from_numpy(lens[spans]) if (lens[spans] > 1).any() else None,
                 kv_lens[spans],
@@ -100,7 +100,7 @@ class AtbAttention(AscendAttention):
 
     def plan_static(self, decodes: StaticDecodes) -> AtbMetadata:
         """One decode a row, to be captured."""
-        part = AtbPart(slice(0, len(decodes.kv_lens)), None, decodes.kv_lens, decodes.page_table)
+        part = AtbSpans(slice(0, len(decodes.kv_lens)), None, decodes.kv_lens, decodes.page_table)
         return AtbMetadata(decodes.write_index, (), (part,))
 
     def write(

@@ -21,14 +21,14 @@ from torch import Tensor
 from attention.npu.ascend_attention import MASK_SIDE, AscendAttention
 from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
-from devices.products import Product
+from devices.products import AscendProduct
 from devices.shapes import AttentionShape
 
 CAUSAL, BAND = 3, 4  # sparse_mode: up to the last key, and of these the last pre_tokens + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FusedSpans:
     """Spans that one call takes."""
 
     rows: slice  # of the packed query
@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class CapturedCall:
     """A captured call whose lengths are told anew at each replay."""
 
     event: Any  # the replay waits for it
@@ -47,22 +47,22 @@ class Task:
 
 
 @dataclass(frozen=True)
-class NpuMetadata(AttentionMetadata):
+class FusedMetadata(AttentionMetadata):
     """What the layers of one step share."""
 
-    parts: tuple[Part, ...] = ()
-    tasks: list[Task] = field(default_factory=list)  # of a captured step, a layer each
+    parts: tuple[FusedSpans, ...] = ()
+    tasks: list[CapturedCall] = field(default_factory=list)  # of a captured step, a layer each
     workspaces: dict[int | None, Tensor] = field(default_factory=dict)  # of captured calls, by pre_tokens
 
 
-class NpuAttention(AscendAttention):
+class FusedAttention(AscendAttention):
     """Attention on an NPU that has npu_fused_infer_attention_score."""
 
     def __init__(
         self,
         shape: AttentionShape,
         device: torch.device | str,
-        product: Product,
+        product: AscendProduct,
         *,
         takes_float32: bool = False,
     ) -> None:
@@ -72,17 +72,17 @@ class NpuAttention(AscendAttention):
 
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
-    ) -> NpuMetadata:
+    ) -> FusedMetadata:
         """Make what all layers of this step need; see Attention.plan."""
         table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
         parts = tuple(
-            Part(rows, np.cumsum(lens[spans]).tolist(), batch.stops[spans].tolist(), table[spans])
+            FusedSpans(rows, np.cumsum(lens[spans]).tolist(), batch.stops[spans].tolist(), table[spans])
             for spans, rows in self.cuts(batch)
         )
-        return NpuMetadata(self.places(write_index), (), parts)
+        return FusedMetadata(self.places(write_index), (), parts)
 
     def write(
-        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: NpuMetadata
+        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: FusedMetadata
     ) -> None:
         """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D]."""
         key, value = key.contiguous(), value.contiguous()
@@ -96,7 +96,7 @@ class NpuAttention(AscendAttention):
             torch_npu.npu_scatter_nd_update_(layer_values.flatten(0, 1), index, value)
 
     def attend(
-        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: NpuMetadata, layer: int
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: FusedMetadata, layer: int
     ) -> Tensor:
         """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
         calls = [
@@ -109,7 +109,7 @@ class NpuAttention(AscendAttention):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _arguments(
-        self, query: Tensor, keys: Tensor, values: Tensor, part: Part, window: int | None
+        self, query: Tensor, keys: Tensor, values: Tensor, part: FusedSpans, window: int | None
     ) -> dict[str, Any]:
         arguments = {
             "query": query[part.rows],
@@ -130,14 +130,14 @@ class NpuAttention(AscendAttention):
             arguments |= {"sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": 0}
         return arguments
 
-    def plan_static(self, decodes: StaticDecodes) -> NpuMetadata:
+    def plan_static(self, decodes: StaticDecodes) -> FusedMetadata:
         """One decode a row, to be captured; the lengths on the host are those of `replay`."""
         rows = len(decodes.kv_lens)
-        part = Part(slice(0, rows), list(range(1, rows + 1)), [1] * rows, decodes.page_table)
-        return NpuMetadata(decodes.write_index, (), (part,))
+        part = FusedSpans(slice(0, rows), list(range(1, rows + 1)), [1] * rows, decodes.page_table)
+        return FusedMetadata(decodes.write_index, (), (part,))
 
     def _capture(
-        self, call: dict[str, Any], tasks: list[Task], workspaces: dict[int | None, Tensor]
+        self, call: dict[str, Any], tasks: list[CapturedCall], workspaces: dict[int | None, Tensor]
     ) -> Tensor:
         """The call as a task group, which the replay enters when its event is recorded."""
         kind = call.get("pre_tokens")
@@ -150,10 +150,10 @@ class NpuAttention(AscendAttention):
         event.reset(stream)
         torch.npu.graph_task_group_begin(stream)
         torch_npu.npu_fused_infer_attention_score.out(**call)
-        tasks.append(Task(event, torch.npu.graph_task_group_end(stream), call))
+        tasks.append(CapturedCall(event, torch.npu.graph_task_group_end(stream), call))
         return output
 
-    def replay(self, graph: Any, metadata: NpuMetadata, kv_lens: list[int]) -> None:
+    def replay(self, graph: Any, metadata: FusedMetadata, kv_lens: list[int]) -> None:
         """Run a captured step, telling each of its calls the lengths of this time."""
         torch.npu.current_stream().synchronize()  # no call may be at work while it is told
         graph.replay()

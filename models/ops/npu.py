@@ -13,7 +13,7 @@ import torch_npu
 from torch import Tensor
 
 from attention.npu.ascend_attention import FRACTAL_NZ
-from devices.products import Product
+from devices.products import AscendProduct
 from models.ops.reference import Ops, Packed
 
 TURNED_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
@@ -32,7 +32,7 @@ def chip() -> str:
 class NpuOps(Ops):
     """Linear, also in int8, norm, rotary and swiglu on an NPU."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: AscendProduct) -> None:
         self.product = product
         torch.npu.config.allow_internal_format = True  # else a cast to another order leaves a weight as it is
 

@@ -11,8 +11,6 @@ Everything is read from the slot table anew in each step, so preemption has noth
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,12 +18,11 @@ from torch import Tensor
 from continuous_batching.batch import ragged_ranges
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+from kv_cache.transfer import Arrays
 
-Arrays = dict[str, NDArray[Any]]
 
-
-def needs_edit(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:
-    """Which of the rows ask for a change of their logits in this step."""
+def changes_logits(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:
+    """Which of the rows have their logits changed in this step."""
     needed: NDArray[np.bool_] = slots.repetition_penalty[rows] != 1
     needed |= slots.presence_penalty[rows] != 0
     needed |= slots.frequency_penalty[rows] != 0
@@ -35,27 +32,27 @@ def needs_edit(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:
     return needed
 
 
-def gather_edits(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int) -> Arrays:
-    """The changes as flat arrays on the host: for each its row (an index into `rows`), token and value."""
+def gather_changes(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int) -> Arrays:
+    """The changes as flat arrays on the host: the row (an index into `rows`), token and value of each."""
     arrays = _biases(rows, slots, eos_token_ids, vocab_size)
     arrays |= _repetitions(rows, slots, vocab_size)
     arrays |= _occurrences(rows, slots, vocab_size)
     return arrays
 
 
-def apply_edits(scores: Tensor, edits: dict[str, Tensor]) -> None:
-    """Change scores [rows, vocabulary] in place by what `gather_edits` found, now on the device."""
-    at = edits["bias_row"], edits["bias_token"]
+def apply_changes(scores: Tensor, changes: dict[str, Tensor]) -> None:
+    """Change scores [rows, vocabulary] in place by what `gather_changes` found, sent to the device."""
+    at = changes["bias_row"], changes["bias_token"]
     if len(at[0]):
-        scores[at] = scores[at] + edits["bias"]
-    at = edits["seen_row"], edits["seen_token"]
+        scores[at] = scores[at] + changes["bias"]
+    at = changes["seen_row"], changes["seen_token"]
     if len(at[0]):
-        seen, penalty = scores[at], edits["seen_penalty"]
+        seen, penalty = scores[at], changes["seen_penalty"]
         scores[at] = (seen / penalty).where(seen > 0, seen * penalty)
-    at = edits["answer_row"], edits["answer_token"]
+    at = changes["answer_row"], changes["answer_token"]
     if len(at[0]):
-        scores[at] = scores[at] - edits["answer_penalty"]
-    at = edits["barred_row"], edits["barred_token"]
+        scores[at] = scores[at] - changes["answer_penalty"]
+    at = changes["barred_row"], changes["barred_token"]
     if len(at[0]):
         scores[at] = -float("inf")
 

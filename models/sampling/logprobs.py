@@ -1,77 +1,41 @@
-"""Which log-probabilities go up beside the tokens?
+"""Which log-probabilities are returned beside the tokens?
 
-Those that a request asked to be told, of the model's own distribution; and of each beam its likeliest
-continuations, as transformers' beam search ranks them: what a request changes is changed in its
-log-probabilities, not in the logits before them.
+Those that a request asks for, of the model's own distribution. For beams the most likely continuations,
+ranked as in transformers' beam search: what a request changes is changed in the log-probabilities, not in the
+logits before them.
 
 Legend: R sampled rows, L those that want log-probabilities, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous_batching.batch import Candidates
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
-from models.sampling.logit_processors import Arrays, apply_edits, gather_edits, needs_edit
+from kv_cache.transfer import Arrays, Tensors
+from models.sampling.logit_processors import apply_changes, changes_logits, gather_changes
 
-Tensors = dict[str, Tensor]
-NUM_TOP = 20  # the most log-probabilities that a request may ask for
-
-
-def fetch(tensors: Tensors) -> Callable[[], Arrays]:
-    """Begin to bring tensors of small integers and of float32 to the host in one copy; what is returned waits
-    for it.
-    """
-    flat = [each.view(torch.int32) if each.is_floating_point() else each.int() for each in tensors.values()]
-    arrival = bring(torch.cat([each.flatten() for each in flat]))
-    ends = np.cumsum([each.numel() for each in flat])
-
-    def arrived() -> Arrays:
-        return {
-            name: (piece.view(np.float32) if tensor.is_floating_point() else piece.astype(np.int64)).reshape(
-                tensor.shape
-            )
-            for (name, tensor), piece in zip(tensors.items(), np.split(arrival(), ends[:-1]))
-        }
-
-    return arrived
+NUM_TOP = 20  # most log-probabilities of a position that a request may ask for
 
 
-def bring(tensor: Tensor) -> Callable[[], NDArray[np.generic]]:
-    """Begin to copy a tensor to the host; what is returned waits for it."""
-    if tensor.device.type == "cpu":
-        return tensor.numpy
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    event = torch.get_device_module(tensor.device).Event()
-    event.record()
-
-    def arrived() -> NDArray[np.generic]:
-        event.synchronize()
-        return host.numpy()
-
-    return arrived
-
-
-def asked_logprobs(rows: Index, slots: SlotPool) -> list[tuple[int, int]]:
-    """(index into rows, how many of the best) of each row that wants log-probabilities."""
+def rows_with_logprobs(rows: Index, slots: SlotPool) -> list[tuple[int, int]]:
+    """(index into rows, number of most likely tokens) of each row that wants log-probabilities."""
     special = np.flatnonzero(~slots.plain[rows]).tolist()
     wanted = [(index, slots.requests[rows[index]].params.logprobs) for index in special]
     return [(index, num_top) for index, num_top in wanted if num_top is not None]
 
 
-def likeliest(logits: Tensor, tokens: Tensor, num_top: int = NUM_TOP) -> Tensors:
-    """Of logits [L, V]: the log-probabilities of tokens [L], and the likeliest tokens.
+def top_logprobs(logits: Tensor, tokens: Tensor, num_top: int = NUM_TOP) -> Tensors:
+    """Of logits [L, V]: the log-probabilities of tokens [L], and the most likely tokens with theirs.
 
-    As many of these for everybody: how equals are ordered must not depend on what a neighbour asked for.
+    Every row gets the same number of these: the order of ties must not depend on what other rows want.
     """
     scores = torch.log_softmax(logits.float(), dim=-1)
     top = scores.topk(min(num_top, scores.shape[1]), dim=-1)
@@ -79,15 +43,15 @@ def likeliest(logits: Tensor, tokens: Tensor, num_top: int = NUM_TOP) -> Tensors
     return {"top_ids": top.indices, "top_values": torch.cat((given, top.values), dim=1)}
 
 
-def read_likeliest(up: Arrays, asked: list[tuple[int, int]]) -> dict[int, TokenLogprobs]:
-    """What `likeliest` found, by index into the rows; a failed row has none."""
+def read_top_logprobs(up: Arrays, asked: list[tuple[int, int]]) -> dict[int, TokenLogprobs]:
+    """What `top_logprobs` found, by index into the rows; a row that failed has none."""
     indexes, num_tops = np.array(asked).T
-    told = told_of(up["tokens"][indexes], up, num_tops)
-    return {index: each for (index, _), each in zip(asked, told) if each.token >= 0}
+    found = token_logprobs(up["tokens"][indexes], up, num_tops)
+    return {index: each for (index, _), each in zip(asked, found) if each.token >= 0}
 
 
-def told_of(tokens: Index, up: Arrays, num_tops: Index) -> list[TokenLogprobs]:
-    """What `likeliest` found of tokens [L], with so many of the best of each."""
+def token_logprobs(tokens: Index, up: Arrays, num_tops: Index) -> list[TokenLogprobs]:
+    """What `top_logprobs` found for tokens [L], each with its number `num_tops` of most likely tokens."""
     ids, values = up["top_ids"], up["top_values"][:, 1:]
     order = np.lexsort((ids, -values), axis=-1)
     ids, values = np.take_along_axis(ids, order, 1).tolist(), np.take_along_axis(values, order, 1).tolist()
@@ -95,14 +59,14 @@ def told_of(tokens: Index, up: Arrays, num_tops: Index) -> list[TokenLogprobs]:
     return [TokenLogprobs(*given, tuple(zip(best[:num], top[:num]))) for *given, best, top, num in columns]
 
 
-class Beams:
-    """The sampled rows that are beams, and how many candidates each is to bring."""
+class BeamRows:
+    """The sampled rows that are beams, and how many candidates each needs."""
 
     def __init__(self, rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         self._slots, self._eos_token_ids, self._vocab_size = slots, eos_token_ids, vocab_size
         at = np.flatnonzero(slots.beam_width[rows])
         counts = np.array([self._count(row) for row in rows[at].tolist()], dtype=np.int64)
-        order = np.argsort(counts, kind="stable")  # so that those of one count are neighbours
+        order = np.argsort(counts, kind="stable")  # beams with the same count are neighbours
         self.at, self._counts = at[order], counts[order]
         self._rows = rows[self.at]
 
@@ -110,18 +74,20 @@ class Beams:
         return len(self.at)
 
     def arrays(self) -> Arrays:
-        """What the device needs to know of them."""
-        edited = len(self) and needs_edit(self._rows, self._slots).any()
-        edits = gather_edits(self._rows, self._slots, self._eos_token_ids, self._vocab_size) if edited else {}
-        return {"beams": self.at} | {f"beams {name}": array for name, array in edits.items()}
+        """What the device needs to know about them."""
+        edited = len(self) and changes_logits(self._rows, self._slots).any()
+        changes = (
+            gather_changes(self._rows, self._slots, self._eos_token_ids, self._vocab_size) if edited else {}
+        )
+        return {"beams": self.at} | {f"beams {name}": array for name, array in changes.items()}
 
     def candidates(self, logits: Tensor, sent: Tensors) -> Tensors:
-        """Of the rows of logits [R, V] that are beams: their candidates, by how many they bring."""
+        """The candidates of the rows of logits [R, V] that are beams, grouped by their number."""
         before = torch.log_softmax(logits[sent["beams"]].float(), dim=-1)
-        after, edits = before, {name[6:]: each for name, each in sent.items() if name.startswith("beams ")}
-        if edits:
+        after, changes = before, {name[6:]: each for name, each in sent.items() if name.startswith("beams ")}
+        if changes:
             after = before.clone()
-            apply_edits(after, edits)
+            apply_changes(after, changes)
         up = {}
         for count, first, stop in self._runs():
             best = after[first:stop].topk(count, dim=-1)
@@ -143,7 +109,7 @@ class Beams:
         return params.beam_width + len(params.stop_token_ids) + len(self._eos_token_ids)
 
     def _runs(self) -> Iterator[tuple[int, int, int]]:
-        """(count, first, stop) of the beams that bring equally many."""
+        """(count, first, stop) for each group of beams that need the same number of candidates."""
         for count in np.unique(self._counts).tolist():
             first, stop = np.searchsorted(self._counts, [count, count + 1]).tolist()
             yield min(count, self._vocab_size), first, stop

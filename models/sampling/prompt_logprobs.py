@@ -1,6 +1,6 @@
 """How likely does the model find the tokens of the prompts that ask for it?
 
-Legend: T tokens of the step, N those of them that are asked how likely the token after them is, V vocabulary.
+Legend: T tokens of the step, N those of them whose next token's log-probability is wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from continuous_batching.batch import Batch, ragged_ranges
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
-from kv_cache.transfer import to_device
+from kv_cache.transfer import all_to_host, to_device
 from models.decoder import Decoder
-from models.sampling.logprobs import NUM_TOP, fetch, likeliest, told_of
+from models.sampling.logprobs import NUM_TOP, token_logprobs, top_logprobs
 
-_PIECE_BYTES = 2**26  # of float32 logits that are looked at together
+_PIECE_BYTES = 2**26  # of float32 logits that are held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Wanted:
     """Which log-probabilities a step is to find, as the host knows it when the step begins."""
 
     at: Index  # [N] of the T
-    tokens: Index  # [N] those that follow in the prompt
-    num_tops: Index  # [N] how many of the best are wanted beside
-    counts: dict[int, int]  # how many of the N are whose, by row, in this order
+    tokens: Index  # [N] the prompt's next tokens
+    num_tops: Index  # [N] how many of the most likely tokens are wanted as well
+    counts: dict[int, int]  # how many of the N belong to each row, in this order
 
 
 def wanted_of(batch: Batch, slots: SlotPool) -> Wanted | None:
@@ -58,19 +58,19 @@ def wanted_of(batch: Batch, slots: SlotPool) -> Wanted | None:
 def score(wanted: Wanted, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, list[TokenLogprobs]]]:
     """What is wanted, by row, from the hidden states [T, hidden] of a step; what is returned waits for it.
 
-    Logits [N, V] are never there as a whole, for a long prompt's would not fit beside the model.
+    Logits [N, V] are computed piece by piece: those of a long prompt would not fit beside the model.
     """
     at, tokens = to_device(wanted.at, hidden.device), to_device(wanted.tokens, hidden.device)
     num_rows = max(1, _PIECE_BYTES // (4 * decoder.config.vocab_size))
     num_top = NUM_TOP if wanted.num_tops.any() else 0
     pieces = [
-        likeliest(decoder.logits(hidden[some]), following, num_top)
+        top_logprobs(decoder.logits(hidden[some]), following, num_top)
         for some, following in zip(at.split(num_rows), tokens.split(num_rows))
     ]
-    arrived = fetch({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
+    arrived = all_to_host({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
 
     def wait() -> dict[int, list[TokenLogprobs]]:
-        told = iter(told_of(wanted.tokens, arrived(), wanted.num_tops))
-        return {row: [next(told) for _ in range(count)] for row, count in wanted.counts.items()}
+        found = iter(token_logprobs(wanted.tokens, arrived(), wanted.num_tops))
+        return {row: [next(found) for _ in range(count)] for row, count in wanted.counts.items()}
 
     return wait

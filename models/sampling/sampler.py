@@ -1,10 +1,10 @@
 """Which token does each sampled row get?
 
-Chance is one number per token: a hash of the request's seed and the token's position, made on the host.
-So a request draws the same tokens whatever runs beside it, in whatever row, also after preemption.
+Each token is drawn with one random number: a hash of the request's seed and the token's position, computed on
+the host. So a request draws the same tokens whatever runs beside it, in any row, and after a preemption.
 
-Down once, up once: the parameters of all rows travel to the device in one piece, and tokens and
-log-probabilities come back in one.
+The parameters of all rows travel to the device in one copy, and tokens and log-probabilities come back in
+one.
 
 Legend: R sampled rows, W those of them that need more than the best token, V vocabulary.
 """
@@ -22,12 +22,16 @@ from torch import Tensor
 from continuous_batching.batch import Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+from kv_cache.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
 from models.ops.reference import Ops
-from models.sampling.logit_processors import Arrays, apply_edits, gather_edits, needs_edit
-from models.sampling.logprobs import Beams, asked_logprobs, bring, fetch, likeliest, read_likeliest
+from models.sampling.logit_processors import apply_changes, changes_logits, gather_changes
+from models.sampling.logprobs import (
+    BeamRows,
+    read_top_logprobs,
+    rows_with_logprobs,
+    top_logprobs,
+)
 from models.sampling.top_k_top_p import draw, tile_size, top_k_threshold, top_p_threshold
-
-Tensors = dict[str, Tensor]
 
 _GREEDY_BELOW = 1e-5  # temperatures under it would divide float32 logits out of range
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -61,11 +65,11 @@ class Chosen:
 class Sampler:
     """Chooses tokens from logits by each row's sampling parameters.
 
-    First come the changes of logit_processors.py. Then temperature 0 (or top_k 1) takes the best token; any
+    First logit_processors.py changes the logits. Then temperature 0 (or top_k 1) takes the best token; any
     other row draws from softmax(logits / temperature) under the thresholds of top_k_top_p.py.
     Log-probabilities are of the model's own distribution, before any of that. A row that holds NaN or +inf
-    gets token -1, and so does one to which every token is forbidden; rows do not affect each other. A beam
-    gets candidates (see logprobs.py).
+    gets token -1, and so does a row for which every token is forbidden; rows do not affect each other. A beam
+    gets candidates (logprobs.py).
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int, ops: Ops | None = None) -> None:
@@ -79,43 +83,43 @@ class Sampler:
         return self.start(logits, rows, slots).wait()
 
     def start(self, logits: Tensor, rows: Index, slots: SlotPool) -> Chosen:
-        """The same, without waiting for the device."""
+        """The same, without waiting for the device; `Chosen.wait` does."""
         assert logits.shape == (len(rows), self._vocab_size), f"logits are {tuple(logits.shape)}"
         drawn = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
         plain = bool(slots.plain[rows].all())
-        edited = np.zeros_like(drawn) if plain else needs_edit(rows, slots)
-        asked = [] if plain else asked_logprobs(rows, slots)
-        beams = None if plain else Beams(rows, slots, self._eos_token_ids, self._vocab_size)
+        changed = np.zeros_like(drawn) if plain else changes_logits(rows, slots)
+        asked = [] if plain else rows_with_logprobs(rows, slots)
+        beams = None if plain else BeamRows(rows, slots, self._eos_token_ids, self._vocab_size)
         if beams:
-            edited[beams.at] = False  # their log-probabilities are, not their logits
-        work = np.flatnonzero(drawn | edited)
+            changed[beams.at] = False  # their log-probabilities are changed, not their logits
+        work = np.flatnonzero(drawn | changed)
 
         tokens, finite = self._ops.greedy(logits)
         if not len(work) and not asked and not beams:
             tokens = torch.where(finite, tokens, -1)
-            arrival = bring(tokens)
+            arrival = to_host(tokens)
             return Chosen(tokens, lambda: Sampled(arrival()))
         host: Arrays = {"work": work, "asked": np.array([index for index, _ in asked], dtype=np.int64)}
         host |= self._parameters(rows[work], drawn[work], slots)
-        if edited.any():
-            host |= gather_edits(rows[work], slots, self._eos_token_ids, self._vocab_size)
+        if changed.any():
+            host |= gather_changes(rows[work], slots, self._eos_token_ids, self._vocab_size)
         if beams:
             host |= beams.arrays()
-        sent = _send(host, logits.device)
+        sent = all_to_device(host, logits.device)
         if len(work):
             chosen, possible = self._choose(logits, tokens, host, sent)
             tokens[sent["work"]] = chosen
             finite[sent["work"]] &= possible
         up = {"tokens": torch.where(finite, tokens, -1)}
         if asked:
-            up |= likeliest(logits[sent["asked"]], tokens[sent["asked"]])
+            up |= top_logprobs(logits[sent["asked"]], tokens[sent["asked"]])
         if beams:
             up |= beams.candidates(logits, sent)
-        arrived = fetch(up)
+        arrived = all_to_host(up)
 
         def wait() -> Sampled:
             got = arrived()
-            logprobs = read_likeliest(got, asked) if asked else {}
+            logprobs = read_top_logprobs(got, asked) if asked else {}
             return Sampled(got["tokens"], logprobs, beams.read(got) if beams else {})
 
         return Chosen(up["tokens"], wait)
@@ -142,13 +146,13 @@ class Sampler:
         return arrays
 
     def _choose(self, logits: Tensor, best: Tensor, host: Arrays, sent: Tensors) -> tuple[Tensor, Tensor]:
-        """Tokens [W] of the rows that are edited or drawn, and whether any token was possible, bool [W]."""
+        """Tokens [W] of the rows that are changed or drawn, and whether any token was possible, bool [W]."""
         work = sent["work"]
         scores, best = _take(logits, work).contiguous().float(), best[work]
         if scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # the caller's stay as they are
         if "bias" in sent:
-            apply_edits(scores, sent)
+            apply_changes(scores, sent)
             best = scores.argmax(-1)
         peak = scores.gather(1, best[:, None])
         possible = peak.isfinite()[:, 0]
@@ -175,16 +179,5 @@ class Sampler:
 
 
 def _take(table: Tensor, rows: Tensor) -> Tensor:
-    """The rows [W] of table [R, V], which rise; the table itself if they are all of it."""
+    """Rows [W], which ascend, of table [R, V]; the table itself if they are all of its rows."""
     return table if len(rows) == len(table) else table[rows]
-
-
-def _send(arrays: Arrays, device: torch.device) -> Tensors:
-    """Bring arrays of small integers (then int64 there) and float32 to the device in one copy."""
-    parts = [a.view(np.int32) if a.dtype == np.float32 else a.astype(np.int32) for a in arrays.values()]
-    whole = torch.from_numpy(np.concatenate(parts)).to(device)
-    pieces = torch.split_with_sizes(whole, [len(part) for part in parts])
-    return {
-        name: piece.view(torch.float32) if array.dtype == np.float32 else piece.long()
-        for (name, array), piece in zip(arrays.items(), pieces)
-    }

@@ -144,7 +144,7 @@ class Npu(Accelerator):
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention
-        from attention.npu.fused_attention import NpuAttention
+        from attention.npu.fused_attention import FusedAttention
         from models.ops.npu import NpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # the first 910
@@ -152,7 +152,7 @@ class Npu(Accelerator):
         self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
             return ops, Attention(shape, self.device)
-        kind = AtbAttention if self.product.is_atb else NpuAttention
+        kind = AtbAttention if self.product.is_atb else FusedAttention
         return ops, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attention.cuda.query_tiles import Cut, QueryTiles
+from attention.cuda.query_tiles import QueryTiles, TileSizes
 
 STEP = 16
 
 
-def drawn(seed: int) -> tuple[np.ndarray, np.ndarray, int | None, Cut]:
+def drawn(seed: int) -> tuple[np.ndarray, np.ndarray, int | None, TileSizes]:
     rng = np.random.default_rng(seed)
     num_spans = int(rng.integers(1, 9))
     starts = rng.integers(0, 300, num_spans) * rng.integers(0, 2, num_spans)
@@ -21,7 +21,7 @@ def drawn(seed: int) -> tuple[np.ndarray, np.ndarray, int | None, Cut]:
         starts,
         stops,
         window,
-        Cut(int(rng.choice([1, 5, 16])), STEP, int(rng.integers(1, 40)), 2 * STEP, chunk),
+        TileSizes(int(rng.choice([1, 5, 16])), STEP, int(rng.integers(1, 40)), 2 * STEP, chunk),
     )
 
 
@@ -73,18 +73,18 @@ def test_there_are_no_more_tiles_than_asked_for(seed: int) -> None:
 
 
 def test_few_long_decodes_are_shared_out_and_many_are_not() -> None:
-    few = QueryTiles.of(np.array([1023]), np.array([1024]), None, Cut(1, 64, 66, 128))
+    few = QueryTiles.of(np.array([1023]), np.array([1024]), None, TileSizes(1, 64, 66, 128))
     assert len(few.tiles) == 8
     assert len(few.joins) == 1
     starts = np.full(256, 1023)
-    many = QueryTiles.of(starts, starts + 1, None, Cut(1, 64, 66, 128))
+    many = QueryTiles.of(starts, starts + 1, None, TileSizes(1, 64, 66, 128))
     assert len(many.tiles) == 256
     assert not len(many.joins)
 
 
 def test_chunks_are_shared_out_by_whole_chunks_the_longest_first() -> None:
     stops = np.array([100, 1000, 300])
-    tiles = QueryTiles.of(stops - 1, stops, None, Cut(1, 16, 9, 16, chunk=100))
+    tiles = QueryTiles.of(stops - 1, stops, None, TileSizes(1, 16, 9, 16, chunk=100))
     parted = tiles.tiles[tiles.tiles[:, 6] >= 0]
     assert set(parted[:, 5].tolist()) == {1}
     assert sorted(parted[:, 3].tolist()) == list(range(0, 1000, 100))

@@ -224,15 +224,15 @@ def test_penalties_follow_their_definitions() -> None:
 
 
 def edited(row: Row) -> Tensor:
-    from models.sampling.logit_processors import apply_edits, gather_edits
+    from models.sampling.logit_processors import apply_changes, gather_changes
 
     slots = SlotPool(num_slots=2, max_tokens=64, page_size=4)
     request = Request("a", np.array(row.prompt), row.params)
     request.tokens = np.array(row.prompt + row.answer, dtype=np.int32)
     at = np.array([slots.take(request)])
     scores = row.logits[None].clone()
-    host = gather_edits(at, slots, (EOS,), V)
-    apply_edits(scores, {name: torch.from_numpy(array) for name, array in host.items()})
+    host = gather_changes(at, slots, (EOS,), V)
+    apply_changes(scores, {name: torch.from_numpy(array) for name, array in host.items()})
     return scores[0]
 
 
@@ -404,6 +404,6 @@ def test_the_callers_logits_stay_as_they_are(dtype: torch.dtype) -> None:
 
 
 def test_a_greedy_batch_sends_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler_module, "_send", lambda *_: pytest.fail("sent parameters"))
+    monkeypatch.setattr(sampler_module, "all_to_device", lambda *_: pytest.fail("sent parameters"))
     rows = [Row(some_logits(i), SamplingParams(temperature=0)) for i in range(5)]
     assert sample(rows).tokens.tolist() == [int(row.logits.argmax()) for row in rows]

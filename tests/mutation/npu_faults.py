@@ -14,7 +14,7 @@ RULES = "virtual_npu/operators/"
 LENGTHS, OPTIONS = RULES + "attention_lengths.py", RULES + "attention_options.py"
 SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULES + "spans.py"
 WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb_rules.py"
-RECORDER = "virtual_npu/recorder.py"
+DEFERRED = "virtual_npu/deferred_calls.py"
 
 CALLS = ("tests/models/test_npu.py", "tests/attention/test_attention.py")
 ATB_CALLS = ("tests/attention/test_products.py", "tests/attention/test_atb.py", "tests/models/test_310p.py")
@@ -25,7 +25,7 @@ NPU_TESTS_OF = {
     **dict.fromkeys((NPU, ASCEND, FUSED), CALLS),
     **dict.fromkeys((ATB, PRODUCTS), ATB_CALLS),
     **dict.fromkeys((LENGTHS, OPTIONS, SHAPES, PAGING, SPANS, WRITES, ATB_RULES), RULE_TESTS),
-    RECORDER: ("tests/virtual_npu/test_graphs.py", "tests/models/test_npu.py"),
+    DEFERRED: ("tests/virtual_npu/test_graphs.py", "tests/models/test_npu.py"),
 }
 
 NPU_FAULTS = (
@@ -206,14 +206,14 @@ NPU_FAULTS = (
     ),
     Fault(
         "update_that_writes_elsewhere",
-        RECORDER,
-        "if old.writes != recorded.writes:",
-        "if not recorded.writes:",
+        DEFERRED,
+        "if old.writes != deferred.writes:",
+        "if not deferred.writes:",
         "what follows in the graph reads the old place",
     ),
     Fault(
         "what_is_captured_is_there",
-        RECORDER,
+        DEFERRED,
         "        for each in places:\n            poison(each)\n",
         "",
         "a value read while a graph is captured looks like a result",

@@ -12,7 +12,7 @@ from virtual_npu import libraries
 
 
 @pytest.fixture(scope="session")
-def device() -> virtual_npu.Device:
+def device() -> virtual_npu.VirtualDevice:
     """The one of this process, with the memory of the host; the other tests' is the same."""
     if npu() == "real":
         pytest.skip("there is a real NPU, beside which no stand-in starts")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from virtual_npu.calls import MAKERS, makers, right_call
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.products import A1, A2, P310, PRODUCTS, Product
+from virtual_npu.sample_calls import MAKERS, makers, sample_call
 from virtual_npu.verify import in_words, main, on_device, product_of, verify
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_a_shape_of_another_kind_is_a_fault() -> None:
 
 
 def test_a_seed_draws_one_call() -> None:
-    one, same, other = (right_call("npu_rms_norm", seed).arguments["input"] for seed in (4, 4, 6))
+    one, same, other = (sample_call("npu_rms_norm", seed).arguments["input"] for seed in (4, 4, 6))
     assert torch.equal(one, same)
     assert one.shape != other.shape or not torch.equal(one, other)
 
@@ -112,7 +112,7 @@ def test_a_product_is_asked_for_what_it_has() -> None:
         floats = {
             each.dtype
             for seed in range(3)
-            for each in right_call(operator, seed, P310).arguments.values()
+            for each in sample_call(operator, seed, P310).arguments.values()
             if isinstance(each, torch.Tensor) and each.is_floating_point()
         }
         assert floats <= {torch.float16}

@@ -23,7 +23,7 @@ QUERY_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Ask:
+class AtbAttentionCall:
     """One call of attention, read: `pages` where its keys lie in pages."""
 
     call: Call
@@ -80,7 +80,7 @@ class Ask:
         return list(zip(*(self.call[name].split(self.key_lens) for name in ("key", "value"))))
 
 
-def attend(asked: Ask) -> None:
+def attend(asked: AtbAttentionCall) -> None:
     """Fill `out`: each query sees the keys up to its own, which is the last of its sequence's."""
     query, out = asked.call["query"], asked.call["out"]
     first = 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Operator, Rule
-from virtual_npu.operators.atb import Ask, attend
+from virtual_npu.operators.atb import AtbAttentionCall, attend
 from virtual_npu.operators.atb_rules import FIELD, FIRST, KEYS, MASK, PAGED, PAGES, READ_PAGES
 from virtual_npu.products import A2, A3, P310, Product
 
@@ -28,7 +28,7 @@ _FLASH = (
 )
 
 
-def _workspace(asked: Ask) -> Tensor:
+def _workspace(asked: AtbAttentionCall) -> Tensor:
     return torch.empty(WORKSPACE, dtype=torch.uint8)
 
 
@@ -37,7 +37,7 @@ def _over_pages(schema: str, products: tuple[Product, ...], more: tuple[Rule, ..
         schema=schema,
         products=products,
         source=f"{PAGED}; {FIELD}/attention_v1.py",
-        read=partial(Ask, paged=True),
+        read=partial(AtbAttentionCall, paged=True),
         first=FIRST + PAGES,
         rules=READ_PAGES + more,
         reference=attend,
@@ -49,7 +49,7 @@ def _over_keys(schema: str) -> Operator:
         schema=schema,
         products=(P310,),
         source=f"CANN SelfAttentionOperation; {FIELD}/attention_v1.py",
-        read=partial(Ask, paged=False),
+        read=partial(AtbAttentionCall, paged=False),
         first=FIRST + KEYS,
         rules=MASK,
         reference=attend,
@@ -62,7 +62,7 @@ OPERATORS = (
         schema=f"atb::_npu_paged_attention_get_workspace({_DECODE}) -> Tensor",
         products=(P310, A2, A3),
         source=PAGED,
-        read=partial(Ask, paged=True),
+        read=partial(AtbAttentionCall, paged=True),
         first=FIRST + PAGES,
         rules=(),
         reference=_workspace,

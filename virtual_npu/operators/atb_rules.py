@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Rule, is_dtype, shape
-from virtual_npu.operators.atb import Ask, in_rows
+from virtual_npu.operators.atb import AtbAttentionCall, in_rows
 from virtual_npu.operators.paging import holding_rules, page_id_rule, unwritten
 from virtual_npu.products import P310
 
@@ -62,7 +62,7 @@ def _cache(call: Call) -> Iterator[Breach]:
             yield name, f"{shape(cache)} for {call['num_kv_heads']} kv heads of {call['query'].shape[2]}"
 
 
-def _page_size(asked: Ask) -> Iterator[Breach]:
+def _page_size(asked: AtbAttentionCall) -> Iterator[Breach]:
     sizes, size = asked.call.conditions.product.page_sizes, asked.page_size
     dim = asked.call["query"].shape[2]
     if size % 16 or size * dim > PAGE_ELEMENTS or (sizes and size not in sizes):
@@ -114,18 +114,18 @@ def _table(call: Call) -> Iterator[Breach]:
         yield "block_table", f"{shape(table)} for {batch} sequences"
 
 
-def _table_width(asked: Ask) -> Iterator[Breach]:
+def _table_width(asked: AtbAttentionCall) -> Iterator[Breach]:
     table, longest = asked.call["block_table"], max(asked.key_lens)
     if table.shape[1] * asked.page_size < longest:
         yield "context_lens", f"{longest} with rows of {table.shape[1]} pages of {asked.page_size}"
 
 
-def _batch(asked: Ask) -> Iterator[Breach]:
+def _batch(asked: AtbAttentionCall) -> Iterator[Breach]:
     if asked.call.conditions.product is P310 and len(asked.query_lens) > MOST_SEQUENCES:
         yield "query", f"of {len(asked.query_lens)} sequences"
 
 
-def _mask_shape(asked: Ask) -> Iterator[Breach]:
+def _mask_shape(asked: AtbAttentionCall) -> Iterator[Breach]:
     mask, kind = asked.call["mask"], COMPRESSED.get(asked.call.operator)
     rows = asked.call["query"].shape[0] if "splitfuse" in asked.call.operator else max(asked.key_lens)
     if asked.call["mask_type"] != kind:
@@ -142,7 +142,7 @@ def _mask_shape(asked: Ask) -> Iterator[Breach]:
         yield "mask", f"{shape(mask)} for {rows} rows"
 
 
-def _mask_content(asked: Ask) -> Iterator[Breach]:
+def _mask_content(asked: AtbAttentionCall) -> Iterator[Breach]:
     mask, kind = asked.call["mask"], COMPRESSED.get(asked.call.operator)
     rows = mask if kind == 5 else in_rows(mask)
     hidden = HIDES if kind == 5 else -torch.inf
@@ -158,7 +158,7 @@ def _mask_content(asked: Ask) -> Iterator[Breach]:
         yield "mask", f"not 0 up to each query and {hidden} after"
 
 
-def _never_written(asked: Ask) -> Iterator[Breach]:
+def _never_written(asked: AtbAttentionCall) -> Iterator[Breach]:
     yield from unwritten(asked.read, ("key_cache", "value_cache"))
 
 

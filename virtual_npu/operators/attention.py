@@ -20,18 +20,18 @@ from virtual_npu.operators.attention_lengths import LENGTHS
 from virtual_npu.operators.attention_options import OPTIONS
 from virtual_npu.operators.attention_shapes import DOC, FIELD, SHAPES, head_dim
 from virtual_npu.operators.softmax import attend, forget_past, uniform
-from virtual_npu.operators.spans import LAYOUTS, Attend, in_order
+from virtual_npu.operators.spans import LAYOUTS, FusedAttentionCall, in_order
 from virtual_npu.products import A2, A3, A5
 
 WORKSPACE = 16 * 2**20  # bytes that any call takes; what its query adds to it is below
 
 
-def fused_attention(asked: Attend) -> tuple[Tensor, Tensor]:
+def fused_attention(asked: FusedAttentionCall) -> tuple[Tensor, Tensor]:
     """The output in its layout, and log of the sum of exponents, float32, empty where it is not asked for."""
     if asked.packed and asked.mode == 0 and asked.call["atten_mask"] is None:
         return in_order(uniform(asked), LAYOUTS[asked.layout][1]), torch.zeros(0)
     if asked.mode == 0 and asked.call["atten_mask"] is not None:
-        asked = Attend(_forgetting(asked.call))
+        asked = FusedAttentionCall(_forgetting(asked.call))
     lse = torch.zeros(*asked.query.shape[:-1], 1) if asked.call["return_softmax_lse"] else None
     out = in_order(attend(asked, lse), LAYOUTS[asked.layout][1])
     if lse is None:
@@ -44,7 +44,7 @@ def _forgetting(call: Call) -> Call:
     return Call(call.operator, {**call.arguments, "atten_mask": mask}, call.conditions, call.names)
 
 
-def _into(asked: Attend) -> tuple[Tensor, Tensor]:
+def _into(asked: FusedAttentionCall) -> tuple[Tensor, Tensor]:
     outputs: list[Tensor] = asked.call["out"]
     result, lse = fused_attention(asked)
     outputs[0].copy_(result)
@@ -58,7 +58,7 @@ def workspace_bytes(query: Tensor) -> int:
     return WORKSPACE + 4 * 2 * query.numel()
 
 
-def _workspace(asked: Attend) -> Tensor:
+def _workspace(asked: FusedAttentionCall) -> Tensor:
     return torch.empty(workspace_bytes(asked.call["query"]), dtype=torch.uint8)
 
 
@@ -76,14 +76,14 @@ def _no_workspace(call: Call) -> Iterator[Breach]:
         yield "workspace", "None, while a stream is captured"
 
 
-def _small_workspace(asked: Attend) -> Iterator[Breach]:
+def _small_workspace(asked: FusedAttentionCall) -> Iterator[Breach]:
     given: Tensor | None = asked.call["workspace"]
     needed = workspace_bytes(asked.call["query"])
     if given is not None and given.numel() * given.element_size() < needed:
         yield "workspace", f"{shape(given)}, of {needed} bytes"
 
 
-def _outputs(asked: Attend) -> Iterator[Breach]:
+def _outputs(asked: FusedAttentionCall) -> Iterator[Breach]:
     outputs: list[Tensor] = asked.call["out"]
     if len(outputs) != 2:
         yield "out", f"a list of {len(outputs)}"
@@ -199,7 +199,7 @@ def _version(version: str, arguments: str) -> tuple[Operator, ...]:
             schema=schema,
             products=(A2, A3, A5),
             source=f"{DOC}; {FIELD}",
-            read=Attend,
+            read=FusedAttentionCall,
             first=own + LENGTHS,
             rules=rules,
             captured=captured,

@@ -16,7 +16,7 @@ from virtual_npu.contract import Breach, Rule, shape
 from virtual_npu.operators.attention_lengths import short
 from virtual_npu.operators.attention_shapes import DOC, FIELD
 from virtual_npu.operators.paging import holding_rules, page_id_rule, unwritten
-from virtual_npu.operators.spans import Attend
+from virtual_npu.operators.spans import FusedAttentionCall
 
 MASK_SIDE = 2048
 MOST_KEYS = 262144  # of a sequence with a single query
@@ -29,33 +29,33 @@ def causal_mask() -> Tensor:
     return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1)
 
 
-def _table_width(asked: Attend) -> Iterator[Breach]:
+def _table_width(asked: FusedAttentionCall) -> Iterator[Breach]:
     if asked.table is not None:
         size, longest = asked.key.shape[1], max(asked.key_lens)
         if asked.table.shape[1] * size < longest:
             yield "actual_seq_kvlen", f"{longest} with rows of {asked.table.shape[1]} pages of {size}"
 
 
-def _most_keys(asked: Attend) -> Iterator[Breach]:
+def _most_keys(asked: FusedAttentionCall) -> Iterator[Breach]:
     for each in asked.sequences:
         if each.num_queries == 1 and each.num_keys > MOST_KEYS:
             yield "actual_seq_kvlen", each.num_keys
 
 
-def _mixed(asked: Attend) -> Iterator[Breach]:
+def _mixed(asked: FusedAttentionCall) -> Iterator[Breach]:
     lens = {each.num_queries == 1 for each in asked.sequences if each.num_queries}
     if not asked.call.conditions.product.mixed_spans and len(lens) > 1:
         yield "actual_seq_qlen", f"of sequences with {short(asked.query_lens)} query tokens"
 
 
-def _mask_given(asked: Attend) -> Iterator[Breach]:
+def _mask_given(asked: FusedAttentionCall) -> Iterator[Breach]:
     if asked.call["atten_mask"] is None and (
         asked.mode == 1 or (asked.mode in (2, 3, 4) and not asked.single)
     ):
         yield "atten_mask", f"None with sparse_mode {asked.mode}"
 
 
-def _mask_shape(asked: Attend) -> Iterator[Breach]:
+def _mask_shape(asked: FusedAttentionCall) -> Iterator[Breach]:
     mask = asked.call["atten_mask"]
     if mask is None:
         return
@@ -68,7 +68,7 @@ def _mask_shape(asked: Attend) -> Iterator[Breach]:
         yield "atten_mask", f"{shape(mask)} with sparse_mode {asked.mode}, input_layout {asked.layout}"
 
 
-def _own_shape(asked: Attend, mask: Tensor) -> bool:
+def _own_shape(asked: FusedAttentionCall, mask: Tensor) -> bool:
     """Whether a mask of one's own has a row a query and a column a key; more of either is padding."""
     rows, keys = asked.query.shape[1], max(asked.key_lens)
     if asked.single and mask.dim() == 2:
@@ -84,7 +84,7 @@ def _own_shape(asked: Attend, mask: Tensor) -> bool:
     )
 
 
-def _mask_content(asked: Attend) -> Iterator[Breach]:
+def _mask_content(asked: FusedAttentionCall) -> Iterator[Breach]:
     mask = asked.call["atten_mask"]
     if mask is None or asked.mode not in (2, 3, 4):
         return
@@ -95,7 +95,7 @@ def _mask_content(asked: Attend) -> Iterator[Breach]:
         yield "atten_mask", f"not 1 above the diagonal and 0 elsewhere: {corner}"
 
 
-def _blind(asked: Attend) -> Iterator[Breach]:
+def _blind(asked: FusedAttentionCall) -> Iterator[Breach]:
     if asked.single and asked.mode in (2, 3, 4):
         return
     for each in asked.sequences:
@@ -113,18 +113,18 @@ def _blind(asked: Attend) -> Iterator[Breach]:
                     yield "atten_mask", f"one that hides all keys from a query of sequence {each.number}"
 
 
-def _never_written(asked: Attend) -> Iterator[Breach]:
+def _never_written(asked: FusedAttentionCall) -> Iterator[Breach]:
     if asked.table is not None:
         yield from unwritten(asked.read, ("key", "value"))
 
 
-def _average(asked: Attend) -> Iterator[Breach]:
+def _average(asked: FusedAttentionCall) -> Iterator[Breach]:
     bare = asked.packed and asked.mode == 0 and asked.call["atten_mask"] is None
     if bare and not asked.call.conditions.faithful:
         yield "sparse_mode", f"0 without a mask in {asked.layout}"
 
 
-def _forgets(asked: Attend) -> Iterator[Breach]:
+def _forgets(asked: FusedAttentionCall) -> Iterator[Breach]:
     longest = max(asked.key_lens)
     own = asked.mode == 0 and asked.call["atten_mask"] is not None
     if own and longest > WRONG_PAST and not asked.call.conditions.faithful:

@@ -21,7 +21,7 @@ ANY_TYPE = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint
 
 
 @dataclass(frozen=True)
-class Write:
+class CacheWriteCall:
     """One call that writes rows to places of a cache; `split` where it lies as [P, C, B, 16]."""
 
     call: Call
@@ -51,7 +51,7 @@ class Write:
         return self.slots.long().div(self.page_size, rounding_mode="floor")
 
 
-def write(asked: Write) -> None:
+def write(asked: CacheWriteCall) -> None:
     """Write the rows, in place."""
     pages, places = asked.pages, asked.slots.long() % asked.page_size
     for rows, cache in asked.pairs:
@@ -60,12 +60,12 @@ def write(asked: Write) -> None:
         into[pages, places] = asked.call[rows].reshape(len(pages), *into.shape[2:])
 
 
-def _by_mode(call: Call) -> Write:
-    return Write(call, call["cache_mode"] == "PA_NZ")
+def _by_mode(call: Call) -> CacheWriteCall:
+    return CacheWriteCall(call, call["cache_mode"] == "PA_NZ")
 
 
-def _by_product(call: Call) -> Write:
-    return Write(call, call.conditions.product.split_heads)
+def _by_product(call: Call) -> CacheWriteCall:
+    return CacheWriteCall(call, call.conditions.product.split_heads)
 
 
 def _any_type(call: Call) -> Iterator[Breach]:
@@ -108,7 +108,7 @@ def _mode(call: Call) -> Iterator[Breach]:
             yield name, shape(call[name])
 
 
-def _axes(asked: Write) -> Iterator[Breach]:
+def _axes(asked: CacheWriteCall) -> Iterator[Breach]:
     for rows, cache in asked.pairs:
         new, into = asked.call[rows], asked.call[cache]
         if new.dim() != 3 or into.dim() != 4:
@@ -124,27 +124,27 @@ def _axes(asked: Write) -> Iterator[Breach]:
             yield cache, f"{shape(into)} for {rows} {shape(new)}"
 
 
-def _caches_alike(asked: Write) -> Iterator[Breach]:
+def _caches_alike(asked: CacheWriteCall) -> Iterator[Breach]:
     key, value = asked.call["key_cache"], asked.call["value_cache"]
     size = 2 if asked.split else 1
     if value is not None and (key.shape[0], key.shape[size]) != (value.shape[0], value.shape[size]):
         yield "value_cache", f"{shape(value)} beside {shape(key)}"
 
 
-def _page_size(asked: Write) -> Iterator[Breach]:
+def _page_size(asked: CacheWriteCall) -> Iterator[Breach]:
     sizes = asked.call.conditions.product.page_sizes
     if sizes and asked.page_size not in sizes:
         yield "key_cache", f"{shape(asked.call['key_cache'])}, pages of {asked.page_size}"
 
 
-def _in_range(asked: Write) -> Iterator[Breach]:
+def _in_range(asked: CacheWriteCall) -> Iterator[Breach]:
     places = asked.num_pages * asked.page_size
     wrong = asked.slots[(asked.slots < 0) | (asked.slots >= places)]
     if len(wrong):
         yield "slot_mapping", f"one with place {int(wrong[0])} of {places}"
 
 
-def _unique(asked: Write) -> Iterator[Breach]:
+def _unique(asked: CacheWriteCall) -> Iterator[Breach]:
     slots = asked.slots[asked.pages != NULL_PAGE]
     places, counts = torch.unique(slots, return_counts=True)
     if len(places) != len(slots):

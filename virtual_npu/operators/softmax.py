@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from virtual_npu.operators.spans import Attend
+from virtual_npu.operators.spans import FusedAttentionCall
 
 QUERY_ROWS = 256  # whose scores are held at once
 
 
-def attend(asked: Attend, lse: Tensor | None) -> Tensor:
+def attend(asked: FusedAttentionCall, lse: Tensor | None) -> Tensor:
     """The output as [T, H, V] or [Q, S, H, V]; `lse` [T, H, 1] or [Q, S, H, 1] is filled in."""
     query, value = asked.query, asked.value
     out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
@@ -85,7 +85,7 @@ def softmax_attention(
     return out, lse if blind is None else lse.masked_fill(blind[:, None], torch.inf)
 
 
-def uniform(asked: Attend) -> Tensor:
+def uniform(asked: FusedAttentionCall) -> Tensor:
     """What TND with sparse_mode 0 and no mask came to: the mean of the values (vllm-ascend #13699)."""
     out = torch.zeros(*asked.query.shape[:-1], asked.value.shape[-1], dtype=asked.query.dtype)
     for sequence, (_, values) in zip(asked.sequences, asked.read):

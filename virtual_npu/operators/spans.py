@@ -1,7 +1,8 @@
 """How do the arguments of fused attention say which queries read which keys?
 
-A layout tells the order of the axes; lengths and the page table cut the tensors into sequences. `Attend` is
-one call in plain terms, whatever the layout, the version of the operator, and where the keys lie.
+A layout tells the order of the axes; lengths and the page table cut the tensors into sequences.
+`FusedAttentionCall` is one call in plain terms, whatever the layout, the version of the operator, and where
+the keys lie.
 
 Legend: T packed tokens, Q sequences, S tokens a sequence, H query heads, K kv heads, D head dim, P pages,
 B tokens a page.
@@ -72,7 +73,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Attend:
+class FusedAttentionCall:
     """One call of fused attention, read."""
 
     call: Call

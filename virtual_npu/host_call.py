@@ -29,7 +29,7 @@ Originals = dict[
 ]  # by the id of a view: the view (held, so that its id stays its own), and its tensor
 
 
-class Call:
+class HostCall:
     """One operator's way to the CPU and back.
 
     `function` takes the operator's arguments as CPU tensors; `captured`, if given, is called with them when
@@ -67,7 +67,7 @@ class Call:
         return self._needs_host
 
     def perform(self, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
-        """Call `function`; a view, an argument of torch's `out=`, may turn out to have another shape."""
+        """HostCall `function`; a view, an argument of torch's `out=`, may turn out to have another shape."""
         if not self.resized:
             return self.function(*on_host, **named)
         outs = [(name, named[name]) for name in named if name in self.resized]

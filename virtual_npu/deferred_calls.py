@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from virtual_npu.call import Call, Originals, swapped, tensors
+from virtual_npu.host_call import HostCall, Originals, swapped, tensors
 
 CAPTURED, WAITING, UPDATING = 1, 2, 3  # as virtual_npu_state answers
 IN_POOL = 2  # as virtual_npu_holds answers
@@ -25,7 +25,7 @@ EXECUTION_FAILED = 507011  # ACL_ERROR_RT_MODEL_EXECUTE
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class DeferredCall:
     """One operator of a graph or a queue, and the addresses it writes.
 
     `outside` are the storages it uses that no graph's pool holds, so that somebody else has to keep them.
@@ -38,15 +38,15 @@ class Recorded:
     once: bool
 
 
-class Recorder:
+class DeferredCalls:
     """The operators that wait, by the numbers under which the device knows them."""
 
     def __init__(self, device: ctypes.CDLL) -> None:
         self.device = device
         self.busy = ctypes.c_int.in_dll(device, "virtual_npu_busy")
-        self._waiting: dict[int, Recorded] = {}
+        self._waiting: dict[int, DeferredCall] = {}
         self._numbers = itertools.count(1)
-        # ctypes keeps no reference to a callback: these live as long as the recorder
+        # ctypes keeps no reference to a callback: these live as long as the deferred_calls
         self._run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(self._perform)
         self._forget = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(self._drop)
         device.virtual_npu_run_with(self._run)
@@ -73,7 +73,7 @@ class Recorder:
             except RuntimeError as error:
                 raise RuntimeError(f"{name} needs the host to wait for the device: {error}") from None
 
-    def record(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], state: int) -> Any:
+    def defer(self, call: HostCall, args: tuple[Any, ...], kwargs: dict[str, Any], state: int) -> Any:
         """Keep an operator for its turn, and return its outputs, which nothing has written yet.
 
         Raises RuntimeError for what a device could not keep.
@@ -110,29 +110,31 @@ class Recorder:
             self._outside(each) for _, each in originals.values() if not each.is_cpu and self._kept(each)
         )
         self._submit(
-            Recorded(call.name, run, tuple(each.data_ptr() for each in written), outside, state == WAITING),
+            DeferredCall(
+                call.name, run, tuple(each.data_ptr() for each in written), outside, state == WAITING
+            ),
             state,
         )
         return result if call.operator._schema.returns else None
 
-    def _submit(self, recorded: Recorded, state: int) -> None:
+    def _submit(self, deferred: DeferredCall, state: int) -> None:
         if state == UPDATING:
-            self._check_update(recorded)
+            self._check_update(deferred)
         number = next(self._numbers)
-        self._waiting[number] = recorded
+        self._waiting[number] = deferred
         self.check(self.device.virtual_npu_submit(stream(), number))
 
-    def _check_update(self, recorded: Recorded) -> None:
+    def _check_update(self, deferred: DeferredCall) -> None:
         old = self._waiting.get(self.device.virtual_npu_replaced(stream()))
         if old is None:
             raise RuntimeError(
-                f"virtual NPU: the update calls {recorded.name}, and its task group has no operator left"
+                f"virtual NPU: the update calls {deferred.name}, and its task group has no operator left"
             )
-        if old.name != recorded.name:
+        if old.name != deferred.name:
             raise RuntimeError(
-                f"virtual NPU: the update calls {recorded.name} where its task group holds {old.name}"
+                f"virtual NPU: the update calls {deferred.name} where its task group holds {old.name}"
             )
-        if old.writes != recorded.writes:
+        if old.writes != deferred.writes:
             raise RuntimeError(
                 f"virtual NPU: the update of {old.name} writes elsewhere than the captured call, and what"
                 " follows in the graph would read the old place: use the .out form with the captured outputs"
@@ -146,19 +148,19 @@ class Recorder:
         return StorageWeakRef(tensor.untyped_storage())
 
     def _perform(self, number: int) -> int:
-        recorded = self._waiting[number]
+        deferred = self._waiting[number]
         try:
-            if any(each.expired() for each in recorded.outside):
+            if any(each.expired() for each in deferred.outside):
                 raise RuntimeError(
                     "it uses a tensor that is freed: a graph keeps addresses, and the device"
                     " would read or write whatever lies there now. Keep the tensor as long as the graph"
                 )
-            recorded.run()
+            deferred.run()
         except Exception as error:  # noqa: BLE001 - it goes through C, and is raised again beyond
-            self.device.virtual_npu_say(f"virtual NPU: {recorded.name}: {error}".encode())
+            self.device.virtual_npu_say(f"virtual NPU: {deferred.name}: {error}".encode())
             return EXECUTION_FAILED
         finally:
-            if recorded.once:
+            if deferred.once:
                 self._drop(number)
         return 0
 
@@ -179,7 +181,7 @@ def poison(view: Tensor) -> None:
         view.fill_(torch.iinfo(view.dtype).max)
 
 
-def _outputs(call: Call, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
+def _outputs(call: HostCall, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
     """What the operator will return: arguments that it writes, and new tensors by its meta kernel's word.
 
     The meta kernel also refuses arguments that do not go together, as the operator would when it is called.

@@ -27,7 +27,7 @@ SAME = {torch.int32: 0.0, torch.int64: 0.0, torch.bool: 0.0}
 
 
 @dataclass(frozen=True, slots=True)
-class RightCall:
+class SampleCall:
     """A call that the contract lets through on a product."""
 
     operator: str  # as torch_npu has it
@@ -248,9 +248,9 @@ def makers(product: Product) -> Mapping[str, Maker]:
     return {name: maker for name, maker in chosen.items() if product in contract_of(name).products}
 
 
-def right_call(operator: str, seed: int, product: Product = A2) -> RightCall:
+def sample_call(operator: str, seed: int, product: Product = A2) -> SampleCall:
     """The call of this operator that the seed draws, in the product's types by turns."""
-    return RightCall(
+    return SampleCall(
         operator,
         product,
         makers(product)[operator](Draw(seed, product)),
