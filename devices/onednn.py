@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,8 +18,3 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
     return dtype if has[dtype]() else torch.float32
-
-
-def products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch.bmm of two of one type, computed in `dtype` and given in theirs."""
-    return torch.bmm(left.to(dtype), right.to(dtype)).to(left.dtype)

@@ -17,6 +17,7 @@ import torch
 from devices.shapes import AttentionShape
 from kv_cache.pages import Index
 
+FRACTAL_NZ = 29  # a format, which the matrix unit reads: tiles of 16 x 16, columns of tiles first
 MOST_SPANS = 4096  # in one call of a packed batch
 MOST_HEADS, MOST_GROUP = 256, 64
 PAGE_STEP, MOST_PAGE = 16, 1024

@@ -18,8 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attention.cuda.attention import CHUNK, CudaAttention
-from attention.cuda.triton_kernels import attend_tiles, join_parts, kernel_dtype, write_places
+from attention.cuda.triton_kernels import attend_tiles, join_parts, write_places
 from devices.shapes import AttentionShape
+from devices.triton_types import kernel_dtype
 from models.ops.cuda import SMALL_TILE, TILE
 from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 

@@ -24,7 +24,7 @@ from attention.cpu.tiles import DecodeTiles, PromptSpan, QueryChunk
 from attention.reference import Attention, AttentionMetadata
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.compiled import Compiled
-from devices.onednn import product_dtype, products
+from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
 
 SHORT = 4  # spans up to it are read as decodes, a row a token
@@ -59,7 +59,7 @@ class CpuAttention(Attention):
         self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
         self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
         self.compile = compile
-        self._wide = product_dtype(shape.dtype)
+        self._product_dtype = product_dtype(shape.dtype)
         if compile:
             self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)))
             self._decode = Compiled(
@@ -188,10 +188,14 @@ class CpuAttention(Attention):
     ) -> None:
         """Two products a kv head, with all query heads that share it as rows of one matrix."""
         rows = self._rows(query, chunk.rows)
-        scores = products(rows.flatten(1, 2), keys[:, :, chunk.keys], self._wide)
+        scores = self._product(rows.flatten(1, 2), keys[:, :, chunk.keys])
         weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last)
-        sums = products(weights.flatten(1, 2), values[:, chunk.keys], self._wide)
+        sums = self._product(weights.flatten(1, 2), values[:, chunk.keys])
         self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """torch.bmm of two of one type, computed in the type that this processor multiplies fastest."""
+        return torch.bmm(left.to(self._product_dtype), right.to(self._product_dtype)).to(left.dtype)
 
     def _rows(self, query: Tensor, tokens: Tensor) -> Tensor:
         """Some of the queries [T, H, D] as [K, tokens, G, D]."""

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.cuda.query_tiles import JOIN_FIELDS, TILE_FIELDS, QueryTiles, TileSizes
-from attention.cuda.triton_kernels import attend_tiles, join_parts, kernel_dtype, stored_dtype, write_places
+from attention.cuda.triton_kernels import attend_tiles, join_parts, write_places
 from attention.reference import Attention, AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch, Index
 from devices.shapes import AttentionShape
+from devices.triton_types import kernel_dtype, stored_dtype
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_DIM, MOST_GROUP = 256, 128

@@ -11,23 +11,8 @@ a tile, N positions read at a time, X rows of parts.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-
-# In Triton's interpreter kernels run on a CPU. It multiplies bfloat16 as if it were integers and cuts it
-# where a GPU rounds, so there the callers let kernels multiply and store float32.
-INTERPRETED: bool = triton.knobs.runtime.interpret
-
-
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what a kernel stores its results, before they are brought to `dtype`."""
-    return torch.float32 if INTERPRETED else dtype
-
-
-def kernel_dtype(dtype: torch.dtype) -> tl.dtype:
-    """As what a kernel multiplies matrices of `dtype`."""
-    return getattr(tl, str(stored_dtype(dtype)).removeprefix("torch."))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -19,7 +19,6 @@ from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
 MASK_SIDE = 2048  # of the one mask that each operator takes, whatever the lengths
-FRACTAL_NZ = 29  # a format, which the matrix unit reads: tiles of 16 x 16, columns of tiles first
 
 
 class AscendAttention(Attention):

@@ -18,10 +18,10 @@ import torch_npu
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.npu.ascend_attention import FRACTAL_NZ, MASK_SIDE, AscendAttention
+from attention.npu.ascend_attention import MASK_SIDE, AscendAttention
 from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
-from devices.products import AscendProduct
+from devices.products import FRACTAL_NZ, AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attention.cuda.triton_kernels import kernel_dtype, stored_dtype
+from devices.triton_types import kernel_dtype, stored_dtype
 from models.ops.reference import Ops, Packed
 from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 

@@ -12,8 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from attention.npu.ascend_attention import FRACTAL_NZ
-from devices.products import AscendProduct
+from devices.products import FRACTAL_NZ, AscendProduct
 from models.ops.reference import Ops, Packed
 
 TURNED_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes

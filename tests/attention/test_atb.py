@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention.npu.ascend_attention import FRACTAL_NZ
-from devices.products import product
+from devices.products import FRACTAL_NZ, product
 from devices.shapes import AttentionShape
 from kv_cache.pages import PageCopy
 from kv_cache.storage import KVCache
