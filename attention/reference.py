@@ -1,7 +1,7 @@
 """What must attention over the paged cache compute?
 
 Plain torch, the same on every device, one span after the other: the definition that every faster
-implementation is held against.
+implementation is tested against.
 
 Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a
 page, N slots.
@@ -21,12 +21,12 @@ from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
-QUERY_ROWS = 256  # query positions whose scores are held at once: a long prompt's mask is quadratic
+QUERY_ROWS = 256  # query positions computed at a time: the scores of a long prompt grow with its square
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One span of the step: its rows of the packed query, its positions, its request's pages."""
+    """One span of the step: its first row in the packed query, its positions, its request's pages."""
 
     first_row: int
     start: int
@@ -36,38 +36,38 @@ class Span:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the layers of one step share. An implementation may add fields in a subclass."""
+    """What all layers of one step share; an implementation may add fields in a subclass."""
 
-    write_index: Tensor  # int64 [T]: cache place, page * B + offset, of every token of the step
+    write_index: Tensor  # int64 [T]: cache place of every token of the step, page * B + offset
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StaticDecodes:
-    """What a captured step reads, one decode a row, at addresses that stay.
+    """What a captured step reads, one decode a row, at addresses that do not change.
 
-    A row of filling is the first token of the null page, and writes to a place of it.
+    A padding row is the first token of the null page, and writes into that page.
     """
 
     write_index: Tensor  # int32 [R]
     page_table: Tensor  # int32 [R, max_pages]
-    kv_lens: Tensor  # int32 [R], the token itself among them
+    kv_lens: Tensor  # int32 [R], the token itself included
 
 
 class Attention:
     """Causal attention over the paged cache: plan once a step, then write and attend once a layer.
 
-    A subclass for a device overrides what it does faster, and `check` to refuse what it cannot do.
+    A device's subclass overrides what it does faster, and `check` to refuse what it cannot do.
     """
 
-    sliced: ClassVar[bool] = True  # a slice of its pages is a view of them
+    sliced: ClassVar[bool] = True  # whether a slice of the tensors that hold pages is a view of them
 
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
         self.device = torch.device(device)
 
     def check(self) -> None:
-        """Raise ValueError, with the limit, the value and the mend, for a shape that cannot be served."""
+        """Raise ValueError for a shape that cannot be served, with the value, the limit and how to fix it."""
         shape = self.shape
         if shape.num_heads % shape.num_kv_heads:
             raise ValueError(
@@ -84,12 +84,12 @@ class Attention:
                 )
 
     def check_longest(self, num_tokens: int) -> None:
-        """Raise ValueError for requests of up to so many tokens; here they may have any number."""
+        """Raise ValueError where requests of `num_tokens` tokens are too long; here no length is."""
 
     def new_pages(self, count: int) -> Tensor:
-        """So many pages at zero, for the keys or the values of a layer: [P, B, K, D].
+        """`count` pages of zeros for the keys or the values of a layer: [P, B, K, D].
 
-        A subclass may order the places of a page in its own way.
+        A subclass may arrange the numbers within a page in its own order.
         """
         shape = self.shape
         page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
@@ -124,9 +124,9 @@ class Attention:
         layer_values: Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D].
+        """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D].
 
-        There may be more rows than the step has tokens; these are filling.
+        There may be more rows than the step has tokens; the rest are padding.
         """
         num_tokens = len(metadata.write_index)
         layer_keys.flatten(0, 1)[metadata.write_index] = key[:num_tokens]
@@ -135,17 +135,17 @@ class Attention:
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, K, D] at cache places `index` [n].
 
-        A subclass that orders the places of a page in its own way says so here.
+        A subclass with its own order within a page overrides this.
         """
         return layer_keys.flatten(0, 1)[index], layer_values.flatten(0, 1)[index]
 
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] over its own request's positions up to its own; the same shape back.
+        """Each query [T, H, D] attends to its request's positions up to its own; returns the same shape.
 
-        With the layer's window w, the query at position p sees positions p-w+1 to p. Only places that
-        the request has written are read: elsewhere in the cache there may be NaN.
+        With the layer's window w, the query at position p sees positions p-w+1 to p. Only places that the
+        request has written are read: other places of the cache may hold NaN.
         """
         window = self.shape.windows[layer]
         output = torch.empty_like(query)
@@ -160,18 +160,18 @@ class Attention:
         return output
 
     def check_graphs(self, num_graphs: int) -> None:
-        """Raise ValueError if so many steps of decodes cannot be captured as graphs here."""
+        """Raise ValueError where `num_graphs` steps of decodes cannot be captured as graphs."""
         raise ValueError(
-            f"device.graphs: {type(self).__name__} asks the host at each span and cannot be captured: set it"
+            f"device.graphs: {type(self).__name__} needs the host at each span and cannot be captured: set it"
             " to 0"
         )
 
     def plan_static(self, decodes: StaticDecodes) -> AttentionMetadata:
-        """As `plan`, for a step that is captured: what it computes with is what `decodes` then holds."""
-        raise AssertionError("check_graphs refuses what has no plan for a captured step")
+        """As `plan`, for a step that is captured: a replay computes with what `decodes` then holds."""
+        raise AssertionError("check_graphs refuses an attention without plan_static")
 
     def replay(self, graph: Any, metadata: AttentionMetadata, kv_lens: list[int]) -> None:
-        """Run a captured step; `kv_lens` [R] are those on the device, for who wants them here."""
+        """Run a captured step; `kv_lens` [R] equal those on the device, for operators that read them here."""
         graph.replay()
 
     def _dense(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:

@@ -1,12 +1,11 @@
 """How does a CPU read the paged cache fastest?
 
-Decodes are bound by the memory, so this class keeps the places of a page in an order of its own, in which
-a decode reads every byte once, in sequence, into whole vectors. A page is B/W tiles; in a tile keys lie
-as [K, W/S, D, S] and values as [K, D/E, W, E]. To everybody else a page stays what it is: a unit to be
-copied, moved and counted.
+Decodes are limited by memory bandwidth, so this class arranges a page in its own order, in which a decode
+reads every byte once, in sequence, into whole vectors. A page is B/W tiles; in a tile keys lie as
+[K, W/S, D, S] and values as [K, D/E, W, E]. For all other code a page is only a unit to copy, move and count.
 
 Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, N slots,
-W places in a tile, S of them in a vector, E dimensions in a vector, R decoding rows, J tiles of all rows,
+W tokens in a tile, S of them in a vector, E dimensions in a vector, R decoding rows, J tiles of all rows,
 M tiles of the longest row.
 """
 
@@ -27,26 +26,26 @@ from devices.compiled import Compiled
 from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
 
-SHORT = 4  # spans up to it are read as decodes, a row a token
-TILE = 64  # places; smaller ones cost more to combine, larger ones waste half a tile a row
-LANES = 32  # two vectors of float32 in AVX-512: enough sums at once to hide a multiply-add's latency
-SLAB = 64  # tiles at once without the compiler: their float32 copies stay in the processor's cache
+SHORT = 4  # spans of up to so many tokens are read as decodes, one row a token
+TILE = 64  # tokens: smaller tiles cost more to combine, larger ones waste half a tile a row
+LANES = 32  # two vectors of float32 in AVX-512: enough sums in parallel to hide a multiply-add's latency
+SLAB = 64  # tiles at a time without the compiler: their float32 copies fit into the processor's cache
 
 
 @dataclass(frozen=True)
 class CpuMetadata(AttentionMetadata):
-    """What the layers of one step share; a plan for each window in use."""
+    """What all layers of one step share, for each window in use."""
 
-    place: Tensor  # int64 [4, T]: tile, vector in it, lane, place in it of every token
-    decodes: slice | Tensor  # their tokens: those in front, or int64 [R], at least two (a lone one twice)
+    place: Tensor  # int64 [4, T]: tile, vector in the tile, lane and offset in the tile of every token
+    decodes: slice | Tensor  # rows of the query that are decodes: the first ones, or int64 [R]
     num_decodes: int
     tiles: dict[int | None, DecodeTiles]
     prompts: dict[int | None, tuple[PromptSpan, ...]]
-    fresh: list[Tensor] = field(default_factory=list)  # key and value of the layer at work
+    fresh: list[Tensor] = field(default_factory=list)  # key and value of the layer being computed
 
 
 class CpuAttention(Attention):
-    """Attention on a CPU. `compile` says whether to use a C++ compiler, without which decodes are slow."""
+    """Attention on a CPU; with `compile` a C++ compiler makes its loops, without it decodes are slow."""
 
     def __init__(
         self, shape: AttentionShape, device: torch.device | str = "cpu", *, compile: bool = False
@@ -89,7 +88,7 @@ class CpuAttention(Attention):
         if num_decodes:
             slots = np.repeat(batch.slots[is_short], counts)
             ends = ragged_ranges(starts + 1, starts + counts + 1)
-            if num_decodes == 1:  # two of it, see Compiled
+            if num_decodes == 1:  # twice: Compiled wants at least two
                 slots, ends = np.repeat(slots, 2), np.repeat(ends, 2)
             tiles = {w: DecodeTiles.of(slots, ends, page_table, shape.page_size, tile, w) for w in windows}
         prompts = {
@@ -120,7 +119,7 @@ class CpuAttention(Attention):
     def write(
         self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata
     ) -> None:
-        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D]."""
+        """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
         metadata.fresh[:] = key, value
         num_tokens = metadata.place.shape[1]
         self._store(key[:num_tokens], value[:num_tokens], layer_keys, layer_values, metadata.place)
@@ -136,12 +135,12 @@ class CpuAttention(Attention):
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
+        """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
         window = self.shape.windows[layer]
         decoded = None
         if metadata.num_decodes:
             chosen = query[metadata.decodes].float()
-            if metadata.num_decodes == 1:  # two of it, see Compiled
+            if metadata.num_decodes == 1:  # twice, as planned
                 chosen = chosen.expand(2, -1, -1).contiguous()
             tiles = metadata.tiles[window]
             decoded = self._decode(
@@ -169,11 +168,11 @@ class CpuAttention(Attention):
     def _matrices(
         self, prompt: PromptSpan, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata
     ) -> tuple[Tensor, Tensor]:
-        """A span's keys [K, D, places] and values [K, places, D].
+        """A span's keys [K, D, tokens] and values [K, tokens, D].
 
-        A mask hides scores, but not values, for 0 x NaN is NaN: filling must be finite, or its own.
+        A mask hides scores but not values, since 0 x NaN is NaN: values past the span's end are set to zero.
         """
-        if prompt.fresh is not None:  # nothing to gather from the cache
+        if prompt.fresh is not None:  # all keys are of this step: nothing to gather from the cache
             keys, values = self._columns(*metadata.fresh, prompt.fresh)
             return keys.transpose(1, 2), values
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -186,7 +185,7 @@ class CpuAttention(Attention):
     def _attend_chunk(
         self, query: Tensor, keys: Tensor, values: Tensor, chunk: QueryChunk, output: Tensor
     ) -> None:
-        """Two products a kv head, with all query heads that share it as rows of one matrix."""
+        """Two products for each kv head, with all query heads that share it as rows of one matrix."""
         rows = self._rows(query, chunk.rows)
         scores = self._product(rows.flatten(1, 2), keys[:, :, chunk.keys])
         weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last)
@@ -207,9 +206,9 @@ class CpuAttention(Attention):
         return key[tokens].transpose(0, 1).contiguous(), value[tokens].transpose(0, 1).contiguous()
 
     def _weigh(self, scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and its sums.
+        """exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and the sums.
 
-        The sums divide the result, which is smaller: two passes over the scores instead of four.
+        The result is divided by the sums instead of the larger scores: two passes over these instead of four.
         """
         key = torch.arange(scores.shape[-1], dtype=torch.int32)
         seen = (key >= first[:, None]) & (key <= last[:, None])
@@ -218,7 +217,7 @@ class CpuAttention(Attention):
         return weights.to(self.shape.dtype), weights.sum(-1)
 
     def _scatter(self, output: Tensor, sums: Tensor, totals: Tensor, tokens: Tensor) -> None:
-        """Put the first of sums [K, rows, G, D], divided by totals [K, rows, G], at `tokens` of [T, H, D]."""
+        """Write sums [K, rows, G, D] / totals [K, rows, G] to rows `tokens` of [T, H, D], without padding."""
         result = (sums.float() / totals[..., None])[:, : tokens.shape[0]]
         output[tokens] = result.transpose(0, 1).flatten(1, 2).to(output.dtype)
 
@@ -240,17 +239,17 @@ class CpuAttention(Attention):
         of_row: Tensor,
         is_tile: Tensor,
     ) -> Tensor:
-        """Queries [R, H, D] over their tiles, slab by slab: [R, H, D]."""
+        """Queries [R, H, D] over their tiles, `SLAB` tiles at a time: [R, H, D]."""
         keys, values = keys.view(self.key_view), values.view(self.value_view)
         query = query.unflatten(1, (self.shape.num_kv_heads, -1)) * self.shape.scale
         place = torch.arange(self.tile, dtype=torch.int32)
         parts = []
         for slab in zip(address.split(SLAB), row.split(SLAB), low.split(SLAB), high.split(SLAB)):
-            at, whose, begin, end = slab
+            at, rows, begin, end = slab
             exists = place < end[:, None]
             seen = exists & (place >= begin[:, None])
             key = keys[at].float().transpose(2, 3).flatten(3)  # [J, K, D, W]
-            scores = torch.where(seen[:, None, None], query[whose] @ key, -torch.inf)
+            scores = torch.where(seen[:, None, None], query[rows] @ key, -torch.inf)
             peak = scores.amax(-1)
             weights = torch.exp(scores - peak[..., None])
             value = values[at].float().transpose(2, 3).flatten(3)  # [J, K, W, D]
@@ -271,9 +270,9 @@ class CpuAttention(Attention):
         of_row: Tensor,
         is_tile: Tensor,
     ) -> Tensor:
-        """The same, for the compiler: it reads the tiles where they are, and each vector of them once.
+        """The same for the compiler, which reads the tiles in place, and each vector of them once.
 
-        One sum for each query head of a group, side by side, become one loop that shares its loads.
+        The sums of all query heads of a group become one loop that shares its loads.
         """
         heads, group = self.shape.num_kv_heads, self.shape.num_heads // self.shape.num_kv_heads
         key = keys.view(self.key_view)[address].float()  # [J, K, W/S, D, S]
@@ -298,7 +297,7 @@ def _combine(peak: Tensor, weight: Tensor, output: Tensor, of_row: Tensor, is_ti
     """Join the softmaxes of each row's tiles (Milakov and Gimelshein, "Online normalizer calculation", 2018).
 
     `peak` [J, heads] is the largest score of a tile, `weight` [J, heads] the sum of exp(score - peak), and
-    `output` [J, heads, D] the sum of values so weighed. Gives [R, heads, D].
+    `output` [J, heads, D] the sum of values weighted by it. Returns [R, heads, D].
     """
     peaks = torch.where(is_tile[:, :, None], peak[of_row], -torch.inf)
     scale = torch.exp(peaks - peaks.amax(1, keepdim=True))

@@ -1,8 +1,8 @@
-"""Which places of the cache does a CPU read in one step, and in which order?
+"""Which tokens of the cache does a CPU read in one step, and in which order?
 
-A tile is W neighbouring places of one page. Decodes are read tile by tile, prompts as matrices.
+A tile is W neighbouring tokens of one page. Decodes are read tile by tile, prompts as matrices.
 
-Legend: B tokens a page, N slots, W places in a tile, R decoding rows, J tiles of all rows, M tiles of the
+Legend: B tokens a page, N slots, W tokens in a tile, R decoding rows, J tiles of all rows, M tiles of the
 longest row.
 """
 
@@ -18,22 +18,22 @@ from torch import Tensor
 from attention.reference import QUERY_ROWS
 from continuous_batching.batch import Index, ragged_ranges
 
-STEP = 32  # prompts are padded to it: oneDNN builds its code anew (0.6 ms) for each new shape
+STEP = 32  # prompts are padded to multiples: oneDNN compiles its code (0.6 ms) for each new shape
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """What decodes read: the tiles of all rows, in the order of their addresses.
 
-    Neighbours in memory are then read one after the other, which takes half the time of a random order.
+    Reading neighbours in memory one after the other takes half the time of a random order.
     """
 
     address: Tensor  # int64 [J]
-    row: Tensor  # int64 [J]: whose tile it is
-    low: Tensor  # int32 [J]: the first of its places that is seen
+    row: Tensor  # int64 [J]: the row that reads it
+    low: Tensor  # int32 [J]: the first of its tokens that is seen
     high: Tensor  # int32 [J]: one past the last
-    of_row: Tensor  # int64 [R, M]: each row's tiles, filled up with its first
-    is_tile: Tensor  # bool [R, M]: which of them are no filling
+    of_row: Tensor  # int64 [R, M]: each row's tiles, padded with its first
+    is_tile: Tensor  # bool [R, M]: False where of_row is padding
 
     @staticmethod
     def of(
@@ -44,7 +44,7 @@ class DecodeTiles:
         tile: int,
         window: int | None,
     ) -> DecodeTiles:
-        """For rows of the page table that each see the last `window` of their first `lens` places. [R]"""
+        """For rows `slots` [R] of the page table that see the last `window` of their first `lens` tokens."""
         lows = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
         counts = -(-lens // tile) - lows // tile
         row = np.repeat(np.arange(len(slots)), counts)
@@ -54,7 +54,7 @@ class DecodeTiles:
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
 
-        column = np.arange(max(2, counts.max()))  # at least two, see Compiled
+        column = np.arange(max(2, counts.max()))  # Compiled wants at least two
         is_tile = column < counts[:, None]
         begin = (np.cumsum(counts) - counts)[:, None]
         arrays = (
@@ -73,7 +73,7 @@ class QueryChunk:
     """Query positions of one span that are computed together."""
 
     tokens: Tensor  # int64 [rows]: where its queries are in the step
-    rows: Tensor  # int64 [padded rows]: the same, filled up with the last
+    rows: Tensor  # int64 [padded rows]: the same, padded with the last
     keys: slice  # of the span's keys
     first: Tensor  # int32 [padded rows]: the first of these keys that each query sees
     last: Tensor  # int32 [padded rows]: the last
@@ -81,11 +81,11 @@ class QueryChunk:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """A span that is no decode, as layers with one window read it."""
+    """A longer span, as the layers with one window read it."""
 
-    fresh: Tensor | None  # int64 [padded keys]: the tokens that are its keys, if all are in this step
-    tiles: Tensor | None  # int64: else, where its keys are in the cache
-    known: int  # keys that exist; all after them are filling
+    fresh: Tensor | None  # int64 [padded keys]: the step's tokens that are its keys, if all are in this step
+    tiles: Tensor | None  # int64: otherwise, the tiles of the cache that hold its keys
+    known: int  # keys that exist; the rest are padding
     chunks: tuple[QueryChunk, ...]
 
     @staticmethod
@@ -98,7 +98,7 @@ class PromptSpan:
         tile: int,
         window: int | None,
     ) -> PromptSpan:
-        """For a request's positions [start, stop), which lie from `first_row` on in the packed query."""
+        """For a request's positions [start, stop), whose queries begin at `first_row` of the packed query."""
         reach = window or stop
         if start:
             base = max(start - reach + 1, 0) // tile * tile
@@ -108,12 +108,12 @@ class PromptSpan:
             num_keys = len(place) * tile
         else:
             base, tiles = 0, None
-            fresh = _filled_up(first_row, stop)
+            fresh = _padded(first_row, stop)
             num_keys = len(fresh)
         chunks = []
         for begin in range(start, stop, QUERY_ROWS):
             end = min(begin + QUERY_ROWS, stop)
-            rows = _filled_up(first_row + begin - start, end - begin)
+            rows = _padded(first_row + begin - start, end - begin)
             low = max(begin - reach + 1 - base, 0) // STEP * STEP
             high = min(_round_up(end - base, STEP), num_keys)
             last = np.minimum(np.arange(begin, begin + len(rows)), end - 1) - base - low
@@ -123,8 +123,8 @@ class PromptSpan:
         return PromptSpan(fresh, tiles, stop - base, tuple(chunks))
 
 
-def _filled_up(start: int, count: int) -> Tensor:
-    """Consecutive tokens, and the last of them again, up to a multiple of STEP."""
+def _padded(start: int, count: int) -> Tensor:
+    """Consecutive tokens, padded with the last of them to a multiple of STEP."""
     tokens = torch.arange(start, start + _round_up(count, STEP))
     return tokens.clamp_max_(start + count - 1)
 
@@ -132,7 +132,7 @@ def _filled_up(start: int, count: int) -> Tensor:
 def tile_address(
     page_table: NDArray[np.int32], slots: Index, places: Index, page_size: int, tile: int
 ) -> Index:
-    """Which tile of the cache holds each of a row's places."""
+    """The tile of the cache that holds each of these tokens of a row."""
     page, offset = np.divmod(places, page_size)
     return page_table[slots, page].astype(np.int64) * (page_size // tile) + offset // tile
 

@@ -1,7 +1,7 @@
 """How does a CUDA device read the paged cache fastest?
 
-One launch a layer for the whole mixed batch, of kernels of our own (triton_kernels.py), and a small one
-that joins what was shared out. What they read is planned on the host and sent in one copy a step.
+One launch a layer for the whole mixed batch, with Triton kernels (triton_kernels.py), and a small second one
+that combines partial results. What they read is planned on the host and sent in one copy a step.
 
 Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, N slots.
 """
@@ -28,17 +28,17 @@ from devices.triton_types import kernel_dtype, stored_dtype
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_DIM, MOST_GROUP = 256, 128
-FEW_ROWS = 16  # of a tile: the fewest that a matrix unit takes
-PROGRAMS_PER_PROCESSOR = 4  # of positions shared out: enough loads in flight, few parts to join
-WRITTEN = 4096  # numbers that one program puts into the cache
-LEAST_SHARE = 128  # positions; joining costs more than smaller ones save
-CHUNK = 512  # positions that batch-invariant attention reads by themselves
-ALIGNED = 4  # int32: a kernel is compiled anew for an address that is no multiple of 16 bytes
+FEW_ROWS = 16  # of a tile: the fewest that a tensor core takes
+PROGRAMS_PER_PROCESSOR = 4  # enough loads in flight, few partial results to combine
+WRITTEN = 4096  # numbers that one program writes into the cache
+LEAST_SHARE = 128  # positions; combining costs more than smaller shares save
+CHUNK = 512  # positions that batch-invariant attention sums separately
+ALIGNED = 4  # int32: a kernel is recompiled for an address that is not a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSizes:
-    """What a dtype's kernels are compiled for: rows of a prompt's tile, bytes of keys read at once, warps."""
+    """What a dtype's kernels are compiled for: rows of a prompt's tile, bytes of keys per read, warps."""
 
     num_rows: int
     step_bytes: int
@@ -46,13 +46,13 @@ class KernelSizes:
 
 
 HALF = KernelSizes(64, 16 * 2**10, 4)
-# No matrix unit multiplies float32: larger tiles would not fit into registers
+# No tensor core multiplies float32: larger tiles would not fit into registers
 SINGLE = KernelSizes(32, 8 * 2**10, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTables:
-    """What one window's launches read, and how many rows of parts lie between them."""
+    """The tables that one window's launches read, and the number of rows of partial results between them."""
 
     tiles: Tensor  # int32 [n, 8]
     joins: Tensor  # int32 [m, 4]
@@ -61,7 +61,7 @@ class LaunchTables:
 
 @dataclass(frozen=True)
 class CudaMetadata(AttentionMetadata):
-    """What the layers of one step share; a launch for each window in use."""
+    """What all layers of one step share, with the tables of each window in use."""
 
     page_table: Tensor  # int32 [S, pages], of the step's spans
     num_rows: int  # of a tile
@@ -72,9 +72,9 @@ class CudaMetadata(AttentionMetadata):
 class CudaAttention(Attention):
     """Attention by Triton kernels.
 
-    `batch_invariant`: what a query gets depends on its request's tokens and its position alone, to the bit,
-    not on its neighbours, nor on how its prompt was cut. Tiles then have one size, positions are summed in
-    chunks of `CHUNK` and chunks joined in order, wherever they were computed.
+    `batch_invariant`: the result of a query depends, to the bit, on its request's tokens and its position
+    alone, not on other requests, nor on how its prompt was chunked. Tiles then have one size, positions are
+    summed in chunks of `CHUNK`, and chunks are combined in order, wherever they were computed.
     """
 
     def __init__(
@@ -93,24 +93,24 @@ class CudaAttention(Attention):
             self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def check(self) -> None:
-        """Raise ValueError, with the limit, the value and the mend, for a shape that cannot be served."""
+        """Raise ValueError for a shape that cannot be served, with the value, the limit and how to fix it."""
         super().check()
         shape = self.shape
-        mend = "set device.attention to reference"
+        fix = "set device.attention to reference"
         if shape.head_dim > MOST_DIM:
-            raise ValueError(f"head_dim is {shape.head_dim}; fused attention takes up to {MOST_DIM}: {mend}")
+            raise ValueError(f"head_dim is {shape.head_dim}; fused attention takes up to {MOST_DIM}: {fix}")
         if self.group > MOST_GROUP:
             raise ValueError(
-                f"{self.group} query heads share a kv head; fused attention takes up to {MOST_GROUP}: {mend}"
+                f"{self.group} query heads share a kv head; fused attention takes up to {MOST_GROUP}: {fix}"
             )
         if shape.dtype not in DTYPES:
             raise ValueError(
-                f"model.dtype is {shape.dtype}; fused attention takes float32, bfloat16 or float16: {mend}"
+                f"model.dtype is {shape.dtype}; fused attention takes float32, bfloat16 or float16: {fix}"
             )
         if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 0):
             name = torch.cuda.get_device_name(self.device)
             raise ValueError(
-                f"{name} is older than compute capability 8.0, which fused attention needs: {mend}"
+                f"{name} is older than compute capability 8.0, which fused attention needs: {fix}"
             )
 
     def plan(
@@ -134,13 +134,13 @@ class CudaAttention(Attention):
         """Any number of steps can be captured."""
 
     def plan_static(self, decodes: StaticDecodes) -> CudaMetadata:
-        """As `plan`, for a step that is captured: room for the tables, which `replay` fills."""
+        """As `plan`, for a step that is captured: space for the tables, which `replay` fills."""
         num_spans = len(decodes.kv_lens)
-        num_tiles = 2 * num_spans + self.num_tiles  # two more than whole shares, one at each end
+        num_tiles = 2 * num_spans + self.num_tiles  # a span has up to two more, one at each end
         sizes = [num_tiles * TILE_FIELDS, num_spans * JOIN_FIELDS] * len(self.windows)
         tables = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
         if self.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
-            tables.zero_()  # all filling; a capture would do it again at each replay
+            tables.zero_()  # all padding; within a capture it would be done again at each replay
         launches = self._launches(tables.split(sizes), [num_tiles] * len(self.windows))
         return CudaMetadata(decodes.write_index, (), decodes.page_table, self._num_rows(1), tables, launches)
 
@@ -155,7 +155,7 @@ class CudaAttention(Attention):
     def write(
         self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CudaMetadata
     ) -> None:
-        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D]."""
+        """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
         places, width = metadata.write_index, _power_of_two(heads * dim)
         num_tokens = max(1, WRITTEN // width)
@@ -167,7 +167,7 @@ class CudaAttention(Attention):
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CudaMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
+        """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
         shape, window = self.shape, self.shape.windows[layer]
         launch = metadata.launches[window]
         parts = self._parts(launch.num_parts)
@@ -191,18 +191,18 @@ class CudaAttention(Attention):
 
     @property
     def num_tiles(self) -> int:
-        """About how many keep the device busy; each is a program for every kv head."""
+        """About how many tiles keep the device busy; a tile is one program for every kv head."""
         return -(-PROGRAMS_PER_PROCESSOR * self.num_processors // self.shape.num_kv_heads)
 
     def _planned(self, starts: Index, stops: Index, num_rows: int) -> list[QueryTiles]:
-        """For each window in use, the tables of packed spans."""
+        """The tables of packed spans, for each window in use."""
         least = -(-LEAST_SHARE // self.step) * self.step
         chunk = CHUNK if self.batch_invariant else 0
-        cut = TileSizes(num_rows // self.group, self.step, self.num_tiles, least, chunk)
-        return [QueryTiles.of(starts, stops, window, cut) for window in self.windows]
+        sizes = TileSizes(num_rows // self.group, self.step, self.num_tiles, least, chunk)
+        return [QueryTiles.of(starts, stops, window, sizes) for window in self.windows]
 
     def _launches(self, tables: Sequence[Tensor], num_parts: list[int]) -> dict[int | None, LaunchTables]:
-        """From tiles and joins of one window after the other."""
+        """From the tiles and joins of one window after the other."""
         tiles = [each.view(-1, TILE_FIELDS) for each in tables[::2]]
         joins = [each.view(-1, JOIN_FIELDS) for each in tables[1::2]]
         return {window: LaunchTables(*each) for window, *each in zip(self.windows, tiles, joins, num_parts)}
@@ -235,11 +235,11 @@ def _tables(planned: Sequence[QueryTiles]) -> list[NDArray[Any]]:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is no smaller."""
+    """The smallest power of two that is not smaller."""
     return triton.next_power_of_2(number)
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:
-    """Of rows and heads; what one head holds lies together."""
+    """Strides of rows and heads; the numbers of one head are contiguous."""
     assert tensor.stride(2) == 1, "heads must be contiguous"
     return tensor.stride(0), tensor.stride(1)

@@ -1,7 +1,8 @@
-"""How is a step's attention cut into programs of like size?
+"""How is a step's attention split into programs of similar size?
 
-Queries of one span are cut into tiles; where tiles are too few to keep the device busy, the positions that
-a tile reads are shared out too. All this is arithmetic on the host, once a step and window.
+The queries of a span are split into tiles. Where there are too few tiles to keep the device busy, the
+positions that a tile reads are split into shares as well. All this is arithmetic on the host, once a step and
+window.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from numpy.typing import NDArray
 
 from continuous_batching.batch import Index, ragged_ranges
 
-TILE_FIELDS, JOIN_FIELDS = 8, 4  # columns: an entry is found by a shift
+TILE_FIELDS, JOIN_FIELDS = 8, 4  # columns, powers of two
 
 
 @dataclass(frozen=True, slots=True)
 class TileSizes:
-    """How to cut.
+    """How large tiles and shares of positions may be.
 
-    A tile has `num_queries` at most. Positions are shared out in multiples of `step`, so that there are
-    about `num_tiles` in all, no share of fewer than `least` positions; or, if `chunk` is set, by whole
-    chunks of so many positions, one part each.
+    A tile has at most `num_queries`. Positions are split into shares that are multiples of `step` and not
+    smaller than `least`, so that there are about `num_tiles` in all; or, where `chunk` is set, into chunks of
+    that many positions, one share each.
     """
 
     num_queries: int
@@ -34,7 +35,7 @@ class TileSizes:
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """The entries of the tables that kernels read, and how many rows of parts they need.
+    """The tables that the kernels read, and how many rows of partial results (parts) they need.
 
     A tile: first row of the packed query, number of queries, position of the first, the positions that it
     reads (first, one past the last), span, first row of its parts or -1, 0. A join: row of the packed query,
@@ -46,19 +47,19 @@ class QueryTiles:
     num_parts: int
 
     @classmethod
-    def of(cls, starts: Index, stops: Index, window: int | None, cut: TileSizes) -> QueryTiles:
-        """Cut packed spans; a window w lets the query at position p see positions p-w+1 to p."""
+    def of(cls, starts: Index, stops: Index, window: int | None, sizes: TileSizes) -> QueryTiles:
+        """Split packed spans; with a window w the query at position p sees positions p-w+1 to p."""
         lens = stops - starts
-        num_tiles = -(-lens // cut.num_queries)
+        num_tiles = -(-lens // sizes.num_queries)
         span = np.repeat(np.arange(len(lens)), num_tiles)
-        offset = ragged_ranges(np.zeros_like(num_tiles), num_tiles) * cut.num_queries
+        offset = ragged_ranges(np.zeros_like(num_tiles), num_tiles) * sizes.num_queries
         row = (np.cumsum(lens) - lens)[span] + offset
-        count = np.minimum(lens[span] - offset, cut.num_queries)
+        count = np.minimum(lens[span] - offset, sizes.num_queries)
         position = starts[span] + offset
         high = position + count
         low = np.zeros_like(high) if window is None else np.maximum(position - window + 1, 0)
 
-        share, num_shares = _shares(low, high, cut)
+        share, num_shares = _shares(low, high, sizes)
         of_tile = np.repeat(np.arange(len(row)), num_shares)
         number = ragged_ranges(np.zeros_like(num_shares), num_shares)
         parted = num_shares > 1
@@ -77,18 +78,19 @@ class QueryTiles:
         return cls(tiles, joins, int(num_rows.sum()))
 
 
-def _shares(low: Index, high: Index, cut: TileSizes) -> tuple[int, Index]:
-    """How many positions are a share, which begin at multiples of it, and how many shares each tile has."""
-    if not cut.chunk:
-        wanted = -(-int((high - low).sum()) // cut.num_tiles)
-        share = max(cut.least, -(-wanted // cut.step) * cut.step)
+def _shares(low: Index, high: Index, sizes: TileSizes) -> tuple[int, Index]:
+    """How many positions a share has (shares begin at multiples of it), and how many shares each tile has."""
+    if not sizes.chunk:
+        wanted = -(-int((high - low).sum()) // sizes.num_tiles)
+        share = max(sizes.least, -(-wanted // sizes.step) * sizes.step)
         return share, -(-high // share) - low // share
-    num_shares = -(-high // cut.chunk) - low // cut.chunk
-    # Chunks are joined alike within a program and after it: the longest tiles are shared out, as room allows
+    num_shares = -(-high // sizes.chunk) - low // sizes.chunk
+    # Chunks are combined alike within a program and after it: the longest tiles are split, as far as room
+    # allows
     order = np.argsort(-num_shares, kind="stable")
     added = np.cumsum(num_shares[order] - 1)
-    num_shares[order[added > cut.num_tiles]] = 1
-    return cut.chunk, num_shares
+    num_shares[order[added > sizes.num_tiles]] = 1
+    return sizes.chunk, num_shares
 
 
 def _joins(row: Index, count: Index, first_part: Index, num_shares: Index) -> NDArray[np.int32]:

@@ -1,9 +1,10 @@
 """How does one launch of a Triton kernel read the paged cache for a whole mixed batch?
 
-A program takes one tile of queries (query_tiles.py) and one kv head. The query heads that share
-the kv head are rows of one matrix, row = query * G + head, so that keys and values are read once for all of
-them. The softmax runs over the positions in order (Dao, "FlashAttention-2", 2023); where a tile's positions
-are shared out among several programs, a second kernel joins their parts ("Flash-Decoding", Dao et al., 2023).
+A program computes one tile of queries (query_tiles.py) for one kv head. The query heads that share the kv
+head are rows of one matrix, row = query * G + head, so that keys and values are read once for all of them.
+The softmax runs over the positions in order (Dao, "FlashAttention-2", 2023); where several programs share a
+tile's positions, a second kernel combines their partial results, the parts ("Flash-Decoding", Dao et al.,
+2023).
 
 Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, Q rows of
 a tile, N positions read at a time, X rows of parts.
@@ -20,7 +21,7 @@ def write_places(
     key, value, keys, values, places, key_row, key_head, value_row, value_head, num_tokens,
     NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Put the keys and values [K, D] of some tokens into their places of the cache [P * B, K, D]."""
+    """Write the keys and values [K, D] of some tokens to their places in the cache [P * B, K, D]."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     place = tl.load(places + token, mask=token < num_tokens, other=0)
     token = token.to(tl.int64)[:, None]
@@ -42,17 +43,17 @@ def attend_tiles(
     PAGE: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one tile of queries and one kv head: to `output` [T, H, D], or to parts [X, H, D].
+    """Attend from one tile of queries and one kv head; writes `output` [T, H, D], or parts [X, H, D].
 
-    `scale` is for powers of two. WINDOW 0: all positions. CHUNK 0: positions in one run; else each CHUNK of
-    them by itself, the results joined in order. RUN divides PAGE and STEP. OPERAND is the type in which
-    matrices are multiplied.
+    `scale` is for powers of two. WINDOW 0: all positions. CHUNK 0: positions in one run; otherwise each CHUNK
+    of them separately, and the results are combined in order. RUN divides PAGE and STEP. OPERAND is the type
+    in which matrices are multiplied.
     """
     program = tl.program_id(0)
     head = program % NUM_KV
     entry = tiles + (program // NUM_KV) * 8
     num_queries = tl.load(entry + 1)
-    if num_queries == 0:  # filling
+    if num_queries == 0:  # padding
         return
     first_row, first_position = tl.load(entry).to(tl.int64), tl.load(entry + 2)
     low, high = tl.load(entry + 3), tl.load(entry + 4)
@@ -64,7 +65,7 @@ def attend_tiles(
     mask = (index < num_queries)[:, None] & (dim < HEAD_DIM)[None, :]
     at = (first_row + index)[:, None] * query_row + of_head[:, None] * query_head + dim[None, :]
     rows = tl.load(query + at, mask=mask, other=0.0).to(OPERAND)
-    last = first_position + tl.minimum(index, num_queries - 1)  # a row of filling sees something too
+    last = first_position + tl.minimum(index, num_queries - 1)  # a padding row sees something too
 
     if CHUNK == 0:
         peak, total, sums = _read(
@@ -102,9 +103,9 @@ def _read(
 ):  # fmt: skip
     """Rows [Q, D] over positions low to high - 1, each row up to its `last` [Q].
 
-    Gives the largest score [Q], the sum of 2^(score - largest) [Q] and the values so weighed [Q, D]. Steps
-    begin at multiples of N, and a step that shows a row nothing leaves its numbers as they are: what comes
-    out for a row does not depend on the other rows of its tile.
+    Returns the largest score [Q], the sum of 2^(score - largest) [Q] and the sum of values weighted by it [Q,
+    D]. Steps begin at multiples of N, and a step in which a row sees nothing leaves its numbers as they are:
+    the result of a row does not depend on the other rows of its tile.
     """
     dim, offset = tl.arange(0, PADDED_DIM), tl.arange(0, STEP)
     is_dim = dim < HEAD_DIM
@@ -128,7 +129,7 @@ def _read(
         scores = tl.dot(rows, key.to(OPERAND), input_precision="ieee") * scale
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing is seen yet
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing has been seen yet
         old, weights = tl.exp2(peak - base), tl.exp2(scores - base[:, None])
         total = total * old + tl.sum(weights, 1)
         peak, sums = new_peak, sums * old[:, None]
@@ -138,9 +139,9 @@ def _read(
 
 @triton.jit
 def _weights(peak, other):
-    """The larger of two peaks, and by what sums against either must be multiplied to stand against it.
+    """The larger of two peaks, and the factors that bring sums relative to either peak to the larger one.
 
-    A side that has seen nothing (-inf) weighs nothing, and takes nothing from the other's bits.
+    A side that has seen nothing (-inf) has the factor 0 and leaves the bits of the other unchanged.
     """
     both = tl.maximum(peak, other)
     base = tl.where(both == float("-inf"), 0.0, both)
@@ -152,12 +153,12 @@ def join_parts(
     output, joins, part_sums, part_peaks, part_totals,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Join one query's parts of one head, in order, to `output` [T, H, D]."""
+    """Combine the parts of one query and head, in order, into `output` [T, H, D]."""
     program = tl.program_id(0)
     head = program % NUM_HEADS
     entry = joins + (program // NUM_HEADS) * 4
     num_parts = tl.load(entry + 3)
-    if num_parts == 0:  # filling
+    if num_parts == 0:  # padding
         return
     row, part, stride = tl.load(entry).to(tl.int64), tl.load(entry + 1).to(tl.int64), tl.load(entry + 2)
     dim = tl.arange(0, PADDED_DIM)

@@ -1,4 +1,4 @@
-"""What does attention of every Ascend product do in the same way?
+"""What is common to attention on all Ascend products?
 
 Legend: T tokens of the step, S spans, N slots.
 """
@@ -18,7 +18,7 @@ from devices.products import AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
-MASK_SIDE = 2048  # of the one mask that each operator takes, whatever the lengths
+MASK_SIDE = 2048  # of the mask that the operators take for sequences of any length
 
 
 class AscendAttention(Attention):
@@ -46,14 +46,14 @@ class AscendAttention(Attention):
         self.product.check_graphs(num_graphs, len(self.shape.windows))
 
     def cuts(self, batch: Batch) -> Iterator[tuple[slice, slice]]:
-        """The spans of each call, and their rows of the packed query."""
+        """For each call, its spans and their rows of the packed query."""
         lens = batch.stops - batch.starts
         ends = np.append(0, np.cumsum(lens)).tolist()
         for first, last in self.product.cuts(lens):
             yield slice(first, last), slice(ends[first], ends[last])
 
     def page_table(self, batch: Batch, page_table: NDArray[np.int32]) -> Tensor:
-        """The rows of the spans, as far as the longest reaches. int32 [S, pages]"""
+        """The spans' rows of the page table, up to the longest span's last page. int32 [S, pages]"""
         width = -(-int(batch.stops.max()) // self.shape.page_size)
         return to_device(page_table[batch.slots, :width], self.device)
 

@@ -1,8 +1,9 @@
 """Which of ATB's operators write and read the paged cache of a 310P?
 
-It has no npu_fused_infer_attention_score, but CANN's PagedAttentionOperation: for decodes, and for spans of
-any length together with decodes. It reads the lengths of queries on the host and those of keys on the device
-(ascend-transformer-boost, PagedAttentionOpsRunner910A), so that a captured step is told nothing anew.
+A 310P has no npu_fused_infer_attention_score but CANN's PagedAttentionOperation, in one form for decodes and
+in one for spans of any length together with decodes. It reads the lengths of queries on the host and those of
+keys on the device (ascend-transformer-boost, PagedAttentionOpsRunner910A), so a captured step needs no
+update.
 
 Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a page,
 C = K * D / 16, N slots, R rows of a captured step.
@@ -25,29 +26,29 @@ from devices.products import FRACTAL_NZ, AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
-COLUMN = 16  # numbers of a token that lie together in a page
-HIDDEN = -10000.0  # what the mask adds to a score (vllm-ascend, _310p/attention/attention_mask.py)
+COLUMN = 16  # numbers of a token that are contiguous in a page
+HIDDEN = -10000.0  # added by the mask to a hidden score (vllm-ascend, _310p/attention/attention_mask.py)
 
 
 @dataclass(frozen=True, slots=True)
 class AtbSpans:
-    """Spans that one call of ATB takes."""
+    """The spans of one call of ATB."""
 
     rows: slice  # of the packed query
-    query_lens: Tensor | None  # int32 [S], the host's; None: one each
-    kv_lens: Tensor  # int32 [S], the device's
+    query_lens: Tensor | None  # int32 [S] on the host; None: all are decodes
+    kv_lens: Tensor  # int32 [S] on the device
     page_table: Tensor  # int32 [S, pages]
 
 
 @dataclass(frozen=True)
 class AtbMetadata(AttentionMetadata):
-    """What the layers of one step share."""
+    """What all layers of one step share."""
 
     parts: tuple[AtbSpans, ...] = ()
 
 
 class AtbAttention(AscendAttention):
-    """Attention on a 310P, whose pages lie as [P, C, B, 16] in a format of their own."""
+    """Attention on a 310P, which stores pages as [P, C, B, 16] in the format FRACTAL_NZ."""
 
     sliced = False
 
@@ -72,10 +73,10 @@ class AtbAttention(AscendAttention):
             )
 
     def new_pages(self, count: int) -> Tensor:
-        """So many pages at zero, for the keys or the values of a layer: [P, C, B, 16]."""
+        """`count` pages of zeros for the keys or the values of a layer: [P, C, B, 16]."""
         shape = self.shape
         page = (shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)
-        torch.npu.config.allow_internal_format = True  # else the format is left out
+        torch.npu.config.allow_internal_format = True  # otherwise the format is ignored
         pages = torch_npu.empty_with_format(
             (count, *page), dtype=shape.dtype, device=self.device, acl_format=FRACTAL_NZ
         )
@@ -99,14 +100,14 @@ class AtbAttention(AscendAttention):
         return AtbMetadata(self.places(write_index), (), parts)
 
     def plan_static(self, decodes: StaticDecodes) -> AtbMetadata:
-        """One decode a row, to be captured."""
+        """As `plan`, for a captured step of one decode a row."""
         part = AtbSpans(slice(0, len(decodes.kv_lens)), None, decodes.kv_lens, decodes.page_table)
         return AtbMetadata(decodes.write_index, (), (part,))
 
     def write(
         self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AtbMetadata
     ) -> None:
-        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, C, B, 16]."""
+        """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, C, B, 16]."""
         torch_npu._npu_reshape_and_cache(
             key.contiguous(), value.contiguous(), layer_keys, layer_values, metadata.write_index
         )
@@ -123,7 +124,7 @@ class AtbAttention(AscendAttention):
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AtbMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
+        """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
         output = torch.empty_like(query)
         for part in metadata.parts:
             call = {

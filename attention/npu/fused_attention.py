@@ -1,7 +1,7 @@
 """Which of Ascend's fused operators write and read the paged cache?
 
 One call of npu_fused_infer_attention_score (op-plugin, docs/zh/custom_APIs/torch_npu) takes prompts, chunks
-and decodes together. Lengths are lists on the host, for they fix the operator's tiling when it is called.
+and decodes together. Lengths are lists on the host, because they fix the operator's tiling when it is called.
 
 Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a page,
 N slots, R rows of a captured step.
@@ -24,34 +24,34 @@ from continuous_batching.batch import Batch
 from devices.products import AscendProduct
 from devices.shapes import AttentionShape
 
-CAUSAL, BAND = 3, 4  # sparse_mode: up to the last key, and of these the last pre_tokens + 1
+CAUSAL, BAND = 3, 4  # sparse_mode: all keys up to a query's own, or the last pre_tokens + 1 of these
 
 
 @dataclass(frozen=True, slots=True)
 class FusedSpans:
-    """Spans that one call takes."""
+    """The spans of one call."""
 
     rows: slice  # of the packed query
-    query_ends: list[int]  # cumulative, from the part's first row
+    query_ends: list[int]  # running sum of lengths, from the first of `rows`
     kv_lens: list[int]  # of each span
     page_table: Tensor  # int32 [S, pages]
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """A captured call whose lengths are told anew at each replay."""
+    """A captured call, which gets the lengths of each replay."""
 
-    event: Any  # the replay waits for it
-    handle: Any
+    event: Any  # recorded when the lengths are updated; the replay waits for it
+    handle: Any  # of its task group
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class FusedMetadata(AttentionMetadata):
-    """What the layers of one step share."""
+    """What all layers of one step share."""
 
     parts: tuple[FusedSpans, ...] = ()
-    tasks: list[CapturedCall] = field(default_factory=list)  # of a captured step, a layer each
+    captured: list[CapturedCall] = field(default_factory=list)  # of a captured step, one a layer
     workspaces: dict[int | None, Tensor] = field(default_factory=dict)  # of captured calls, by pre_tokens
 
 
@@ -84,7 +84,7 @@ class FusedAttention(AscendAttention):
     def write(
         self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: FusedMetadata
     ) -> None:
-        """Put the step's keys and values, both [T, K, D], in their places of the layer's [P, B, K, D]."""
+        """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
         key, value = key.contiguous(), value.contiguous()
         if hasattr(torch_npu, "npu_scatter_pa_kv_cache"):
             torch_npu.npu_scatter_pa_kv_cache(
@@ -98,13 +98,13 @@ class FusedAttention(AscendAttention):
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: FusedMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] over its own request's positions up to its own; the same shape back."""
+        """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
         calls = [
             self._arguments(query, layer_keys, layer_values, part, self.shape.windows[layer])
             for part in metadata.parts
         ]
         if torch.npu.is_current_stream_capturing():
-            return self._capture(calls[0], metadata.tasks, metadata.workspaces)
+            return self._capture(calls[0], metadata.captured, metadata.workspaces)
         parts = [torch_npu.npu_fused_infer_attention_score(**call)[0] for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -131,15 +131,15 @@ class FusedAttention(AscendAttention):
         return arguments
 
     def plan_static(self, decodes: StaticDecodes) -> FusedMetadata:
-        """One decode a row, to be captured; the lengths on the host are those of `replay`."""
+        """As `plan`, for a captured step of one decode a row; `replay` gives the lengths on the host."""
         rows = len(decodes.kv_lens)
         part = FusedSpans(slice(0, rows), list(range(1, rows + 1)), [1] * rows, decodes.page_table)
         return FusedMetadata(decodes.write_index, (), (part,))
 
     def _capture(
-        self, call: dict[str, Any], tasks: list[CapturedCall], workspaces: dict[int | None, Tensor]
+        self, call: dict[str, Any], captured: list[CapturedCall], workspaces: dict[int | None, Tensor]
     ) -> Tensor:
-        """The call as a task group, which the replay enters when its event is recorded."""
+        """Capture the call as a task group, which a replay enters once its event is recorded."""
         kind = call.get("pre_tokens")
         if kind not in workspaces:
             workspaces[kind] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**call)
@@ -150,17 +150,17 @@ class FusedAttention(AscendAttention):
         event.reset(stream)
         torch.npu.graph_task_group_begin(stream)
         torch_npu.npu_fused_infer_attention_score.out(**call)
-        tasks.append(CapturedCall(event, torch.npu.graph_task_group_end(stream), call))
+        captured.append(CapturedCall(event, torch.npu.graph_task_group_end(stream), call))
         return output
 
     def replay(self, graph: Any, metadata: FusedMetadata, kv_lens: list[int]) -> None:
-        """Run a captured step, telling each of its calls the lengths of this time."""
-        torch.npu.current_stream().synchronize()  # no call may be at work while it is told
+        """Run a captured step, and update its calls with the lengths of this step."""
+        torch.npu.current_stream().synchronize()  # no call may be running while it is updated
         graph.replay()
         with torch.npu.stream(self.update_stream):
-            for task in metadata.tasks:
-                torch.npu.graph_task_update_begin(self.update_stream, task.handle)
-                call = task.arguments | {"actual_seq_lengths_kv": kv_lens}
-                torch_npu.npu_fused_infer_attention_score.out(**call)
+            for call in metadata.captured:
+                torch.npu.graph_task_update_begin(self.update_stream, call.handle)
+                arguments = call.arguments | {"actual_seq_lengths_kv": kv_lens}
+                torch_npu.npu_fused_infer_attention_score.out(**arguments)
                 torch.npu.graph_task_update_end(self.update_stream)
-                task.event.record(self.update_stream)
+                call.event.record(self.update_stream)

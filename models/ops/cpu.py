@@ -1,4 +1,4 @@
-"""What of the decoder's small operators does a CPU do faster in its own way?
+"""Which of the decoder's operators does a CPU compute in its own, faster way?
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
@@ -61,7 +61,7 @@ class CpuOps(Ops):
         return self._add_rms_norm(x, residual, weight, eps)
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn query [T, H, D] and key [T, K, D]; cos and sin [T, D], both halves of D alike."""
+        """Rotate query [T, H, D] and key [T, K, D]; cos and sin [T, D] have two equal halves."""
         return self._rotary(query, key, cos, sin)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -73,27 +73,30 @@ class CpuOps(Ops):
         return self._greedy(logits)
 
     def padded(self, num_tokens: int) -> int:
-        """Rows to compute: oneDNN builds its code anew (2 ms a layer) for each number of rows."""
+        """Rows to compute: oneDNN compiles its code (2 ms a layer) for each new number of rows."""
         if num_tokens <= _FEW_ROWS:
             return max(2, 1 << (num_tokens - 1).bit_length())
         step = _FEW_ROWS if num_tokens <= _MANY_ROWS else _MANY_ROWS
         return -(-num_tokens // step) * step
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Bring the weight into the type that is multiplied fastest, and into the order in which oneDNN reads
-        it: 1.7 times as fast at 32 rows.
+        """Convert the weight to the type that is multiplied fastest, in the order in which oneDNN reads it.
+
+        That order makes 32 rows 1.7 times as fast.
         """
         dtype = product_dtype(weight.dtype)
         if dtype != weight.dtype and not self._has_told:
             self._has_told = True
-            log.info("weights of linears lie in float32: this processor multiplies no %s", weight.dtype)
+            log.info(
+                "weights of linears are kept in float32: this processor cannot multiply %s", weight.dtype
+            )
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         if not torch.backends.mkldnn.is_available():
             return weight, bias
         return torch.ops.mkldnn._reorder_linear_weight(weight), bias
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
-        """Turn the weight to [in, out], which is read 1.3 times as fast at 17 rows."""
+        """Transpose the weight to [in, out], which is read 1.3 times as fast at 17 rows."""
         if _has_vnni():
             weight = weight.t().clone(memory_format=torch.contiguous_format)
         return weight, scale, bias
@@ -118,7 +121,7 @@ class CpuOps(Ops):
 
 
 def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Ops.rotary, half by half, which the compiler turns into whole vectors."""
+    """As Ops.rotary, half by half, which the compiler can vectorize."""
     return _turned(query, cos[:, None], sin[:, None]), _turned(key, cos[:, None], sin[:, None])
 
 
@@ -128,7 +131,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As Ops.greedy, in two passes that the compiler turns into whole vectors; the first of equals."""
+    """As Ops.greedy, in two passes that the compiler can vectorize; of equals the first."""
     size = logits.shape[-1]
     best = logits.amax(-1, keepdim=True)
     token = torch.arange(size, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What of the decoder's small operators does a CUDA device do in kernels of our own?
+"""Which of the decoder's operators does a CUDA device compute in Triton kernels of this project?
 
 Products of matrices are torch's (cuBLAS), the greedy choice is the plain one.
 
@@ -15,16 +15,16 @@ from devices.triton_types import kernel_dtype, stored_dtype
 from models.ops.reference import Ops, Packed
 from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
-HEADS, COLUMNS = 8, 1024  # that one program turns, or weighs
+HEADS, COLUMNS = 8, 1024  # of one program: heads that it rotates, columns that it gates
 TILE = (64, 64, 64)  # rows, columns and depth of a product's tile
-SMALL_TILE = (32, 32, 32)  # for float32, which no matrix unit multiplies
+SMALL_TILE = (32, 32, 32)  # for float32, which no tensor core multiplies
 
 
 class CudaOps(Ops):
-    """Norms, rotary and swiglu as Triton kernels.
+    """Norms, rotary and SwiGLU as Triton kernels.
 
-    `batch_invariant`: linears too, always in tiles of one size. cuBLAS chooses its kernel by the number of
-    rows, so that neighbours would change how a row's products are summed.
+    With `batch_invariant` linears too, always in tiles of one size: cuBLAS chooses its kernel by the number
+    of rows, so other requests would change the order in which a row's products are summed.
     """
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
@@ -38,7 +38,7 @@ class CudaOps(Ops):
         (num_rows, inner), outer = x.shape, len(weight)
         rows, columns, depth = SMALL_TILE if x.dtype == torch.float32 else TILE
         assert x.stride(1) == 1, "rows must be contiguous"
-        assert weight.is_contiguous(), "a weight is packed as it was filled"
+        assert weight.is_contiguous(), "a packed weight is contiguous"
         y = x.new_empty(num_rows, outer, dtype=stored_dtype(x.dtype))
         multiply_rows[(triton.cdiv(num_rows, rows) * triton.cdiv(outer, columns),)](
             x, weight, weight if bias is None else bias, y, num_rows, x.stride(0),
@@ -70,7 +70,7 @@ class CudaOps(Ops):
         return normed.to(x.dtype), total.to(x.dtype)
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn query [T, H, D] and key [T, K, D]; cos and sin [T, D], both halves of D alike."""
+        """Rotate query [T, H, D] and key [T, K, D]; cos and sin [T, D] have two equal halves."""
         num_tokens, num_heads, dim = query.shape
         num_kv_heads = key.shape[1]
         assert query.stride(2) == key.stride(2) == 1, "heads must be contiguous"

@@ -1,7 +1,7 @@
 """Which of Ascend's fused operators compute what lies between a decoder's matrix products?
 
-npu_top_k_top_p is not among them: it cuts within equals, takes at most 1024 for k, and knows no min_p, where
-models/sampling/top_k_top_p.py keeps all equals, so that a draw does not hang on how a device sorts.
+npu_top_k_top_p is not among them: it drops some of several equal logits, takes at most 1024 for k and has no
+min_p. models/sampling/top_k_top_p.py keeps all equals, so that a draw does not depend on how a device sorts.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from devices.products import FRACTAL_NZ, AscendProduct
 from models.ops.reference import Ops, Packed
 
-TURNED_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
-TURNED_BYTES = 180 * 1024  # of a token's heads, in float32, that its vector cores hold, five times over
+FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
+FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in float32, five times
 
 
 def chip() -> str:
-    """What the first NPU calls itself, as in Ascend910B3. Raises ValueError where torch_npu finds none."""
+    """The name of the first NPU, such as Ascend910B3. Raises ValueError where torch_npu finds none."""
     if not torch.npu.is_available():
         raise ValueError(
             "torch_npu finds no NPU; see `npu-smi info`, and whether CANN's set_env.sh has been sourced"
@@ -33,26 +33,26 @@ class NpuOps(Ops):
 
     def __init__(self, product: AscendProduct) -> None:
         self.product = product
-        torch.npu.config.allow_internal_format = True  # else a cast to another order leaves a weight as it is
+        torch.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
 
     def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError where this product multiplies no int8 for a model of this type."""
+        """Raise ValueError where this product cannot multiply in int8 for a model of this type."""
         self.product.check_int8(dtype)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Bring the weight into the order of the matrix unit, which has none for float32."""
+        """Convert the weight to the format of the matrix unit, which has none for float32."""
         if weight.dtype == torch.float32:
             return weight, bias
         return torch_npu.npu_format_cast(weight, FRACTAL_NZ), bias
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
-        """As `pack`, turned to [in, out], of an int8 weight [out, in] with its scale [out]."""
+        """As `pack`, for an int8 weight [out, in] with its scale [out], transposed to [in, out]."""
         turned = weight.t().contiguous()
         bias = None if bias is None else bias.float()
         return torch_npu.npu_format_cast(turned, FRACTAL_NZ), scale.contiguous(), bias
 
     def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out]; the operators know bfloat16 and float16 alone."""
+        """[T, in] -> [T, out]; the operators take bfloat16 and float16 only."""
         weight, scale, bias = packed
         rows, row_scale = torch_npu.npu_dynamic_quant(x)
         return torch_npu.npu_quant_matmul(
@@ -69,9 +69,9 @@ class NpuOps(Ops):
         return normed, total
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn query [T, H, D] and key [T, K, D], in place where they are contiguous; cos and sin [T, D]."""
+        """Rotate query [T, H, D] and key [T, K, D], in place where contiguous; cos and sin [T, D]."""
         (_, heads, dim), kv_heads = query.shape, key.shape[1]
-        turned = dim in TURNED_DIMS and 5 * 4 * dim * (heads + kv_heads) <= TURNED_BYTES
+        turned = dim in FUSED_ROTARY_DIMS and 5 * 4 * dim * (heads + kv_heads) <= FUSED_ROTARY_BYTES
         if not (turned or self.product.is_fused):  # npu_rotary_mul of the 310P takes four axes
             return super().rotary(query, key, cos, sin)
         cos, sin = cos[:, None], sin[:, None]

@@ -1,7 +1,7 @@
-"""What do the decoder's small operators compute?
+"""What do the decoder's operators between attention compute: linear, norm, rotary, SwiGLU, greedy choice?
 
-Plain torch, the same on every device: the definition of what is right. A device's file subclasses
-`Ops` and overrides only what it does faster.
+Plain torch, the same on every device: the definition of what is right. A device's file subclasses `Ops` and
+overrides only what it does faster.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim, R sampled rows, V vocabulary.
 """
@@ -16,22 +16,22 @@ from torch.nn import functional as F
 
 from models.quantization import quantize_rows
 
-EXACT_SUM = 1024  # products of two int8 that float32 adds up exactly: 128 * 128 * 1024 = 2**24
+EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
-Packed = Any  # a linear's weight and bias in whatever form the device multiplies fastest
+Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
 
 
 class Ops:
-    """Linear, norm, rotary, swiglu and greedy choice as a decoder uses them."""
+    """Linear, norm, rotary, SwiGLU and greedy choice, as a decoder uses them."""
 
     def padded(self, num_rows: int) -> int:
-        """How many rows to compute for so many: a device may like some numbers better. Never fewer."""
+        """How many rows to compute for `num_rows`: never fewer; more where the device is then faster."""
         return num_rows
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Bring a linear's weight [out, in] and bias [out] into this device's form, once, at load.
+        """Convert a linear's weight [out, in] and bias [out] to this device's form, once, at load.
 
-        The caller lets go of `weight` afterwards, unless it is tied to the embedding.
+        The caller drops `weight` afterwards, unless it is tied to the embedding.
         """
         return weight, bias
 
@@ -41,14 +41,14 @@ class Ops:
         return F.linear(x, weight, bias)
 
     def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError where this device multiplies no int8 for a model of this type."""
+        """Raise ValueError where this device cannot multiply in int8 for a model of this type."""
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
-        """As `pack`, of an int8 weight [out, in] with a float32 scale [out] for each output channel."""
+        """As `pack`, for an int8 weight [out, in] with a float32 scale [out] for each output channel."""
         return weight, scale, bias
 
     def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out] in x's type: x is quantised token by token and multiplied in int8."""
+        """[T, in] -> [T, out] in x's type: x is quantized token by token and multiplied in int8."""
         weight, scale, bias = packed
         rows, row_scale = self.quantize(x)
         y = self.int8_product(rows, weight).float() * scale * row_scale
@@ -75,7 +75,7 @@ class Ops:
         return self.rms_norm(residual, weight, eps), residual
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn query [T, H, D] and key [T, K, D]; cos and sin [T, D], both halves of D alike."""
+        """Rotate query [T, H, D] and key [T, K, D]; cos and sin [T, D] have two equal halves."""
         cos, sin = cos[:, None], sin[:, None]
         return query * cos + _half_turn(query) * sin, key * cos + _half_turn(key) * sin
 

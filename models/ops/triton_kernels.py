@@ -1,7 +1,7 @@
-"""What do the decoder's small operators look like as Triton kernels?
+"""How do Triton kernels compute the decoder's operators?
 
-Each computes in float32 and rounds once, at the end. A program works on rows of its own, so what a row gets
-does not depend on the others.
+Each computes in float32 and rounds once, at the end. Every row belongs to one program, so the result of a row
+does not depend on the other rows.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """

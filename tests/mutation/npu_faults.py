@@ -81,8 +81,8 @@ NPU_FAULTS = (
     Fault(
         "replay_of_old_lengths",
         NPU,
-        'task.arguments | {"actual_seq_lengths_kv": kv_lens}',
-        "task.arguments",
+        'call.arguments | {"actual_seq_lengths_kv": kv_lens}',
+        "call.arguments",
         "vllm-ascend #4649: a replay attends to what was there when it was captured",
     ),
     Fault(
