@@ -1,7 +1,7 @@
-"""What does each Ascend product's fused attention take?
+"""Which Ascend products are there, and what are the limits of each one's attention, int8 products and graphs?
 
 Sources: op-plugin, torch_npu.npu_fused_infer_attention_score and its v2; vllm-ascend, attention_v1.py and
-_310p/attention; CANN, PagedAttentionOperation; CANN's own errors where these are silent.
+_310p/attention; CANN, PagedAttentionOperation; CANN's error messages where these say nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MOST_SPANS = 4096  # in one call of a packed batch
 MOST_HEADS, MOST_GROUP = 256, 64
 PAGE_STEP, MOST_PAGE = 16, 1024
 MOST_ROW = 65535  # kv heads x head dim
-MOST_KEYS = 262144  # that a single query reads
-ATB_PAGES = (128, 64)  # the first that fits is the one to choose
+MOST_KEYS = 262144  # that one query may read
+ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
 MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more: vllm-ascend's bound
@@ -31,23 +31,23 @@ MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more: vllm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AscendProduct:
-    """One line of products, by the name it has in a recipe."""
+    """One line of Ascend products, by its name in a recipe."""
 
     name: str
-    chip: str  # what one of them calls itself
-    chips: str  # what any of them does, as a pattern
+    chip: str  # the device name of one of them
+    chips: str  # a pattern for the device names of all of them
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     head_dims: tuple[int, ...] = (64, 128)
     is_fused: bool = True  # has npu_fused_infer_attention_score
-    is_atb: bool = False  # has ATB's attention over pages in its place
+    is_atb: bool = False  # has ATB's paged attention instead
     has_swiglu: bool = True
     most_spans: int = MOST_SPANS  # in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
-    has_int8: bool = True  # products of int8 with a scale for each token
-    most_graphs: int | None = None  # sizes that may be captured; None: what its streams allow
+    has_int8: bool = True  # multiplies int8 with a scale for each token
+    most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
     def check(self, shape: AttentionShape, *, takes_float32: bool = False) -> None:
-        """Raise ValueError for a shape that fused attention of this product does not take."""
+        """Raise ValueError for a shape that this product's fused attention does not support."""
         self.check_dtype(shape.dtype)
         plain = "or set device.attention to reference"
         if not (self.is_fused or self.is_atb):
@@ -68,7 +68,7 @@ class AscendProduct:
             self._check_fused(shape, plain)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise ValueError for a type that this product does not compute in, whatever attention is used."""
+        """Raise ValueError for a type in which this product does not compute, with any attention."""
         if dtype not in (*self.dtypes, torch.float32):
             names = [_name(each) for each in self.dtypes]
             raise ValueError(
@@ -121,7 +121,7 @@ class AscendProduct:
             )
 
     def check_longest(self, num_tokens: int) -> None:
-        """Raise ValueError for requests longer than a decode reads; the last token is no key of any query."""
+        """Raise ValueError for requests with more keys than a decode may read; the last token is no key."""
         if self.is_fused and num_tokens > MOST_KEYS + 1:
             raise ValueError(
                 f"a request may have {num_tokens} tokens; fused attention of the {self.name} reads"
@@ -144,7 +144,7 @@ class AscendProduct:
             )
 
     def check_graphs(self, num_graphs: int, num_layers: int) -> None:
-        """Raise ValueError for more graphs than a device holds: each layer of each takes a stream."""
+        """Raise ValueError for more graphs than a device holds: every layer of every graph takes a stream."""
         most = MOST_STREAMS // (num_layers + 1)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs)
@@ -155,7 +155,7 @@ class AscendProduct:
             )
 
     def cuts(self, lens: Index) -> Iterator[tuple[int, int]]:
-        """Spans [first, last) for each call, given the spans' lengths: as few calls as the product allows."""
+        """The spans [first, last) of each call, given their lengths: as few calls as the product allows."""
         edges = {0, len(lens), *range(0, len(lens), self.most_spans)}
         if not self.is_mixed:
             edges |= set((np.flatnonzero(np.diff(lens == 1)) + 1).tolist())
@@ -190,7 +190,7 @@ PRODUCTS = (
 
 
 def product(name: str | None, chip: str) -> AscendProduct:
-    """The product that a recipe names, or else that of the device's own name."""
+    """The product that a recipe names, or otherwise the one of this chip."""
     for each in PRODUCTS:
         if each.name == name or (name is None and re.match(each.chips, chip)):
             return each

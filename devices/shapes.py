@@ -1,4 +1,4 @@
-"""Which shapes does a model ask of a device's operators?"""
+"""Which shapes must a device's attention support for a model?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a model and a recipe fix of attention; `windows` has one entry a layer, None for full."""
+    """Attention's sizes by model and recipe; `windows` has one entry a layer, None for full attention."""
 
     num_heads: int
     num_kv_heads: int

@@ -17,19 +17,19 @@ from torch import Tensor
 from kv_cache.pages import Index, PageCopy
 from kv_cache.transfer import to_device
 
-CHUNK_BYTES = 4 * 2**20  # copied at a time: read once from memory, then written from the processor's cache
-WIDE = torch.complex128  # as which a CPU moves pages; of all types it holds the most bytes
+CHUNK_BYTES = 4 * 2**20  # copied at a time, so that what is written comes from the processor's cache
+WIDE = torch.complex128  # the type as which a CPU copies pages, because it has the most bytes
 
 
 class KVCache:
     """Keys and values of all layers, allocated once; `keys[layer]` and `values[layer]` are [P, B, K, D].
 
-    `allocate`, given a number of pages, makes such a tensor, at zero, where the places of a page lie in
-    another order: only its first axis is told apart here. Where it is not `sliced`, a slice of it would be a
-    copy (as_strided of torch_npu makes one of its inner formats), and pages are reached by number alone.
-    Page 0 is the null page: no request ever owns it, so an operator may be given it as filler. A page that
-    comes back into use holds what its last owner left. With `num_host_pages`, as many pages more lie in the
-    host's memory, where no operator reads them.
+    `allocate` makes such a tensor of a given number of pages, at zero, for attention that has its own order
+    within a page: only the first axis matters here. Where it is not `sliced`, a slice of the tensor would be
+    a copy (as_strided of torch_npu copies tensors in its internal formats), and pages are reached by index
+    only. Page 0 is the null page: no request owns it, so it serves as padding for operators. A page that is
+    used again still holds what its last owner wrote. `num_host_pages` more pages lie in the host's memory,
+    where no operator reads them.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KVCache:
             return torch.zeros(count, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
 
         def on_host() -> Tensor:
-            pinned = device.type != "cpu"  # so that the device copies it by itself
+            pinned = device.type != "cpu"  # so that the device copies without the host
             page = self.keys[0].shape[1:]
             return torch.zeros(num_host_pages, *page, dtype=dtype, pin_memory=pinned)
 
@@ -70,7 +70,7 @@ class KVCache:
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
     def apply(self, copies: Iterable[PageCopy]) -> None:
-        """Make page copies, one after the other. Off the CPU they are only asked for, in that order."""
+        """Make page copies, one after the other. Off the CPU they are only queued, in that order."""
         for each in copies:
             if each.way == "within":
                 self.copy(each.sources, each.targets)
@@ -78,27 +78,28 @@ class KVCache:
                 self._swap(each)
 
     def copy(self, sources: Index, targets: Index) -> None:
-        """Copy page sources[i] to targets[i], all layers; no page is both a source and a target."""
+        """Copy page sources[i] to targets[i] in all layers; no page is both a source and a target."""
         for tensor in (*self.keys, *self.values):
             pages = _flat(tensor)
             for read, written in _chunks(pages, sources, targets):
                 _copy(pages, read, pages, written, sliced=self._sliced)
 
     def scratch(self, num_places: int) -> KVCache:
-        """Pages like these with so many places, for work without requests to write; all layers share them."""
+        """A cache of at least `num_places` tokens for work without requests; all layers share its pages."""
         made, layers = copy.copy(self), len(self.keys)
         made.num_pages = -(-num_places // self.page_size)
         made.keys, made.values = ([self._allocate(made.num_pages)] * layers for _ in range(2))
         return made
 
     def clear_null_page(self) -> None:
-        """Bring page 0 back to zero, which work without requests has written."""
+        """Set page 0 back to zero after work without requests has written to it."""
         for tensor in (*self.keys, *self.values):
             tensor.index_fill_(0, _index(np.zeros(1, np.int64), tensor), 0)
 
     def resize(self, num_pages: int) -> None:
-        """Change the number of pages; the low ones keep what they hold. Tensors are copied one by one, and
-        what is no longer needed goes back to the device, or to the machine.
+        """Change the number of pages; pages that remain keep their contents.
+
+        Tensors are copied one by one, and memory that is no longer needed is returned to the system.
         """
         kept = np.arange(min(num_pages, self.num_pages))
         for tensors in (self.keys, self.values):
@@ -109,7 +110,7 @@ class KVCache:
                 tensors[layer] = new
         self.num_pages = num_pages
         del old, new
-        _give_back(self.keys[0].device)
+        _release_memory(self.keys[0].device)
 
     def _swap(self, copy: PageCopy) -> None:
         to_host = copy.way == "to_host"
@@ -124,13 +125,13 @@ class KVCache:
                 if stays:
                     _copy(source, read, target, written, sliced=self._sliced)
                 elif to_host:
-                    _leave(source, read, target, written)
+                    _to_host(source, read, target, written)
                 else:
-                    _return(source, read, target, written)
+                    _from_host(source, read, target, written)
 
 
-def _give_back(device: torch.device) -> None:
-    """Let the allocator part with the memory that it keeps for later."""
+def _release_memory(device: torch.device) -> None:
+    """Make the allocator return the memory that it keeps for later use."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
     elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc
@@ -138,7 +139,7 @@ def _give_back(device: torch.device) -> None:
 
 
 def _flat(tensor: Tensor, *, stays: bool = True) -> Tensor:
-    """A view of its pages as rows of as few elements as can be, where they stay on the CPU; else itself."""
+    """A view with as few elements a page as possible, for copies within the CPU; otherwise the tensor."""
     wide = stays and tensor.device.type == "cpu" and _page_bytes(tensor) % WIDE.itemsize == 0
     return tensor.flatten(1).view(WIDE) if wide else tensor
 
@@ -154,14 +155,15 @@ def _chunks(pages: Tensor, sources: Index, targets: Index) -> Iterator[tuple[Ind
 
 
 def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, sliced: bool) -> None:
-    """Copy pages on one device, in one pass where one side is a run that may be `sliced`, else through a copy
-    that is cached.
+    """Copy pages within one device.
+
+    It takes one pass where one side is a run of pages that may be `sliced`, otherwise a temporary copy.
     """
     (low, high), (first, last) = _ends(read), _ends(written)
     reads_run, writes_run = sliced and _is_run(read), sliced and _is_run(written)
     if reads_run and writes_run:
         target[first:last].copy_(source[low:high])
-    elif source is target and low < last and first < high:  # an operator refuses to write what it may read
+    elif source is target and low < last and first < high:  # an operator must not write what it may read
         target.index_copy_(0, _index(written, target), source.index_select(0, _index(read, source)))
     elif writes_run:
         torch.index_select(source[low:high], 0, _index(read - low, source), out=target[first:last])
@@ -171,15 +173,15 @@ def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, sliced
         target.index_copy_(0, _index(written, target), source.index_select(0, _index(read, source)))
 
 
-def _leave(device: Tensor, read: Index, host: Tensor, written: Index) -> None:
-    """Copy rows from a device to the host, without waiting for it."""
+def _to_host(device: Tensor, read: Index, host: Tensor, written: Index) -> None:
+    """Copy rows from a device to the host, without waiting for the device."""
     rows = device.index_select(0, _index(read, device))
     for start, stop in _runs(written):
         host[written[start] : written[stop - 1] + 1].copy_(rows[start:stop], non_blocking=True)
 
 
-def _return(host: Tensor, read: Index, device: Tensor, written: Index) -> None:
-    """Copy rows from the host to a device, without waiting for it."""
+def _from_host(host: Tensor, read: Index, device: Tensor, written: Index) -> None:
+    """Copy rows from the host to a device, without waiting for the device."""
     rows = torch.empty(len(read), *device.shape[1:], dtype=device.dtype, device=device.device)
     for start, stop in _runs(read):
         rows[start:stop].copy_(host[read[start] : read[stop - 1] + 1], non_blocking=True)

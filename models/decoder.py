@@ -63,7 +63,7 @@ class Linear(nn.Module):
         self.packed = None
 
     def pack(self) -> None:
-        """To be called once, when the weight is filled; lets go of the unpacked weight."""
+        """Called once, when the weight is filled; drops the unpacked weight."""
         assert self.weight is not None, "a linear is packed once"
         bias = None if self.bias is None else self.bias.data
         if self.form == "plain":
@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
         self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
-        """[T, hidden] -> [T, hidden]; puts the step's keys and values into the cache first."""
+        """[T, hidden] -> [T, hidden]; first writes the step's keys and values to the cache."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.query_norm is not None and self.key_norm is not None:
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         self.rope = Rope(config.rope, device)
 
     def pack(self) -> None:
-        """Bring every linear into the device's form, one after the other: at most one is held twice."""
+        """Convert every linear to the device's form, one by one, so that at most one is held twice."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()

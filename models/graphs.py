@@ -1,7 +1,7 @@
-"""How does a step of decodes run without the host asking for each operator?
+"""How does a step of decodes run without the host launching each operator?
 
-Steps are captured for a ladder of slot counts. A captured step reads its inputs at addresses that stay, to
-which they are sent in one copy; rows beyond the batch are filling on the null page.
+Steps are captured for a ladder of row counts. A captured step reads its inputs at fixed addresses, to which
+they are sent in one copy; rows beyond the batch are padding on the null page.
 
 Legend: R rows of a captured step, S spans of the batch, V vocabulary.
 """
@@ -26,14 +26,14 @@ from models.decoder import Decoder, StepInputs
 
 log = logging.getLogger(__name__)
 
-GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}  # by the name each device gives them
+GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}  # the class of each device's module
 COLUMNS = 5  # before the pages: token id, position, place to write, kv length, length that sets dynamic rope
 
 
 def ladder(most: int, page_size: int) -> list[int]:
-    """Numbers of rows to capture: doubling up to a page, then a page more each, up to `most`.
+    """Numbers of rows to capture: doubling up to a page, then growing by a page, up to `most`.
 
-    So filling is never more than a page, and each row of it writes to a place of its own of the null page.
+    So there is at most a page of padding, and every padding row writes to its own place in the null page.
     """
     sizes = [1]
     while sizes[-1] < most:
@@ -46,14 +46,14 @@ class CapturedStep:
     """One captured step."""
 
     graph: Any
-    pinned: tuple[Tensor, Tensor]  # int32 [COLUMNS + max_pages, R], written by the host in turn
+    pinned: tuple[Tensor, Tensor]  # int32 [COLUMNS + max_pages, R], which the host fills by turns
     sent: Tensor  # the same on the device
     metadata: AttentionMetadata
     logits: Tensor  # [R, V]
 
 
 class DecodeGraphs:
-    """Steps of nothing but decodes, of up to `most` rows, captured."""
+    """Captured steps of decodes only, of up to `most` rows."""
 
     def __init__(
         self, decoder: Decoder, cache: KVCache, attention: Attention, slots: SlotPool, most: int
@@ -62,31 +62,32 @@ class DecodeGraphs:
         self.sizes = ladder(min(most, slots.num_slots), slots.page_size)
         self.device = torch.get_device_module(attention.device)
         self.steps: dict[int, CapturedStep] = {}
-        self._turn = 0  # a step may be filled in while the one before it still travels
+        self._turn = 0  # a step's inputs may be written while those of the step before are still being copied
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is decodes alone, and not too many."""
+        """Whether a batch is decodes only, and not too many."""
         return batch.is_decode and batch.num_spans <= self.sizes[-1]
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture all sizes, the largest first, whose memory the others then share."""
+        """Capture all sizes, the largest first, since the others share its memory."""
         pool = self.device.graph_pool_handle()
-        # Before a capture its step runs once, all of it filling: more places than the null page may have
+        # Before a capture its step runs once with padding only, in more rows than the null page may have
+        # places
         scratch = self.cache.scratch(self.sizes[-1])
         for size in reversed(self.sizes):
             self.steps[size] = self._captured(size, pool, scratch)
         log.info("graphs: decodes of up to %s rows, captured in %s sizes", self.sizes[-1], len(self.sizes))
 
     def drop(self) -> None:
-        """Let go of all captured steps, as must be done before what they read moves."""
+        """Drop all captured steps, as must be done before the tensors that they read are replaced."""
         self.device.synchronize()
         self.steps.clear()
 
     def run(self, batch: Batch, unknown: Tensor | None) -> Tensor:
-        """Logits [S, V] of a batch that `takes` allows; they hold until the next run.
+        """Logits [S, V] of a batch that `takes` allows; they are valid until the next run.
 
-        `unknown` [U] are the values of the tokens of the spans `batch.unknown`.
+        `unknown` [U] are the tokens of the spans `batch.unknown`.
         """
         count = batch.num_spans
         step = self.steps[next(size for size in self.sizes if size >= count)]
@@ -94,7 +95,7 @@ class DecodeGraphs:
         pinned = step.pinned[self._turn]
         host = pinned.numpy()
         self._fill(host[:, :count], batch)
-        _fill_up(host[:, count:])
+        _pad(host[:, count:])
         step.sent.copy_(pinned, non_blocking=True)
         if unknown is not None:
             step.sent[0].index_copy_(0, to_device(batch.unknown, unknown.device), unknown.int())
@@ -112,9 +113,9 @@ class DecodeGraphs:
     def _captured(self, size: int, pool: Any, scratch: KVCache) -> CapturedStep:
         shape = (COLUMNS + self.slots.max_pages, size)
         pinned = tuple(torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(2))
-        _fill_up(pinned[0].numpy())
+        _pad(pinned[0].numpy())
         sent = pinned[0].to(self.attention.device)
-        self._step(sent, scratch)  # operators compile, and allocate what they keep, which a capture must not
+        self._step(sent, scratch)  # operators compile and allocate, which they must not do in a capture
         graph = getattr(self.device, GRAPHS[self.attention.device.type])()
         with self.device.graph(graph, pool=pool):
             logits, metadata = self._step(sent, self.cache)
@@ -129,8 +130,8 @@ class DecodeGraphs:
         return self.decoder.logits(self.decoder(step)), metadata
 
 
-def _fill_up(host: NDArray[np.int32]) -> None:
-    """Rows of filling: one token each, at places of their own, the first of all."""
+def _pad(host: NDArray[np.int32]) -> None:
+    """Padding rows: one token each, at position 0, written to different places of the null page."""
     host[:] = 0
     host[2] = np.arange(host.shape[1])
     host[3:5] = 1

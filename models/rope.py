@@ -1,7 +1,7 @@
-"""By which angles is a token's query and key turned?
+"""By which angles are a token's query and key rotated?
 
-Rotary position embedding (arXiv 2104.09864) and its stretched forms: linear interpolation (2306.15595),
-dynamic NTK, YaRN (2309.00071) and Llama 3.1's; number for number as transformers computes them.
+Rotary position embedding (arXiv 2104.09864) and its extensions to longer contexts: linear interpolation
+(2306.15595), dynamic NTK, YaRN (2309.00071) and Llama 3.1's, with the same numbers as in transformers.
 
 Legend: T tokens of the step, D head dim.
 """
@@ -26,10 +26,10 @@ class Rope:
         self.exponents = _exponents(config).to(device)
 
     def cos_sin(self, positions: Tensor, lens: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two [T, D], both halves alike. `lens` [T]: only for "dynamic", the length that sets the base.
+        """Cosines and sines [T, D] with two equal halves. `lens` [T], for "dynamic" only, sets the base.
 
-        A token at position p of a request whose prompt has L tokens has length max(L, p + 1): what a
-        request alone meets when its prompt is computed at once and its answer token by token.
+        For a token at position p of a request with a prompt of L tokens it is max(L, p + 1), as when a
+        request runs alone, its prompt in one step and its answer token by token.
         """
         frequencies = self.frequencies
         if self.config.kind == "dynamic":
@@ -41,10 +41,10 @@ class Rope:
         return cos.to(dtype), sin.to(dtype)
 
     def _stretched(self, lens: Tensor) -> Tensor:
-        """Dynamic NTK [T, D / 2]: a base for each length, the plain one up to the original positions."""
+        """Dynamic NTK [T, D / 2]: the base grows with the length once this exceeds the original positions."""
         factor, original, dim = self.config.factor, self.config.original_max_positions, self.config.dim
         growth = (factor * lens.clamp_min(original) / original) - (factor - 1)
-        # In float32 the power is off by 3e-7, which a position of some hundreds makes visible
+        # In float32 the power is off by 3e-7, which becomes visible at positions of some hundreds
         base = self.config.theta * (growth.double() ** (dim / (dim - 2))).float()
         stretched = 1.0 / base[:, None] ** self.exponents
         return torch.where((lens > original)[:, None], stretched, self.frequencies)
@@ -55,7 +55,7 @@ def _exponents(config: RopeConfig) -> Tensor:
 
 
 def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """Radians a position [D / 2], and what cosines and sines are multiplied by."""
+    """Radians a position [D / 2], and the factor of cosines and sines."""
     plain = 1.0 / config.theta ** _exponents(config)
     if config.kind == "linear":
         return plain / config.factor, 1.0
@@ -67,7 +67,7 @@ def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Long waves divided by the factor, short ones kept, those between blended."""
+    """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
     original, low, high = config.original_max_positions, config.low_freq_factor, config.high_freq_factor
     wavelength = 2 * math.pi / plain
     scaled = torch.where(wavelength > original / low, plain / config.factor, plain)
@@ -78,10 +78,10 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig) -> Tensor:
-    """Dimensions that turn often within the original length kept, those that turn rarely interpolated."""
+    """Dimensions that turn often within the original length are kept, those that turn rarely interpolated."""
 
     def dimension(turns: float) -> float:
-        """The dimension that turns so often within the original length (equation 15's inverse)."""
+        """The dimension that makes so many turns within the original length (the inverse of equation 15)."""
         length = config.original_max_positions / (turns * 2 * math.pi)
         return config.dim * math.log(length) / (2 * math.log(config.theta))
 

@@ -27,10 +27,10 @@ from models.sampling.sampler import Chosen
 
 
 class RowSampler(Protocol):
-    """Chooses one token a row; models/sampling/sampler.py is the one in use."""
+    """Chooses one token for each row, as models/sampling/sampler.py does."""
 
     def start(self, logits: Tensor, rows: Index, slots: SlotPool) -> Chosen:
-        """Logits [R, V] of the slot rows [R] -> their tokens, which are not waited for."""
+        """From logits [R, V] of slot rows [R], begin to choose their tokens; does not wait for the device."""
         ...
 
 
@@ -44,11 +44,11 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.decoder, self.cache, self.attention = decoder, cache, attention
         self.sampler, self.slots = sampler, slots
-        # The token that each row got last: the next step may begin before the host knows it
+        # The last token of each row: the next step may begin before the host knows it
         self._last = torch.zeros(slots.num_slots, dtype=torch.int64, device=attention.device)
 
     def capture(self, most: int) -> None:
-        """From now on run steps of up to `most` decodes, and nothing else, as captured graphs."""
+        """Capture graphs, which from now on run steps of at most `most` decodes and nothing else."""
         self.graphs = DecodeGraphs(self.decoder, self.cache, self.attention, self.slots, most)
         self.graphs.capture()
 
@@ -58,8 +58,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """The same, without waiting for the device: what is returned does. The next batch finds the tokens
-        there.
+        """The same without waiting for the device; the returned function waits.
+
+        The next batch can already use the tokens on the device.
         """
         chosen = self._begin(batch)
         if len(batch.owners):
@@ -91,7 +92,7 @@ class ModelRunner:
         return Chosen(chosen.tokens, lambda: replace(chosen.wait(), prompt_logprobs=scored()))
 
     def _sampled(self, batch: Batch, step: Tensor) -> Tensor:
-        """Of what each token of the step has [T, ...]: the rows that tokens are sampled from [R, ...]."""
+        """From a row for each token of the step [T, ...], those that tokens are sampled from [R, ...]."""
         rows = batch.yielding
         if not len(rows):
             return step[:0]
@@ -99,7 +100,7 @@ class ModelRunner:
         return step if is_whole else step[self._to_device(rows)]
 
     def _inputs(self, batch: Batch, unknown: Tensor | None) -> StepInputs:
-        """All tokens of the batch; `unknown` [U] are the values of the last of spans `batch.unknown`."""
+        """All tokens of the batch; `unknown` [U] are the last tokens of spans `batch.unknown`."""
         slots = self.slots
         packed = slots.inputs(batch)
         rope_lens = None
@@ -114,10 +115,10 @@ class ModelRunner:
         return StepInputs(token_ids, self._to_device(packed.positions), metadata, self.cache, rope_lens)
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """Make the copies, then give the cache another number of pages; the low ones keep what they hold."""
+        """Make the copies, then change the number of pages; pages that remain keep their contents."""
         self.cache.apply(copies)
         if self.graphs is not None:
-            self.graphs.drop()  # they read the tensors that are about to go
+            self.graphs.drop()  # they read the tensors that are about to be replaced
         self.cache.resize(num_pages)
         if self.graphs is not None:
             self.graphs.capture()

@@ -1,4 +1,4 @@
-"""What is done once, so that no request waits for it, and none finds the memory full?"""
+"""What runs once before serving, so that no request waits for a compiler or finds the memory full?"""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from continuous_batching.batch import Batch, Index
 from models.runner import ModelRunner
 
-PROMPT = 40  # tokens: longer than what any device reads as a decode
+PROMPT = 40  # tokens: longer than what any device computes as a decode
 
 
 def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
-    """Run prompts, chunks and decodes once, over the null page, so that nothing is compiled while serving.
+    """Run prompts, chunks and decodes once, on the null page, so that nothing is compiled while serving.
 
-    The slots must be free: their page tables are all null.
+    All slots must be free, so that their page tables name the null page only.
     """
     slots = runner.slots
     assert not len(slots.busy), "warm up before the first request"
@@ -32,7 +32,7 @@ def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
 
 
 def capture(runner: ModelRunner, most: int) -> int:
-    """Capture steps of up to `most` decodes; the bytes of the device that they hold."""
+    """Capture steps of up to `most` decodes; returns the bytes of the device's memory that they hold."""
     device = runner.attention.device
     memory = torch.get_device_module(device)
     memory.empty_cache()
@@ -42,10 +42,11 @@ def capture(runner: ModelRunner, most: int) -> int:
 
 
 def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None:
-    """The most memory that a step of the whole budget takes beyond what was held before; None if unknown.
+    """The most memory that a step of the whole budget needs beyond what was held before; None if unknown.
 
-    Spans as long as can be, over the null page, and every slot samples by its share of chance. On a CPU it is
-    the growth of the process, so only memory that no step has used yet counts; elsewhere what is allocated.
+    The spans are as long as possible, on the null page, and every slot samples with top-p. On a CPU it is the
+    growth of the process, so memory that an earlier step has used does not count; elsewhere what is
+    allocated.
     """
     device = runner.attention.device
     slots = runner.slots
@@ -54,7 +55,7 @@ def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None
     for row in rows.tolist():
         lens[row] += min(max_batch_tokens - int(lens.sum()), max(0, slots.max_tokens - 2))
     before = _held_bytes(device)
-    slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # a row sets both anew when it is taken
+    slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # both are set again when a slot is taken
     runner.run(_batch(rows, np.zeros_like(rows), lens))
     slots.temperature[rows], slots.top_p[rows] = 0.0, 1.0
     runner.cache.clear_null_page()
@@ -63,7 +64,7 @@ def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None
 
 
 def _held_bytes(device: torch.device) -> int | None:
-    """What is in use now; from here on the peak counts anew."""
+    """What is in use now; the peak is counted from here on."""
     if device.type == "cpu":
         return _process_bytes("VmRSS", reset_peak=True)
     memory = torch.get_device_module(device)
@@ -78,7 +79,7 @@ def _peak_bytes(device: torch.device) -> int | None:
 
 
 def _process_bytes(name: str, *, reset_peak: bool = False) -> int | None:
-    """A memory figure of this process; None where the system has none, or keeps its peaks to itself."""
+    """A memory figure of this process; None where the system has none, or does not let its peak be reset."""
     try:
         if reset_peak:
             Path("/proc/self/clear_refs").write_text("5")

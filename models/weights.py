@@ -1,7 +1,7 @@
 """Which tensor of a checkpoint goes where?
 
 Checkpoints are Hugging Face directories of safetensors, one file or an index over shards. Each tensor is
-memory-mapped and copied straight to its place in the fused parameters.
+memory-mapped and copied directly to its place in the decoder's joined parameters.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
 INT8 = ("I8",)
-MAPPED_BYTES = 2**27  # then a file is mapped anew: what was read of a map counts as the process's memory
-# Buffers that older checkpoints saved although they follow from config.json
+MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping count as the process's memory
+# Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -46,7 +46,7 @@ def load(decoder: Decoder, path: str | Path) -> None:
         for name, tensor in _tensors(file, names):
             if name in places:
                 places[name].copy_(tensor)
-    # A tied checkpoint may carry its head as well; if the two differ it is not tied at all
+    # A tied checkpoint may contain its head as well; if the two differ it is not tied
     for file in (file for file, names in found.items() if HEAD in names and HEAD not in places):
         head = open_checkpoint(file).get_tensor(HEAD).to(decoder.embedding)
         if not torch.equal(head, decoder.embedding):
@@ -70,7 +70,7 @@ def random(decoder: Decoder, seed: int) -> None:
 
 
 def places_by_name(decoder: Decoder) -> dict[str, Tensor]:
-    """For each tensor name of a checkpoint, the view of the decoder's parameters it is copied to."""
+    """For each tensor name of a checkpoint, the view of the decoder's parameters that it is copied to."""
     config = decoder.config
     places: dict[str, Tensor | None] = {EMBEDDING: decoder.embedding, "model.norm.weight": decoder.norm}
     if not config.tie_embeddings:
@@ -96,18 +96,18 @@ def places_by_name(decoder: Decoder) -> dict[str, Tensor]:
 def _split(
     prefix: str, names: tuple[str, ...], linear: Linear, widths: list[int]
 ) -> dict[str, Tensor | None]:
-    """The rows of a fused linear that belong to each of the checkpoint's linears."""
+    """The rows of a joined linear that belong to each of the checkpoint's linears."""
     places: dict[str, Tensor | None] = {}
     kinds = {"weight": linear.weight, "weight_scale": linear.weight_scale, "bias": linear.bias}
-    for kind, fused in kinds.items():
-        if fused is not None:
-            views = fused.data.split(widths)
+    for kind, joined in kinds.items():
+        if joined is not None:
+            views = joined.data.split(widths)
             places |= {f"{prefix}{name}.{kind}": view for name, view in zip(names, views)}
     return places
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory; ValueError where some are absent."""
+    """The safetensors files of a checkpoint directory; raises ValueError where some are absent."""
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if not (path / INDEX).is_file():
@@ -117,7 +117,7 @@ def checkpoint_files(path: Path) -> list[Path]:
         )
     try:
         files = set(json.loads((path / INDEX).read_text())["weight_map"].values())
-        names = sorted(Path(file).name for file in files)  # that are all in this folder
+        names = sorted(Path(file).name for file in files)  # all in this folder
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
     absent = [name for name in names if not (path / name).is_file()]
@@ -127,7 +127,7 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def open_checkpoint(file: Path) -> Any:
-    """A safetensors file, mapped; ValueError where it is none or is damaged."""
+    """A safetensors file, mapped; raises ValueError where it is damaged or something else."""
     try:
         return safe_open(str(file), framework="pt", device="cpu")
     except SafetensorError as error:
@@ -135,7 +135,7 @@ def open_checkpoint(file: Path) -> Any:
 
 
 def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a file, mapped. Take it before asking for the next."""
+    """The tensors of a file, mapped one after the other; each is valid until the next is asked for."""
     mapped, num_bytes = open_checkpoint(file), 0
     for name in names:
         tensor = mapped.get_tensor(name)
@@ -149,7 +149,7 @@ def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
 def _account(
     files: list[Path], places: dict[str, Tensor], tied: bool
 ) -> tuple[dict[Path, list[str]], list[str]]:
-    """The tensors to be read from each file, and what is wrong with them all."""
+    """The tensors to be read from each file, and everything that is wrong with them."""
     found: dict[Path, list[str]] = {}
     faults: list[str] = []
     absent = {name: list(place.shape) for name, place in places.items()}

@@ -1,4 +1,4 @@
-"""What does a request change in the model's logits before a token is chosen?
+"""How do a request's parameters change the logits before a token is chosen?
 
 In this order: `logit_bias` is added; `repetition_penalty` divides the positive and multiplies the other
 logits of every token seen in prompt or answer (Keskar et al. 2019, arXiv 1909.05858; Hugging Face's
@@ -61,7 +61,7 @@ def _biases(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_
     """logit_bias, and the tokens that would end a request before its min_tokens.
 
     With ignore_eos the model's EOS ends nothing and may come at any time; the request's own stop tokens
-    still may not.
+    still may not come.
     """
     biased: list[tuple[int, int, float]] = []
     barred: list[tuple[int, int]] = []

@@ -1,9 +1,9 @@
-"""Which tokens may be drawn, and which one is?
+"""Which tokens do top-k, top-p and min-p leave, and which of them is drawn?
 
-A row's weights are exp((logit - best logit) / temperature): the best token weighs exactly 1. Every filter
-is then a threshold: `top_k` the k-th largest weight, `min_p` itself, `top_p` the weight at which the largest
-weights first reach that share. Tokens that tie with the threshold all stay, so what a row keeps does not
-depend on how a device sorts equals, nor on the rows beside it.
+A row's weights are exp((logit - best logit) / temperature): the best token has weight 1. Every filter is then
+a threshold on weights: `top_k` is the k-th largest weight, `min_p` is itself, and `top_p` is the weight at
+which the largest weights first sum to that share. All tokens that tie with the threshold are kept, so what a
+row keeps does not depend on how a device sorts equals, nor on other rows.
 
 Sources: top-k, Fan et al. 2018 (arXiv 1805.04833); top-p, Holtzman et al. 2019 (1904.09751); min-p, Nguyen
 et al. 2024 (2407.01082). They apply in the order of Hugging Face's generate: temperature, top_k, top_p
@@ -54,10 +54,10 @@ def _by_sorting(weights: Tensor, top_p: Tensor, tile: int) -> Tensor:
 
 
 def _by_halving(weights: Tensor, top_p: Tensor, tile: int) -> Tensor:
-    """Halve the 2^30 floats from 0 to 1 in thirty passes over the weights; sorts and scatters nothing."""
+    """Bisect the 2^30 floats from 0 to 1 in thirty passes over the weights, without a sort or a scatter."""
     needed = top_p[:, None] * _total(weights, tile)
-    low = torch.zeros_like(needed, dtype=torch.int32)  # the tokens from here up weigh enough
-    high = torch.full_like(low, _ONE_BITS + 1)  # too little
+    low = torch.zeros_like(needed, dtype=torch.int32)  # tokens from this weight up have enough mass
+    high = torch.full_like(low, _ONE_BITS + 1)  # and from this weight up too little
     for _ in range(_ONE_BITS.bit_length()):
         middle = (low + high) >> 1
         mass = _total(torch.where(weights >= middle.view(torch.float32), weights, 0.0), tile)
@@ -92,5 +92,5 @@ def _reach(weights: Tensor, share: Tensor, tile: int) -> Tensor:
 
 
 def _total(weights: Tensor, tile: int) -> Tensor:
-    """[R, V] -> [R, 1]. By tiles, because one long sum is split among threads when R is 1, and only then."""
+    """[R, V] -> [R, 1], tile by tile: only where R is 1 would torch split one long sum among threads."""
     return weights.view(weights.shape[0], -1, tile).sum(-1).sum(-1, keepdim=True)

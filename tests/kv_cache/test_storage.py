@@ -96,7 +96,11 @@ def test_copies_are_made_in_their_order_and_pages_come_back_from_the_host() -> N
     assert held(cache) == [0, 1, 2, 5, 3, 4]
 
 
-WAYS = [storage._leave, storage._return, *(partial(storage._copy, sliced=each) for each in (True, False))]
+WAYS = [
+    storage._to_host,
+    storage._from_host,
+    *(partial(storage._copy, sliced=each) for each in (True, False)),
+]
 
 
 @pytest.mark.parametrize("way", WAYS)

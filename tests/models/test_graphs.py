@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.graphs import COLUMNS, _fill_up, ladder
+from models.graphs import COLUMNS, _pad, ladder
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])
@@ -26,7 +26,7 @@ def test_the_ladder_doubles_within_a_page():
 
 def test_filling_is_one_token_a_row_at_places_of_its_own_of_the_null_page():
     host = np.full((COLUMNS + 3, 5), 77, dtype=np.int32)
-    _fill_up(host)
+    _pad(host)
     token_ids, positions, write_index, kv_lens, rope_lens = host[:COLUMNS]
     assert not token_ids.any()
     assert not positions.any()
