@@ -2,7 +2,7 @@
 
     python -m virtual_npu [CHIP]
 
-Starts it and tells versions, libraries, device and memory.
+Starts it and prints versions, libraries, device and memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
         return 2
     free, total = torch.npu.mem_get_info()
     names, symbols = libraries.survey(site)
-    told = {
+    lines = {
         "device": f"npu:0, VIRTUAL {device.chip}",
         "memory": f"{total / 2**30:.1f} GiB of the host's, {free / 2**30:.1f} free",
         "torch_npu": f"{torch_npu.__version__} in {site}",
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         "kernels": f"{device.num_kernels} of torch, {device.num_operators} of torch_npu by contract",
         "start": f"{time.perf_counter() - start_s:.1f} s, of which libraries {built_s - start_s:.1f}",
     }
-    for name, value in told.items():
+    for name, value in lines.items():
         print(f"{name:10} {value}")
     return 0
 

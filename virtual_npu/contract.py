@@ -1,8 +1,8 @@
 """When is a call of an operator right?
 
-An operator is the schema that the wheel registers, the rules of a right call, and a reference that computes
-it on a CPU. A rule says what it demands, who says so and how to mend a breach. Rules are asked in order, so
-each may rely on those before it.
+An operator has the schema that the wheel registers, the rules of a correct call, and a reference that
+computes it on a CPU. A rule says what it demands, its source and how to fix a violation. Rules are checked in
+order, so each may rely on those before it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch import Tensor
 
 from virtual_npu.products import A2, PRODUCTS, Product
 
-Capture = Literal["none", "stream", "group"]  # a stream is being captured; and a task group of it is open
-Breach = tuple[str, object]  # the argument, and the value that breaks the rule
+Capture = Literal["none", "stream", "group"]  # "group": a stream is captured and a task group is open
+Breach = tuple[str, object]  # the argument and the value that violate a rule
 
 
 class ContractError(ValueError):
-    """A call that the hardware would refuse, or compute wrongly in silence."""
+    """A call that the hardware would refuse, or silently compute wrongly."""
 
     def __init__(self, operator: str, breach: Breach, rule: Rule) -> None:
         self.operator, self.rule = operator, rule.name
         self.argument, self.value = breach
         said = " ".join(str(self.value).split())
         super().__init__(
-            f"{operator}: {self.argument} is {said}; {rule.demands} [{rule.name}: {rule.source}]: {rule.mend}"
+            f"{operator}: {self.argument} is {said}; {rule.demands} [{rule.name}: {rule.source}]: {rule.fix}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a call finds around it.
+    """What a call depends on beside its arguments.
 
-    `held` tells which pages some request holds, `on_device` whether a tensor lies in the device's memory
-    (None: nobody can say, and it is not asked for). `fp32` lets
-    float32 through the rules on dtype, and nothing else. `faithful` computes the known silent failures as the
-    hardware does, wrong, where they are otherwise refused.
+    `held` returns the pages that requests hold, `on_device` whether a tensor lies in the device's memory
+    (where they are None nothing is known, and the rules that need them are skipped). `fp32` admits float32 in
+    the rules on dtype, and changes nothing else. With `faithful` calls that the hardware is known to compute
+    wrongly are computed as wrongly, where they are otherwise refused.
     """
 
     product: Product = A2
@@ -66,12 +66,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one rule demands of a call; `check` yields the first breaches that it finds."""
+    """What one rule demands of a call; `check` yields the violations that it finds first."""
 
     name: str
     demands: str
     source: str
-    mend: str
+    fix: str
     check: Callable[[Any], Iterator[Breach]]
 
 
@@ -79,9 +79,9 @@ class Rule:
 class Operator:
     """One schema of the wheel, its rules, and what it computes.
 
-    `read` turns a call, once the first rules let it through, into what `rules` and `reference` are asked
-    about. `captured` are asked of a call, unread, while it is captured, in place of those that read tensors.
-    `names` maps the names that shared rules use to this schema's own.
+    `read` turns a call that passes the rules in `first` into the object that `rules` and `reference` take.
+    While a call is captured, `captured` is checked instead of `rules`, which read tensors. `names` maps the
+    names that shared rules use to this schema's own.
     """
 
     schema: str
@@ -111,7 +111,7 @@ class Operator:
 
     @cached_property
     def all_rules(self) -> tuple[Rule, ...]:
-        """Every rule, in the order in which they are asked."""
+        """Every rule, in the order in which they are checked."""
         return (*self._binding, *self.first, *self.rules, *self.captured)
 
     def bind(self, conditions: Conditions, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -123,23 +123,23 @@ class Operator:
             if each.name not in given and each.has_default_value()
         }
         call = Call(self.name, given, conditions, self.names)
-        self._ask(self._binding, call)
+        self._check(self._binding, call)
         return call
 
     def __call__(self, conditions: Conditions, *args: Any, **kwargs: Any) -> Any:
         """Check the call, then compute it. Raises ContractError."""
         call = self.bind(conditions, args, kwargs)
-        self._ask(self.first, call)
+        self._check(self.first, call)
         read = self.read(call)
-        self._ask(self.rules, read)
+        self._check(self.rules, read)
         return self.reference(read)
 
     def check_capture(self, conditions: Conditions, *args: Any, **kwargs: Any) -> None:
-        """Check a call that a graph only records, as far as shapes and the state of the capture tell."""
+        """Check a call that a graph only records, by its shapes and the state of the capture."""
         call = self.bind(conditions, args, kwargs)
-        self._ask((*self.first, *self.captured), call)
+        self._check((*self.first, *self.captured), call)
 
-    def _ask(self, rules: tuple[Rule, ...], about: Any) -> None:
+    def _check(self, rules: tuple[Rule, ...], about: Any) -> None:
         for rule in rules:
             for argument, value in rule.check(about):
                 raise ContractError(self.name, (self.names.get(argument, argument), value), rule)
@@ -150,7 +150,7 @@ class Operator:
         return (
             Rule(
                 "schema",
-                "the schema names it, and wants what it names without a default",
+                "every argument is in the schema, and every argument without a default is given",
                 self.schema.partition("(")[0] + " of torch_npu 2.13.0",
                 "pass the arguments by the schema's names",
                 self._fits_schema,

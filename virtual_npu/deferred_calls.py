@@ -1,8 +1,7 @@
-"""What happens to an operator that does not run at once?
+"""What happens to an operator that cannot run immediately?
 
-A stream may be captured, or update a task group, or wait for an event: then the operator's outputs are
-allocated and poisoned, and what it would do is kept for the device to run at its turn, on the same
-addresses.
+A stream may be captured, or update a task group, or wait for an event. Then the operator's outputs are
+allocated and filled with NaN, and its work is kept until the device runs it, on the same addresses.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ EXECUTION_FAILED = 507011  # ACL_ERROR_RT_MODEL_EXECUTE
 class DeferredCall:
     """One operator of a graph or a queue, and the addresses it writes.
 
-    `outside` are the storages it uses that no graph's pool holds, so that somebody else has to keep them.
+    `outside` are the storages that it uses and no graph's pool holds, so that the caller has to keep them.
     """
 
     name: str
@@ -39,7 +38,7 @@ class DeferredCall:
 
 
 class DeferredCalls:
-    """The operators that wait, by the numbers under which the device knows them."""
+    """The operators that wait, by the numbers that the device has for them."""
 
     def __init__(self, device: ctypes.CDLL) -> None:
         self.device = device
@@ -53,7 +52,7 @@ class DeferredCalls:
         device.virtual_npu_forget_with(self._forget)
 
     def state(self) -> int:
-        """What an operator on the current stream has to do: 0 is to run."""
+        """What happens to an operator on the current stream: 0 means that it runs."""
         return self.device.virtual_npu_state(stream())
 
     def in_group(self) -> bool:
@@ -61,12 +60,12 @@ class DeferredCalls:
         return bool(self.device.virtual_npu_in_group(stream()))
 
     def check(self, code: int) -> None:
-        """Raise RuntimeError with the device's own sentence where it refused."""
+        """Raise RuntimeError with the device's own message where `code` is an error."""
         if code:
             raise RuntimeError(f"{self.device.aclGetRecentErrMsg().decode()} (ACL error {code})")
 
     def host_waits(self, name: str) -> None:
-        """The host waits for what the current stream has been given. Raises RuntimeError where it cannot."""
+        """Wait for the work of the current stream. Raises RuntimeError where the host must not wait."""
         if self.busy.value:
             try:
                 self.check(self.device.virtual_npu_settle(stream()))
@@ -74,9 +73,9 @@ class DeferredCalls:
                 raise RuntimeError(f"{name} needs the host to wait for the device: {error}") from None
 
     def defer(self, call: HostCall, args: tuple[Any, ...], kwargs: dict[str, Any], state: int) -> Any:
-        """Keep an operator for its turn, and return its outputs, which nothing has written yet.
+        """Keep an operator for later, and return its outputs, which are not computed yet.
 
-        Raises RuntimeError for what a device could not keep.
+        Raises RuntimeError for a call that a device could not keep.
         """
         originals: Originals = {}
         on_host, named = call.to_host(args, kwargs, originals)
@@ -84,7 +83,7 @@ class DeferredCalls:
             raise RuntimeError(
                 f"virtual NPU: {call.name} reads a tensor of the host, and cannot wait its turn with it"
             )
-        if not call.mixed:  # a scalar of the host goes into the operator's arguments, as it is now
+        if not call.mixed:  # a scalar of the host is an argument with its value at the time of the call
             frozen = {key: view.clone() for key, (view, each) in originals.items() if each is view}
             on_host, named = swapped(on_host, frozen), swapped(named, frozen)
         if call.captured is not None and state == CAPTURED:
@@ -103,7 +102,7 @@ class DeferredCalls:
             for place, each in zip(places, fresh):
                 place.copy_(each)
 
-        # Only views live on: a graph knows addresses and keeps no tensor alive
+        # Only views are kept: a graph knows addresses and keeps no tensor alive
         originals_of_run: Originals = {key: (view, view) for key, (view, _) in originals.items()}
         written = [each for each in tensors(result) if not each.is_cpu]
         outside = tuple(
@@ -174,7 +173,7 @@ def stream() -> int:
 
 
 def poison(view: Tensor) -> None:
-    """Fill what is not computed yet with what nobody takes for a result."""
+    """Fill an output that is not computed yet with values that cannot be taken for a result."""
     if view.is_floating_point() or view.is_complex():
         view.fill_(float("nan"))
     elif view.dtype != torch.bool:
@@ -182,9 +181,9 @@ def poison(view: Tensor) -> None:
 
 
 def _outputs(call: HostCall, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
-    """What the operator will return: arguments that it writes, and new tensors by its meta kernel's word.
+    """What the operator will return: arguments that it writes, and new tensors as its meta kernel says.
 
-    The meta kernel also refuses arguments that do not go together, as the operator would when it is called.
+    The meta kernel also refuses arguments that do not fit together, as the operator itself would.
     """
     given = call.returned(on_host, named)
     if given is not None and (call.resized or not call.is_aten):

@@ -30,7 +30,7 @@ CHIPS = {chip: each for each in PRODUCTS.values() for chip in each.chips}
 
 
 class VirtualDevice:
-    """The one virtual NPU of this process."""
+    """The virtual NPU of this process."""
 
     def __init__(self, chip: str, memory_bytes: int | None, library: ctypes.CDLL) -> None:
         self.chip, self.memory_bytes, self.library = chip, memory_bytes, library
@@ -44,17 +44,17 @@ class VirtualDevice:
     def implement(
         self, name: str, function: Callable[..., Any], captured: Callable[..., Any] | None = None
     ) -> None:
-        """Let a Python function of CPU tensors answer an operator of torch_npu; see `Kernels.implement`."""
+        """Implement an operator of torch_npu by a Python function of CPU tensors; see `Kernels.implement`."""
         self.kernels.implement(name, function, captured)
 
     def capture(self) -> Capture:
-        """Whether the current stream is captured, and a task group of it is open."""
+        """Whether the current stream is captured, and whether a task group of the capture is open."""
         if not self.deferred_calls.busy.value or self.deferred_calls.state() != CAPTURED:
             return "none"
         return "group" if self.deferred_calls.in_group() else "stream"
 
     def contract(self, conditions: Conditions) -> None:
-        """Let the operators of `virtual_npu.operators` answer under these conditions."""
+        """Check and compute the operators of `virtual_npu.operators` under these conditions from now on."""
         if conditions == self.conditions:
             return
         self.conditions = conditions
@@ -74,11 +74,10 @@ def start(
 ) -> VirtualDevice:
     """Give this process one virtual NPU; torch then has `npu:0`, whose memory is the host's.
 
-    `chip` is what the device calls itself; `memory_bytes` its memory, None for the host's. `fp32` and
-    `held` are the conditions of the operators' contract, and may be set anew by another start. Raises
-    ValueError for an unknown chip or a second, different device; OSError where wheel or C compiler are
-    missing; RuntimeError beside a real NPU, CANN, another accelerator, or a torch_npu that was imported
-    without this.
+    `chip` is the device's name; `memory_bytes` its memory, None for the host's. `fp32` and `held` are
+    conditions of the operators' contract, and another start may change them. Raises ValueError for an unknown
+    chip or a second, different device; OSError where wheel or C compiler are missing; RuntimeError beside a
+    real NPU, CANN, another accelerator, or a torch_npu that was imported without this.
     """
     if chip not in CHIPS:
         raise ValueError(f"chip {chip!r} is not known; choose one of {', '.join(CHIPS)}")

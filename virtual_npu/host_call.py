@@ -1,4 +1,4 @@
-"""How does a call on tensors of npu:0 become a call on the same bytes on the CPU, and its results return?"""
+"""How is an operator on tensors of npu:0 computed on the CPU, on the same bytes?"""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Originals = dict[
 
 
 class HostCall:
-    """One operator's way to the CPU and back.
+    """One operator, computed on the CPU.
 
-    `function` takes the operator's arguments as CPU tensors; `captured`, if given, is called with them when
-    a graph captures the operator, while their values are not there yet.
+    `function` takes the operator's arguments as CPU tensors; `captured`, if given, is called with them when a
+    graph captures the operator, before their values exist.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HostCall:
         return result if kwargs.get("device") == CPU else self.to_device(result, originals)
 
     def needs_host(self, args: tuple[Any, ...]) -> bool:
-        """Whether the host has to see values, for the result or for its shape."""
+        """Whether the result, or its shape, depends on values that the host must read."""
         if self._indexes:  # integers say the shape themselves
             return any(each.dtype in (torch.bool, torch.uint8) for each in tensors(args[1]))
         return self._needs_host
@@ -85,7 +85,7 @@ class HostCall:
     def to_host(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments as the CPU takes them; `originals` learns which view stands for which tensor.
+        """The arguments as CPU tensors; fills `originals`, which says which view stands for which tensor.
 
         Raises RuntimeError, as torch does, where a tensor of the host is among them.
         """
@@ -113,7 +113,7 @@ class HostCall:
         return any(view is each and each.dim() for view, each in originals.values())
 
     def returned(self, on_host: list[Any], named: dict[str, Any]) -> Any:
-        """The arguments that the operator returns, where it makes no tensor; else None."""
+        """The arguments that the operator returns; None where it makes new tensors."""
         schema = self.operator._schema
         if "out" in named or self.resized:  # torch_npu's `Tensor[] out` says nothing of aliases
             outs = [each for name, each in named.items() if name == "out" or name in self.resized]
@@ -132,7 +132,7 @@ class HostCall:
         return tensor if tensor.is_cpu else self.memory.view(tensor)
 
     def to_device(self, result: Any, originals: Originals) -> Any:
-        """A result with its tensors on npu:0; an argument that is returned is the caller's own tensor."""
+        """A result with its tensors on npu:0; an argument that is returned is the caller's tensor."""
         if isinstance(result, Tensor):
             if id(result) in originals:
                 return originals[id(result)][1]

@@ -1,8 +1,7 @@
 """What runs when an operator is called on a tensor of npu:0?
 
-The CPU kernel of the same operator, over the same bytes; for operators of torch_npu itself, a Python
-function that `implement` names. On a stream that captures, waits or updates, `DeferredCalls` takes the call
-instead.
+The CPU kernel of the same operator, on the same bytes; for torch_npu's own operators, a Python function given
+to `implement`. On a stream that captures, waits or updates, `DeferredCalls` takes the call instead.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from virtual_npu.randomness import seeded
 
 Kernel = Callable[..., Any]
 
-# torch_npu's own kernels serve: they make, view or describe tensors and leave the elements alone
+# torch_npu's own kernels are used: they make, view or describe tensors and do not touch elements
 KEEP = {
     *(
         "empty.memory_format",
@@ -38,7 +37,7 @@ KEEP = {
 
 
 class Kernels:
-    """The kernels of every operator on npu:0; they stay registered as long as this lives."""
+    """The kernels of every operator on npu:0, registered as long as this object lives."""
 
     def __init__(self, memory: Memory, deferred_calls: DeferredCalls) -> None:
         self.memory, self.deferred_calls = memory, deferred_calls
@@ -70,13 +69,12 @@ class Kernels:
         return count
 
     def implement(self, name: str, function: Kernel, captured: Kernel | None = None) -> None:
-        """Let a Python function of CPU tensors answer an operator, as in `npu::npu_rms_norm` or
-        `npu::npu_x.out`.
+        """Implement an operator, such as `npu::npu_rms_norm`, by a Python function of CPU tensors.
 
-        It is called with the schema's arguments (defaults left out), tensors of npu:0 as CPU views of the
-        same bytes. What it writes into them is written; what it returns is copied to the device, or is the
-        caller's own tensor where it returns an argument. `captured` is called in its place while a graph
-        captures the operator: shapes and lists are known then, values are not.
+        It is called with the schema's arguments (without defaults), and with CPU views of the same bytes for
+        tensors of npu:0, into which it may write. What it returns is copied to the device, or is the caller's
+        own tensor where it returns an argument. `captured` is called instead while a graph captures the
+        operator, when shapes and lists are known but values are not.
         """
         operator = find(name)
         if operator is None:

@@ -1,4 +1,4 @@
-"""How does the host see what lies in the memory of the virtual device?"""
+"""How does the host read and write the memory of the virtual device?"""
 
 from __future__ import annotations
 

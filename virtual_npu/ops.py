@@ -25,7 +25,7 @@ def described(each: Operator) -> dict[str, Any]:
         "products": [product.name for product in each.products],
         "source": each.source,
         "rules": [
-            {"name": rule.name, "demands": rule.demands, "source": rule.source, "mend": rule.mend}
+            {"name": rule.name, "demands": rule.demands, "source": rule.source, "fix": rule.fix}
             for rule in each.all_rules
         ],
     }
@@ -50,7 +50,7 @@ def page(each: Operator) -> str:
     lines = [each.schema, f"products: {', '.join(product.name for product in each.products)}"]
     lines.append(f"source: {each.source}")
     for rule in each.all_rules:
-        lines += ["", f"{rule.name}: {rule.demands}", f"    source: {rule.source}", f"    mend: {rule.mend}"]
+        lines += ["", f"{rule.name}: {rule.demands}", f"    source: {rule.source}", f"    fix: {rule.fix}"]
     return "\n".join(lines)
 
 

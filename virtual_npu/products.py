@@ -1,4 +1,4 @@
-"""Which Ascend products are there, and what may each be asked for?
+"""Which Ascend products are there, and what does each support?
 
 Every fact has its source beside it: a document of Ascend/op-plugin, named by its operator, or of CANN; or a
 file of vllm-project/vllm-ascend, which runs on the product and does no more than it takes.

@@ -1,8 +1,7 @@
 """Which numbers does a random operator draw on the virtual device?
 
-Those of the CPU's generator, seeded from the seed and the offset of the generator of npu:0; so a saved and
-restored state of that generator repeats them, as on the device. They are not the numbers that a real device
-draws.
+Those of a CPU generator that is seeded from the seed and the offset of npu:0's generator, so that restoring
+its state repeats them, as on the device. A real device draws other numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which calls does an engine make, at which sizes?
 
-To be tried on a device, each drawn from a seed: the operator, its arguments on the CPU, and how near its
-results must come to the contract's.
+Samples to run on a device, drawn from a seed: the operator, its arguments on the CPU, and how close its
+results must be to the contract's.
 
 Legend: T tokens, S sequences, H query heads, K kv heads, D head dim, P pages, B tokens a page,
 C = K * D / 16.
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from virtual_npu.draw import Draw
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.products import A2, Product
 
@@ -39,11 +39,51 @@ class SampleCall:
     may_move: bool  # results may differ in their last bits; else they are bits that are only copied
 
     def near(self, dtype: torch.dtype) -> float:
-        """How far a result of this type may be from the reference, and by which part of it."""
+        """How far a result of this type may be from the reference, absolutely and relative to it."""
         return (NEAR | SAME)[dtype] if self.may_move else 0.0
 
 
-def _attention(draw: Draw) -> dict[str, Any]:
+class RandomInputs:
+    """Random numbers and tensors of one call, in the product's types by turns."""
+
+    def __init__(self, seed: int, product: Product) -> None:
+        self.generator, self.product = torch.Generator().manual_seed(seed), product
+        self.dtype = product.dtypes[::-1][seed % len(product.dtypes)]
+
+    def number(self, least: int, most: int) -> int:
+        """From least to most, both included."""
+        return int(torch.randint(least, most + 1, (), generator=self.generator))
+
+    def one(self, *values: Any) -> Any:
+        """One of these."""
+        return values[self.number(0, len(values) - 1)]
+
+    def tensor(self, *shape: int) -> Tensor:
+        """Normal numbers in the call's type."""
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def int8(self, *shape: int) -> Tensor:
+        """Every value but -128."""
+        return torch.randint(-127, 128, shape, generator=self.generator, dtype=torch.int8)
+
+    def scale(self, *shape: int) -> Tensor:
+        """Positive float32."""
+        return 0.001 + 0.01 * torch.rand(*shape, generator=self.generator)
+
+    def order(self, count: int) -> Tensor:
+        """The numbers below `count`, shuffled."""
+        return torch.randperm(count, generator=self.generator)
+
+    def page_table(self, counts: list[int]) -> Tensor:
+        """`counts` pages for each sequence, shuffled, without page 0. int32 [S, pages]"""
+        pages = (1 + self.order(sum(counts))).tolist()
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        for row, count in enumerate(counts):
+            table[row, :count] = torch.tensor([pages.pop() for _ in range(count)])
+        return table
+
+
+def _attention(draw: RandomInputs) -> dict[str, Any]:
     """A packed batch of decodes, chunks and prompts over shuffled pages."""
     num_kv_heads, dim, page_size = draw.one(1, 2, 4), draw.one(64, 128), draw.one(16, 64, 128)
     num_heads = num_kv_heads * draw.one(1, 2, 4)
@@ -78,18 +118,18 @@ def _attention(draw: Draw) -> dict[str, Any]:
     return arguments
 
 
-def _atb_decodes(draw: Draw) -> dict[str, Any]:
+def _atb_decodes(draw: RandomInputs) -> dict[str, Any]:
     """One query of each sequence over shuffled pages, each in columns of 16."""
     return _atb(draw, [1] * draw.number(1, 6))
 
 
-def _atb_spans(draw: Draw) -> dict[str, Any]:
+def _atb_spans(draw: RandomInputs) -> dict[str, Any]:
     """Decodes, chunks and prompts over such pages."""
     lens = [draw.one(1, draw.number(1, 200)) for _ in range(draw.number(1, 6))]
     return _atb(draw, lens) | {"seq_len": torch.tensor(lens, dtype=torch.int32), "mask": ATB_MASK}
 
 
-def _atb(draw: Draw, lens: list[int]) -> dict[str, Any]:
+def _atb(draw: RandomInputs, lens: list[int]) -> dict[str, Any]:
     num_kv_heads, dim, page_size = draw.one(1, 2, 4), draw.one(64, 128), draw.one(64, 128)
     num_heads = num_kv_heads * draw.one(1, 2, 4)
     context = [count + draw.one(0, draw.number(1, 700)) for count in lens]
@@ -109,7 +149,7 @@ def _atb(draw: Draw, lens: list[int]) -> dict[str, Any]:
     }
 
 
-def _atb_write(draw: Draw) -> dict[str, Any]:
+def _atb_write(draw: RandomInputs) -> dict[str, Any]:
     """As `_write`, into pages [P, C, B, 16]."""
     made = _write(draw)
     del made["cache_mode"]
@@ -119,7 +159,7 @@ def _atb_write(draw: Draw) -> dict[str, Any]:
     return made | {"slot_indices": made.pop("slot_mapping")}
 
 
-def _write(draw: Draw) -> dict[str, Any]:
+def _write(draw: RandomInputs) -> dict[str, Any]:
     tokens, heads, dim, page_size = (
         draw.number(1, 300),
         draw.one(1, 2, 8),
@@ -137,7 +177,7 @@ def _write(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _update(draw: Draw) -> dict[str, Any]:
+def _update(draw: RandomInputs) -> dict[str, Any]:
     tokens, rows, width = draw.number(1, 200), 256, (draw.one(1, 4), draw.one(64, 128))
     return {
         "input": draw.tensor(rows, *width),
@@ -146,12 +186,12 @@ def _update(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _norm(draw: Draw) -> dict[str, Any]:
+def _norm(draw: RandomInputs) -> dict[str, Any]:
     width = draw.one(64, 128, 1024, 4096)
     return {"input": draw.tensor(draw.number(1, 200), width), "gamma": draw.tensor(width), "epsilon": 1e-6}
 
 
-def _add_norm(draw: Draw) -> dict[str, Any]:
+def _add_norm(draw: RandomInputs) -> dict[str, Any]:
     width, tokens = draw.one(64, 1024, 4096), draw.number(1, 200)
     return {
         "x1": draw.tensor(tokens, width),
@@ -161,7 +201,7 @@ def _add_norm(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _rotary(draw: Draw) -> dict[str, Any]:
+def _rotary(draw: RandomInputs) -> dict[str, Any]:
     tokens, dim, kv_heads = draw.number(1, 200), draw.one(64, 128), draw.one(1, 2, 8)
     angles = 10 * torch.rand(tokens, dim // 2, generator=draw.generator)
     both = torch.cat([angles, angles], -1)[:, None]
@@ -175,20 +215,20 @@ def _rotary(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _rotary_mul(draw: Draw) -> dict[str, Any]:
+def _rotary_mul(draw: RandomInputs) -> dict[str, Any]:
     made = _rotary(draw)
     return {"input": made["query"], "r1": made["cos"], "r2": made["sin"]}
 
 
-def _swiglu(draw: Draw) -> dict[str, Any]:
+def _swiglu(draw: RandomInputs) -> dict[str, Any]:
     return {"input": draw.tensor(draw.number(1, 200), 2 * draw.one(96, 512, 11008)), "dim": -1}
 
 
-def _dynamic_quant(draw: Draw) -> dict[str, Any]:
+def _dynamic_quant(draw: RandomInputs) -> dict[str, Any]:
     return {"input": draw.tensor(draw.number(1, 200), draw.one(64, 512, 4096))}
 
 
-def _quant_matmul(draw: Draw) -> dict[str, Any]:
+def _quant_matmul(draw: RandomInputs) -> dict[str, Any]:
     tokens, inputs, outputs = draw.number(1, 200), draw.one(64, 512, 4096), draw.one(32, 256)
     return {
         "x1": draw.int8(tokens, inputs),
@@ -200,12 +240,12 @@ def _quant_matmul(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _format_cast(draw: Draw) -> dict[str, Any]:
+def _format_cast(draw: RandomInputs) -> dict[str, Any]:
     weight = draw.one(draw.tensor, draw.int8)(draw.one(64, 512), draw.one(96, 1024))
     return {"input": weight, "acl_format": FRACTAL_NZ}
 
 
-Maker = Callable[[Draw], dict[str, Any]]
+Maker = Callable[[RandomInputs], dict[str, Any]]
 MAKERS: Mapping[str, Maker] = {
     "npu_fused_infer_attention_score": _attention,
     "npu_scatter_pa_kv_cache": _write,
@@ -243,17 +283,17 @@ COPIES = ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_scatter_nd_u
 
 
 def makers(product: Product) -> Mapping[str, Maker]:
-    """What draws the calls of each operator that an engine calls on a product."""
+    """The functions that draw calls of each operator that an engine uses on a product."""
     chosen = MAKERS if product.fused_attention else ATB_MAKERS
     return {name: maker for name, maker in chosen.items() if product in contract_of(name).products}
 
 
 def sample_call(operator: str, seed: int, product: Product = A2) -> SampleCall:
-    """The call of this operator that the seed draws, in the product's types by turns."""
+    """The call of this operator for a seed; seeds take the product's types by turns."""
     return SampleCall(
         operator,
         product,
-        makers(product)[operator](Draw(seed, product)),
+        makers(product)[operator](RandomInputs(seed, product)),
         RESULTS.get(operator),
         WRITTEN.get(operator, ()),
         _CACHES if product.split_heads else (),

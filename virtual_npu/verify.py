@@ -2,9 +2,9 @@
 
     python -m virtual_npu.verify [--calls 50] [--seed 0] [--product 310P] [--virtual] [--json]
 
-Draws calls of every operator as the engine makes them on the product, runs each on npu:0, and compares what
-the engine looks at, results or the arguments that are filled, with the reference on the CPU. Status 0: all
-are near enough; 1: not.
+Draws calls of every operator as the engine makes them on the product, runs them on npu:0, and compares the
+results that the engine uses, or the arguments that are filled, with the reference on the CPU. The exit status
+is 0 where all are close enough, otherwise 1.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Runs = Callable[[str, Mapping[str, Any]], Any]  # an operator by name, on argume
 
 @dataclass(frozen=True, slots=True)
 class OperatorResult:
-    """What one operator's calls came to; `worst` is the largest distance, in parts of what is allowed."""
+    """The outcome of one operator's calls; `worst` is the largest distance, relative to what is allowed."""
 
     operator: str
     num_calls: int
     num_right: int
     worst: float
-    first_fault: str | None  # with the seed that draws the call again
+    first_fault: str | None  # with the seed that draws the same call
 
     @property
     def is_right(self) -> bool:
@@ -47,19 +47,19 @@ class OperatorResult:
 def verify(
     operator: str, runs: Runs, device: torch.device | str, num_calls: int, seed: int, product: Product = A2
 ) -> OperatorResult:
-    """Try an operator's calls one after the other; an error is a fault of its call alone."""
+    """Run an operator's calls one after the other; an error counts as a fault of its call."""
     num_right, worst, fault = 0, 0.0, None
     for each in range(seed, seed + num_calls):
         call = sample_call(operator, each, product)
         try:
             distance = _distance(call, runs, device)
-            told = f"{distance:.3g} times as far from the reference as allowed"
+            message = f"{distance:.3g} times as far from the reference as allowed"
         except (RuntimeError, ValueError, AttributeError) as error:
-            distance, told = float("inf"), " ".join(str(error).split())[:500]
+            distance, message = float("inf"), " ".join(str(error).split())[:500]
         if distance <= 1:
             num_right += 1
         elif fault is None:
-            fault = f"seed {each}: {told}"
+            fault = f"seed {each}: {message}"
         worst = max(worst, distance)
     return OperatorResult(operator, num_calls, num_right, worst, fault)
 
@@ -72,7 +72,7 @@ def on_device(operator: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _distance(call: SampleCall, runs: Runs, device: torch.device | str) -> float:
-    """The largest distance of any result, in parts of what is allowed; above 1 is a fault."""
+    """The largest distance of any result, relative to what is allowed; above 1 is a fault."""
     reference = partial(contract_of(call.operator), Conditions(product=call.product))
     expected_arguments = _sent(call, "cpu")
     arguments = _sent(call, device)
@@ -103,7 +103,7 @@ def _looked_at(call: SampleCall, result: Any, arguments: Mapping[str, Any]) -> l
 
 
 def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
-    """The call's arguments with copies of its tensors on a device, but for what is read on the host."""
+    """The call's arguments with its tensors copied to a device, except those that are read on the host."""
     arguments = dict(call.arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and name != READ_ON_HOST:

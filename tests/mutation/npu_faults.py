@@ -11,9 +11,9 @@ NPU, ATB, ASCEND = (
 )
 PRODUCTS, FUSED = "devices/products.py", "models/ops/npu.py"
 RULES = "virtual_npu/operators/"
-LENGTHS, OPTIONS = RULES + "attention_lengths.py", RULES + "attention_options.py"
+ARGUMENTS = RULES + "attention_arguments.py"
 SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULES + "spans.py"
-WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb_rules.py"
+WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb.py"
 DEFERRED = "virtual_npu/deferred_calls.py"
 
 CALLS = ("tests/models/test_npu.py", "tests/attention/test_attention.py")
@@ -24,7 +24,7 @@ RULE_TESTS = tuple(
 NPU_TESTS_OF = {
     **dict.fromkeys((NPU, ASCEND, FUSED), CALLS),
     **dict.fromkeys((ATB, PRODUCTS), ATB_CALLS),
-    **dict.fromkeys((LENGTHS, OPTIONS, SHAPES, PAGING, SPANS, WRITES, ATB_RULES), RULE_TESTS),
+    **dict.fromkeys((ARGUMENTS, SHAPES, PAGING, SPANS, WRITES, ATB_RULES), RULE_TESTS),
     DEFERRED: ("tests/virtual_npu/test_graphs.py", "tests/models/test_npu.py"),
 }
 
@@ -143,21 +143,21 @@ NPU_FAULTS = (
     ),
     Fault(
         "sum_of_queries_unasked",
-        LENGTHS,
+        ARGUMENTS,
         'call["actual_seq_qlen"][-1] != tokens',
         'call["actual_seq_qlen"][-1] > tokens',
         "padding rows without a sequence of their own pass: error 561002 on the device",
     ),
     Fault(
         "falling_lengths_pass",
-        LENGTHS,
+        ARGUMENTS,
         "elif lens[0] < 0 or any(after < before for before, after in pairwise(lens)):",
         "elif lens[0] < 0:",
         "lengths one by one pass where their sum happens to fit",
     ),
     Fault(
         "pages_of_any_size",
-        OPTIONS,
+        ARGUMENTS,
         "elif size % step or not least <= size <= most:",
         "elif not least <= size <= most:",
         "pages that are no multiple of 16 pass",

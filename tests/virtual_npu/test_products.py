@@ -39,7 +39,7 @@ def test_rules_say_all_that_a_message_needs() -> None:
     for each in OPERATORS:
         names = [rule.name for rule in each.all_rules]
         assert len(names) == len(set(names)), each.name
-        assert all(rule.demands and rule.source and rule.mend for rule in each.all_rules)
+        assert all(rule.demands and rule.source and rule.fix for rule in each.all_rules)
 
 
 def test_operators_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +62,6 @@ def test_the_list_is_there_for_programs(capsys: pytest.CaptureFixture[str]) -> N
     assert ops.main(["--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in listed] == [each.qualified for each in OPERATORS]
-    assert all(
-        {"name", "demands", "source", "mend"} == set(rule) for each in listed for rule in each["rules"]
-    )
+    assert all({"name", "demands", "source", "fix"} == set(rule) for each in listed for rule in each["rules"])
     with pytest.raises(SystemExit):
         ops.main(["npu_x"])

@@ -1,4 +1,4 @@
-"""Every rule refuses a call that breaks it, in a sentence that names the rule, its source and the mend."""
+"""Every rule refuses a call that breaks it, in a sentence that names the rule, its source and the fix."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_wrong_call_is_refused(operator: Operator, wrong: Wrong) -> None:
     message = str(error)
     assert message.startswith(f"{operator.name}: {argument} is ")
     assert wrong.said in message.partition("; ")[0] + ";"
-    assert message.endswith(f"; {rule.demands} [{rule.name}: {rule.source}]: {rule.mend}")
+    assert message.endswith(f"; {rule.demands} [{rule.name}: {rule.source}]: {rule.fix}")
     assert "\n" not in message
 
 

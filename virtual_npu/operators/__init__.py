@@ -5,7 +5,7 @@ from __future__ import annotations
 from virtual_npu.contract import Operator
 from virtual_npu.operators import (
     activation,
-    atb_operators,
+    atb,
     attention,
     cache,
     matmul,
@@ -18,7 +18,7 @@ from virtual_npu.operators import (
 OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
-        *(attention, atb_operators, cache, scatter),
+        *(attention, atb, cache, scatter),
         *(norm, rotary, activation, matmul, sampling),
     )
     for operator in room.OPERATORS

@@ -1,10 +1,11 @@
 """What is fused attention, in both versions and all forms, and when is it called right?
 
-`npu_fused_infer_attention_score` and `_v2` differ in the names of arguments, and in what is not modelled here
-but for sinks, which are the second's alone. Each has a form with outputs and workspace given, for capture.
+`npu_fused_infer_attention_score` and `_v2` differ in the names of arguments, and in features that are not
+modelled here except for sinks, which only the second has. Each has a form with given outputs and workspace,
+for capture.
 
-Documented and not asked for: a cache of as many pages as all sequences count together, since shared prefixes
-count twice; a scale other than the default, since 1.0 can be meant.
+Documented but not checked: that the cache has as many pages as all sequences have together, since shared
+prefixes count twice; and that the scale is not the default, since 1.0 can be intended.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
+from virtual_npu.operators.attention_arguments import LENGTHS, OPTIONS
 from virtual_npu.operators.attention_batch import BATCH, WRONG_PAST
-from virtual_npu.operators.attention_lengths import LENGTHS
-from virtual_npu.operators.attention_options import OPTIONS
 from virtual_npu.operators.attention_shapes import DOC, FIELD, SHAPES, head_dim
 from virtual_npu.operators.softmax import attend, forget_past, uniform
 from virtual_npu.operators.spans import LAYOUTS, FusedAttentionCall, in_order
 from virtual_npu.products import A2, A3, A5
 
-WORKSPACE = 16 * 2**20  # bytes that any call takes; what its query adds to it is below
+WORKSPACE = 16 * 2**20  # bytes that every call needs; workspace_bytes adds those for its query
 
 
 def fused_attention(asked: FusedAttentionCall) -> tuple[Tensor, Tensor]:
-    """The output in its layout, and log of the sum of exponents, float32, empty where it is not asked for."""
+    """The output in its layout, and the log of the sum of exponents in float32, empty where not wanted."""
     if asked.packed and asked.mode == 0 and asked.call["atten_mask"] is None:
         return in_order(uniform(asked), LAYOUTS[asked.layout][1]), torch.zeros(0)
     if asked.mode == 0 and asked.call["atten_mask"] is not None:
@@ -54,7 +54,7 @@ def _into(asked: FusedAttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def workspace_bytes(query: Tensor) -> int:
-    """What a call over this query takes: its scores and partial outputs in float32."""
+    """What a call with this query needs: its scores and partial outputs in float32."""
     return WORKSPACE + 4 * 2 * query.numel()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Rule, shape
-from virtual_npu.operators.attention_lengths import short
+from virtual_npu.operators.attention_arguments import short
 from virtual_npu.operators.attention_shapes import DOC, FIELD
 from virtual_npu.operators.paging import holding_rules, page_id_rule, unwritten
 from virtual_npu.operators.spans import FusedAttentionCall

@@ -22,14 +22,14 @@ ANY_TYPE = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint
 
 @dataclass(frozen=True)
 class CacheWriteCall:
-    """One call that writes rows to places of a cache; `split` where it lies as [P, C, B, 16]."""
+    """One call that writes rows to places of a cache; `split` where the cache is [P, C, B, 16]."""
 
     call: Call
     split: bool
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Names of what is written, and of where."""
+        """The names of the rows and of the cache that they are written to."""
         return [(name, f"{name}_cache") for name in ("key", "value") if name in self.call.arguments]
 
     @property

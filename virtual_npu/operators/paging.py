@@ -1,6 +1,6 @@
-"""Are the pages that a call reads or writes there, held, and written?
+"""Do the pages that a call reads or writes exist, does a request hold them, and have they been written?
 
-Asked of every operator that takes a page table or cache places.
+These rules apply to every operator that takes a page table or cache places.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NULL_PAGE = 0
 
 
 def outside(pages: Iterable[Tensor], num_pages: int, name: str) -> Iterator[Breach]:
-    """Page ids that no page has. `pages` are int64, a tensor a sequence."""
+    """Page ids that do not exist. `pages` are int64, one tensor a sequence."""
     for number, ids in enumerate(pages):
         wrong = ids[(ids < 0) | (ids >= num_pages)]
         if len(wrong):
@@ -25,7 +25,7 @@ def outside(pages: Iterable[Tensor], num_pages: int, name: str) -> Iterator[Brea
 
 
 def not_held(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Iterator[Breach]:
-    """Pages that no request holds, where the conditions can tell; the null page is asked after elsewhere."""
+    """Pages that no request holds, where the conditions know; the null page has a rule of its own."""
     if conditions.held is None:
         return
     held = torch.tensor([NULL_PAGE, *conditions.held()])
@@ -36,7 +36,7 @@ def not_held(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Iter
 
 
 def null_page(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Iterator[Breach]:
-    """The null page where a request's own should be, where the conditions can tell."""
+    """The null page instead of a request's own page, where the conditions know."""
     if conditions.held is None or NULL_PAGE in set(conditions.held()):
         return
     for number, ids in enumerate(pages):
@@ -45,7 +45,7 @@ def null_page(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Ite
 
 
 def unwritten(read: Iterable[tuple[Tensor, Tensor]], names: tuple[str, str]) -> Iterator[Breach]:
-    """Sequences whose keys or values have a NaN where they are read: a place that was never written."""
+    """Sequences that read a NaN among their keys or values: a place that was never written."""
     for number, pair in enumerate(read):
         for name, tensor in zip(names, pair):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -57,7 +57,7 @@ Pages = Callable[[Any], list[Tensor]]
 
 
 def page_id_rule(name: str, pages: Pages, num_pages: Callable[[Any], int]) -> Rule:
-    """The rule that the page ids in argument `name` are those of pages."""
+    """The rule that the page ids in argument `name` exist."""
     return Rule(
         "page-ids",
         "each page that is read is one of the cache's",

@@ -1,4 +1,4 @@
-"""What does attention over given keys come to?
+"""What does attention over given keys compute?
 
 In float32, a few hundred query rows at a time.
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from virtual_npu.operators.spans import FusedAttentionCall
 
-QUERY_ROWS = 256  # whose scores are held at once
+QUERY_ROWS = 256  # computed at a time
 
 
 def attend(asked: FusedAttentionCall, lse: Tensor | None) -> Tensor:
@@ -52,8 +52,8 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of [R, H, D] over [M, K, D] and [M, K, V]: [R, H, V], and log of the sum of exponents [R, H].
 
-    `mask` [R, M] is true where a key is seen; a row that sees none comes out as zero. `sink` [H] is a score
-    more of each row, with no value behind it. The second result means nothing unless it is wanted.
+    `mask` [R, M] is true where a key is seen; a row that sees none becomes zero. `sink` [H] is an additional
+    score of each row, without a value. The second result is valid only with `want_lse`.
     """
     rows, heads = query.shape[:2]
     if not key.shape[0]:
@@ -86,7 +86,7 @@ def softmax_attention(
 
 
 def uniform(asked: FusedAttentionCall) -> Tensor:
-    """What TND with sparse_mode 0 and no mask came to: the mean of the values (vllm-ascend #13699)."""
+    """What TND with sparse_mode 0 and no mask computes: the mean of the values (vllm-ascend #13699)."""
     out = torch.zeros(*asked.query.shape[:-1], asked.value.shape[-1], dtype=asked.query.dtype)
     for sequence, (_, values) in zip(asked.sequences, asked.read):
         mean = values.float().mean(0).to(out.dtype)
@@ -95,7 +95,7 @@ def uniform(asked: FusedAttentionCall) -> Tensor:
 
 
 def forget_past(mask: Tensor, position: int) -> Tensor:
-    """A mask as a 910B obeyed it in sparse_mode 0: all that it hides past a position is seen (#15503)."""
+    """A mask as a 910B applies it in sparse_mode 0: what it hides past a position is seen (#15503)."""
     mask = mask.clone()
     mask[..., position:] = 0
     return mask

@@ -1,6 +1,6 @@
 """How do the arguments of fused attention say which queries read which keys?
 
-A layout tells the order of the axes; lengths and the page table cut the tensors into sequences.
+A layout is an order of the axes; lengths and the page table divide the tensors into sequences.
 `FusedAttentionCall` is one call in plain terms, whatever the layout, the version of the operator, and where
 the keys lie.
 
@@ -22,7 +22,7 @@ from virtual_npu.contract import Call
 
 UNBOUNDED = 2**31 - 1
 
-# What `input_layout` says of the query and of the output; keys and values lie as the query does
+# The orders of query and output for each `input_layout`; keys and values have the query's order
 LAYOUTS = {
     "BSH": ("BSH", "BSH"),
     "BSND": ("BSND", "BSND"),
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def heads_last(tensor: Tensor, order: str, heads: int) -> Tensor:
-    """A tensor of an input order as [T, heads, D] where it is packed, else as [Q, S, heads, D]."""
+    """A tensor in an input order as [T, heads, D] where it is packed, otherwise as [Q, S, heads, D]."""
     if order == "BSH":
         return tensor.view(*tensor.shape[:-1], heads, -1)
     return tensor.transpose(-3, -2) if order in ("BNSD", "NTD") else tensor
@@ -58,7 +58,7 @@ def in_order(tensor: Tensor, order: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One sequence: where its queries and keys lie, and what of the keys the mask lets them reach.
+    """One sequence: where its queries and keys lie, and from which key on the mask shows them.
 
     `row` is its first row of the packed query, or its number in the batch; `reach` the first key that any
     of its queries reads.
@@ -74,7 +74,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class FusedAttentionCall:
-    """One call of fused attention, read."""
+    """One call of fused attention, with its arguments interpreted."""
 
     call: Call
 
@@ -110,7 +110,7 @@ class FusedAttentionCall:
 
     @cached_property
     def key(self) -> Tensor:
-        """The cache [P, B, K, D] with a table; else as the query, with the kv heads."""
+        """The cache [P, B, K, D] with a page table; otherwise in the query's order, with the kv heads."""
         return self._kv("key")
 
     @cached_property
@@ -197,7 +197,7 @@ class FusedAttentionCall:
         return tensor[sequence.number, : sequence.num_queries]
 
     def chunks(self, sequence: Sequence, rows: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Query rows, the keys (counted from the reach) that they may see, and which of them: None is all."""
+        """Query rows, the keys (from the reach on) that they may see, and a mask of these, None for all."""
         for start in range(0, sequence.num_queries, rows):
             stop = min(start + rows, sequence.num_queries)
             yield from self._chunk(sequence, start, stop)
@@ -221,7 +221,7 @@ class FusedAttentionCall:
         yield slice(start, stop), slice(0, places.shape[1]), None if bool(seen.all()) else seen
 
     def _own_mask(self, sequence: Sequence, start: int, stop: int) -> Tensor | None:
-        """Which keys a mask of the caller's lets rows see; 1 in the mask hides."""
+        """The keys that the caller's mask lets rows see; 1 in the mask hides a key."""
         mask: Tensor | None = self.call["atten_mask"]
         if mask is None or (self.single and self.mode in (2, 3, 4)):
             return None
