@@ -70,7 +70,7 @@ def build() -> Path:
 
 
 def survey(site: Path) -> tuple[list[str], list[str]]:
-    """The libraries that torch_npu needs and nobody has, and the symbols it expects of them."""
+    """The libraries that torch_npu needs and this machine lacks, and the symbols it expects of them."""
     own = sorted((site / "torch_npu").rglob("*.so"))
     others = [*(_torch() / "lib").glob("*.so*"), *_system()]
     read_own, read_others = [read(path) for path in own], [read(path) for path in others]

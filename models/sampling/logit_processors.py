@@ -6,7 +6,7 @@ RepetitionPenaltyLogitsProcessor); `presence_penalty` is subtracted once from ev
 `frequency_penalty` as often as it occurs there (OpenAI's API reference, "Frequency and presence
 penalties"); tokens that may not come yet (`min_tokens`) become impossible.
 
-Everything is read from the slot table anew in each step, so preemption has nothing to restore.
+Everything is read from the slot table in each step, so preemption has nothing to restore.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def holding_rules(name: str, pages: Pages) -> tuple[Rule, ...]:
     return (
         Rule(
             "null-page",
-            "page 0 is nobody's, unless the caller says that padding lies there",
+            "page 0 belongs to no request, unless the caller says that padding lies there",
             "DESIGN.md: page 0 is the null page",
             "give the row pages of its own, or list page 0 among those held",
             lambda asked: null_page(pages(asked), conditions_of(asked), name),

@@ -70,7 +70,7 @@ UPDATE_RULES = (
     Rule("rows-in-range", "indices are rows of input", UPDATE, "cut them to the real tokens", _update_range),
     Rule(
         "rows-unique",
-        "each row is written once, for nobody says which of two stays",
+        "each row is written once, since it is not defined which of two writes remains",
         "virtual_npu/operators/scatter.py",
         "drop all but one",
         _update_unique,
