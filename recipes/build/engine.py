@@ -144,9 +144,9 @@ def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, ops: Ops, at
 def _overridden(operators: object, plain: type) -> str:
     """Which of the plain operators a device overrides."""
     names = [name for name in vars(plain) if name[0] != "_" and callable(getattr(plain, name))]
-    ops = [
+    overridden = [
         name
         for name in names
         if getattr(getattr(operators, name), "__func__", None) is not getattr(plain, name)
     ]
-    return f"ops are {', '.join(ops)}" if ops else "all plain torch"
+    return f"fused are {', '.join(overridden)}" if overridden else "all plain torch"
