@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from attention.reference import Attention, AttentionMetadata
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig
+from models.dtypes import TORCH_DTYPES
 from models.layers import DecoderLayer, Linear, parameter
 from models.ops.reference import Ops
 from models.rope import Rope
@@ -22,7 +23,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, fused: Ops, attention: Attention) -> None:
         super().__init__()
         hidden, vocab = config.hidden_size, config.vocab_size
-        dtype, device = config.dtype, attention.device
+        dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.config, self.fused, self.attention = config, fused, attention
         self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from attention.reference import Attention, AttentionMetadata
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
+from models.dtypes import TORCH_DTYPES
+from models.ops.int8 import quantize_rows
 from models.ops.reference import Ops
-from models.quantization import quantize_rows
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -76,7 +77,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.eps = config.rms_eps
         self.fused, self.attention = fused, attention
-        dtype, device = config.dtype, attention.device
+        dtype, device = TORCH_DTYPES[config.dtype], attention.device
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         form = [config.form(f"model.layers.{layer}.self_attn.{name}") for name in ("q_proj", "o_proj")]
@@ -106,7 +107,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, fused: Ops, device: torch.device) -> None:
         super().__init__()
-        hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
+        hidden, inner, dtype = config.hidden_size, config.intermediate_size, TORCH_DTYPES[config.dtype]
         form = [config.form(f"model.layers.{layer}.mlp.{name}") for name in ("gate_proj", "down_proj")]
         self.fused = fused
         self.gate_up = Linear(fused, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
@@ -123,9 +124,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, fused: Ops, attention: Attention) -> None:
         super().__init__()
         self.fused, self.eps = fused, config.rms_eps
-        self.input_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)
+        dtype = TORCH_DTYPES[config.dtype]
+        self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.attention = SelfAttention(config, layer, fused, attention)
-        self.mlp_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)
+        self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.mlp = MLP(config, layer, fused, attention.device)
 
     def forward(

@@ -20,7 +20,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.quantization import KEY, Quantization, quantize_rows
+from models.ops.int8 import quantize_rows
+from models.quantization import KEY, Quantization
 from models.weights import INDEX, checkpoint_files, open_checkpoint
 from recipes.build.families import decoder_config, read
 from scripts import verb

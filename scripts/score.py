@@ -19,6 +19,7 @@ from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
 from models.decoder import Decoder
+from models.dtypes import TORCH_DTYPES
 from models.ops.cpu import CpuOps
 from recipes.build.families import decoder_config, read
 from serving.text.tokenizer import Text
@@ -64,7 +65,9 @@ def score(path: Path, lines: Sequence[str]) -> Score:
     if text is None:
         raise ValueError(f"{path} has no tokenizer, so that no text can be scored")
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, config.dtype, config.windows)
+    shape = AttentionShape(
+        *heads, PAGE_SIZE, config.head_dim**-0.5, TORCH_DTYPES[config.dtype], config.windows
+    )
     decoder = Decoder(config, CpuOps(), Attention(shape))
     weights.load(decoder, path)
     parts = [_score(decoder, tokens) for line in lines if len(tokens := text.encode(line)) > 1]
@@ -83,7 +86,12 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         )
     num_pages = -(-num_tokens // PAGE_SIZE)
     cache = KVCache(
-        config.num_layers, 1 + num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim, config.dtype
+        config.num_layers,
+        1 + num_pages,
+        PAGE_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        TORCH_DTYPES[config.dtype],
     )
     slots = SlotPool(1, num_tokens, PAGE_SIZE)
     row = np.array([slots.take(Request("line", np.array(tokens)))])

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from benchmark.gate.verdict import with_verdict
 from benchmark.offline.offline import print_table
+from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.held_out import held_out
 from benchmark.simulate.options import fit_parser, fleet_parser, held_out_parser, search_parser, serve_parser
-from benchmark.simulate.plan import plan
+from benchmark.simulate.placement import place
 from benchmark.simulate.search import search_main
 from benchmark.simulate.shards import fleet_main
 from benchmark.simulate.timeline import Timeline
 from benchmark.simulate.traces import requests_of
-from benchmark.simulate.worlds import SIMULATED, Result, World
 from continuous_batching.recording.format import Header, read_entries
 from continuous_batching.request import Request
 from recipes.build.scheduler import scheduler_from
@@ -38,7 +38,7 @@ from simulation.fitted import NAMES, Fitted, learn
 MOST_RECORDS = 20_000  # kept in a result, for the gate to recount
 
 
-def world_of(options: argparse.Namespace) -> World:
+def deployment_of(options: argparse.Namespace) -> Deployment:
     """What the options name."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     if options.costs is not None and (options.tp > 1 or options.pp > 1):
@@ -50,22 +50,22 @@ def world_of(options: argparse.Namespace) -> World:
     if options.pp > 1 and options.dp > 1:
         raise ValueError("--pp is simulated for one engine; leave out --dp")
     fitted = None if options.costs is None else Fitted.load(options.costs)
-    planned = plan(recipe, options.device, options.tp, options.pp, fitted)
-    return World(planned, options.dp, options.route or "least_loaded", options.split)
+    planned = place(recipe, options.device, options.tp, options.pp, fitted)
+    return Deployment(planned, options.dp, options.route or "least_loaded", options.split)
 
 
-def run(world: World, requests: Iterator[Request], timeline: Timeline | None = None) -> Result:
+def run(deployment: Deployment, requests: Iterator[Request], timeline: Timeline | None = None) -> Result:
     """The figures of one simulated run, without a verdict."""
     began_s = time.perf_counter()
-    tally, own = world.serve(requests, timeline, records=True)
+    tally, own = deployment.serve(requests, timeline, records=True)
     took_s = time.perf_counter() - began_s
     figures = tally.figures()
     kept = tally.records is not None and len(tally.records) <= MOST_RECORDS and not figures["failed"]
     return {
-        **world.plan.facts(),
-        "devices": world.num_devices,
-        "num_pages": world.plan.num_pages,
-        "slots": world.num_slots,
+        **deployment.placement.facts(),
+        "devices": deployment.num_devices,
+        "num_pages": deployment.placement.sizing.num_pages,
+        "slots": deployment.num_slots,
         "max_tokens_per_step": 1,
         "warm_up_counted": 0,
         **figures,
@@ -78,18 +78,22 @@ def run(world: World, requests: Iterator[Request], timeline: Timeline | None = N
 
 def serve_main(options: argparse.Namespace) -> None:
     """Simulate one setting."""
-    world = world_of(options)
+    deployment = deployment_of(options)
     if options.timeline is not None and (options.split is not None):
         raise ValueError("--timeline shows one engine or the stages of one; leave out --split")
+    placement = deployment.placement
     requests = requests_of(
-        options.trace, world.plan.recipe, world.plan.config.vocab_size, skip_bad=options.skip_bad
+        options.trace,
+        placement.recipe,
+        placement.config.vocab_size,
+        skip_bad=options.skip_bad,
     )
     if options.timeline is None:
-        figures = run(world, requests())
+        figures = run(deployment, requests())
     else:
         with open(options.timeline, "w", encoding="utf-8") as file:
             timeline = Timeline(file)
-            figures = run(world, requests(), timeline)
+            figures = run(deployment, requests(), timeline)
             timeline.close()
     said = {"recipe": options.recipe, "overrides": list(options.overrides), "trace": Path(options.trace).name}
     show(options, with_verdict({"SIMULATED": SIMULATED, **said, **figures}))

@@ -10,7 +10,7 @@ from simulation.device_profile import FOLDER, load
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class SimulatedDevice:
     """One device, from the `step` of a file of `simulation/profiles`.
 
     What a step reaches is a rate times its efficiency; `basis` says how these are known. A matrix product
@@ -38,7 +38,7 @@ class Device:
     source: str
 
     @classmethod
-    def load(cls, name: str) -> Device:
+    def load(cls, name: str) -> SimulatedDevice:
         """The device of a profile; raises ValueError for one that is not there."""
         profile = load(name)
         facts = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["step"]

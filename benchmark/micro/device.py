@@ -23,6 +23,7 @@ from benchmark.micro.kv import seconds
 from benchmark.micro.step_loads import Load, cached_bytes, operations, pair, read_bytes
 from benchmark.options import add_json, add_recipe, at_least, show
 from continuous_batching.batch import Batch
+from models.dtypes import TORCH_DTYPES
 from models.runner import ModelRunner
 from recipes.build import versions
 from recipes.build.engine import build
@@ -98,7 +99,7 @@ def attention_s(runner: ModelRunner, load: Load, repeats: int, candidate: str | 
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
     query, key, value = (
         torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(
-            runner.config.dtype
+            TORCH_DTYPES[runner.config.dtype]
         )
         for count in heads
     )
@@ -150,7 +151,9 @@ def run(
         nothing = [{"load": str(load), "not_measured": str(error)} for load in loads]
         nothing += [{"load": str(load), "is_mixed": True, "not_measured": str(error)} for load in mixed]
         return result | {"machine": versions.describe(), "rates": {}, "steps": nothing}
-    measured = rates(device.device, model_config(recipe).dtype, repeats)  # before the cache takes the memory
+    measured = rates(
+        device.device, TORCH_DTYPES[model_config(recipe).dtype], repeats
+    )  # before the cache takes the memory
     runner = build(recipe).runner
     assert isinstance(runner, ModelRunner), "a recipe builds a model"
     for tensor in (*runner.cache.keys, *runner.cache.values):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.options import add_json, at_least, show
-from benchmark.simulate.plan import Plan, plan
+from benchmark.simulate.placement import Placement, place
 from benchmark.workloads.lengths import Draw, lengths
 from continuous_batching.request import Request, SamplingParams
 from recipes.build import versions
@@ -47,7 +47,7 @@ def drawn(count: int, rate_per_s: float, prompt: Draw, output: Draw, vocab_size:
         yield Request(str(number), prompt_ids, _params(num_output), arrival_s=at_s)
 
 
-def measure(planned: Plan, trace: Iterable[Request], *, sharing: bool) -> dict[str, object]:
+def measure(planned: Placement, trace: Iterable[Request], *, sharing: bool) -> dict[str, object]:
     """The speed of one run, without what it takes to build an engine."""
     cache = replace(planned.recipe.cache, prefix_sharing=sharing)
     scheduler = scheduler_of(planned.recipe.scheduler, cache, planned.limits())
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     """Measure the three."""
     slots = f"scheduler.num_slots={options.slots}"
-    planned = plan(read(RECIPE, ["model.dtype=float16", slots], None).recipe, DEVICE, NUM_DEVICES)
+    planned = place(read(RECIPE, ["model.dtype=float16", slots], None).recipe, DEVICE, NUM_DEVICES)
     asked = options.requests, options.rate, options.prompt_tokens, options.output_tokens
     runs = {"decode": measure(planned, decodes(options.slots), sharing=False)}
     for name, sharing in (("trace", False), ("trace, sharing", True)):

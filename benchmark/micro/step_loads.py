@@ -46,14 +46,13 @@ def pair(text: str) -> tuple[int, int]:
 
 def read_bytes(config: DecoderConfig, load: Load) -> int:
     """What a step must read: keys, values and all weights but an embedding, of which it takes few rows."""
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    return config.weight_bytes - config.dtype.itemsize * embedding + cached_bytes(config, load)
+    return config.step_weight_bytes + cached_bytes(config, load)
 
 
 def cached_bytes(config: DecoderConfig, load: Load) -> int:
     """Keys and values that the spans of a step see, over all layers."""
     seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
-    return config.dtype.itemsize * 2 * config.num_kv_heads * config.head_dim * seen
+    return config.dtype_bytes * 2 * config.num_kv_heads * config.head_dim * seen
 
 
 def operations(config: DecoderConfig, load: Load) -> int:

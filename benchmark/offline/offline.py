@@ -15,7 +15,6 @@ from benchmark.offline.timeline import Timeline, readings, summarise
 from benchmark.options import add_json, add_recipe, at_least, show
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
-from kv_cache.storage import KVCache
 from recipes.build import versions
 from recipes.build.engine import build
 from recipes.build.machine import start
@@ -53,10 +52,7 @@ def forget_prefixes(engine: Engine) -> None:
 
 def cache_figures(engine: Engine) -> dict[str, object]:
     """What the pools hold now, and what was moved in them since the engine was built."""
-    config, page_size = engine.runner.config, engine.slots.page_size
-    page_bytes = KVCache.page_bytes(
-        config.num_layers, page_size, config.num_kv_heads, config.head_dim, config.dtype
-    )
+    page_bytes = engine.runner.config.page_bytes(engine.slots.page_size)
     figures = asdict(usage(engine.scheduler, page_bytes))
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 

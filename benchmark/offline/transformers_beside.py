@@ -16,6 +16,7 @@ import torch
 
 from benchmark.offline import offline
 from benchmark.options import show
+from models.dtypes import TORCH_DTYPES
 from recipes.build.machine import start
 from recipes.build.sizing import model_config
 from recipes.schema.reader import read
@@ -55,7 +56,7 @@ def _give_back(recipe: Recipe) -> None:
 def _model(recipe: Recipe) -> Any:
     import transformers  # here: it takes seconds
 
-    place, dtype = start(recipe.device).device, model_config(recipe).dtype
+    place, dtype = start(recipe.device).device, TORCH_DTYPES[model_config(recipe).dtype]
     if recipe.model.path is not None and recipe.model.weights == "checkpoint":
         model = transformers.AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype)
         return model.to(place).eval()

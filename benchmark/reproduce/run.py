@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmark.gate.verdict import with_verdict
 from benchmark.reproduce.case import Case
-from benchmark.simulate.plan import Plan, plan
-from benchmark.simulate.worlds import SIMULATED, World
+from benchmark.simulate.deployment import SIMULATED, Deployment
+from benchmark.simulate.placement import Placement, place
 from recipes.schema.reader import read
 from simulation.roofline import Roofline
 
@@ -26,16 +26,16 @@ KEYS = (  # Ascend 910 has no bfloat16; a prompt of 4,096 tokens needs room for 
 OBJECTIVES = {"ttft": 1000.0, "tpot": 50.0}  # milliseconds
 
 
-def plan_of(case: Case) -> Plan:
+def placement_of(case: Case) -> Placement:
     """The engine of a case; raises ValueError for what cannot be."""
     recipe = read(RECIPE, [*KEYS, *case.keys], None).recipe
-    return plan(recipe, case.device, case.tensor, case.pipeline)
+    return place(recipe, case.device, case.tensor, case.pipeline)
 
 
 def run(case: Case) -> Result:
     """The figures of one case, with their verdict and their records."""
-    world = World(plan_of(case), case.replicas, "least_loaded", case.split)
-    tally, own = world.serve(case.offered.trace(), None, records=True)
+    deployment = Deployment(placement_of(case), case.replicas, "least_loaded", case.split)
+    tally, own = deployment.serve(case.offered.trace(), None, records=True)
     figures = tally.figures()
     records = tally.records or []
     figures["itl_ms"]["max"] = round(1e3 * tally.itl.most_s, 3)
@@ -46,9 +46,9 @@ def run(case: Case) -> Result:
             "case": case.label,
             "recipe": RECIPE,
             "overrides": [*KEYS, *case.keys],
-            **world.plan.facts(),
-            "devices": world.num_devices,
-            "slots": world.num_slots,
+            **deployment.placement.facts(),
+            "devices": deployment.num_devices,
+            "slots": deployment.num_slots,
             "max_tokens_per_step": 1,
             "warm_up_counted": 0,
             **figures,
@@ -96,10 +96,10 @@ def _work(case: Case) -> int:
 
 def alone_s(case: Case, num_tokens: int, chunk: int) -> float:
     """Seconds for a prompt with nobody beside it, in chunks."""
-    found = plan_of(case)
+    found = placement_of(case)
     roofline = found.costs()
     assert isinstance(roofline, Roofline), "nothing was fitted"
-    layers, total_s = found.shape.num_layers, 0.0
+    layers, total_s = found.config.num_layers, 0.0
     for start in range(0, num_tokens, chunk):
         stop = min(num_tokens, start + chunk)
         pairs = layers * (stop - start) * (start + stop + 1) / 2

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
-from benchmark.simulate.plan import plan
+from benchmark.simulate.deployment import SIMULATED, Result
+from benchmark.simulate.placement import place
 from benchmark.simulate.traces import requests_of
-from benchmark.simulate.worlds import SIMULATED, Result
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 from recipes.build.engine import build
@@ -92,7 +92,7 @@ class Served:
 def held_out(options: argparse.Namespace) -> Result:
     """Figures of the held-out trace, real and simulated, and by how much they differ."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
-    planned = plan(recipe, None)
+    planned = place(recipe, None)
     vocab_size = planned.config.vocab_size
     traces = [requests_of(path, recipe, vocab_size, skip_bad=False) for path in (options.train, options.held)]
     train, held = (Served(recipe, opened()) for opened in traces)

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmark.gate.verdict import with_verdict
-from benchmark.simulate.plan import plan
+from benchmark.simulate.deployment import SIMULATED, Deployment, Result
+from benchmark.simulate.placement import place
 from benchmark.simulate.traces import requests_of
-from benchmark.simulate.worlds import SIMULATED, Result, World
 from continuous_batching.request import Request
 from recipes.schema.reader import read
 
@@ -64,18 +64,25 @@ def tried(options: argparse.Namespace, setting: Setting) -> Result:
     told: Result = {"setting": str(setting), "devices": setting.num_devices}
     try:
         recipe = read(options.recipe, [*options.overrides, *setting.overrides], options.profile).recipe
-        world = World(plan(recipe, options.device, setting.tensor), setting.replicas, "least_loaded")
-        world.plan.scheduler()
+        placement = place(recipe, options.device, setting.tensor)
+        deployment = Deployment(placement, setting.replicas, "least_loaded")
+        placement.scheduler()
     except ValueError as error:
         return {**told, "meets": False, "cannot_be": str(error)}
     requests: Iterator[Request] = requests_of(
-        options.trace, recipe, world.plan.config.vocab_size, skip_bad=options.skip_bad
+        options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad
     )()
-    tally, own = world.serve(requests, None, records=False)
+    tally, own = deployment.serve(requests, None, records=False)
     figures = tally.figures()
     shares = tally.ttft.share_within(aims.ttft_s), tally.itl.share_within(aims.itl_s)
     result = with_verdict(
-        {**world.plan.facts(), "slots": world.num_slots, "max_tokens_per_step": 1, **figures, **own}
+        {
+            **deployment.placement.facts(),
+            "slots": deployment.num_slots,
+            "max_tokens_per_step": 1,
+            **figures,
+            **own,
+        }
     )
     verdict = result["verdict"]
     assert isinstance(verdict, dict), "a verdict is told by its laws"

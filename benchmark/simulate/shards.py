@@ -18,9 +18,9 @@ from functools import lru_cache
 import numpy as np
 
 from benchmark.gate.verdict import with_verdict
-from benchmark.simulate.plan import plan
+from benchmark.simulate.deployment import SIMULATED
+from benchmark.simulate.placement import place
 from benchmark.simulate.sampled import draw, estimates
-from benchmark.simulate.worlds import SIMULATED
 from benchmark.workloads.lengths import lengths
 from continuous_batching.request import Request, SamplingParams
 from recipes.build.scheduler import Limits, scheduler_of
@@ -94,7 +94,7 @@ def params(max_tokens: int) -> SamplingParams:
 def fleet_main(options: argparse.Namespace) -> dict[str, object]:
     """Simulate and return the figures; raises ValueError for what cannot be."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
-    planned = plan(recipe, options.device, options.tp)
+    planned = place(recipe, options.device, options.tp)
     drawn = Drawn(options.requests, options.rate, options.prompt_tokens, options.output_tokens, options.seed)
     cache, limits = replace(recipe.cache, prefix_sharing=False), planned.limits()
     count = options.sample or options.dp

@@ -22,7 +22,6 @@ from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.scheduling.validation import longest_allowed
 from kv_cache.page_keys import KEY_BYTES
-from kv_cache.storage import KVCache
 from recipes.schema.recipe import Recipe
 from serving.engine.messages import (
     Add,
@@ -277,9 +276,7 @@ def facts_of(engine: Engine, recipe: Recipe, device: str) -> EngineFacts:
         num_slots=engine.slots.num_slots,
         num_pages=scheduler.pool.num_pages,
         page_size=page_size,
-        page_bytes=KVCache.page_bytes(
-            config.num_layers, page_size, config.num_kv_heads, config.head_dim, config.dtype
-        ),
+        page_bytes=config.page_bytes(page_size),
         num_host_pages=0 if host is None else host.num_pages,
         device=device,
         parameters=config.num_parameters,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.simulate.plan import Plan
+from benchmark.simulate.placement import Placement
 from benchmark.simulate.timeline import Timeline
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
@@ -22,47 +22,49 @@ MOST_CONTEXT = 2**20  # tokens that an answer's engine may take over in a step
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """A plan, so many times side by side; or, `split`, prompts' engines and answers' engines."""
+class Deployment:
+    """A placement, so many times side by side; or, `split`, prompts' engines and answers' engines."""
 
-    plan: Plan
+    placement: Placement
     replicas: int = 1
     route: Route = "round_robin"
     split: tuple[int, int] | None = None
 
     @property
     def num_devices(self) -> int:
-        return self.plan.num_devices * (sum(self.split) if self.split else self.replicas)
+        return self.placement.num_devices * (sum(self.split) if self.split else self.replicas)
 
     @property
     def num_slots(self) -> int:
-        return self.plan.recipe.scheduler.num_slots * (sum(self.split) if self.split else self.replicas)
+        return self.placement.recipe.scheduler.num_slots * (sum(self.split) if self.split else self.replicas)
 
     def serve(
         self, trace: Iterable[Request], timeline: Timeline | None, *, records: bool
     ) -> tuple[Tally, Result]:
-        """What came of a trace, and figures that only this world has."""
+        """What came of a trace, and figures that only this deployment has."""
         tally = Tally(records=[] if records else None)
         if self.split is not None:
             return tally, self._split(trace, tally)
-        if self.plan.pipeline > 1:
+        if self.placement.pipeline > 1:
             return tally, self._pipeline(trace, tally, timeline)
-        overlap, costs = self.plan.recipe.scheduler.overlap, self.plan.costs()
+        overlap, costs = self.placement.recipe.scheduler.overlap, self.placement.costs()
         observe = None if timeline is None else timeline.observe
         replicas = [
-            Replica(self.plan.scheduler(), costs, tally, overlap=overlap, observe=None if number else observe)
+            Replica(
+                self.placement.scheduler(), costs, tally, overlap=overlap, observe=None if number else observe
+            )
             for number in range(self.replicas)
         ]
         serve_fleet(trace, replicas, self.route)
         return tally, {"busy_share": _share(tally.busy_s, self.replicas, tally)}
 
     def _split(self, trace: Iterable[Request], tally: Tally) -> Result:
-        plan, (num_prompts, num_answers) = self.plan, self.split or (1, 1)
+        placement, (num_prompts, num_answers) = self.placement, self.split or (1, 1)
         Split(
-            [plan.scheduler() for _ in range(num_prompts)],
-            [plan.scheduler(max_batch_tokens=MOST_CONTEXT) for _ in range(num_answers)],
-            plan.costs(),
-            plan.send_cached_s,
+            [placement.scheduler() for _ in range(num_prompts)],
+            [placement.scheduler(max_batch_tokens=MOST_CONTEXT) for _ in range(num_answers)],
+            placement.costs(),
+            placement.send_cached_s,
             tally,
             route=self.route,
         ).serve(trace)
@@ -79,11 +81,11 @@ class World:
                 args = {"scheduler": number, "spans": batch.num_spans, "tokens": batch.num_tokens}
                 timeline.lane(f"batch of {number}", stage, begin_s, end_s, args)
 
-        plan = self.plan
-        stages = Stages(plan.stages(), plan.send_hidden_s, observe)
-        Pipeline(plan.parts(), stages, tally).serve(trace)
+        placement = self.placement
+        stages = Stages(placement.stage_costs(), placement.send_hidden_s, observe)
+        Pipeline(placement.stage_schedulers(), stages, tally).serve(trace)
         return {
-            "busy_share": _share(stages.busy_s, plan.pipeline, tally),
+            "busy_share": _share(stages.busy_s, placement.pipeline, tally),
             "bubble_s": {kind: round(each, 4) for kind, each in stages.bubbles_s.items()},
         }
 
