@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from doctor.facts import Facts
+from doctor.facts import MachineFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,4 +19,4 @@ class Finding:
     is_fatal: bool = True
 
 
-Check = Callable[[Facts], Finding | None]  # None: nothing is wrong here
+Check = Callable[[MachineFacts], Finding | None]  # None: nothing is wrong here

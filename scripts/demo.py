@@ -15,9 +15,9 @@ import random
 from pathlib import Path
 
 from benchmark import outputs
+from benchmark.offline.charts import save_slots
 from benchmark.offline.offline import forget_prefixes, serve
 from benchmark.offline.timeline import Timeline, summarise
-from benchmark.plot import save_slots
 from recipes.build.engine import build
 from recipes.schema.reader import read
 from recipes.tiny.corpus import demo_requests

@@ -13,14 +13,14 @@ import json
 from dataclasses import asdict
 
 from doctor import device, loading, settings, software
-from doctor.facts import Facts, gather
+from doctor.facts import MachineFacts, gather
 from doctor.finding import Check, Finding
 from scripts import verb
 
 CHECKS: tuple[Check, ...] = device.CHECKS + software.CHECKS + loading.CHECKS + settings.CHECKS
 
 
-def diagnose(facts: Facts) -> dict[str, Finding]:
+def diagnose(facts: MachineFacts) -> dict[str, Finding]:
     """What is wrong, by the name of the check, those first that keep everything from running."""
     found = {name_of(check): finding for check in CHECKS if (finding := check(facts)) is not None}
     return dict(sorted(found.items(), key=lambda item: not item[1].is_fatal))
@@ -31,7 +31,7 @@ def name_of(check: Check) -> str:
     return check.__name__.strip("_")
 
 
-def summary(facts: Facts) -> list[tuple[str, str]]:
+def summary(facts: MachineFacts) -> list[tuple[str, str]]:
     """What was found, in words, whether it is wrong or not."""
     chips = ", ".join(
         f"{chip.name} {chip.total_mib - chip.used_mib:,} of {chip.total_mib:,} MiB free"
@@ -59,7 +59,7 @@ def summary(facts: Facts) -> list[tuple[str, str]]:
     ]
 
 
-def in_words(facts: Facts, findings: dict[str, Finding]) -> str:
+def in_words(facts: MachineFacts, findings: dict[str, Finding]) -> str:
     """The whole diagnosis for a person."""
     lines = [f"{label:14}{text}" for label, text in summary(facts)]
     for finding in findings.values():
@@ -71,7 +71,7 @@ def in_words(facts: Facts, findings: dict[str, Finding]) -> str:
     return "\n".join([*lines, "", f"{verdict}; {advice}"])
 
 
-def in_json(facts: Facts, findings: dict[str, Finding]) -> dict[str, object]:
+def in_json(facts: MachineFacts, findings: dict[str, Finding]) -> dict[str, object]:
     """The same for programs; of the environment only what concerns it, since a report is sent to others."""
     kept = {
         name: value

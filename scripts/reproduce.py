@@ -13,13 +13,13 @@ import os
 from pathlib import Path
 
 from benchmark import outputs
-from benchmark.reproduce import batching, capacity, chunks, goodput, pages, stages
+from benchmark.reproduce import batching, capacity, chunks, goodput, paging, stages
+from benchmark.reproduce.case_runs import run_all
 from benchmark.reproduce.experiment import Experiment
 from benchmark.reproduce.report import plain, write
-from benchmark.reproduce.run import run_all
 from scripts import verb
 
-GROUPS = (batching, goodput, chunks, capacity, stages, pages)
+GROUPS = (batching, goodput, chunks, capacity, stages, paging)
 
 
 def experiments() -> list[Experiment]:

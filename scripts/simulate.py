@@ -20,14 +20,20 @@ from pathlib import Path
 
 from benchmark.gate.verdict import with_verdict
 from benchmark.offline.offline import print_table
+from benchmark.simulate.command_line import (
+    fit_parser,
+    fleet_parser,
+    held_out_parser,
+    search_parser,
+    serve_parser,
+)
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.held_out import held_out
-from benchmark.simulate.options import fit_parser, fleet_parser, held_out_parser, search_parser, serve_parser
 from benchmark.simulate.placement import place
 from benchmark.simulate.search import search_main
 from benchmark.simulate.shards import fleet_main
-from benchmark.simulate.timeline import Timeline
-from benchmark.simulate.traces import requests_of
+from benchmark.simulate.trace_events import TraceEventFile
+from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.recording.format import Header, read_entries
 from continuous_batching.request import Request
 from recipes.build.scheduler import scheduler_from
@@ -54,13 +60,15 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
     return Deployment(planned, options.dp, options.route or "least_loaded", options.split)
 
 
-def run(deployment: Deployment, requests: Iterator[Request], timeline: Timeline | None = None) -> Result:
+def run(
+    deployment: Deployment, requests: Iterator[Request], timeline: TraceEventFile | None = None
+) -> Result:
     """The figures of one simulated run, without a verdict."""
     began_s = time.perf_counter()
-    tally, own = deployment.serve(requests, timeline, records=True)
+    totals, own = deployment.serve(requests, timeline, records=True)
     took_s = time.perf_counter() - began_s
-    figures = tally.figures()
-    kept = tally.records is not None and len(tally.records) <= MOST_RECORDS and not figures["failed"]
+    figures = totals.figures()
+    kept = totals.records is not None and len(totals.records) <= MOST_RECORDS and not figures["failed"]
     return {
         **deployment.placement.facts(),
         "devices": deployment.num_devices,
@@ -71,8 +79,8 @@ def run(deployment: Deployment, requests: Iterator[Request], timeline: Timeline 
         **figures,
         **own,
         "wall_s": round(took_s, 3),
-        "simulated_output_tokens_per_wall_s": round(tally.output_tokens / took_s),
-        **({"records": tally.records} if kept else {}),
+        "simulated_output_tokens_per_wall_s": round(totals.output_tokens / took_s),
+        **({"records": totals.records} if kept else {}),
     }
 
 
@@ -92,7 +100,7 @@ def serve_main(options: argparse.Namespace) -> None:
         figures = run(deployment, requests())
     else:
         with open(options.timeline, "w", encoding="utf-8") as file:
-            timeline = Timeline(file)
+            timeline = TraceEventFile(file)
             figures = run(deployment, requests(), timeline)
             timeline.close()
     said = {"recipe": options.recipe, "overrides": list(options.overrides), "trace": Path(options.trace).name}

@@ -27,7 +27,7 @@ from benchmark import outputs
 from benchmark.workloads import public_traces
 from benchmark.workloads.arrivals import Arrivals, arrivals
 from benchmark.workloads.lengths import lengths
-from benchmark.workloads.requests import Line, Load, levels, requests, shared_prompts, shares
+from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, levels, shared_prompts, shares
 from scripts import verb
 
 FORMS = ("mooncake", "burstgpt", "sharegpt")
@@ -117,7 +117,7 @@ def check(options: argparse.Namespace) -> None:
 def made(options: argparse.Namespace) -> tuple[list[Line], list[str]]:
     """The trace that is asked for, and what of its source was skipped."""
     one = lengths("1")  # stands where nothing is drawn
-    load = Load(
+    load = SyntheticLoad(
         prompt_tokens=options.prompt_tokens or one,
         output_tokens=options.output_tokens or one,
         vocab_size=options.vocab_size or 1,
@@ -131,7 +131,7 @@ def made(options: argparse.Namespace) -> tuple[list[Line], list[str]]:
         priorities=options.priorities,
     )
     if options.source is None:
-        return requests(load, options.requests), []
+        return draw_requests(load, options.requests), []
     form, path = options.source
     if form != "sharegpt":
         return public_traces.timed(path, form, load, options.requests, options.skip_bad)

@@ -114,7 +114,7 @@ class Fleet:
         """Serve what is there to the end."""
         self.advance(math.inf)
         for replica in self.replicas:
-            replica.watch.close()
+            replica.counter.close()
 
     def _catch_up(self, until_s: float) -> None:
         while self._behind and self._behind[0][0] < until_s:
@@ -130,7 +130,7 @@ class Fleet:
 
 
 def serve_fleet(trace: Iterable[Request], replicas: Sequence[Replica], route: Route = "round_robin") -> None:
-    """Serve requests, in order of arrival, to the end; the replicas' tallies have what came of it."""
+    """Serve requests, in order of arrival, to the end; the replicas' all_totals have what came of it."""
     fleet = Fleet(replicas, ROUTERS[route]())
     for request in in_order(trace):
         fleet.add(request, request.arrival_s)

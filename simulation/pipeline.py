@@ -20,9 +20,9 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from simulation.clock import Clock
 from simulation.replica import Replica
+from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
 from simulation.serve import in_order
-from simulation.tally import Tally
 
 ObserveStage = Callable[[int, int, Batch, float, float], None]  # stage, scheduler, its batch, from and until
 
@@ -92,10 +92,10 @@ class _StageRunner:
 
 
 class Pipeline:
-    """Schedulers that take turns at the stages; what they do goes to one tally."""
+    """Schedulers that take turns at the stages; what they do goes to one totals."""
 
-    def __init__(self, schedulers: Sequence[Scheduler], stages: Stages, tally: Tally) -> None:
-        self.tally = tally
+    def __init__(self, schedulers: Sequence[Scheduler], stages: Stages, totals: RunTotals) -> None:
+        self.totals = totals
         self.stages = stages
         self._replicas = [self._replica(each, number) for number, each in enumerate(schedulers)]
 
@@ -108,13 +108,13 @@ class Pipeline:
             replica.add(request)
         self._advance(math.inf)
         for replica in self._replicas:
-            replica.watch.close()
+            replica.counter.close()
 
     def _replica(self, scheduler: Scheduler, number: int) -> Replica:
         def runner(clock: Clock) -> _StageRunner:
             return _StageRunner(clock, self.stages, scheduler.slots, number)
 
-        return Replica(scheduler, self.stages.costs[0], self.tally, runner=runner)
+        return Replica(scheduler, self.stages.costs[0], self.totals, runner=runner)
 
     def _advance(self, until_s: float) -> None:
         """In the order of their clocks, because who launches first passes first."""

@@ -82,7 +82,7 @@ class RecordedRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedRun:
     """What a simulation is told of a recording."""
 
     arrivals: list[tuple[float, Added | Ended]]  # with the time at which the engine was told
@@ -90,7 +90,7 @@ class Recorded:
     answers: dict[str, TokenIds]
 
 
-def told(entries: Iterable[Entry], scheduler: Scheduler) -> Recorded:
+def recorded_run(entries: Iterable[Entry], scheduler: Scheduler) -> RecordedRun:
     """What is to be told; `scheduler` is used up to find the answers. Raises ValueError for a recording whose
     pool changed its size.
     """
@@ -112,10 +112,10 @@ def told(entries: Iterable[Entry], scheduler: Scheduler) -> Recorded:
     for event in replay(kept, scheduler):
         if isinstance(event, Request):
             found.update((each.id, each) for each in (event, *event.followers))
-    return Recorded(arrivals, moments, {name: each.answer for name, each in found.items()})
+    return RecordedRun(arrivals, moments, {name: each.answer for name, each in found.items()})
 
 
-def follow(recorded: Recorded, scheduler: Scheduler, *, overlap: bool = False) -> int:
+def follow(recorded: RecordedRun, scheduler: Scheduler, *, overlap: bool = False) -> int:
     """Simulate it on a new scheduler of the same facts: every digest is the recording's, or Divergence is
     raised at the first that is not. Returns the number of steps.
     """

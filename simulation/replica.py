@@ -8,8 +8,8 @@ from continuous_batching.engine import Engine, Runner, Step
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from simulation.clock import Clock
+from simulation.run_totals import RunTotals, StepCounter
 from simulation.runner import CostModel, SimulatedRunner, Speaker
-from simulation.tally import Tally, Watch
 
 REST_S = 1e-3  # between looks at a policy that waits for a fuller batch; as `serving.offline` rests
 Observe = Callable[[Engine, Step], None]
@@ -19,14 +19,14 @@ MakeRunner = Callable[[Clock], Runner]
 class Replica:
     """The real engine and scheduler, on a virtual clock and a device that a cost model stands for.
 
-    `observe` sees every step until the next is made. What it counts goes to `tally`, which many may share.
+    `observe` sees every step until the next is made. What it counts goes to `totals`, which many may share.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         costs: CostModel,
-        tally: Tally,
+        totals: RunTotals,
         *,
         overlap: bool = False,
         speaker: Speaker | None = None,
@@ -42,8 +42,8 @@ class Replica:
         )
         self.engine = Engine(scheduler, made, self.clock, overlap=overlap)
         self._speaker = speaker
-        self.tally = tally
-        self.watch = Watch(self.engine, tally)
+        self.totals = totals
+        self.counter = StepCounter(self.engine, totals)
         self._observe = observe
         self._is_counting_arrivals = is_counting_arrivals
 
@@ -58,13 +58,13 @@ class Replica:
         it is counted, and that is all.
         """
         if self._is_counting_arrivals:
-            self.tally.came(request)
+            self.totals.came(request)
         try:
             self.engine.add(request)
         except ValueError as error:
             request.finish_reason, request.error = "error", str(error)
         else:
-            self.watch.added(request)
+            self.counter.added(request)
 
     def advance(self, until_s: float) -> None:
         """Make steps until the clock is there; the last one may end later. Without work time just goes by,
@@ -83,9 +83,9 @@ class Replica:
         if step is None:
             since_s = self.clock.now_s
             self.clock.reach(min(since_s + REST_S, until_s))
-            self.watch.rest(since_s, self.clock.now_s)
+            self.counter.rest(since_s, self.clock.now_s)
             return None
-        self.watch.step(step)
+        self.counter.step(step)
         if self._speaker is not None:
             self._stop(step)
         if self._observe is not None:
@@ -98,4 +98,4 @@ class Replica:
         for request in self.engine.slots.requests[step.owners]:
             if request.finish_reason is None and self._speaker.is_over(request):
                 self.engine.finish(request.id)
-                self.tally.ended(request)
+                self.totals.ended(request)

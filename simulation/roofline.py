@@ -23,7 +23,7 @@ ACTIVATIONS = 12  # times a layer's hidden states are read or written between it
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ModelPart:
     """What one device group does of the model: `num_layers` of the layers, and the head if it is the last."""
 
     num_layers: int
@@ -56,7 +56,7 @@ class Roofline:
     tensor: int = 1
     graphs: int = 0
     hides_host: bool = False
-    stage: Stage | None = None
+    stage: ModelPart | None = None
     _sizes: dict[tuple[int, int, int], _Size] = field(default_factory=dict)
     _windows: list[tuple[int | None, int]] = field(init=False)  # of layers, and of how many
 
@@ -116,7 +116,7 @@ class Roofline:
 
     def _size(self, num_tokens: int, num_spans: int, num_sampled: int) -> _Size:
         config, device = self.config, self.device
-        stage = self.stage or Stage(config.num_layers, has_head=True)
+        stage = self.stage or ModelPart(config.num_layers, has_head=True)
         operators = stage.num_layers * (OPERATORS + (2 if self.tensor > 1 else 0)) + 4
         hidden_bytes = num_tokens * config.hidden_size * config.dtype_bytes
         is_graph = num_tokens == num_spans <= self.graphs

@@ -54,17 +54,17 @@ def measure(planned: Placement, trace: Iterable[Request], *, sharing: bool) -> d
     costs = planned.costs()
     gc.collect()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    tally = serve(trace, scheduler, costs)
+    totals = serve(trace, scheduler, costs)
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     return {
-        "requests": tally.completed,
-        "output_tokens": tally.output_tokens,
-        "steps": tally.steps,
-        "mean_batch": round(tally.spans / tally.steps, 1),
+        "requests": totals.completed,
+        "output_tokens": totals.output_tokens,
+        "steps": totals.steps,
+        "mean_batch": round(totals.spans / totals.steps, 1),
         "wall_s": round(wall_s, 2),
         "cpu_s": round(cpu_s, 2),
-        "output_tokens_per_wall_s": round(tally.output_tokens / wall_s),
-        "output_tokens_per_cpu_s": round(tally.output_tokens / cpu_s),
+        "output_tokens_per_wall_s": round(totals.output_tokens / wall_s),
+        "output_tokens_per_cpu_s": round(totals.output_tokens / cpu_s),
     }
 
 

@@ -9,7 +9,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request
 from models.config import DecoderConfig
 from simulation.device_profile import named
-from simulation.tally import rounded
+from simulation.run_totals import rounded
 
 DONE = ("stop", "length")
 Result = dict[str, object]

@@ -106,7 +106,7 @@ def measure(
     figures, timeline, origin_s = results[num_runs // 2]
     num_pages = engine.scheduler.pool.num_pages - 1
     if plot is not None:
-        from benchmark.plot import save_run  # matplotlib
+        from benchmark.offline.charts import save_run  # matplotlib
 
         save_run(plot, timeline, origin_s, num_pages)
     where = versions.describe(start(recipe.device).name)

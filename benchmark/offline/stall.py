@@ -27,7 +27,7 @@ from serving.offline import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StallLoad:
     """What is served."""
 
     prompt_tokens: int  # of a long prompt
@@ -64,7 +64,7 @@ class Load:
         return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
 
 
-def run(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any]:
+def run(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str, Any]:
     """Figures of both ways, and how many times those of the whole prompts the chunks' are."""
     figures = {name: _serve(recipe_path, [*overrides, *keys], load) for name, keys in load.ways().items()}
     whole, chunked = figures["whole"], figures["chunked"]
@@ -77,7 +77,7 @@ def run(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any
     }
 
 
-def _serve(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any]:
+def _serve(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str, Any]:
     recipe = read(recipe_path, overrides).recipe
     engine, vocab_size = build(recipe), model_config(recipe).vocab_size
     gc.collect()
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    load = Load(
+    load = StallLoad(
         options.prompt_tokens,
         options.every,
         options.prompts,

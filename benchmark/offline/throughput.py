@@ -12,7 +12,7 @@ from benchmark.gate.verdict import with_verdict
 from benchmark.offline import offline
 from benchmark.options import add_json, add_recipe, at_least, show
 from benchmark.workloads.lengths import lengths
-from benchmark.workloads.requests import Load, requests
+from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from continuous_batching.engine import Engine
 from recipes.schema.reader import read
 from serving.offline import Job, Record
@@ -25,8 +25,8 @@ INPUT_LEN, OUTPUT_LEN, NUM_PROMPTS = 512, 128, 64
 def jobs(engine: Engine, num_prompts: int, input_len: int, output_len: int, seed: int) -> list[Job | Record]:
     """Random requests of one size that come at once; always the same ones."""
     vocab_size = engine.runner.config.vocab_size
-    load = Load(lengths(str(input_len)), lengths(str(output_len)), vocab_size, seed)
-    return [Job(parse_request(line, None)) for line in requests(load, num_prompts)]
+    load = SyntheticLoad(lengths(str(input_len)), lengths(str(output_len)), vocab_size, seed)
+    return [Job(parse_request(line, None)) for line in draw_requests(load, num_prompts)]
 
 
 def at_once(found: list[Job | Record]) -> list[Job | Record]:

@@ -10,7 +10,7 @@ import numpy as np
 from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
-from simulation.tally import rounded
+from simulation.run_totals import rounded
 
 Figures = dict[str, float]
 MOST_READINGS = 500

@@ -19,9 +19,9 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from simulation.fitted import Timed, timed
 from simulation.recorded import Speaker
 from simulation.replica import Replica
+from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
 from simulation.serve import in_order
-from simulation.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def simulate(
             found[engine.slots.requests[row].id].token_s.append(step.end_s)
 
     speaker = Speaker(scheduler.slots, {name: fate.request.answer for name, fate in recorded.items()})
-    replica = Replica(scheduler, costs, Tally(), speaker=speaker, observe=observe)
+    replica = Replica(scheduler, costs, RunTotals(), speaker=speaker, observe=observe)
     requests = sorted(map(request_of, added), key=lambda request: request.arrival_s)
     for request in in_order(requests):
         found.update((each.id, Fate(each, [])) for each in (request, *request.followers))

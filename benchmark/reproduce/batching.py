@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from benchmark.reproduce.case import Case, Offered, chunked, static, whole
+from benchmark.reproduce.case_runs import Result, Results
 from benchmark.reproduce.experiment import (
     BATCH,
     E2E,
@@ -19,7 +20,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Result, Results
 
 # The article's "mean seq=512", read as prompt and answer together, which its 2,048 then bounds
 LOAD = Offered(requests=960)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmark.reproduce.case import Case, Offered, chunked, static, whole
+from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import (
     BATCH,
     ITL_99,
@@ -14,7 +15,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Results
 
 LOAD = Offered(240, prompt_tokens=1024, most_prompt_tokens=4096)
 RATES = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)

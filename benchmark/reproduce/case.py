@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmark.workloads.lengths import lengths
-from benchmark.workloads.requests import Load, requests
+from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from continuous_batching.request import Request, SamplingParams
 
 VOCAB_SIZE = 32_000
@@ -36,7 +36,7 @@ class Offered:
 
     def trace(self) -> list[Request]:
         """The requests, in order of arrival."""
-        load = Load(
+        load = SyntheticLoad(
             self._prompts,
             _drawn(self.answer_tokens, self.most_answer_tokens),
             VOCAB_SIZE,
@@ -51,7 +51,7 @@ class Offered:
                 SamplingParams(max_tokens=line["max_tokens"], temperature=0.0, ignore_eos=True),
                 arrival_s=line["arrival_s"],
             )
-            for line in requests(load, self.requests)
+            for line in draw_requests(load, self.requests)
         ]
 
     def quick(self) -> Offered:

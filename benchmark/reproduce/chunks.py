@@ -6,6 +6,7 @@ import math
 
 from benchmark.reproduce.batching import ratio
 from benchmark.reproduce.case import Case, Offered, chunked, keys, whole
+from benchmark.reproduce.case_runs import Results, alone_s
 from benchmark.reproduce.experiment import (
     ITL_99,
     ITL_MAX,
@@ -18,7 +19,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Results, alone_s
 
 LONG_PROMPT = 4096
 RATE = 8.0

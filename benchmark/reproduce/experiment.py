@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmark.reproduce.case import Case
-from benchmark.reproduce.run import Results
+from benchmark.reproduce.case_runs import Results
 
 
 @dataclass(frozen=True, slots=True)

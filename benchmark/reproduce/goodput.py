@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmark.reproduce.batching import ratio
 from benchmark.reproduce.case import Case, Offered, chunked, static
+from benchmark.reproduce.case_runs import OBJECTIVES, Result, Results, num_good
 from benchmark.reproduce.experiment import (
     BATCH,
     GOOD,
@@ -18,7 +19,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import OBJECTIVES, Result, Results, num_good
 
 CLAIMED = 10.9
 NUM_REQUESTS = 384
@@ -34,7 +34,7 @@ KEEPS_UP = 0.8  # of the rate offered, and more, is served
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GoodputRatio:
     """How the two compare under objectives, in milliseconds."""
 
     times: float
@@ -47,7 +47,7 @@ class Found:
         return f"{self.times:.1f} times ({self.at}, TTFT {self.ttft_ms:g} ms, TPOT {self.tpot_ms:g} ms)"
 
 
-def found(results: Results) -> Iterator[Found]:
+def found(results: Results) -> Iterator[GoodputRatio]:
     """Every load and pair of objectives under which static batching serves enough well for a ratio."""
     for name, ours in results.items():
         if not name.startswith("continuous"):
@@ -60,7 +60,7 @@ def found(results: Results) -> Iterator[Found]:
                 good, least = (num_good(each["records"], ttft, tpot) for each in (ours, theirs))
                 if least >= max(1, LEAST_SHARE * theirs["requests"]):
                     times = (good / ours["duration_s"]) / (least / theirs["duration_s"])
-                    yield Found(times, at, ttft, tpot, keeps_up)
+                    yield GoodputRatio(times, at, ttft, tpot, keeps_up)
 
 
 def served_share(result: Result) -> float:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gate.sources import PATH, Row, rows
-from benchmark.reproduce.draw import save
+from benchmark.reproduce.case_runs import KEYS, OBJECTIVES, RECIPE, Result, Results
+from benchmark.reproduce.charts import save
 from benchmark.reproduce.experiment import Experiment, figure
-from benchmark.reproduce.run import KEYS, OBJECTIVES, RECIPE, Result, Results
 
 NAME = "reproduced"  # the report NAME.md, and the folder of its pictures
 HEAD = """# The sources' experiments, re-run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmark.reproduce.batching import ratio
 from benchmark.reproduce.case import Case, Offered, chunked, keys, whole
+from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import (
     BUSY,
     GOOD,
@@ -19,7 +20,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Results
 
 STAGED = Offered(240, prompt_tokens=768, most_prompt_tokens=3072)
 SHARED = Offered(320, prompt_tokens=768, most_prompt_tokens=3072)

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmark.serve.sse import Chunk, Events, read_chunk
-from benchmark.serve.trace import Ask
+from benchmark.serve.sse import Events, StreamChunk, read_chunk
+from benchmark.serve.trace_requests import TraceRequest
 
 DONE = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
 REJECTED = (429, 503)  # busy, where the server says when to come again; 503 without that is out of order
@@ -21,7 +21,7 @@ SHOWN = 200  # characters of a server's message
 
 
 @dataclass(slots=True)
-class Answer:
+class ClientAnswer:
     """One request's times, in seconds on the client's clock, and its tokens.
 
     A piece is what one event brought. `piece_tokens` is None where the server does not say how many tokens
@@ -29,7 +29,7 @@ class Answer:
     concurrency kept it before. `error` is None for a request that was answered to its end.
     """
 
-    ask: Ask
+    ask: TraceRequest
     late_s: float = 0.0
     held_s: float = 0.0
     sent_s: float = 0.0
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class StreamingClient:
     """Where requests go, and how; `session` has the limit of time of each."""
 
     session: aiohttp.ClientSession
@@ -59,11 +59,11 @@ class Server:
     extra: Mapping[str, Any]
     retry_rejected: bool = False
 
-    def url(self, ask: Ask) -> str:
+    def url(self, ask: TraceRequest) -> str:
         """Where this request goes."""
         return self.base_url + (self.endpoint or ("/v1/chat/completions" if ask.chat else "/v1/completions"))
 
-    async def ask(self, answer: Answer, body: bytes) -> None:
+    async def ask(self, answer: ClientAnswer, body: bytes) -> None:
         """Send one request and read its answer; what goes wrong is told in `answer.error`."""
         headers = {"Content-Type": "application/json", "X-Request-Id": answer.ask.id, **authorization()}
         answer.sent_s = time.perf_counter()
@@ -79,7 +79,7 @@ class Server:
             answer.error = f"the stream cannot be read: {error}"[:SHOWN]
         answer.end_s = time.perf_counter()
 
-    async def _try(self, answer: Answer, body: bytes, headers: Mapping[str, str]) -> float | None:
+    async def _try(self, answer: ClientAnswer, body: bytes, headers: Mapping[str, str]) -> float | None:
         """None when that was it, or in how many seconds to try again."""
         async with self.session.post(self.url(answer.ask), data=body, headers=headers) as response:
             if response.status == 200:
@@ -118,7 +118,7 @@ def said(error: Any) -> str:
     return " ".join(str(error).split())[:SHOWN]
 
 
-async def _read(answer: Answer, response: aiohttp.ClientResponse) -> None:
+async def _read(answer: ClientAnswer, response: aiohttp.ClientResponse) -> None:
     """Read the stream of one answer."""
     events, ended = Events(), False
     async for received in response.content.iter_any():
@@ -135,7 +135,7 @@ async def _read(answer: Answer, response: aiohttp.ClientResponse) -> None:
     _close(answer, ended)
 
 
-def _take(answer: Answer, chunk: Chunk, now_s: float) -> None:
+def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
     """Count one chunk: a piece is one that brings tokens, or says something where they are not counted."""
     usage, choices = chunk.usage, chunk.choices or []
     told = None if usage is None else usage.completion_tokens
@@ -162,7 +162,7 @@ def _take(answer: Answer, chunk: Chunk, now_s: float) -> None:
         answer.piece_tokens = None
 
 
-def _close(answer: Answer, ended: bool) -> None:
+def _close(answer: ClientAnswer, ended: bool) -> None:
     """See that the answer is whole."""
     if not answer.from_usage:
         answer.output_tokens = len(answer.piece_times_s)

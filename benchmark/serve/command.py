@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmark import outputs
 from benchmark.options import add_json, at_least, show
-from benchmark.serve import trace
+from benchmark.serve import trace_requests
 from benchmark.serve.objectives import Objectives, objective
 
 LATENCIES = {
@@ -123,17 +123,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace, request_rate: float | None) -> Any:
     """The run that is asked for; raises ValueError where it cannot be."""
     try:
-        from benchmark.serve.measure import Plan
+        from benchmark.serve.measure import ServeRun
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; bash scripts/setup.sh bench installs it") from error
-    asks, skipped = trace.read(options.trace, skip_bad=options.skip_bad)
+    asks, skipped = trace_requests.read(options.trace, skip_bad=options.skip_bad)
     for reason in skipped:
         print(f"skipped {reason}", file=sys.stderr)
-    return Plan(
+    return ServeRun(
         base_url=options.base_url or "",
         asks=asks[: options.num_prompts],
         trace=options.trace.name,
-        trace_sha256=trace.digest(options.trace),
+        trace_sha256=trace_requests.digest(options.trace),
         endpoint=options.endpoint,
         model=options.model,
         request_rate=request_rate,

@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from benchmark.gate.verdict import with_verdict
 from benchmark.serve import figures
-from benchmark.serve.client import Answer, Server, authorization
-from benchmark.serve.load import Load, serve
+from benchmark.serve.client import ClientAnswer, StreamingClient, authorization
 from benchmark.serve.objectives import Objectives
-from benchmark.serve.trace import Ask, at_rate, clients
-from benchmark.serve.watch import Watch
+from benchmark.serve.sending import SendPlan, serve
+from benchmark.serve.trace_requests import TraceRequest, at_rate, clients
+from benchmark.serve.watch import MetricsReadings
 from recipes.build import versions
 
 READY_S = 0.5  # between two questions whether a server that starts is ready
@@ -31,14 +31,14 @@ KEPT_OPEN_S = 2.0  # idle connections; servers close theirs after five seconds a
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServeRun:
     """One run. `request_rate` None: the trace's own times. `parts` are percentiles.
 
     `of` is what else makes its result what it is, such as the recipe of a server that a sweep starts.
     """
 
     base_url: str
-    asks: Sequence[Ask]
+    asks: Sequence[TraceRequest]
     trace: str
     trace_sha256: str
     endpoint: str | None = None
@@ -56,12 +56,12 @@ class Plan:
     progress: bool = False
     of: Mapping[str, object] = field(default_factory=dict)
 
-    def load(self) -> Load:
+    def load(self) -> SendPlan:
         """What is sent when; a rate takes the place of the trace's times, and of its loops."""
         asks = [ask.limited(self.extra) for ask in self.asks]
         if self.request_rate is not None:
-            return Load(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
-        return Load(asks, clients(asks), self.max_concurrency)
+            return SendPlan(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
+        return SendPlan(asks, clients(asks), self.max_concurrency)
 
     def settings(self) -> dict[str, object]:
         """What makes two results comparable."""
@@ -83,7 +83,7 @@ class Plan:
         }
 
 
-def run(plan: Plan) -> dict[str, object]:
+def run(plan: ServeRun) -> dict[str, object]:
     """The result of one run; raises ValueError where nobody listens, or the warm-up is not answered."""
     few, many = resource.getrlimit(resource.RLIMIT_NOFILE)
     if few < many:
@@ -91,18 +91,18 @@ def run(plan: Plan) -> dict[str, object]:
     return asyncio.run(_run(plan))
 
 
-async def _run(plan: Plan) -> dict[str, object]:
+async def _run(plan: ServeRun) -> dict[str, object]:
     timeout = aiohttp.ClientTimeout(total=plan.request_timeout_s, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         told = await _describe(session, plan.base_url)
         model = plan.model or _model(told, plan.base_url)
-        server = Server(
+        server = StreamingClient(
             session, plan.base_url, plan.endpoint, model, plan.seed, plan.extra, plan.retry_rejected
         )
         await _warm_up(server, plan)
         info = await _info(session, plan.base_url)
-        watch = Watch(session, f"{plan.base_url}/metrics")
+        watch = MetricsReadings(session, f"{plan.base_url}/metrics")
         watching = asyncio.create_task(watch.go_on()) if await watch.look() else None
         load = plan.load()
         with tqdm(total=len(load.asks), unit="req", disable=None if plan.progress else True) as bar:
@@ -170,13 +170,13 @@ def _model(told: Mapping[str, Any], base_url: str) -> str:
         raise ValueError(f"{base_url}/v1/models names no model; give its name by --model") from error
 
 
-async def _answer(server: Server, plan: Plan, ask: Ask) -> Answer:
-    answer = Answer(ask)
+async def _answer(server: StreamingClient, plan: ServeRun, ask: TraceRequest) -> ClientAnswer:
+    answer = ClientAnswer(ask)
     await server.ask(answer, ask.body(server.model, plan.seed, plan.extra))
     return answer
 
 
-async def _warm_up(server: Server, plan: Plan) -> None:
+async def _warm_up(server: StreamingClient, plan: ServeRun) -> None:
     """Requests that are not counted; ids go backwards, so that the trace finds none of them in a cache."""
     for number in range(plan.num_warmups):
         ask = plan.asks[number % len(plan.asks)]

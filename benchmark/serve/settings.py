@@ -29,7 +29,7 @@ LISTENS = re.compile(r"listening at http://([\d.]+):(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SweepSetting:
     """A recipe with overrides; of these, `tried` are those that this setting is one of several by."""
 
     recipe: str
@@ -61,7 +61,7 @@ def values(text: str) -> list[str]:
     return found
 
 
-def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]]) -> list[Setting]:
+def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]]) -> list[SweepSetting]:
     """Every setting, in the order given; raises ValueError for one that the recipe cannot have."""
     names = [each[0].partition("=")[0] for each in tries]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -71,18 +71,18 @@ def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]
         read = load(recipe, [*overrides, *tried])
         told = json.dumps(read.described(), sort_keys=True, default=str)
         digest = hashlib.sha256(told.encode()).hexdigest()
-        settings.append(Setting(recipe, (*overrides, *tried), tried, digest, read.server.drain_s))
+        settings.append(SweepSetting(recipe, (*overrides, *tried), tried, digest, read.server.drain_s))
     return settings
 
 
-def command(setting: Setting) -> list[str]:
+def command(setting: SweepSetting) -> list[str]:
     """What serves it at a free port of this machine, which it logs."""
     serve = [sys.executable, "-m", "scripts.serve", str(Path(setting.recipe).resolve())]
     return [*serve, *setting.overrides, "--host", "127.0.0.1", "--port", "0"]
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class ForeignServer:
     """A server that others started, and will end."""
 
     url: str
@@ -91,10 +91,10 @@ class Running:
         """It is not ours to look after: requests that fail tell it."""
 
 
-class Server:
+class StartedServer:
     """A server of ours, in a process of its own; all that it says stands in `log`."""
 
-    def __init__(self, setting: Setting, log: Path) -> None:
+    def __init__(self, setting: SweepSetting, log: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "API_KEY"}
         self._setting, self._log, self.url = setting, log, ""
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -145,9 +145,9 @@ class Server:
 
 
 @contextmanager
-def started(setting: Setting, log: Path, timeout_s: float) -> Iterator[Server]:
+def started(setting: SweepSetting, log: Path, timeout_s: float) -> Iterator[StartedServer]:
     """A server of a setting at a free port of this machine, once it is ready; it ends with the context."""
-    server = Server(setting, log)
+    server = StartedServer(setting, log)
     before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
         server.wait_until_ready(timeout_s)

@@ -51,7 +51,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 @dataclass(slots=True)
-class Watch:
+class MetricsReadings:
     """Readings, each with its time on the client's clock; the first and the last frame the run."""
 
     session: aiohttp.ClientSession

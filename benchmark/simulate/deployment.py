@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmark.simulate.placement import Placement
-from benchmark.simulate.timeline import Timeline
+from benchmark.simulate.trace_events import TraceEventFile
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
+from simulation.disaggregated import DisaggregatedFleet
 from simulation.fleet import Route, serve_fleet
 from simulation.pipeline import Pipeline, Stages
 from simulation.replica import Replica
-from simulation.split import Split
-from simulation.tally import Tally
+from simulation.run_totals import RunTotals
 
 Result = dict[str, Any]
 SIMULATED = "not measured: the real scheduler against a cost model"
@@ -39,43 +39,49 @@ class Deployment:
         return self.placement.recipe.scheduler.num_slots * (sum(self.split) if self.split else self.replicas)
 
     def serve(
-        self, trace: Iterable[Request], timeline: Timeline | None, *, records: bool
-    ) -> tuple[Tally, Result]:
+        self, trace: Iterable[Request], timeline: TraceEventFile | None, *, records: bool
+    ) -> tuple[RunTotals, Result]:
         """What came of a trace, and figures that only this deployment has."""
-        tally = Tally(records=[] if records else None)
+        totals = RunTotals(records=[] if records else None)
         if self.split is not None:
-            return tally, self._split(trace, tally)
+            return totals, self._split(trace, totals)
         if self.placement.pipeline > 1:
-            return tally, self._pipeline(trace, tally, timeline)
+            return totals, self._pipeline(trace, totals, timeline)
         overlap, costs = self.placement.recipe.scheduler.overlap, self.placement.costs()
         observe = None if timeline is None else timeline.observe
         replicas = [
             Replica(
-                self.placement.scheduler(), costs, tally, overlap=overlap, observe=None if number else observe
+                self.placement.scheduler(),
+                costs,
+                totals,
+                overlap=overlap,
+                observe=None if number else observe,
             )
             for number in range(self.replicas)
         ]
         serve_fleet(trace, replicas, self.route)
-        return tally, {"busy_share": _share(tally.busy_s, self.replicas, tally)}
+        return totals, {"busy_share": _share(totals.busy_s, self.replicas, totals)}
 
-    def _split(self, trace: Iterable[Request], tally: Tally) -> Result:
+    def _split(self, trace: Iterable[Request], totals: RunTotals) -> Result:
         placement, (num_prompts, num_answers) = self.placement, self.split or (1, 1)
-        Split(
+        DisaggregatedFleet(
             [placement.scheduler() for _ in range(num_prompts)],
             [placement.scheduler(max_batch_tokens=MOST_CONTEXT) for _ in range(num_answers)],
             placement.costs(),
             placement.send_cached_s,
-            tally,
+            totals,
             route=self.route,
         ).serve(trace)
         return {
-            "busy_share": _share(tally.busy_s, num_prompts + num_answers, tally),
+            "busy_share": _share(totals.busy_s, num_prompts + num_answers, totals),
             # that there are none says, to the gate, that who is between two tokens is in a slot
             "preemptions": None,
-            "preemptions_in_engines": tally.preemptions,
+            "preemptions_in_engines": totals.preemptions,
         }
 
-    def _pipeline(self, trace: Iterable[Request], tally: Tally, timeline: Timeline | None) -> Result:
+    def _pipeline(
+        self, trace: Iterable[Request], totals: RunTotals, timeline: TraceEventFile | None
+    ) -> Result:
         def observe(stage: int, number: int, batch: Batch, begin_s: float, end_s: float) -> None:
             if timeline is not None:
                 args = {"scheduler": number, "spans": batch.num_spans, "tokens": batch.num_tokens}
@@ -83,13 +89,13 @@ class Deployment:
 
         placement = self.placement
         stages = Stages(placement.stage_costs(), placement.send_hidden_s, observe)
-        Pipeline(placement.stage_schedulers(), stages, tally).serve(trace)
+        Pipeline(placement.stage_schedulers(), stages, totals).serve(trace)
         return {
-            "busy_share": _share(stages.busy_s, placement.pipeline, tally),
+            "busy_share": _share(stages.busy_s, placement.pipeline, totals),
             "bubble_s": {kind: round(each, 4) for kind, each in stages.bubbles_s.items()},
         }
 
 
-def _share(busy_s: float, count: int, tally: Tally) -> float:
-    duration_s = tally.last_finish_s - tally.first_arrival_s
-    return round(busy_s / count / duration_s, 4) if tally.completed and duration_s > 0 else 0.0
+def _share(busy_s: float, count: int, totals: RunTotals) -> float:
+    duration_s = totals.last_finish_s - totals.first_arrival_s
+    return round(busy_s / count / duration_s, 4) if totals.completed and duration_s > 0 else 0.0

@@ -17,15 +17,15 @@ from statistics import median
 
 from benchmark.simulate.deployment import SIMULATED, Result
 from benchmark.simulate.placement import place
-from benchmark.simulate.traces import requests_of
+from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 from recipes.build.engine import build
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from simulation.fitted import Timed, features, fit
+from simulation.run_totals import RunTotals, StepCounter
 from simulation.serve import in_order, serve
-from simulation.tally import Tally, Watch
 
 NUM_SIMULATED = 5
 
@@ -55,9 +55,9 @@ class Served:
     def __init__(self, recipe: Recipe, trace: Iterator[Request]) -> None:
         self.clock = CpuClock()
         self.engine: Engine = build(recipe, self.clock)
-        self.tally = Tally()
+        self.totals = RunTotals()
         self.steps: list[Timed] = []
-        self._watch = Watch(self.engine, self.tally)
+        self._counter = StepCounter(self.engine, self.totals)
         self._coming = deque(in_order(trace))
         self._idle_s = 0.0
 
@@ -73,16 +73,16 @@ class Served:
         clock.go()
         while self._coming and self._coming[0].arrival_s <= clock():
             request = self._coming.popleft()
-            self.tally.came(request)
+            self.totals.came(request)
             self.engine.add(request)
-            self._watch.added(request)
+            self._counter.added(request)
         step = self.engine.step()
         clock.halt()
         if step is not None:
             self._count(step, was_idle)
 
     def _count(self, step: Step, was_idle: bool) -> None:
-        self._watch.step(step)
+        self._counter.step(step)
         if step.batch.num_spans:
             since_s = step.start_s if was_idle else self._idle_s
             self.steps.append(Timed(features(step.batch), step.end_s - since_s))
@@ -100,7 +100,7 @@ def held_out(options: argparse.Namespace) -> Result:
         for each in (train, held):
             if each.has_work:
                 each.turn()
-    fitted, real = fit(train.steps), held.tally.figures()
+    fitted, real = fit(train.steps), held.totals.figures()
     foretold = [
         serve(
             traces[1](), planned.scheduler(), replace(fitted, seed=seed), overlap=recipe.scheduler.overlap

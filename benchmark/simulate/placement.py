@@ -13,7 +13,7 @@ from recipes.build.sizing import model_config, size
 from recipes.schema.recipe import Recipe
 from simulation.device import SimulatedDevice
 from simulation.fitted import Fitted
-from simulation.roofline import Roofline, Stage
+from simulation.roofline import ModelPart, Roofline
 from simulation.runner import CostModel
 
 PRODUCTS = {"310P": None, "910": "ascend910", "910B": "ascend910b", "910C": "ascend910c", "950": None}
@@ -70,10 +70,10 @@ class Placement:
     def stage_costs(self) -> list[CostModel]:
         """What a step costs in each stage; the host's work is counted in the first."""
         layers = self.config.num_layers // self.pipeline
-        stages = [Stage(layers, has_head=number + 1 == self.pipeline) for number in range(self.pipeline)]
+        stages = [ModelPart(layers, has_head=number + 1 == self.pipeline) for number in range(self.pipeline)]
         return [self._roofline(stage, hides_host=number > 0) for number, stage in enumerate(stages)]
 
-    def _roofline(self, stage: Stage | None, *, hides_host: bool) -> Roofline:
+    def _roofline(self, stage: ModelPart | None, *, hides_host: bool) -> Roofline:
         graphs = self.recipe.device.graphs
         return Roofline(self.config, self.device, self.tensor, graphs, hides_host, stage)
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from simulation.run_totals import RunTotals
 from simulation.sketch import Sketch
-from simulation.tally import Tally
 
 MOST_GROUPS = 30
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -33,7 +33,7 @@ def draw(num_engines: int, count: int, seed: int) -> list[list[int]]:
     return [group.tolist() for group in np.array_split(order, min(count, MOST_GROUPS))]
 
 
-def estimates(groups: Sequence[Tally], num_drawn: int, num_engines: int) -> dict[str, Estimate]:
+def estimates(groups: Sequence[RunTotals], num_drawn: int, num_engines: int) -> dict[str, Estimate]:
     """Figures of the fleet, each with the ends of its 95 % interval; from at least two groups."""
     times = student(len(groups) - 1) * math.sqrt(1 - num_drawn / num_engines)
     ends = {}

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from benchmark.gate.verdict import with_verdict
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.placement import place
-from benchmark.simulate.traces import requests_of
+from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.request import Request
 from recipes.schema.reader import read
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TriedSetting:
     """What may be chosen."""
 
     tensor: int
@@ -44,7 +44,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
+class PercentileObjectives:
     """So many percent of first tokens, and of the times between tokens, within so long."""
 
     ttft_s: float
@@ -52,15 +52,15 @@ class Objectives:
     percent: float
 
 
-def settings(options: argparse.Namespace) -> list[Setting]:
+def settings(options: argparse.Namespace) -> list[TriedSetting]:
     """All that may be tried, fewest devices first."""
     made = itertools.product(options.tp, options.dp, options.chunk or [None], options.slots or [None])
-    return sorted((Setting(*each) for each in made), key=lambda each: each.num_devices)
+    return sorted((TriedSetting(*each) for each in made), key=lambda each: each.num_devices)
 
 
-def tried(options: argparse.Namespace, setting: Setting) -> Result:
+def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
     """How a setting fares: shares within the objectives, and figures; or why it cannot be."""
-    aims = Objectives(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.percent)
+    aims = PercentileObjectives(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.percent)
     told: Result = {"setting": str(setting), "devices": setting.num_devices}
     try:
         recipe = read(options.recipe, [*options.overrides, *setting.overrides], options.profile).recipe
@@ -72,9 +72,9 @@ def tried(options: argparse.Namespace, setting: Setting) -> Result:
     requests: Iterator[Request] = requests_of(
         options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad
     )()
-    tally, own = deployment.serve(requests, None, records=False)
-    figures = tally.figures()
-    shares = tally.ttft.share_within(aims.ttft_s), tally.itl.share_within(aims.itl_s)
+    totals, own = deployment.serve(requests, None, records=False)
+    figures = totals.figures()
+    shares = totals.ttft.share_within(aims.ttft_s), totals.itl.share_within(aims.itl_s)
     result = with_verdict(
         {
             **deployment.placement.facts(),

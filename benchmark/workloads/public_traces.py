@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.workloads.lengths import MOST_TOKENS
-from benchmark.workloads.requests import ARRIVAL, OUTPUT, THINK, Line, Load, line_of, mark
+from benchmark.workloads.synthetic import ARRIVAL, OUTPUT, THINK, Line, SyntheticLoad, line_of, mark
 
 MOONCAKE_TOKENS = 512  # of a prompt, for each of its hash_ids
 MOONCAKE, BURSTGPT = 20, 21  # streams of chance
@@ -60,7 +60,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def mooncake(path: Path, load: Load) -> Iterator[Item]:
+def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
     """Prompts of which those parts are the same that were the same."""
 
     def read(number: int, line: bytes) -> Line:
@@ -90,7 +90,7 @@ def mooncake(path: Path, load: Load) -> Iterator[Item]:
                 yield f"line {number}", lambda number=number, line=line: read(number, line)
 
 
-def burstgpt(path: Path, load: Load) -> Iterator[Item]:
+def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
     """Prompts of random tokens."""
 
     def read(number: int, names: list[str], line: bytes) -> Line:
@@ -179,7 +179,7 @@ def _reason(error: Exception) -> str:
 
 
 def timed(
-    path: Path, form: str, load: Load, most: int | None, skip_bad: bool
+    path: Path, form: str, load: SyntheticLoad, most: int | None, skip_bad: bool
 ) -> tuple[list[Line], list[str]]:
     """Requests of a trace that has times, which then count from the first; and what was skipped."""
     skipped: list[str] = []
@@ -193,7 +193,7 @@ def timed(
 
 
 def sharegpt(
-    path: Path, load: Load, most: int | None, skip_bad: bool, count_tokens: CountTokens | None
+    path: Path, load: SyntheticLoad, most: int | None, skip_bad: bool, count_tokens: CountTokens | None
 ) -> tuple[list[Line], list[str]]:
     """Requests of conversations that begin as `load` says; answers as long as they were, or as drawn."""
     skipped: list[str] = []

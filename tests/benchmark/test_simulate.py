@@ -15,7 +15,7 @@ from benchmark.simulate.shards import Drawn, Shard, run
 from recipes.schema.reader import load
 from scripts.simulate import main
 from scripts.trace import main as make_trace
-from simulation.tally import Tally
+from simulation.run_totals import RunTotals
 
 RECIPE = ["recipes/bench/llama2_7b_cuda.yaml", "model.dtype=float16", "scheduler.num_slots=32"]
 
@@ -141,11 +141,11 @@ def test_shards_add_up_to_the_whole() -> None:
     drawn = Drawn(60, 40.0, "uniform:10:60", "uniform:2:12", seed=1)
     limits = replace(planned.limits(), num_pages=400, longest_tokens=200)
 
-    def shard(number: int, of: int) -> Tally:
+    def shard(number: int, of: int) -> RunTotals:
         costs = planned.costs()
         group = list(range(number, 3, of))
-        (tally,) = run(Shard([group], 3, drawn, recipe.scheduler, recipe.cache, limits, costs))
-        return tally
+        (totals,) = run(Shard([group], 3, drawn, recipe.scheduler, recipe.cache, limits, costs))
+        return totals
 
     parts = shard(0, 2)
     parts.merge(shard(1, 2))
@@ -224,12 +224,12 @@ def test_intervals_of_a_sample_hold_the_whole_fleet() -> None:
     assert all(each["low"] == each["value"] == each["high"] for each in exact.values())
     missed: Counter[str] = Counter()
     for seed in range(20):
-        tallies = []
+        all_totals = []
         for group in draw(60, 30, seed):
-            tallies.append(Tally())
+            all_totals.append(RunTotals())
             for number in group:
-                tallies[-1].merge(alone[number])
-        told = estimates(tallies, 30, 60)
+                all_totals[-1].merge(alone[number])
+        told = estimates(all_totals, 30, 60)
         missed.update(
             name for name, at in told.items() if not at["low"] <= exact[name]["value"] <= at["high"]
         )

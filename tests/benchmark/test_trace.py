@@ -12,14 +12,14 @@ import pytest
 
 from benchmark.workloads.arrivals import arrivals
 from benchmark.workloads.lengths import lengths
-from benchmark.workloads.requests import Load, levels, requests, shared_prompts, shares
+from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, levels, shared_prompts, shares
 from scripts.trace import main, summary
 from serving.offline import Job, read_jobs
 
 
 def made(count: int = 8, prompt: str = "uniform:5:20", vocab_size: int = 50, **fields: Any) -> Any:
-    load = Load(lengths(prompt), lengths("uniform:2:9"), vocab_size, **{"seed": 3, **fields})
-    return requests(load, count)
+    load = SyntheticLoad(lengths(prompt), lengths("uniform:2:9"), vocab_size, **{"seed": 3, **fields})
+    return draw_requests(load, count)
 
 
 def lens(trace: list[dict[str, Any]]) -> list[int]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from doctor.facts import Chip, Facts, Node, _error_of, chips_of, gather, numbers
+from doctor.facts import Chip, MachineFacts, Node, _error_of, chips_of, gather, numbers
 from scripts.doctor import CHECKS, diagnose, in_json, in_words, main, name_of
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
-FIT = Facts(
+FIT = MachineFacts(
     system="Linux",
     architecture="aarch64",
     python=(3, 11),
@@ -283,11 +283,11 @@ def test_what_a_library_says_in_another_encoding_is_told() -> None:
 
 
 @pytest.fixture(scope="module")
-def here() -> Facts:
+def here() -> MachineFacts:
     return gather()
 
 
-def test_this_machine_is_told_as_it_is(here: Facts) -> None:
+def test_this_machine_is_told_as_it_is(here: MachineFacts) -> None:
     devices = list(Path("/dev").glob("davinci[0-9]*"))
     assert len(here.nodes) == len(devices)
     assert here.python == sys.version_info[:2]
@@ -297,7 +297,7 @@ def test_this_machine_is_told_as_it_is(here: Facts) -> None:
         assert {"no_driver", "no_device", "no_device_in_container"} & set(diagnose(here))
 
 
-def test_a_report_says_nothing_of_the_rest_of_the_shell(here: Facts) -> None:
+def test_a_report_says_nothing_of_the_rest_of_the_shell(here: MachineFacts) -> None:
     facts = replace(here, environment={"SECRET_TOKEN": "abc", "ASCEND_HOME_PATH": "/x", "HCCL_BUFFSIZE": "2"})
     told = json.loads(json.dumps(in_json(facts, diagnose(facts))))
     assert told["facts"]["environment"] == {"ASCEND_HOME_PATH": "/x", "HCCL_BUFFSIZE": "2"}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.offline.charts import bars
 from benchmark.offline.timeline import StepRecord, Timeline
-from benchmark.plot import bars
 from continuous_batching.counters import Counters
 from scripts.demo import RUNS, main
 

@@ -24,10 +24,10 @@ from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace
 from simulation.device import SimulatedDevice
-from simulation.roofline import Roofline, Stage
+from simulation.roofline import ModelPart, Roofline
+from simulation.run_totals import rounded
 from simulation.serve import serve
 from simulation.sketch import Sketch
-from simulation.tally import rounded
 
 LLAMA_7B = decoder_config(
     {
@@ -82,10 +82,10 @@ def test_figures_are_those_of_all_tokens(num_pages: int, overlap: bool) -> None:
         for row in step.owners.tolist():
             times_s.setdefault(engine.slots.requests[row].id, []).append(step.end_s)
 
-    tally = serve(
+    totals = serve(
         requests(300, 5.0), scheduler(num_pages), Fixed(), overlap=overlap, keep_records=True, observe=observe
     )
-    figures, records = tally.figures(), tally.records
+    figures, records = totals.figures(), totals.records
     assert records is not None
     assert figures["completed"] == len(records) == 300
     assert (figures["preemptions"] > 0) == (num_pages == 20)
@@ -109,18 +109,18 @@ def test_who_comes_during_a_long_step_is_in_the_system() -> None:
         for n in range(40)
     ]
     patient = scheduler(num_slots=32, num_pages=1000, max_batch_tokens=1000)
-    tally = serve(trace, patient, Fixed(), keep_records=True)
-    assert tally.records is not None
-    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in tally.records)
-    assert tally.running_s + tally.waiting_s == pytest.approx(waited_s, rel=1e-4)
+    totals = serve(trace, patient, Fixed(), keep_records=True)
+    assert totals.records is not None
+    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
+    assert totals.running_s + totals.waiting_s == pytest.approx(waited_s, rel=1e-4)
 
 
 def test_who_waits_for_a_fuller_batch_is_in_the_system() -> None:
     patient = scheduler(policy="static", batch_size=4, max_wait_ms=500.0)
-    tally = serve(requests(40, 2.0), patient, Fixed(), keep_records=True)
-    assert tally.records is not None
-    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in tally.records)
-    assert tally.running_s + tally.waiting_s == pytest.approx(waited_s, rel=1e-4)
+    totals = serve(requests(40, 2.0), patient, Fixed(), keep_records=True)
+    assert totals.records is not None
+    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
+    assert totals.running_s + totals.waiting_s == pytest.approx(waited_s, rel=1e-4)
 
 
 def test_memory_does_not_grow_with_the_trace() -> None:
@@ -146,10 +146,10 @@ def test_who_is_refused_has_failed() -> None:
 def test_a_device_is_at_one_step_at_a_time() -> None:
     busy_s = []
     for overlap in (False, True):
-        tally = serve(requests(60, 50.0), scheduler(), Fixed(), overlap=overlap)
-        duration_s = tally.last_finish_s - tally.first_arrival_s
-        assert 0.9 * duration_s < tally.busy_s <= 1.001 * duration_s
-        busy_s.append(tally.busy_s)
+        totals = serve(requests(60, 50.0), scheduler(), Fixed(), overlap=overlap)
+        duration_s = totals.last_finish_s - totals.first_arrival_s
+        assert 0.9 * duration_s < totals.busy_s <= 1.001 * duration_s
+        busy_s.append(totals.busy_s)
     assert busy_s[1] == pytest.approx(busy_s[0], rel=0.05)
 
 
@@ -276,7 +276,7 @@ def test_pages_that_move_are_read_and_written() -> None:
     still = Batch(np.arange(1), starts, starts + 1, np.arange(1), np.arange(1), starts + 1)
     moved = replace(still, copies=(PageCopy(np.arange(4, 9), np.arange(10, 15)),))
     slots, device = SlotPool(4, 200, 16), SimulatedDevice.load("ascend910")
-    for tensor, stage, share in ((1, None, 1), (2, Stage(8, has_head=False), 1 / 8)):
+    for tensor, stage, share in ((1, None, 1), (2, ModelPart(8, has_head=False), 1 / 8)):
         costs = Roofline(LLAMA_7B, device, tensor=tensor, stage=stage)
         num_bytes = 2 * 5 * 16 * LLAMA_7B.kv_bytes_per_token() * share
         more_s = costs.step_s(moved, slots) - costs.step_s(still, slots)

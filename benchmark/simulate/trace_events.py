@@ -17,7 +17,7 @@ STEPS, SLOTS = 1, 2  # process numbers: what the viewer groups by
 PROMPT, ANSWER = "prompt", "answer"
 
 
-class Timeline:
+class TraceEventFile:
     """Writes each step to a file as it is made, so that nothing is kept; `close` ends the file.
 
     A slot shows the prompt and then the answer of the request that it holds.

@@ -35,10 +35,10 @@ def placement_of(case: Case) -> Placement:
 def run(case: Case) -> Result:
     """The figures of one case, with their verdict and their records."""
     deployment = Deployment(placement_of(case), case.replicas, "least_loaded", case.split)
-    tally, own = deployment.serve(case.offered.trace(), None, records=True)
-    figures = tally.figures()
-    records = tally.records or []
-    figures["itl_ms"]["max"] = round(1e3 * tally.itl.most_s, 3)
+    totals, own = deployment.serve(case.offered.trace(), None, records=True)
+    figures = totals.figures()
+    records = totals.records or []
+    figures["itl_ms"]["max"] = round(1e3 * totals.itl.most_s, 3)
     good = num_good(records, **OBJECTIVES)
     return with_verdict(
         {

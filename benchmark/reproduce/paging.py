@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmark.reproduce.batching import ratio
 from benchmark.reproduce.case import Case, Offered, chunked
+from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import (
     HITS,
     ITL_99,
@@ -19,7 +20,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Results
 
 COPIED = Column("copied_pages", "pages moved", 0)
 SIZES = (16, 128)

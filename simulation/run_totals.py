@@ -49,7 +49,7 @@ class Answered:
 
 
 @dataclass(slots=True)
-class Tally:
+class RunTotals:
     """Sums over all engines of a run; two of them add up. Times are seconds of the virtual clock."""
 
     requests: int = 0
@@ -78,7 +78,7 @@ class Tally:
     e2e: Sketch = field(default_factory=Sketch)
     records: list[Record] | None = None  # of each request that ended, if they are to be kept
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: RunTotals) -> None:
         """Take in all that another counted."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
@@ -182,12 +182,12 @@ class Tally:
             self.records.append(one.record(self.first_arrival_s))
 
 
-class Watch:
-    """Counts the steps of one engine into a tally, and remembers when each row got its last token."""
+class StepCounter:
+    """Counts the steps of one engine into a totals, and remembers when each row got its last token."""
 
-    def __init__(self, engine: Engine, tally: Tally) -> None:
+    def __init__(self, engine: Engine, totals: RunTotals) -> None:
         self.engine = engine
-        self.tally = tally
+        self.totals = totals
         num_slots = engine.slots.num_slots
         self._last_s = np.zeros(num_slots)
         self._owner = np.full(num_slots, -1, dtype=np.int64)  # number of the request that this is of
@@ -200,26 +200,26 @@ class Watch:
     def added(self, request: Request) -> None:
         """Count how long a request that the engine just took has been there: a step may have kept it out."""
         counted_from_s = self._before_s if self._left else self.engine.clock()
-        self.tally.waiting_s += counted_from_s - request.arrival_s
+        self.totals.waiting_s += counted_from_s - request.arrival_s
 
     def step(self, step: Step) -> None:
         """Count one step, before the next one is made."""
-        tally, engine, batch = self.tally, self.engine, step.batch
+        totals, engine, batch = self.totals, self.engine, step.batch
         scheduler = engine.scheduler
         num_waiting, num_running = len(scheduler.waiting), len(engine.slots.busy) + len(step.finished)
         taken_s = step.end_s - (self._before_s if self._left else step.start_s)
         begin_s = max(step.start_s, self._before_s)  # it may have been started behind the one before
-        tally.running_s += num_running * taken_s
-        tally.waiting_s += num_waiting * taken_s
+        totals.running_s += num_running * taken_s
+        totals.waiting_s += num_waiting * taken_s
         self._before_s, self._left = step.end_s, num_running + num_waiting - len(step.finished)
         if batch.num_spans:
             pool = scheduler.pool
             held = pool.num_held - scheduler.prefix.num_idle
-            tally.steps += 1
-            tally.spans += batch.num_spans
-            tally.copied_pages += batch.num_copied_pages
-            tally.busy_s += step.end_s - begin_s
-            tally.held_share += held / (pool.num_pages - 1)
+            totals.steps += 1
+            totals.spans += batch.num_spans
+            totals.copied_pages += batch.num_copied_pages
+            totals.busy_s += step.end_s - begin_s
+            totals.held_share += held / (pool.num_pages - 1)
             if len(batch.owners):
                 self.gaps(step)
         for request in step.finished:
@@ -231,30 +231,30 @@ class Watch:
 
     def ended(self, request: Request) -> None:
         """Count a request that ended in this engine."""
-        self.tally.ended(request)
+        self.totals.ended(request)
 
     def rest(self, start_s: float, end_s: float) -> None:
         """Count a time in which nothing was computed, and requests waited all the same."""
         num_waiting, num_running = len(self.engine.scheduler.waiting), len(self.engine.slots.busy)
         taken_s = end_s - (self._before_s if self._left else start_s)
-        self.tally.running_s += num_running * taken_s
-        self.tally.waiting_s += num_waiting * taken_s
+        self.totals.running_s += num_running * taken_s
+        self.totals.waiting_s += num_waiting * taken_s
         self._before_s, self._left = end_s, num_running + num_waiting
 
     def close(self) -> None:
         """Count what the scheduler itself counted since this was last asked for."""
         counters, seen = self.engine.scheduler.counters, self._seen
         now = counters.prompt_tokens, counters.hit_tokens, counters.preemptions
-        self.tally.admitted_tokens += now[0] - seen[0]
-        self.tally.hit_tokens += now[1] - seen[1]
-        self.tally.preemptions += now[2] - seen[2]
+        self.totals.admitted_tokens += now[0] - seen[0]
+        self.totals.hit_tokens += now[1] - seen[1]
+        self.totals.preemptions += now[2] - seen[2]
         self._seen = now
 
     def gaps(self, step: Step) -> None:
         """Since each row's last token; a row may hold another request than then."""
         rows, end_s, busy = step.owners, step.end_s, self.engine.slots.busy
         if busy is self._even and len(rows) == len(busy):  # as from decode to decode: no row is looked at
-            self.tally.itl.add(end_s - self._even_s, len(rows))
+            self.totals.itl.add(end_s - self._even_s, len(rows))
             self._even_s = end_s
             return
         self._settle()
@@ -274,7 +274,7 @@ class Watch:
         if has_new:
             gaps_s = gaps_s[~np.isnan(gaps_s)]
         if len(gaps_s):
-            self.tally.itl.add_all(gaps_s)
+            self.totals.itl.add_all(gaps_s)
         if len(rows) == len(busy) and np.array_equal(rows, busy):
             self._even, self._even_s = busy, end_s
 

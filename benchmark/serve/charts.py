@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import LogFormatter
 
-from benchmark.serve.page import KINDS
+from benchmark.serve.html_page import KINDS
 
 INK, LINE, WAIT = "#0a0a01", "#0a0a02", "#0a0a03"
 COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # of one side after the other
