@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from doctor.diagnosis import CHECKS, diagnose, in_json, in_words, name_of
 from doctor.facts import Chip, MachineFacts, Node, _error_of, chips_of, gather, numbers
-from scripts.doctor import CHECKS, diagnose, in_json, in_words, main, name_of
+from scripts.doctor import main
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
