@@ -1,4 +1,4 @@
-"""What is wrong with a machine, and how is that said to a person and to a program?"""
+"""What is wrong with a machine, in words for a person and as data for a program?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHECKS: tuple[Check, ...] = device.CHECKS + software.CHECKS + loading.CHECKS + s
 
 
 def diagnose(facts: MachineFacts) -> dict[str, Finding]:
-    """What is wrong, by the name of the check, those first that keep everything from running."""
+    """The findings by the name of their check, fatal ones first."""
     found = {name_of(check): finding for check in CHECKS if (finding := check(facts)) is not None}
     return dict(sorted(found.items(), key=lambda item: not item[1].is_fatal))
 
@@ -23,7 +23,7 @@ def name_of(check: Check) -> str:
 
 
 def summary(facts: MachineFacts) -> list[tuple[str, str]]:
-    """What was found, in words, whether it is wrong or not."""
+    """What was found on the machine, whether it is a fault or not."""
     chips = ", ".join(
         f"{chip.name} {chip.total_mib - chip.used_mib:,} of {chip.total_mib:,} MiB free"
         for chip in facts.chips
@@ -55,7 +55,7 @@ def in_words(facts: MachineFacts, findings: dict[str, Finding]) -> str:
     lines = [f"{label:14}{text}" for label, text in summary(facts)]
     for finding in findings.values():
         lines += ["", ("PROBLEM  " if finding.is_fatal else "advice   ") + finding.problem]
-        lines += [f"  because  {finding.cause}", f"  mend     {finding.mend}", f"  source   {finding.source}"]
+        lines += [f"  because  {finding.cause}", f"  fix      {finding.fix}", f"  source   {finding.source}"]
     num_fatal = sum(finding.is_fatal for finding in findings.values())
     advice = f"{len(findings) - num_fatal} pieces of advice, {len(CHECKS)} checks"
     verdict = "fit to compute on an NPU" if not num_fatal else f"not fit: {num_fatal} problems"
@@ -63,7 +63,7 @@ def in_words(facts: MachineFacts, findings: dict[str, Finding]) -> str:
 
 
 def in_json(facts: MachineFacts, findings: dict[str, Finding]) -> dict[str, object]:
-    """The same for programs; of the environment only what concerns it, since a report is sent to others."""
+    """The same for programs, with only the variables that matter here, since a report is sent to others."""
     kept = {
         name: value
         for name, value in sorted(facts.environment.items())

@@ -1,4 +1,4 @@
-"""What is there of an Ascend environment? Read, never changed, and nothing of it is needed to ask."""
+"""What does this machine have of an Ascend environment? It is read, never changed, and may lack any part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a fault of an environment told?"""
+"""What is said of a fault in an environment?"""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from doctor.facts import MachineFacts
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault, why it is one, what mends it, and who says so. One that is not fatal costs speed or peace."""
+    """A fault, its cause, how to fix it, and which document says so; one that is not fatal is advice."""
 
     problem: str
     cause: str
-    mend: str
+    fix: str
     source: str
     is_fatal: bool = True
 

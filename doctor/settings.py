@@ -115,7 +115,7 @@ def _little_shm(facts: MachineFacts) -> Finding | None:
         return None
     return Finding(
         f"/dev/shm has {facts.shm_bytes // 2**20} MiB",
-        "ranks and processes share memory there; a container gets 64 MiB unless told otherwise",
+        "ranks and processes share memory there; a container gets 64 MiB unless it asks for more",
         "start the container with --shm-size=1g or more",
         "vllm-ascend, docs/source/installation.md",
         is_fatal=False,

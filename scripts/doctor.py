@@ -2,8 +2,8 @@
 
     python -m scripts.doctor [--json]
 
-Looks at driver, devices, CANN, torch, torch_npu, the shell and the system, changes nothing, and tells each
-fault with its cause, its mend and who says so. Status 0: fit to compute on an NPU; 1: not.
+Looks at driver, devices, CANN, torch, torch_npu, the shell and the system, changes nothing, and prints each
+fault with its cause, its fix and the document that says so. Status 0: fit to compute on an NPU; 1: not.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 OUT_DIR gets the same model in compressed-tensors' format int-quantized (W8A8): int8 weights with a scale for
 each output channel, activations quantised token by token while serving. Embedding, norms and the head stay as
-they are. --evaluate tells how both models score each line of a text.
+they are. --evaluate prints how both models score each line of a text.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "changes", nargs="*", metavar="scheduler.KEY=VALUE", help="with --policy: what else is other"
     )
     purpose = top.add_mutually_exclusive_group()
-    purpose.add_argument("--explain", metavar="REQUEST_ID", help="tell one request's story")
+    purpose.add_argument("--explain", metavar="REQUEST_ID", help="print one request's story")
     purpose.add_argument("--trace", metavar="OUT.json", help="write a time line")
     purpose.add_argument("--policy", metavar="NAME", help="what if this policy had served the same requests")
     return top

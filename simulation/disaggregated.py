@@ -1,4 +1,4 @@
-"""What if some engines compute prompts, and others go on from there?
+"""What if some engines compute the prompts, and other engines the answers?
 
 A prompt's engine yields its first token. Its keys and values then go over the link to an answer's engine,
 where the request waits for a slot and pages like any newcomer, and is not computed again.
@@ -28,7 +28,7 @@ TransferS = Callable[[int], float]  # seconds for the keys and values of so many
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The costs of an answer's engine: of a span that came over the link, only the last token is computed."""
+    """The costs of an answers' engine: of a span sent over the link, it computes only the last token."""
 
     costs: CostModel
 
@@ -42,7 +42,7 @@ class Resumed:
 
 
 class _PrefillCounter(StepCounter):
-    """Counts an answer of one token, which ends here; all others end elsewhere."""
+    """Counts only answers of one token: all others end in the engine of their answers."""
 
     def __init__(self, engine: Engine, totals: RunTotals, asked: dict[str, Request]) -> None:
         super().__init__(engine, totals)
@@ -54,7 +54,7 @@ class _PrefillCounter(StepCounter):
 
 
 class _DecodeCounter(StepCounter):
-    """Counts what both engines did for a request."""
+    """Counts a request by what both of its engines did."""
 
     def __init__(self, engine: Engine, totals: RunTotals, begun: dict[str, Answered]) -> None:
         super().__init__(engine, totals)
@@ -82,7 +82,7 @@ class _DecodeCounter(StepCounter):
 
 
 class DisaggregatedFleet:
-    """Prompts' engines, a link and answers' engines; what they do goes to one totals.
+    """Prompts' engines, a link and answers' engines; what they do goes to one RunTotals.
 
     Answers' schedulers must take a whole context in a step: give them a budget of tokens that is large.
     """
@@ -126,7 +126,7 @@ class DisaggregatedFleet:
             )
             self._prompts.add(prompt, request.arrival_s)
             if prompt.finish_reason is not None:
-                del self._asked[request.id]  # it was refused
+                del self._asked[request.id]  # the engine refused it
         self._prompts.close()
         self._deliver(float("inf"))
         self._answers.close()
@@ -166,10 +166,10 @@ class DisaggregatedFleet:
                 prompt.tokens,
                 replace(asked.params, max_tokens=asked.params.max_tokens - 1),
                 tenant=asked.tenant,
-                cache_salt=f"{asked.cache_salt} from {prompt.id}",  # what came is nobody else's
+                cache_salt=f"{asked.cache_salt} from {prompt.id}",  # pages that were sent are not shared
                 priority=asked.priority,
                 arrival_s=there_s,
-                timeout_s=left_s,  # where none is left, it ends before the next step
+                timeout_s=left_s,  # if none is left, the request ends before the next step
             )
             self._num_sent += 1
             heapq.heappush(self._coming, (rest.arrival_s, self._num_sent, rest))

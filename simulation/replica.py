@@ -1,4 +1,4 @@
-"""How does one engine get on while others wait for it?"""
+"""How does one simulated engine advance, step by step?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulation.clock import Clock
 from simulation.run_totals import RunTotals, StepCounter
 from simulation.runner import CostModel, SimulatedRunner, Speaker
 
-REST_S = 1e-3  # between looks at a policy that waits for a fuller batch; as `serving.offline` rests
+REST_S = 1e-3  # between two looks while a policy waits for a fuller batch; the same as in `serving.offline`
 Observe = Callable[[Engine, Step], None]
 MakeRunner = Callable[[Clock], Runner]
 
@@ -49,13 +49,13 @@ class Replica:
 
     @property
     def num_requests(self) -> int:
-        """How many are here, waiting or running."""
+        """Requests that wait or run."""
         scheduler = self.engine.scheduler
         return len(scheduler.waiting) + len(scheduler.slots.busy)
 
     def add(self, request: Request) -> None:
-        """Take a request at the clock's time, which is its arrival or later. One that is refused has failed:
-        it is counted, and that is all.
+        """Take a request at the clock's time, which is its arrival or later. A refused request has failed
+        and is only counted.
         """
         if self._is_counting_arrivals:
             self.totals.came(request)
@@ -78,7 +78,7 @@ class Replica:
             self.step(until_s)
 
     def step(self, until_s: float) -> Step | None:
-        """One step; None, after a rest that does not go beyond `until_s`, if nothing was computed."""
+        """Make one step; if nothing was computed, rest until `until_s` at most, and return None."""
         step = self.engine.step()
         if step is None:
             since_s = self.clock.now_s
@@ -93,7 +93,7 @@ class Replica:
         return step
 
     def _stop(self, step: Step) -> None:
-        """End whose whole answer is there and who goes on: of a stop string only its reader knew."""
+        """End requests that have their whole recorded answer: a stop string is not known here."""
         assert self._speaker is not None, "nobody knows the answers"
         for request in self.engine.slots.requests[step.owners]:
             if request.finish_reason is None and self._speaker.is_over(request):

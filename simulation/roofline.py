@@ -18,13 +18,13 @@ from models.config import DecoderConfig
 from simulation.device import SimulatedDevice
 
 OPERATORS = 10  # of a layer: norms, products, rotary, write, attention, gate, residuals, where they are fused
-MOST_SIZES = 2**16  # of steps that are remembered
+MOST_SIZES = 2**16  # of steps whose times are kept
 ACTIVATIONS = 12  # times a layer's hidden states are read or written between its products
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """What one device group does of the model: `num_layers` of the layers, and the head if it is the last."""
+    """The part of a model on one group of devices; the last group also has the head."""
 
     num_layers: int
     has_head: bool
@@ -48,7 +48,7 @@ class Roofline:
     """A cost model for `tensor` devices that share each layer; `stage` None: the whole model is theirs.
 
     Steps of decodes alone run as captured graphs up to `graphs` rows, others operator by operator. With
-    `hides_host` the host's work between steps is done while the device is at one.
+    `hides_host` the host does its work between steps while the device computes.
     """
 
     config: DecoderConfig
@@ -71,7 +71,7 @@ class Roofline:
         return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
 
     def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
-        """Of all layers of the model together: tokens whose keys are read, and pairs that are scored."""
+        """Over all layers: tokens whose keys are read, and pairs of query and key that are scored."""
         starts, stops = batch.starts, batch.stops
         total = int(stops.sum())
         if self._windows == [(None, self.config.num_layers)] and num_tokens == batch.num_spans:
@@ -85,7 +85,7 @@ class Roofline:
             else:
                 near = np.minimum(stops, window + lens)
                 context += count * float(near.sum())
-                first, last = np.minimum(starts, window), np.minimum(stops, window)  # of those that see all
+                first, last = np.minimum(starts, window), np.minimum(stops, window)  # windows not yet full
                 growing = (last * (last + 1) - first * (first + 1)) / 2
                 pairs += count * float((growing + window * (lens - (last - first))).sum())
         return context, pairs
@@ -93,7 +93,7 @@ class Roofline:
     def time_s(
         self, num_tokens: int, num_spans: int, num_sampled: int, context: float, pairs: float
     ) -> float:
-        """Seconds of a step of these sizes; `context` and `pairs` as `seen` tells them."""
+        """Seconds of a step of these sizes; `context` and `pairs` as `seen` returns them."""
         key = num_tokens, num_spans, num_sampled
         size = self._sizes.get(key)
         if size is None:
@@ -108,7 +108,7 @@ class Roofline:
         return host_s + (busy_s + size.launch_s if size.is_graph else max(busy_s, size.launch_s))
 
     def _copies_s(self, batch: Batch, slots: SlotPool) -> float:
-        """Each byte is read and written; what goes to the host and back takes no longer here."""
+        """Seconds of page copies: each byte is read and written; copies to the host count the same."""
         share = self.stage.num_layers / self.config.num_layers if self.stage else 1.0
         held_bytes = self.config.kv_bytes_per_token(self.tensor) * share
         num_bytes = batch.num_copied_pages * slots.page_size * held_bytes

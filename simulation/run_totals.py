@@ -1,4 +1,4 @@
-"""What came of a run? The figures that a benchmark tells, counted as it goes on.
+"""What came of a run? The figures that a benchmark reports, counted as it runs.
 
 Nothing is kept for each request, unless records are asked for: then six numbers and its name.
 """
@@ -18,11 +18,11 @@ from simulation.sketch import Sketch
 
 Record = dict[str, Any]
 DONE = ("stop", "length")
-DIGITS = 4  # that a rate has at least, however small it is
+DIGITS = 4  # of a rate, at least
 
 
 def rounded(rate: float, decimals: int) -> float:
-    """With so many decimals, and more where it is small: times a long duration it is still the count."""
+    """Round a rate, keeping DIGITS of a small one: times a long duration it must still give the count."""
     leading = math.floor(math.log10(rate)) + 1 if rate > 0 else DIGITS
     return round(rate, max(decimals, DIGITS - leading))
 
@@ -42,10 +42,10 @@ class Answered:
 
     def record(self, origin_s: float) -> Record:
         """As the gate recounts it; times count from `origin_s`."""
-        told = asdict(self)
+        record = asdict(self)
         for name in ("arrival_s", "first_token_s", "finish_s"):
-            told[name] = round(told[name] - origin_s, 6)
-        return told
+            record[name] = round(record[name] - origin_s, 6)
+        return record
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class RunTotals:
     records: list[Record] | None = None  # of each request that ended, if they are to be kept
 
     def merge(self, other: RunTotals) -> None:
-        """Take in all that another counted."""
+        """Add what another one counted."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, Sketch):
@@ -140,13 +140,13 @@ class RunTotals:
         }
 
     def came(self, request: Request) -> None:
-        """A request was offered, whether it is accepted or not."""
+        """Count a request that was offered, whether it is accepted or not."""
         self.requests += 1
         self.first_arrival_s = min(self.first_arrival_s, request.arrival_s)
         self.last_arrival_s = max(self.last_arrival_s, request.arrival_s)
 
     def ended(self, request: Request) -> None:
-        """A request ended; only those that were answered count."""
+        """Count a request that ended; only answered requests have figures."""
         if request.finish_reason not in DONE:
             self.cut_short += request.first_token_s is not None
             return
@@ -166,7 +166,7 @@ class RunTotals:
         )
 
     def answered(self, one: Answered) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         num_tokens = one.output_tokens
         self.completed += 1
         self.prompt_tokens += one.prompt_tokens
@@ -183,7 +183,7 @@ class RunTotals:
 
 
 class StepCounter:
-    """Counts the steps of one engine into a totals, and remembers when each row got its last token."""
+    """Counts the steps of one engine into a RunTotals, and remembers when each row got its last token."""
 
     def __init__(self, engine: Engine, totals: RunTotals) -> None:
         self.engine = engine
@@ -193,12 +193,12 @@ class StepCounter:
         self._owner = np.full(num_slots, -1, dtype=np.int64)  # number of the request that this is of
         self._parked: dict[int, float] = {}  # of preempted requests, by number
         self._even: Index | None = None  # the busy rows, if all of them got their last tokens together
-        self._even_s = 0.0  # then
+        self._even_s = 0.0  # when that was
         self._before_s, self._left = 0.0, 0
         self._seen = (0, 0, 0)
 
     def added(self, request: Request) -> None:
-        """Count how long a request that the engine just took has been there: a step may have kept it out."""
+        """Count the time that a request waited for the step in progress before the engine took it."""
         counted_from_s = self._before_s if self._left else self.engine.clock()
         self.totals.waiting_s += counted_from_s - request.arrival_s
 
@@ -208,7 +208,7 @@ class StepCounter:
         scheduler = engine.scheduler
         num_waiting, num_running = len(scheduler.waiting), len(engine.slots.busy) + len(step.finished)
         taken_s = step.end_s - (self._before_s if self._left else step.start_s)
-        begin_s = max(step.start_s, self._before_s)  # it may have been started behind the one before
+        begin_s = max(step.start_s, self._before_s)  # it may have waited on the device for the step before
         totals.running_s += num_running * taken_s
         totals.waiting_s += num_waiting * taken_s
         self._before_s, self._left = step.end_s, num_running + num_waiting - len(step.finished)
@@ -251,9 +251,9 @@ class StepCounter:
         self._seen = now
 
     def gaps(self, step: Step) -> None:
-        """Since each row's last token; a row may hold another request than then."""
+        """Count the time since each row's last token; a row may hold another request by now."""
         rows, end_s, busy = step.owners, step.end_s, self.engine.slots.busy
-        if busy is self._even and len(rows) == len(busy):  # as from decode to decode: no row is looked at
+        if busy is self._even and len(rows) == len(busy):  # decode after decode of the same rows
             self.totals.itl.add(end_s - self._even_s, len(rows))
             self._even_s = end_s
             return
@@ -279,14 +279,14 @@ class StepCounter:
             self._even, self._even_s = busy, end_s
 
     def _settle(self) -> None:
-        """Write down the times of rows that got their tokens together: they may part now."""
+        """Store the time of each row that got its token together with the others: they may differ now."""
         if self._even is not None:
             self._last_s[self._even] = self._even_s
             self._even = None
 
     def since_s(self, number: int) -> float:
         """When a request that is new to its row got its last token; not a number if it had none."""
-        for row in np.flatnonzero(self._owner == number).tolist():  # the row that it was preempted from
+        for row in np.flatnonzero(self._owner == number).tolist():  # in the row from which it was preempted
             self._owner[row] = -1
             return float(self._last_s[row])
         return self._parked.pop(number, math.nan)

@@ -1,4 +1,4 @@
-"""What would an engine make of a trace, on a device that is not there?
+"""How would an engine serve a trace on a device that is not here?
 
     run = serve(trace, scheduler, costs)
     run.figures()["ttft_ms"]["p50"]
@@ -44,7 +44,7 @@ def serve(
 
 
 def in_order(trace: Iterable[Request]) -> Iterable[Request]:
-    """The same; raises ValueError at a request that came before the last one."""
+    """The same requests; raises ValueError at one that arrives before the one in front of it."""
     before_s = -math.inf
     for request in trace:
         if request.arrival_s < before_s:

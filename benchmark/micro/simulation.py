@@ -38,7 +38,7 @@ def decodes(num_slots: int) -> Iterator[Request]:
 
 
 def drawn(count: int, rate_per_s: float, prompt: Draw, output: Draw, vocab_size: int) -> Iterator[Request]:
-    """Poisson arrivals, each of a prompt that nobody else has."""
+    """Poisson arrivals, each with a prompt of its own."""
     arrivals, prompts, outputs, tokens = (np.random.default_rng([0, each]) for each in range(4))
     times_s = np.cumsum(arrivals.exponential(1 / rate_per_s, count)).tolist()
     asked = zip(times_s, prompt(prompts, count).tolist(), output(outputs, count).tolist())

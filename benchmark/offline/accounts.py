@@ -70,7 +70,7 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
 
 
 def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
-    """What became of each request; times count from the first arrival. The tokens' own are told where each
+    """What became of each request; times count from the first arrival. The tokens' own are given where each
     token of every answer came in a step."""
     origin_s = min((r.arrival_s for r in requests), default=0.0)
     in_steps = all(len(token_times_s.get(r.id, ())) == len(r.answer) for r in requests)

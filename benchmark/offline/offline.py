@@ -1,4 +1,4 @@
-"""What does an engine in this process make of a trace?"""
+"""How does an engine in this process serve a trace?"""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def run(
     num_runs: int,
     plot: Path | None = None,
 ) -> dict[str, object]:
-    """What became of a trace; `plot` is a picture of it to be made."""
+    """Serve a trace and return its figures; `plot` is the path of a picture to draw."""
     recipe = read(recipe_path, overrides, profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(trace_path, text)  # before the model is built: a bad file fails at once
-    told = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
-    told["trace"] = Path(trace_path).name
-    return measure(told, recipe, text, lambda engine: load_trace(trace_path, text), num_runs, plot)
+    described = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
+    described["trace"] = Path(trace_path).name
+    return measure(described, recipe, text, lambda engine: load_trace(trace_path, text), num_runs, plot)
 
 
 def measure(
-    told: dict[str, object],
+    described: dict[str, object],
     recipe: Recipe,
     text: Text | None,
     load: Callable[[Engine], list[Job | Record]],
@@ -84,7 +84,7 @@ def measure(
 ) -> dict[str, object]:
     """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
 
-    The versions and the machine stand beside the figures, with what is `told` of the run.
+    The versions and the machine stand beside the figures, with what `described` says of the run.
     """
     engine = build(recipe)
     results: list[tuple[dict[str, object], Timeline, float]] = []
@@ -93,7 +93,9 @@ def measure(
         timeline, records = serve(engine, text, jobs)
         refused = [record["error"] for record in records if "error" in record]
         if refused:
-            raise ValueError(f"{told['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
+            raise ValueError(
+                f"{described['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}"
+            )
         cache = cache_figures(engine)
         forget_prefixes(engine)
         if number:
@@ -111,7 +113,7 @@ def measure(
         save_run(plot, timeline, origin_s, num_pages)
     where = versions.describe(start(recipe.device).name)
     result = {
-        **told,
+        **described,
         "machine": where,
         "runs_output_tokens_per_s": [each["output_tokens_per_s"] for each, _, _ in results],
         "cache_after_all_runs": cache,
@@ -148,7 +150,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, profile=True)
     add = parser.add_argument
     add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
-    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is told")
+    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is reported")
     add_json(parser)
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input-len", type=at_least(1), metavar="TOKENS", help=str(INPUT_LEN))
     add("--output-len", type=at_least(1), metavar="TOKENS", help=str(OUTPUT_LEN))
     add("--seed", type=int, default=0)
-    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is told")
+    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is reported")
     add_json(parser)
 
 
@@ -68,9 +68,11 @@ def main(options: argparse.Namespace) -> None:
             return at_once(offline.load_trace(options.trace, text))
         return jobs(engine, num_prompts, input_len, output_len, options.seed)
 
-    told: dict[str, object] = {"recipe": options.recipe, "overrides": options.overrides}
-    told["trace"] = options.trace or f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
-    result = offline.measure(told, recipe, text, load, options.runs)
+    described: dict[str, object] = {"recipe": options.recipe, "overrides": options.overrides}
+    described["trace"] = (
+        options.trace or f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
+    )
+    result = offline.measure(described, recipe, text, load, options.runs)
     show(with_verdict(in_their_names(result)), options, offline.print_table)
 
 

@@ -1,4 +1,4 @@
-"""What does transformers' own continuous batching make of the trace that we serve, in the same run?
+"""How does transformers' own continuous batching serve the same trace, in the same run?
 
 Both get the same model in the same type, on the same device, and the same requests, which all come at once.
 Random weights differ; greedy tokens are then not compared, and nothing ends before its length.

@@ -12,7 +12,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 
 
 class Story:
-    """Follows one request through a replay on `scheduler`; `lines` tells what happened to it, a line each.
+    """Follows one request through a replay on `scheduler`; `lines` holds what happened to it.
 
     Times are seconds since the first arrival of the recording.
     """

@@ -109,7 +109,7 @@ def orca_static() -> Experiment:
 def _orca_static(results: Results) -> list[str]:
     rates = [each.partition(", ")[2] for each in results if each.startswith("orca")]
     low, high = rates[0], rates[-1]
-    told = [
+    sentences = [
         f"at {rate} the median answer is complete after"
         f" {figure(results[f'orca, {rate}'], 'e2e_ms.p50') / 1e3:.1f} s under Orca,"
         f" {figure(results[f'static 64, {rate}'], 'e2e_ms.p50') / 1e3:.1f} s in static batches"
@@ -121,8 +121,8 @@ def _orca_static(results: Results) -> list[str]:
     ]
     verdict = "holds" if all(sooner) else "does not hold at every rate"
     return [
-        f"The claim {verdict}: {'; '.join(told)}. All of the difference is waiting for a batch to fill and to"
-        " end.",
+        f"The claim {verdict}: {'; '.join(sentences)}. All of the difference is waiting for a batch to fill"
+        " and to end.",
         "Orca's steps hold whole prompts, so its ITL p99 is the higher one; that is what chunks are for,"
         " below.",
     ]

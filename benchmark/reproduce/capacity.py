@@ -57,10 +57,10 @@ def bears(results: Results, series: str, itl_ms: float) -> float:
 
 
 def _capacity(results: Results) -> list[str]:
-    told = []
+    sentences = []
     for what, itl_ms in (("strict", STRICT_MS), ("relaxed", RELAXED_MS)):
         each = [f"{case.series} {bears(results, case.series, itl_ms):g}/s" for case in ENGINES]
-        told.append(
+        sentences.append(
             f"Capacity under the {what} objective (ITL p99 of {itl_ms:g} ms, median TTFT of 2 s), of the"
             f" rates tried: {'; '.join(each)}."
         )
@@ -68,7 +68,7 @@ def _capacity(results: Results) -> list[str]:
     top = f", {RATES[-1]:g}/s"
     sarathi, first = (results[ENGINES[index].label + top] for index in (3, 2))
     return [
-        *told,
+        *sentences,
         f"At {RATES[-1]:g}/s the longest gap is {figure(first, 'itl_ms.max'):,.0f} ms with prompts first and"
         f" {figure(sarathi, 'itl_ms.max'):,.0f} ms with chunks. FasterTransformer's way computes all prompts"
         " of a batch, 8,192 tokens a step, before the first decode, which is its longest gap, and stalls no"

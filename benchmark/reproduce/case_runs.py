@@ -76,7 +76,7 @@ def tpot_ms(record: Result) -> float:
     return 1e3 * float(record["finish_s"] - record["first_token_s"]) / gaps
 
 
-def run_all(cases: Iterable[Case], jobs: int, tell: Callable[[str], None]) -> dict[Case, Result]:
+def run_all(cases: Iterable[Case], jobs: int, report: Callable[[str], None]) -> dict[Case, Result]:
     """Each case once, in so many processes; the order in which they end is no matter to what comes of it."""
     wanted = sorted(dict.fromkeys(cases), key=_work, reverse=True)
     found: dict[Case, Result] = {}
@@ -86,7 +86,7 @@ def run_all(cases: Iterable[Case], jobs: int, tell: Callable[[str], None]) -> di
             case = futures[future]
             found[case] = future.result()
             outcome = found[case]["verdict"]["outcome"]
-            tell(f"{number}/{len(wanted)}  {outcome:8} {case.label}")
+            report(f"{number}/{len(wanted)}  {outcome:8} {case.label}")
     return found
 
 

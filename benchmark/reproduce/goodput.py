@@ -92,20 +92,20 @@ def goodput() -> Experiment:
 def _goodput(results: Results) -> list[str]:
     tried = list(found(results))
     steady = [each for each in tried if each.keeps_up]
-    told = [_throughput(results)]
+    sentences = [_throughput(results)]
     if tried:
         best = max(tried, key=lambda each: each.times)
         num = sum(each.times >= CLAIMED for each in tried)
-        told.append(
+        sentences.append(
             f"Goodput: the largest ratio of {len(tried)} pairs of load and objectives is {best}; {num} of"
             f" them reach {CLAIMED}. Pairs under which static batches serve less than {LEAST_SHARE:.0%} of"
             " the requests well are left out: there the ratio is larger still, and says nothing."
         )
     if steady:
         best = max(steady, key=lambda each: each.times)
-        told.append(f"Where static batching keeps up with what is offered, the largest is {best}.")
-    told.append(_reason(results))
-    return told
+        sentences.append(f"Where static batching keeps up with what is offered, the largest is {best}.")
+    sentences.append(_reason(results))
+    return sentences
 
 
 def _throughput(results: Results) -> str:

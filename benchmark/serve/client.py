@@ -16,7 +16,7 @@ from benchmark.serve.sse import Events, StreamChunk, read_chunk
 from benchmark.serve.trace_requests import TraceRequest
 
 DONE = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
-REJECTED = (429, 503)  # busy, where the server says when to come again; 503 without that is out of order
+REJECTED = (429, 503)  # busy; a 503 without Retry-After is an error, not a busy server
 SHOWN = 200  # characters of a server's message
 
 
@@ -40,7 +40,7 @@ class ClientAnswer:
     prompt_tokens: int | None = None
     output_tokens: int = 0
     cached_tokens: int | None = None
-    from_usage: bool = False  # whether the server told the tokens, or pieces were counted
+    from_usage: bool = False  # the server counted the tokens; else pieces were counted
     retries: int = 0
     rejected: bool = False
     unready: bool = False  # the server said that it takes no requests now
@@ -64,7 +64,7 @@ class StreamingClient:
         return self.base_url + (self.endpoint or ("/v1/chat/completions" if ask.chat else "/v1/completions"))
 
     async def ask(self, answer: ClientAnswer, body: bytes) -> None:
-        """Send one request and read its answer; what goes wrong is told in `answer.error`."""
+        """Send one request and read its answer; a failure is recorded in `answer.error`."""
         headers = {"Content-Type": "application/json", "X-Request-Id": answer.ask.id, **authorization()}
         answer.sent_s = time.perf_counter()
         try:
@@ -80,7 +80,7 @@ class StreamingClient:
         answer.end_s = time.perf_counter()
 
     async def _try(self, answer: ClientAnswer, body: bytes, headers: Mapping[str, str]) -> float | None:
-        """None when that was it, or in how many seconds to try again."""
+        """Send it once; returns None if it is done, or the seconds to wait before trying again."""
         async with self.session.post(self.url(answer.ask), data=body, headers=headers) as response:
             if response.status == 200:
                 if response.content_type != "text/event-stream":
@@ -98,7 +98,7 @@ class StreamingClient:
 
 
 def authorization() -> dict[str, str]:
-    """The header for servers that want a key, which stands in OPENAI_API_KEY as other clients have it."""
+    """The header for servers that want a key; it is read from OPENAI_API_KEY, as by other clients."""
     key = os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -138,22 +138,22 @@ async def _read(answer: ClientAnswer, response: aiohttp.ClientResponse) -> None:
 def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
     """Count one chunk: a piece is one that brings tokens, or says something where they are not counted."""
     usage, choices = chunk.usage, chunk.choices or []
-    told = None if usage is None else usage.completion_tokens
+    counted = None if usage is None else usage.completion_tokens
     if usage is not None:
         answer.prompt_tokens = answer.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         if usage.prompt_tokens_details is not None:
             answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
     new = 1 if any(each.says_something for each in choices) else 0
-    if told is not None:
-        new = told - answer.output_tokens
-        answer.output_tokens, answer.from_usage = told, True
+    if counted is not None:
+        new = counted - answer.output_tokens
+        answer.output_tokens, answer.from_usage = counted, True
     for choice in choices:
         answer.finish_reason = choice.finish_reason or answer.finish_reason
-    if not choices:  # the usage of the whole
+    if not choices:  # the usage of the whole answer
         return
     if new > 0:
         answer.piece_times_s.append(now_s)
-        if told is None or answer.piece_tokens is None:
+        if counted is None or answer.piece_tokens is None:
             answer.piece_tokens = None
         else:
             answer.piece_tokens.append(new)
@@ -163,7 +163,7 @@ def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
 
 
 def _close(answer: ClientAnswer, ended: bool) -> None:
-    """See that the answer is whole."""
+    """Record an error unless the answer is whole."""
     if not answer.from_usage:
         answer.output_tokens = len(answer.piece_times_s)
     if answer.piece_tokens is None and len(answer.piece_times_s) == answer.output_tokens:

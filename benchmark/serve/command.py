@@ -92,7 +92,7 @@ def add_load_arguments(parser: argparse.ArgumentParser, *, needs_url: bool) -> N
     add = parser.add_argument
     add("--base-url", type=url, required=needs_url, metavar="URL", help="of any OpenAI-compatible server")
     add("--trace", type=Path, required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
-    add("--skip-bad", action="store_true", help="tell of lines that cannot be read, and go on")
+    add("--skip-bad", action="store_true", help="report lines that cannot be read, and go on")
     add("--endpoint", metavar="PATH", help="if not /v1/completions, for chats /v1/chat/completions")
     add("--model", metavar="NAME", help="if not the first that the server names")
     add("--num-prompts", type=at_least(1), metavar="N", help="the first N of the trace")
@@ -163,7 +163,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def filename(result: Mapping[str, Any]) -> str:
-    """A name that tells rate, model and time."""
+    """A name made of rate, model and time."""
     per_s = result["request_rate"]
     times = "trace" if per_s is None else f"{per_s}qps"
     model = Path(str(result["model_id"])).name
@@ -192,8 +192,10 @@ def print_table(result: Mapping[str, Any], shown: list[str]) -> None:
     client, metrics = result["client"], result.get("metrics") or {}
     late_ms, lag_ms = client["late_ms"]["p99"], client["lag_ms"]["p99"]
     print(f"\nclient: late p99 {late_ms} ms, event loop p99 {lag_ms} ms late")
-    if told := [f"{name} {value}" for name, value in metrics.items() if not isinstance(value, list)]:
-        print(f"server: {', '.join(told).replace('_', ' ')}")
+    if server_figures := [
+        f"{name} {value}" for name, value in metrics.items() if not isinstance(value, list)
+    ]:
+        print(f"server: {', '.join(server_figures).replace('_', ' ')}")
     for error, count in result["errors"].items():
         print(f"failed {count:,}: {error}")
     verdict = result["verdict"]

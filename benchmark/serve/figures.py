@@ -71,8 +71,8 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
     in_flight = round(sum(_finish_s(each) - each.sent_s for each in answers) * per_s, 4)
     good = None if objectives is None else [objectives.met(each) for each in answers]
     fluidity = None if objectives is None else objectives.fluidity(answers)
-    told = [each for each in done if each.cached_tokens is not None]
-    asked_for = sum(each.prompt_tokens or 0 for each in told)
+    with_cached = [each for each in done if each.cached_tokens is not None]
+    asked_for = sum(each.prompt_tokens or 0 for each in with_cached)
     return {
         "duration": round(duration_s, 6),
         "num_prompts": len(answers),
@@ -92,7 +92,7 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
         **figures,
         "itl_gaps": num_gaps,
         **(
-            {"prefix_hit_rate": round(sum(each.cached_tokens or 0 for each in told) / asked_for, 4)}
+            {"prefix_hit_rate": round(sum(each.cached_tokens or 0 for each in with_cached) / asked_for, 4)}
             if asked_for
             else {}
         ),
@@ -134,13 +134,13 @@ def records(run: ClientRun) -> list[Result]:
 
 
 def _record(answer: ClientAnswer, origin_s: float) -> Result:
-    told: Result = {"id": answer.ask.id, "arrival_s": round(answer.sent_s - origin_s, 6)}
+    record: Result = {"id": answer.ask.id, "arrival_s": round(answer.sent_s - origin_s, 6)}
     if answer.error is not None:
         end_s = round(answer.end_s - origin_s, 6)
-        told |= {"end_s": end_s, "max_tokens": answer.ask.max_tokens}
-        return {**told, "finish_reason": "error", "error": answer.error}
+        record |= {"end_s": end_s, "max_tokens": answer.ask.max_tokens}
+        return {**record, "finish_reason": "error", "error": answer.error}
     times_s = [round(each - origin_s, 6) for each in answer.piece_times_s]
-    told |= {
+    record |= {
         "first_token_s": times_s[0],
         "finish_s": times_s[-1],
         "prompt_tokens": answer.prompt_tokens,
@@ -150,10 +150,10 @@ def _record(answer: ClientAnswer, origin_s: float) -> Result:
         "piece_times_s": times_s,
     }
     if answer.cached_tokens is not None:
-        told["cached_tokens"] = answer.cached_tokens
+        record["cached_tokens"] = answer.cached_tokens
     if answer.piece_tokens is not None and set(answer.piece_tokens) != {1}:
-        told["piece_tokens"] = answer.piece_tokens
-    return told
+        record["piece_tokens"] = answer.piece_tokens
+    return record
 
 
 def _finish_s(answer: ClientAnswer) -> float:

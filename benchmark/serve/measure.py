@@ -1,4 +1,4 @@
-"""What does a server make of a trace? One run against it, from the first look at it to the verdict."""
+"""How does a server serve a trace? One run, from the first request for its facts to the verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmark.serve.watch import MetricsReadings
 from recipes.build import versions
 
 READY_S = 0.5  # between two questions whether a server that starts is ready
-_INFO_S = 10.0  # for a server to tell of itself, or not
+_INFO_S = 10.0  # to wait for a server's description of itself
 _SECRET = re.compile(r"api_?key|passw|secret|hf_token|auth|^token$", re.IGNORECASE)
 KEPT_OPEN_S = 2.0  # idle connections; servers close theirs after five seconds and more
 
@@ -84,7 +84,7 @@ class ServeRun:
 
 
 def run(plan: ServeRun) -> dict[str, object]:
-    """The result of one run; raises ValueError where nobody listens, or the warm-up is not answered."""
+    """The result of one run; raises ValueError if no server answers, or the warm-up fails."""
     few, many = resource.getrlimit(resource.RLIMIT_NOFILE)
     if few < many:
         resource.setrlimit(resource.RLIMIT_NOFILE, (many, many))  # each request on its way holds a socket
@@ -95,8 +95,8 @@ async def _run(plan: ServeRun) -> dict[str, object]:
     timeout = aiohttp.ClientTimeout(total=plan.request_timeout_s, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        told = await _describe(session, plan.base_url)
-        model = plan.model or _model(told, plan.base_url)
+        described = await _describe(session, plan.base_url)
+        model = plan.model or _model(described, plan.base_url)
         server = StreamingClient(
             session, plan.base_url, plan.endpoint, model, plan.seed, plan.extra, plan.retry_rejected
         )
@@ -119,10 +119,10 @@ async def _run(plan: ServeRun) -> dict[str, object]:
         "loop": "open" if load.loops is None else f"closed, {len(load.loops)} clients",
         "machine": versions.describe(),
         "server": info,
-        "server_said": told,
+        "server_said": described,
         **figures.summarise(outcome, plan.objectives, plan.parts),
         "metrics": watch.describe(origin_s),
-        "warm_up_runs": plan.num_warmups or None,  # None: who knows what ran before
+        "warm_up_runs": plan.num_warmups or None,  # None: it is not known what the server did before
         "warm_up_counted": 0,
         "records": figures.records(outcome),
     }
@@ -130,42 +130,42 @@ async def _run(plan: ServeRun) -> dict[str, object]:
 
 
 async def _describe(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any]:
-    """What the server says of itself, where it does: models (with a recipe, if it tells it) and version."""
-    told = {}
+    """What the server says of itself, where it does: models (with a recipe, if it names one) and version."""
+    described = {}
     for name in ("/v1/models", "/version"):
         try:
             async with session.get(base_url + name, headers=authorization()) as response:
                 if response.status == 200:
-                    told[name] = await response.json(content_type=None)
+                    described[name] = await response.json(content_type=None)
         except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, asyncio.TimeoutError) as error:
             raise ValueError(f"{base_url}: nobody answers there: {error}") from error
         except (aiohttp.ClientError, ValueError):
             continue  # it has no such page, or none of JSON
-    return told
+    return described
 
 
 async def _info(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any] | None:
-    """The recipe, versions and machine of a server that tells them; None of another."""
+    """The recipe, versions and machine of a server that gives them; None for another."""
     try:
         async with session.get(
             f"{base_url}/server_info", headers=authorization(), timeout=aiohttp.ClientTimeout(_INFO_S)
         ) as response:
             info = await response.json(content_type=None) if response.status == 200 else None
     except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
-        return None  # a server is measured whatever it says of itself
+        return None  # a server is measured even if it gives no facts
     return _without_keys(info) if isinstance(info, dict) else None
 
 
-def _without_keys(told: Any) -> Any:
-    """What may be kept in a file: some servers tell their own key to who has it."""
-    if isinstance(told, dict):
-        return {name: _without_keys(value) for name, value in told.items() if not _SECRET.search(name)}
-    return [_without_keys(each) for each in told] if isinstance(told, list) else told
+def _without_keys(described: Any) -> Any:
+    """What may be kept in a file: some servers include their own key."""
+    if isinstance(described, dict):
+        return {name: _without_keys(value) for name, value in described.items() if not _SECRET.search(name)}
+    return [_without_keys(each) for each in described] if isinstance(described, list) else described
 
 
-def _model(told: Mapping[str, Any], base_url: str) -> str:
+def _model(described: Mapping[str, Any], base_url: str) -> str:
     try:
-        return str(told["/v1/models"]["data"][0]["id"])
+        return str(described["/v1/models"]["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{base_url}/v1/models names no model; give its name by --model") from error
 

@@ -52,7 +52,7 @@ class Objectives:
 
 
 def token_times_s(answer: ClientAnswer) -> np.ndarray:
-    """When each token came; where pieces do not tell their tokens, those beyond one each came last."""
+    """When each token came; where pieces do not count their tokens, those beyond one each came last."""
     times_s = np.array(answer.piece_times_s)
     if answer.piece_tokens is not None:
         return np.repeat(times_s, answer.piece_tokens)

@@ -81,7 +81,7 @@ def _result(path: Path) -> Result:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
             raise ValueError("it holds no object")
-        verdict = audit(fields).describe()  # anew: a file may have been changed since
+        verdict = audit(fields).describe()  # again: the file may have been changed since
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no result of a benchmark: {error}") from error
     itl_ms = names.latency(fields, "itl")  # which the gate passes over where nobody counted the gaps
@@ -108,8 +108,8 @@ def _parts(sides: Sequence[Side]) -> Iterator[str]:
     for side, kind in zip(sides, cycle(html_page.KINDS)):
         verdict = side.result["verdict"]
         reasons = [f"{law}: {why}" for law, why in verdict["refused"].items()]
-        told = html_page.marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
-        yield f"<p>{html_page.marked(side.name, kind)}: {told}</p>"
+        shown = html_page.marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
+        yield f"<p>{html_page.marked(side.name, kind)}: {shown}</p>"
     yield figures_table(sides)
     runs = [(side.name, side.result) for side in sides]
     if any(side.points for side in sides):
@@ -153,16 +153,16 @@ def points_table(points: Sequence[Result]) -> str:
 
 
 def facts_table(result: Result) -> str:
-    """What a figure is worthless without."""
+    """What a figure means nothing without: recipe, machine, server, client."""
     facts = {name: result[name] for name in FACTS if result.get(name) not in (None, [])}
     for group in ("machine", "server", "server_said", "client", "errors"):
-        told = result.get(group)
+        shown = result.get(group)
         if group == "errors" and isinstance(
-            told, list
+            shown, list
         ):  # vLLM's: of each request, empty where there was none
-            told = Counter(str(each) for each in told if each)
-        if isinstance(told, Mapping):
-            facts |= {f"{group}: {name}": value for name, value in told.items()}
+            shown = Counter(str(each) for each in shown if each)
+        if isinstance(shown, Mapping):
+            facts |= {f"{group}: {name}": value for name, value in shown.items()}
     return html_page.table(["", ""], [[name, _text(value)] for name, value in facts.items()])
 
 
@@ -175,7 +175,7 @@ def _ratio(first: float | None, second: float | None, more_is_better: bool | Non
         return "-"
     times = second / first
     text = f"{times:.3g}"
-    if more_is_better is None or 0.98 < times < 1.02:  # nothing that a second run would not undo
+    if more_is_better is None or 0.98 < times < 1.02:  # within the noise of a second run
         return text
     return html_page.marked(text, "better" if (times > 1) == more_is_better else "worse")
 

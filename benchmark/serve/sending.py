@@ -42,8 +42,10 @@ class SendPlan:
     max_concurrency: int | None = None
 
 
-async def serve(server: StreamingClient, load: SendPlan, told: Callable[[ClientAnswer], None]) -> ClientRun:
-    """Send a load; `told` sees each answer when it ends."""
+async def serve(
+    server: StreamingClient, load: SendPlan, on_answer: Callable[[ClientAnswer], None]
+) -> ClientRun:
+    """Send a load; `on_answer` is called with each answer when it ends."""
     run = ClientRun()
     bodies = {
         ask.id: ask.body(server.model, server.seed + number, server.extra)
@@ -66,7 +68,7 @@ async def serve(server: StreamingClient, load: SendPlan, told: Callable[[ClientA
             await server.ask(answer, bodies.pop(ask.id))
             run.now -= 1
         run.answers.append(answer)
-        told(answer)
+        on_answer(answer)
 
     async def client(asks: Sequence[TraceRequest]) -> None:
         for ask in asks:
@@ -85,7 +87,7 @@ async def serve(server: StreamingClient, load: SendPlan, told: Callable[[ClientA
 
 
 async def _open(asks: Sequence[TraceRequest], start_s: float, one: Callable) -> None:
-    """Send each when it is due, whatever became of those before."""
+    """Send each request when it is due, whether or not earlier ones have ended."""
     tasks = []
     for ask in asks:
         due_s = start_s + ask.due_s

@@ -40,7 +40,7 @@ class SweepSetting:
 
     @property
     def name(self) -> str:
-        """What was tried, as a folder may be called; where that is not all, a digest tells it from others."""
+        """What was tried, as the name of a folder; a shortened name gets a digest, to stay unique."""
         text = ",".join(self.tried)
         safe = re.sub(r"[^\w.,=+-]", "_", text)[:MOST_NAME]
         return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -69,8 +69,8 @@ def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]
     settings = []
     for tried in itertools.product(*tries):
         read = load(recipe, [*overrides, *tried])
-        told = json.dumps(read.described(), sort_keys=True, default=str)
-        digest = hashlib.sha256(told.encode()).hexdigest()
+        described = json.dumps(read.described(), sort_keys=True, default=str)
+        digest = hashlib.sha256(described.encode()).hexdigest()
         settings.append(SweepSetting(recipe, (*overrides, *tried), tried, digest, read.server.drain_s))
     return settings
 
@@ -83,16 +83,16 @@ def command(setting: SweepSetting) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ForeignServer:
-    """A server that others started, and will end."""
+    """A server that somebody else started, and will stop."""
 
     url: str
 
     def check(self) -> None:
-        """It is not ours to look after: requests that fail tell it."""
+        """Nothing to check: this server is not ours, and requests that fail report it."""
 
 
 class StartedServer:
-    """A server of ours, in a process of its own; all that it says stands in `log`."""
+    """A server that this sweep started, in its own process; its output goes to `log`."""
 
     def __init__(self, setting: SweepSetting, log: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "API_KEY"}
@@ -105,7 +105,7 @@ class StartedServer:
                 env=environment,
                 stdout=file,
                 stderr=file,
-                start_new_session=True,  # ctrl-C is for us, who end it then
+                start_new_session=True,  # ctrl-C reaches only this process, which then stops the server
             )
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class StartedServer:
             raise self._trouble(f"ended with status {status}")
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Until it takes requests; raises ValueError where it does not in so many seconds."""
+        """Wait until it takes requests; raises ValueError if that takes longer than the timeout."""
         until_s = time.monotonic() + timeout_s
         while True:
             found = LISTENS.search(self._log.read_text(encoding="utf-8", errors="replace"))

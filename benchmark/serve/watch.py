@@ -64,7 +64,7 @@ class MetricsReadings:
             async with self.session.get(self.url, headers=authorization()) as response:
                 figures = parse(await response.text()) if response.status == 200 else {}
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
-            return False  # it may be busy, and the next look finds it; none at all is told as such
+            return False  # it may be busy; the next look may find it, and a run without any says so
         if figures:
             self.readings.append((time.perf_counter(), figures))
         return bool(figures)

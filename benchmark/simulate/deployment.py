@@ -1,4 +1,4 @@
-"""How do one engine, several, a split and a pipeline serve the same trace?"""
+"""How do one engine, several, a disaggregated fleet and a pipeline serve the same trace?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_CONTEXT = 2**20  # tokens that an answer's engine may take over in a step
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A placement, so many times side by side; or, `split`, prompts' engines and answers' engines."""
+    """A placement, `replicas` times side by side; or `split` into engines for prompts and for answers."""
 
     placement: Placement
     replicas: int = 1
@@ -41,7 +41,7 @@ class Deployment:
     def serve(
         self, trace: Iterable[Request], timeline: TraceEventFile | None, *, records: bool
     ) -> tuple[RunTotals, Result]:
-        """What came of a trace, and figures that only this deployment has."""
+        """Serve a trace; returns its totals, and figures that only this deployment has."""
         totals = RunTotals(records=[] if records else None)
         if self.split is not None:
             return totals, self._split(trace, totals)
@@ -74,7 +74,7 @@ class Deployment:
         ).serve(trace)
         return {
             "busy_share": _share(totals.busy_s, num_prompts + num_answers, totals),
-            # that there are none says, to the gate, that who is between two tokens is in a slot
+            # null to the gate: a request between two tokens may be in no slot, on its way to the other engine
             "preemptions": None,
             "preemptions_in_engines": totals.preemptions,
         }

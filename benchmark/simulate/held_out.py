@@ -41,11 +41,11 @@ class CpuClock:
         return self.passed_s + (0.0 if self._since_s is None else time.process_time() - self._since_s)
 
     def go(self) -> None:
-        """Its engine goes to work."""
+        """Start counting: its engine goes to work."""
         self._since_s = time.process_time()
 
     def halt(self) -> None:
-        """The other engine's turn."""
+        """Stop counting: it is the other engine's turn."""
         self.passed_s, self._since_s = self(), None
 
 
@@ -66,7 +66,7 @@ class Served:
         return bool(self._coming) or self.engine.has_work
 
     def turn(self) -> None:
-        """Admit who has come, and make a step."""
+        """Add the requests that have arrived, and make a step."""
         clock, was_idle = self.clock, not self.engine.has_work
         if was_idle:
             clock.passed_s = max(clock.passed_s, self._coming[0].arrival_s)

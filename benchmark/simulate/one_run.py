@@ -20,7 +20,7 @@ MOST_RECORDS = 20_000  # kept in a result, for the gate to recount
 
 
 def deployment_of(options: argparse.Namespace) -> Deployment:
-    """What the options name."""
+    """The deployment that the options name."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     if options.costs is not None and (options.tp > 1 or options.pp > 1):
         raise ValueError("--costs are of the devices that were recorded; leave out --tp and --pp")

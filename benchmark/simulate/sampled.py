@@ -1,12 +1,12 @@
-"""What do some engines, drawn from a fleet, say of all of them?
+"""What does a sample of the engines of a fleet say of the whole fleet?
 
-Each that is drawn serves its own share of the fleet's requests, exactly. Engines are drawn without
-replacement, so that only the draw is left to chance; groups of them tell how much. Intervals of means and
-totals are those of ratio estimators (Cochran 1977, chapter 6), of percentiles Woodruff's (1952), which asks
-how sure the share below is; with Student's t, and narrowed by the share that was drawn: of all engines they
-have no width. The 99th percentile of a few hundred requests, with three or four beyond it, is told too
-surely. What hangs on the fleet's last request, its duration and with it its throughput, a sample does not
-hold, and it is not estimated.
+Each drawn engine serves exactly its own share of the fleet's requests. Engines are drawn without replacement,
+so that only the draw is left to chance; the spread between groups of them measures it. Intervals of means
+and totals are those of ratio estimators (Cochran 1977, chapter 6), intervals of percentiles Woodruff's (1952),
+who asks how sure the share below is. They use Student's t and are narrowed by the share that was drawn: of
+all engines they have no width. The 99th percentile of a few hundred requests, with three or four beyond it,
+gets an interval that is too narrow. What depends on the fleet's last request, its duration and throughput, is
+not in a sample and is not estimated.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from recipes.schema.reader import read
 
 @dataclass(frozen=True, slots=True)
 class TriedSetting:
-    """What may be chosen."""
+    """The parts of a setting that a search may choose."""
 
     tensor: int
     replicas: int
@@ -45,7 +45,7 @@ class TriedSetting:
 
 @dataclass(frozen=True, slots=True)
 class PercentileObjectives:
-    """So many percent of first tokens, and of the times between tokens, within so long."""
+    """The percentage of first tokens, and of gaps between tokens, that must be within a time."""
 
     ttft_s: float
     itl_s: float
@@ -53,22 +53,22 @@ class PercentileObjectives:
 
 
 def settings(options: argparse.Namespace) -> list[TriedSetting]:
-    """All that may be tried, fewest devices first."""
+    """All settings that may be tried, fewest devices first."""
     made = itertools.product(options.tp, options.dp, options.chunk or [None], options.slots or [None])
     return sorted((TriedSetting(*each) for each in made), key=lambda each: each.num_devices)
 
 
 def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
-    """How a setting fares: shares within the objectives, and figures; or why it cannot be."""
+    """How a setting does: shares within the objectives, and figures; or why it cannot run."""
     aims = PercentileObjectives(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.percent)
-    told: Result = {"setting": str(setting), "devices": setting.num_devices}
+    named: Result = {"setting": str(setting), "devices": setting.num_devices}
     try:
         recipe = read(options.recipe, [*options.overrides, *setting.overrides], options.profile).recipe
         placement = place(recipe, options.device, setting.tensor)
         deployment = Deployment(placement, setting.replicas, "least_loaded")
         placement.scheduler()
     except ValueError as error:
-        return {**told, "meets": False, "cannot_be": str(error)}
+        return {**named, "meets": False, "cannot_be": str(error)}
     requests: Iterator[Request] = requests_of(
         options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad
     )()
@@ -85,10 +85,10 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
         }
     )
     verdict = result["verdict"]
-    assert isinstance(verdict, dict), "a verdict is told by its laws"
+    assert isinstance(verdict, dict), "a verdict is described by an object"
     meets = all(100 * each >= aims.percent for each in shares) and not figures["failed"]
     return {
-        **told,
+        **named,
         "meets": meets and verdict["outcome"] == "pass",
         "ttft_within": round(shares[0], 4),
         "itl_within": round(shares[1], 4),

@@ -64,7 +64,7 @@ class Shard:
 
 
 def run(shard: Shard) -> list[RunTotals]:
-    """What came of the requests of each group."""
+    """The totals of each group's requests."""
     columns = shard.drawn.columns()
     return [_run(shard, group, columns) for group in shard.groups]
 
@@ -87,7 +87,7 @@ def _run(shard: Shard, group: list[int], columns: tuple[np.ndarray, np.ndarray, 
 
 @lru_cache(maxsize=4096)
 def params(max_tokens: int) -> SamplingParams:
-    """Those of an answer of so many tokens."""
+    """The sampling parameters of an answer of so many tokens."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 

@@ -68,7 +68,7 @@ class TraceEventFile:
         )
 
     def close(self) -> None:
-        """Write who is still in a slot, and the end."""
+        """Write the requests that are still in a slot, and the end."""
         for row in list(self._stays):
             self._leave(row)
         self._file.write("\n]}\n")

@@ -53,7 +53,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
         prog="python -m scripts.trace", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
     top.add_argument("--from", type=source, dest="source", metavar="LAYOUT:FILE", help=", ".join(FORMS))
-    top.add_argument("--skip-bad", action="store_true", help="tell of lines that cannot be read, and go on")
+    top.add_argument("--skip-bad", action="store_true", help="report lines that cannot be read, and go on")
     top.add_argument("--tokenizer", metavar="FOLDER", help="counts the tokens of sharegpt's answers")
     top.add_argument(
         "--requests", type=int, metavar="N", help="default: 64; where a file is read, at most so many"

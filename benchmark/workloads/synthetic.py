@@ -1,4 +1,4 @@
-"""What is asked of an engine?"""
+"""What is asked of an engine, drawn from distributions?"""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shares(text: str) -> Shares:
 
 
 def levels(text: str) -> Shares:
-    """The same, and each name is a whole number."""
+    """Priorities and their shares; each name is a whole number."""
     found = shares(text)
     if not all(name.removeprefix("-").isdecimal() for name in found):
         raise argparse.ArgumentTypeError(f"{text!r}: a priority is a whole number, as in 0=9,5=1")

@@ -1,4 +1,4 @@
-"""How likely does a model find a text?"""
+"""How likely does a model find a text, token by token?"""
 
 from __future__ import annotations
 

@@ -180,14 +180,14 @@ def test_a_broken_torch_is_told_without_torch_npu_too() -> None:
     assert set(found) == {"torch_fails", "no_torch_npu"}
 
 
-@pytest.mark.parametrize(("name", "changes", "mend"), CASES)
-def test_a_fault_is_told_by_its_check_alone(name: str, changes: dict[str, Any], mend: str) -> None:
+@pytest.mark.parametrize(("name", "changes", "fix"), CASES)
+def test_a_fault_is_told_by_its_check_alone(name: str, changes: dict[str, Any], fix: str) -> None:
     found = diagnose(replace(FIT, **changes))
     also = {"old_driver": {"old_driver_for_graphs"}, "torch_fails": {"autoload_off"}}
     assert set(found) == {name} | also.get(name, set())
     finding = found[name]
-    assert mend in finding.mend
-    for text in (finding.problem, finding.cause, finding.mend, finding.source):
+    assert fix in finding.fix
+    for text in (finding.problem, finding.cause, finding.fix, finding.source):
         assert text.strip() == text != ""
         assert "\n" not in text
 
