@@ -15,9 +15,9 @@ import argparse
 from collections.abc import Iterator
 
 from benchmark.recordings import perfetto
-from benchmark.recordings.comparison import change, compare
 from benchmark.recordings.explain import Story
 from benchmark.recordings.recording_file import Recording
+from benchmark.recordings.what_if import change, compare
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.build.scheduler import scheduler_from

@@ -53,3 +53,10 @@ def audit(fields: Fields, laws: Iterable[Law] = LAWS) -> Verdict:
     if len(verdict.of("not checkable")) == len(verdict.rulings):
         raise ValueError("no law can be checked: the result has no figure that is known by its name")
     return verdict
+
+
+def with_verdict(result: dict[str, object]) -> dict[str, object]:
+    """The result with what the gate says of it, and its records last."""
+    kept = result.pop("records", None)
+    verdict = audit(result if kept is None else {**result, "records": kept}).describe()
+    return {**result, "verdict": verdict, **({} if kept is None else {"records": kept})}

@@ -10,7 +10,7 @@ import argparse
 
 import numpy as np
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.offline.accounts import hardware
 from benchmark.offline.throughput import jobs

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmark import outputs
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
 from benchmark.options import add_json, add_recipe, at_least, show

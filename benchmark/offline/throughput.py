@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.options import add_json, add_recipe, at_least, show
 from benchmark.workloads.lengths import lengths

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.reproduce.case import Case
 from benchmark.simulate.deployment import SIMULATED, Deployment
 from benchmark.simulate.placement import Placement, place

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.serve import figures
 from benchmark.serve.client import ClientAnswer, StreamingClient, authorization
 from benchmark.serve.objectives import Objectives

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_events import TraceEventFile

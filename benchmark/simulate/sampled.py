@@ -2,11 +2,11 @@
 
 Each drawn engine serves exactly its own share of the fleet's requests. Engines are drawn without replacement,
 so that only the draw is left to chance; the spread between groups of them measures it. Intervals of means
-and totals are those of ratio estimators (Cochran 1977, chapter 6), intervals of percentiles Woodruff's (1952),
-who asks how sure the share below is. They use Student's t and are narrowed by the share that was drawn: of
-all engines they have no width. The 99th percentile of a few hundred requests, with three or four beyond it,
-gets an interval that is too narrow. What depends on the fleet's last request, its duration and throughput, is
-not in a sample and is not estimated.
+and totals are those of ratio estimators (Cochran 1977, chapter 6); those of percentiles are Woodruff's
+(1952), who asks how sure the share below is. They use Student's t and are narrowed by the share that was
+drawn: of all engines they have no width. The 99th percentile of a few hundred requests, with three or four
+beyond it, gets an interval that is too narrow. What depends on the fleet's last request, its duration and
+throughput, is not in a sample and is not estimated.
 """
 
 from __future__ import annotations

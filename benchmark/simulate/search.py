@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_loading import requests_of

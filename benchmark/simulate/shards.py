@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED
 from benchmark.simulate.placement import place
 from benchmark.simulate.sampled import draw, estimates
