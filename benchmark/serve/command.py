@@ -123,13 +123,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace, request_rate: float | None) -> Any:
     """The run that is asked for; raises ValueError where it cannot be."""
     try:
-        from benchmark.serve.measure import ServeRun
+        from benchmark.serve.measure import ServePlan
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; bash scripts/setup.sh bench installs it") from error
     asks, skipped = trace_requests.read(options.trace, skip_bad=options.skip_bad)
     for reason in skipped:
         print(f"skipped {reason}", file=sys.stderr)
-    return ServeRun(
+    return ServePlan(
         base_url=options.base_url or "",
         asks=asks[: options.num_prompts],
         trace=options.trace.name,

@@ -19,7 +19,7 @@ from benchmark.gate.gate import with_verdict
 from benchmark.serve import figures
 from benchmark.serve.client import ClientAnswer, StreamingClient, authorization
 from benchmark.serve.objectives import Objectives
-from benchmark.serve.sending import SendPlan, serve
+from benchmark.serve.sending import SendSchedule, serve
 from benchmark.serve.trace_requests import TraceRequest, at_rate, clients
 from benchmark.serve.watch import MetricsReadings
 from recipes.build import versions
@@ -31,7 +31,7 @@ KEPT_OPEN_S = 2.0  # idle connections; servers close theirs after five seconds a
 
 
 @dataclass(frozen=True, slots=True)
-class ServeRun:
+class ServePlan:
     """One run. `request_rate` None: the trace's own times. `parts` are percentiles.
 
     `of` is what else makes its result what it is, such as the recipe of a server that a sweep starts.
@@ -56,12 +56,12 @@ class ServeRun:
     progress: bool = False
     of: Mapping[str, object] = field(default_factory=dict)
 
-    def load(self) -> SendPlan:
+    def load(self) -> SendSchedule:
         """What is sent when; a rate takes the place of the trace's times, and of its loops."""
         asks = [ask.limited(self.extra) for ask in self.asks]
         if self.request_rate is not None:
-            return SendPlan(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
-        return SendPlan(asks, clients(asks), self.max_concurrency)
+            return SendSchedule(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
+        return SendSchedule(asks, clients(asks), self.max_concurrency)
 
     def settings(self) -> dict[str, object]:
         """What makes two results comparable."""
@@ -83,7 +83,7 @@ class ServeRun:
         }
 
 
-def run(plan: ServeRun) -> dict[str, object]:
+def run(plan: ServePlan) -> dict[str, object]:
     """The result of one run; raises ValueError if no server answers, or the warm-up fails."""
     few, many = resource.getrlimit(resource.RLIMIT_NOFILE)
     if few < many:
@@ -91,7 +91,7 @@ def run(plan: ServeRun) -> dict[str, object]:
     return asyncio.run(_run(plan))
 
 
-async def _run(plan: ServeRun) -> dict[str, object]:
+async def _run(plan: ServePlan) -> dict[str, object]:
     timeout = aiohttp.ClientTimeout(total=plan.request_timeout_s, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -170,13 +170,13 @@ def _model(described: Mapping[str, Any], base_url: str) -> str:
         raise ValueError(f"{base_url}/v1/models names no model; give its name by --model") from error
 
 
-async def _answer(server: StreamingClient, plan: ServeRun, ask: TraceRequest) -> ClientAnswer:
+async def _answer(server: StreamingClient, plan: ServePlan, ask: TraceRequest) -> ClientAnswer:
     answer = ClientAnswer(ask)
     await server.ask(answer, ask.body(server.model, plan.seed, plan.extra))
     return answer
 
 
-async def _warm_up(server: StreamingClient, plan: ServeRun) -> None:
+async def _warm_up(server: StreamingClient, plan: ServePlan) -> None:
     """Requests that are not counted; ids go backwards, so that the trace finds none of them in a cache."""
     for number in range(plan.num_warmups):
         ask = plan.asks[number % len(plan.asks)]

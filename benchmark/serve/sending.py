@@ -31,7 +31,7 @@ class ClientRun:
 
 
 @dataclass(frozen=True, slots=True)
-class SendPlan:
+class SendSchedule:
     """How requests are sent: `loops` holds those of each client of a closed loop, else each has its time.
 
     `max_concurrency` bounds how many are on their way at once.
@@ -43,7 +43,7 @@ class SendPlan:
 
 
 async def serve(
-    server: StreamingClient, load: SendPlan, on_answer: Callable[[ClientAnswer], None]
+    server: StreamingClient, load: SendSchedule, on_answer: Callable[[ClientAnswer], None]
 ) -> ClientRun:
     """Send a load; `on_answer` is called with each answer when it ends."""
     run = ClientRun()
