@@ -199,7 +199,7 @@ def _run(*command: str) -> tuple[int, str, str]:
 
 
 def _reason(text: str) -> str:
-    """Of a traceback the line that says why: some libraries write more after it."""
+    """The line of a traceback that gives the reason: some libraries write more after it."""
     raised = [line for line in text.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
     return (raised[-1] if raised else _last_line(text))[:500]
 

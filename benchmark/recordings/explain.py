@@ -30,7 +30,7 @@ class Story:
         self._computing_prompt = True
 
     def follow(self, events: Iterable[Event]) -> None:
-        """Take in all events; raises ValueError if the request is in none of them."""
+        """Read all events; raises ValueError if the request is in none of them."""
         for event in events:
             if isinstance(event, Request):
                 self._arrive(event)

@@ -10,7 +10,7 @@ from continuous_batching.recording.format import Added, DamagedRecording, Entry,
 
 
 class Recording:
-    """The entries of a file up to its end, or to where it is damaged, which is said on stderr."""
+    """The entries of a file up to its end, or to where it is damaged, which is reported on stderr."""
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._entries = read_entries(file)

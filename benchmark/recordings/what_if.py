@@ -104,7 +104,7 @@ def change(text: str) -> tuple[str, Any]:
 def compare(
     changes: dict[str, Any], recording: Recording, scheduler: Scheduler, events: Iterator[Event]
 ) -> None:
-    """Print how the requests fared, and how they would have."""
+    """Print how the requests fared, and how they would have fared."""
     recorded, steps = served(events, scheduler)
     if not steps:
         raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
@@ -121,7 +121,7 @@ def compare(
             "no request of this recording can be served again: none was answered, or all are searches"
         )
     columns = {"as recorded": summary(recorded)}
-    section = recording.facts["scheduler"] | dict.fromkeys(BOUNDS)  # all that came is served
+    section = recording.facts["scheduler"] | dict.fromkeys(BOUNDS)  # so that every request is served
     for name, scheduling in (("modelled", section), ("what if", section | changes)):
         other = scheduler_from(recording.facts | {"scheduler": scheduling})
         fates = simulate(other, recorded, answered, costs)

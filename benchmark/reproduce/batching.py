@@ -1,4 +1,4 @@
-"""What is gained when requests join and leave a batch on the way?"""
+"""What is gained when requests join and leave a running batch?"""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _static_continuous(results: Results) -> list[str]:
 
 
 def _bound(ours: Result, static_64: Result) -> str:
-    """Why the ratio is what it is: rows that are full, and what a full step costs."""
+    """What explains the ratio: how many rows are full, and what a full step costs."""
     fill = ratio(ours, static_64, "mean_batch")
     slower = (figure(ours, "duration_s") / figure(ours, "steps")) / (
         figure(static_64, "duration_s") / figure(static_64, "steps")
@@ -92,7 +92,7 @@ def _bound(ours: Result, static_64: Result) -> str:
 
 
 def orca_static() -> Experiment:
-    """Who finishes early leaves, who comes late joins."""
+    """Orca: finished requests leave at once, and late ones join at the next step."""
     engines = (Case("static 64", RISING, static(64)), Case("orca", RISING, whole("orca")))
     return Experiment(
         "orca_static",
@@ -129,7 +129,7 @@ def _orca_static(results: Results) -> list[str]:
 
 
 def ratio(one: Result, other: Result, name: str) -> float:
-    """How many times the other's figure."""
+    """How many times as large the first figure is as the other."""
     return figure(one, name) / figure(other, name)
 
 
@@ -139,5 +139,5 @@ def answer_tokens(result: Result) -> float:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [static_continuous(), orca_static()]

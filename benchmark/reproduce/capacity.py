@@ -1,4 +1,4 @@
-"""How much load does each scheduler bear before its answers stall?"""
+"""How much load can each scheduler take before its answers stall?"""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def _capacity(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [capacity()]

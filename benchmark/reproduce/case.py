@@ -1,4 +1,4 @@
-"""What is offered to which engine?"""
+"""What does a case consist of: which load, offered to which engine?"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Offered:
     most_answer_tokens: int = 1024
     long_every: int = 0
     long_tokens: int = 0
-    shared_tokens: int = 0  # of a beginning that all prompts have
+    shared_tokens: int = 0  # at the start of every prompt
     seed: int = 7
 
     def trace(self) -> list[Request]:
@@ -55,7 +55,7 @@ class Offered:
         ]
 
     def quick(self) -> Offered:
-        """Far less of it, for a look at whether all goes."""
+        """Far less of the load, to check that a case runs."""
         return replace(
             self,
             requests=min(self.requests, QUICK_REQUESTS),

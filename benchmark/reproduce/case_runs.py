@@ -1,4 +1,4 @@
-"""What comes of a case, and what does the gate say of it?"""
+"""What are the figures of a case, and does the gate accept them?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OBJECTIVES = {"ttft": 1000.0, "tpot": 50.0}  # milliseconds
 
 
 def placement_of(case: Case) -> Placement:
-    """The engine of a case; raises ValueError for what cannot be."""
+    """The engine of a case; raises ValueError if it cannot run."""
     recipe = read(RECIPE, [*KEYS, *case.keys], None).recipe
     return place(recipe, case.device, case.tensor, case.pipeline)
 
@@ -77,7 +77,7 @@ def tpot_ms(record: Result) -> float:
 
 
 def run_all(cases: Iterable[Case], jobs: int, report: Callable[[str], None]) -> dict[Case, Result]:
-    """Each case once, in so many processes; the order in which they end is no matter to what comes of it."""
+    """Each case once, in so many processes; the results do not depend on the order in which they end."""
     wanted = sorted(dict.fromkeys(cases), key=_work, reverse=True)
     found: dict[Case, Result] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -95,7 +95,7 @@ def _work(case: Case) -> int:
 
 
 def alone_s(case: Case, num_tokens: int, chunk: int) -> float:
-    """Seconds for a prompt with nobody beside it, in chunks."""
+    """Seconds for a prompt alone on the engine, in chunks."""
     found = placement_of(case)
     roofline = found.costs()
     assert isinstance(roofline, Roofline), "nothing was fitted"

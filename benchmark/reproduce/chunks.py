@@ -77,7 +77,7 @@ def _whole_chunked(results: Results) -> list[str]:
 
 
 def chunk_kinds() -> Experiment:
-    """Sarathi's stages, and a controller, beside a fixed length."""
+    """Dynamic and adaptive chunk lengths, beside a fixed one."""
     base = {"policy": "stall_free", "num_slots": 64, "max_batch_tokens": 1024}
     dynamic = keys(
         **base,
@@ -130,5 +130,5 @@ def _chunk_kinds(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [whole_chunked(), chunk_kinds()]

@@ -64,7 +64,7 @@ def found(results: Results) -> Iterator[GoodputRatio]:
 
 
 def served_share(result: Result) -> float:
-    """Of the rate that was offered."""
+    """The share of the offered rate that was served."""
     return figure(result, "requests_per_s") / figure(result, "offered_per_s")
 
 
@@ -141,5 +141,5 @@ def _reason(results: Results) -> str:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [goodput()]

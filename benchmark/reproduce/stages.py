@@ -1,4 +1,4 @@
-"""What of devices in stages, and of engines that share the work of a request?"""
+"""What is gained by pipeline stages, and by separate engines for prompts and answers?"""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def _split(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [bubbles(), split()]

@@ -32,7 +32,7 @@ class Choice(msgspec.Struct):
 
 
 class Cached(msgspec.Struct):
-    """Of the prompt, found in a cache."""
+    """Tokens of the prompt that were found in a cache."""
 
     cached_tokens: int | None = None
 

@@ -54,7 +54,7 @@ def estimates(groups: Sequence[RunTotals], num_drawn: int, num_engines: int) -> 
 
 
 def student(freedom: int) -> float:
-    """Of which 95 % of Student's t are within, to both sides (Abramowitz and Stegun, 26.7.5)."""
+    """The bound that holds 95 % of Student's t, both sides (Abramowitz and Stegun, 26.7.5)."""
     z = NORMAL
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

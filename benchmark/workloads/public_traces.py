@@ -61,7 +61,7 @@ def _shown(value: Any) -> str:
 
 
 def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
-    """Prompts of which those parts are the same that were the same."""
+    """Prompts that share the same parts as in the trace."""
 
     def read(number: int, line: bytes) -> Line:
         fields = json.loads(line.decode())
@@ -69,7 +69,7 @@ def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
             raise ValueError("it is no object")
         length, ids = _length(fields, "input_length"), fields.get("hash_ids")
         if ids is None:
-            ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]  # its own
+            ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]  # not shared
         if not isinstance(ids, list) or len(ids) != -(-length // MOONCAKE_TOKENS):
             raise ValueError(
                 f"{length} tokens and hash_ids {_shown(ids)}; there must be one for each 512 tokens"
@@ -113,7 +113,7 @@ def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
 
 
 def _cells(line: bytes) -> list[str]:
-    """Of one line of CSV, so that one that is broken takes no other with it."""
+    """The fields of one line of CSV, read alone, so that a broken line affects no other."""
     return next(csv.reader([line.decode("utf-8-sig")]))
 
 
@@ -155,7 +155,7 @@ def _pairs(messages: list[Line]) -> Iterator[tuple[list[Line], str]]:
 
 
 def good(path: Path, items: Iterable[Item], skip_bad: bool, skipped: list[str]) -> Iterator[tuple[str, Any]]:
-    """What can be read, with where it stands; what cannot goes to `skipped`, or raises ValueError."""
+    """What can be read, and where it stands; other items go to `skipped`, or raise ValueError."""
     for where, read in items:
         try:
             found = read()

@@ -20,7 +20,7 @@ PART_S = 1800  # the longest that a part may take
 
 @dataclass(frozen=True, slots=True)
 class VerifyPart:
-    """What is asked, by which command, and whether the verdict hangs on it."""
+    """A question, the command that answers it, and whether it counts for the verdict."""
 
     name: str
     question: str
@@ -30,7 +30,7 @@ class VerifyPart:
 
 @dataclass(frozen=True, slots=True)
 class PartOutcome:
-    """What came of a part; `result` is the JSON that it printed, None where it printed none."""
+    """The outcome of a part; `result` is the JSON that it printed, or None."""
 
     name: str
     question: str
@@ -48,7 +48,7 @@ class PartOutcome:
 def parts(
     folder: Path, recipe: Sequence[str], *, virtual: bool, num_calls: int, product: str | None = None
 ) -> list[VerifyPart]:
-    """All of them, in order; `recipe` with its overrides. A stand-in's environment counts for nothing."""
+    """All parts, in order; `recipe` with its overrides. The environment of a stand-in does not count."""
     flags = ["--virtual"] * virtual + (["--product", product] if product else [])
     trace = str(folder / TRACE)
     lengths = ["--prompt-tokens", "uniform:16:200", "--output-tokens", "uniform:8:48", "--vocab-size", "1024"]
@@ -97,7 +97,7 @@ def in_words(outcomes: Sequence[PartOutcome], *, virtual: bool) -> str:
 
 
 def is_right(outcomes: Sequence[PartOutcome]) -> bool:
-    """Whether all parts are that count."""
+    """Whether all parts that count are right."""
     return all(each.is_right for each in outcomes if each.counts)
 
 
@@ -113,7 +113,7 @@ def _reasons(outcome: PartOutcome) -> list[str]:
 
 
 def _left_out(outcome: PartOutcome) -> list[str]:
-    """What the product has not, so that nothing was checked."""
+    """What the product lacks, so that it was not checked."""
     match outcome.result:
         case []:
             return ["there is nothing of it on this product"]
