@@ -26,11 +26,11 @@ SAME_NAME_UNTIL_RENAMED = {
     ("Asked", "models/sampling/prompt_logprobs.py"),
     ("Call", "virtual_npu/call.py"),
     ("Ended", "serving/engine/messages.py"),
+    ("Observer", "serving/metrics/observer.py"),
     ("Product", "virtual_npu/products.py"),
     ("Reading", "recipes/schema/reader.py"),
     ("Recorder", "virtual_npu/recorder.py"),
     ("Refused", "serving/answers/jobs.py"),
-    ("Sample", "serving/answers/answers.py"),
     ("Verdict", "virtual_npu/verify.py"),
 }
 

@@ -38,7 +38,6 @@ HOST_WING = [
 ]
 # Imports between sub-folders that close a circle today, each with what ends it; to be emptied
 CLOSING_A_CIRCLE = {
-    ("continuous_batching/paging", "continuous_batching/scheduling"),  # gauges and inspection move up
     ("serving/engine", "serving/answers"),  # answers is dissolved
     ("serving/engine", "serving/metrics"),
     ("serving/text", "serving/answers"),

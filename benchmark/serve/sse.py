@@ -37,7 +37,7 @@ class Cached(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     """Tokens so far; in the last chunk, tokens of the whole answer."""
 
     prompt_tokens: int | None = None
@@ -49,7 +49,7 @@ class StreamChunk(msgspec.Struct):
     """One event's data. Whatever else servers write into it is passed over."""
 
     choices: list[Choice] | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error: Any = None
 
 
