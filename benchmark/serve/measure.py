@@ -20,8 +20,8 @@ from benchmark.serve import figures
 from benchmark.serve.client import ClientAnswer, StreamingClient, authorization
 from benchmark.serve.objectives import Objectives
 from benchmark.serve.sending import SendSchedule, serve
+from benchmark.serve.server_metrics import MetricsReadings
 from benchmark.serve.trace_requests import TraceRequest, at_rate, clients
-from benchmark.serve.watch import MetricsReadings
 from recipes.build import versions
 
 READY_S = 0.5  # between two questions whether a server that starts is ready

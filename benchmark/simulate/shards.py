@@ -19,8 +19,8 @@ import numpy as np
 
 from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED
+from benchmark.simulate.fleet_estimates import draw, estimates
 from benchmark.simulate.placement import place
-from benchmark.simulate.sampled import draw, estimates
 from benchmark.workloads.lengths import lengths
 from continuous_batching.request import Request, SamplingParams
 from recipes.build.scheduler import Limits, scheduler_of

@@ -19,8 +19,8 @@ from benchmark.serve.client import ClientAnswer
 from benchmark.serve.figures import kinds, records, summarise
 from benchmark.serve.objectives import Objectives, token_times_s
 from benchmark.serve.sending import ClientRun
+from benchmark.serve.server_metrics import parse
 from benchmark.serve.sse import Events
-from benchmark.serve.watch import parse
 from scripts.benchmark import main
 from tests.benchmark.openai_server import FAULTS, Stub, running
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.simulate.fleet_estimates import draw, estimates, student
 from benchmark.simulate.placement import place
-from benchmark.simulate.sampled import draw, estimates, student
 from benchmark.simulate.shards import Drawn, Shard, run
 from recipes.schema.reader import load
 from scripts.simulate import main
