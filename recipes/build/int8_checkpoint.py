@@ -17,11 +17,11 @@ from models.quantization import KEY, Quantization
 from models.weights import INDEX, checkpoint_files, open_checkpoint
 from recipes.build.families import decoder_config, read
 
-LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # weights in whatever form; ours are written anew
+LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # weights of any format: not copied
 
 
 def quantize(source: Path, target: Path) -> tuple[int, int]:
-    """Write the quantised checkpoint and tell the bytes of all weights before and after.
+    """Write the quantised checkpoint; returns the bytes of all weights before and after.
 
     `target` appears whole or not at all. Raises ValueError for a target that is not empty, and
     for a source that is quantised or not supported.
@@ -74,7 +74,7 @@ def _quantized(file: Path, names: set[str], sizes: dict[str, int]) -> Iterator[t
 
 
 def _copy_the_rest(source: Path, target: Path, scheme: Quantization) -> None:
-    """Tokenizer, chat template and whatever else lies beside the weights; config.json tells the scheme."""
+    """Tokenizer, chat template and whatever else lies beside the weights; config.json names the scheme."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix not in LEFT_OUT and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)
