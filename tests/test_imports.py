@@ -36,13 +36,6 @@ HOST_WING = [
     "models/quantization.py",
     "simulation",
 ]
-# Imports between sub-folders that close a circle today, each with what ends it; to be emptied
-CLOSING_A_CIRCLE = {
-    ("serving/engine", "serving/answers"),  # answers is dissolved
-    ("serving/engine", "serving/metrics"),
-    ("serving/text", "serving/answers"),
-    ("serving/text", "serving/engine"),
-}
 UNWANTED = {"utils", "util", "core", "common", "helpers", "misc"}
 
 
@@ -132,12 +125,7 @@ def test_no_files_import_in_a_circle():
 
 
 def test_no_sub_folders_import_in_a_circle():
-    graph = folder_graph(file_graph())
-    kept = {
-        folder: {other for other in others if (folder, other) not in CLOSING_A_CIRCLE}
-        for folder, others in graph.items()
-    }
-    assert not in_circles(kept)
+    assert not in_circles(folder_graph(file_graph()))
 
 
 def test_a_circle_is_found():
