@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from doctor.facts import Chip, Facts, Node, numbers
+from doctor.facts import Chip, MachineFacts, Node, numbers
 from doctor.finding import Check, Finding
 
 Device = TypeVar("Device", Node, Chip)
@@ -23,7 +23,7 @@ DOCKER = (
 INSTALLING = "vllm-ascend, docs/source/installation.md"
 
 
-def _no_linux(facts: Facts) -> Finding | None:
+def _no_linux(facts: MachineFacts) -> Finding | None:
     if facts.system == "Linux":
         return None
     return Finding(
@@ -34,7 +34,7 @@ def _no_linux(facts: Facts) -> Finding | None:
     )
 
 
-def _no_driver(facts: Facts) -> Finding | None:
+def _no_driver(facts: MachineFacts) -> Finding | None:
     if facts.driver_version or facts.nodes or facts.has_npu_smi or facts.in_container:
         return None
     return Finding(
@@ -46,7 +46,7 @@ def _no_driver(facts: Facts) -> Finding | None:
     )
 
 
-def _no_device_in_container(facts: Facts) -> Finding | None:
+def _no_device_in_container(facts: MachineFacts) -> Finding | None:
     if facts.nodes or not facts.in_container:
         return None
     return Finding(
@@ -57,7 +57,7 @@ def _no_device_in_container(facts: Facts) -> Finding | None:
     )
 
 
-def _no_device(facts: Facts) -> Finding | None:
+def _no_device(facts: MachineFacts) -> Finding | None:
     if facts.nodes or facts.in_container or not (facts.driver_version or facts.has_npu_smi):
         return None
     return Finding(
@@ -68,7 +68,7 @@ def _no_device(facts: Facts) -> Finding | None:
     )
 
 
-def _no_control_node(facts: Facts) -> Finding | None:
+def _no_control_node(facts: MachineFacts) -> Finding | None:
     if not facts.nodes or not facts.absent_control_nodes:
         return None
     return Finding(
@@ -79,7 +79,7 @@ def _no_control_node(facts: Facts) -> Finding | None:
     )
 
 
-def _not_in_group(facts: Facts) -> Finding | None:
+def _not_in_group(facts: MachineFacts) -> Finding | None:
     nodes = _visible(facts, facts.nodes)
     closed = [index for index, node in nodes.items() if not node.is_usable and node.group not in facts.groups]
     if not closed or facts.is_root:
@@ -94,7 +94,7 @@ def _not_in_group(facts: Facts) -> Finding | None:
     )
 
 
-def _no_permission(facts: Facts) -> Finding | None:
+def _no_permission(facts: MachineFacts) -> Finding | None:
     nodes = _visible(facts, facts.nodes)
     closed = [
         index
@@ -113,7 +113,7 @@ def _no_permission(facts: Facts) -> Finding | None:
     )
 
 
-def _npu_smi_cannot_run(facts: Facts) -> Finding | None:
+def _npu_smi_cannot_run(facts: MachineFacts) -> Finding | None:
     if facts.npu_smi_refusal is None:
         return None
     return Finding(
@@ -127,7 +127,7 @@ def _npu_smi_cannot_run(facts: Facts) -> Finding | None:
     )
 
 
-def _npu_smi_fails(facts: Facts) -> Finding | None:
+def _npu_smi_fails(facts: MachineFacts) -> Finding | None:
     if facts.npu_smi_error is None:
         return None
     return Finding(
@@ -138,7 +138,7 @@ def _npu_smi_fails(facts: Facts) -> Finding | None:
     )
 
 
-def _unhealthy(facts: Facts) -> Finding | None:
+def _unhealthy(facts: MachineFacts) -> Finding | None:
     sick = [index for index, chip in _visible(facts, facts.chips).items() if chip.health != "OK"]
     if not sick:
         return None
@@ -150,7 +150,7 @@ def _unhealthy(facts: Facts) -> Finding | None:
     )
 
 
-def _little_memory(facts: Facts) -> Finding | None:
+def _little_memory(facts: MachineFacts) -> Finding | None:
     chips = _visible(facts, facts.chips)
     full = [
         f"chip {index}: {chip.used_mib} of {chip.total_mib} MiB"
@@ -168,7 +168,7 @@ def _little_memory(facts: Facts) -> Finding | None:
     )
 
 
-def _old_driver_for_graphs(facts: Facts) -> Finding | None:
+def _old_driver_for_graphs(facts: MachineFacts) -> Finding | None:
     version = facts.driver_version
     if version is None or _three(version) >= (*CAPTURING_DRIVER, 1):
         return None
@@ -181,7 +181,7 @@ def _old_driver_for_graphs(facts: Facts) -> Finding | None:
     )
 
 
-def _visible(facts: Facts, devices: Sequence[Device]) -> dict[int, Device]:
+def _visible(facts: MachineFacts, devices: Sequence[Device]) -> dict[int, Device]:
     """The devices, by index, that the shell leaves to be computed on; the first is npu:0."""
     return {index: device for index, device in enumerate(devices) if facts.is_visible(index)}
 

@@ -1,4 +1,4 @@
-"""What is there of an Ascend environment? Read, never changed, and nothing of it is needed to ask."""
+"""What does this machine have of an Ascend environment? It is read, never changed, and may lack any part."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Chip:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineFacts:
     """An environment. Versions are as they are written; None: not found, or not asked for."""
 
     system: str
@@ -96,7 +96,7 @@ class Facts:
         return not all(each.strip().isdecimal() for each in said) or index in map(int, said)
 
 
-def gather() -> Facts:
+def gather() -> MachineFacts:
     """Look at this machine; takes some seconds, since torch is imported in processes of their own."""
     environment = dict(os.environ)
     home = _cann_home(environment)
@@ -105,7 +105,7 @@ def gather() -> Facts:
     packages = {name: version for name in PACKAGES if (version := _version(name)) is not None}
     torch_error = _error_of(ASK_TORCH)[0] if "torch" in packages else None
     npu_error, printed = _error_of(ASK_NPU) if "torch_npu" in packages and not torch_error else (None, "")
-    return Facts(
+    return MachineFacts(
         system=platform.system(),
         architecture=platform.machine(),
         python=(sys.version_info[0], sys.version_info[1]),
@@ -199,7 +199,7 @@ def _run(*command: str) -> tuple[int, str, str]:
 
 
 def _reason(text: str) -> str:
-    """Of a traceback the line that says why: some libraries write more after it."""
+    """The line of a traceback that gives the reason: some libraries write more after it."""
     raised = [line for line in text.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
     return (raised[-1] if raised else _last_line(text))[:500]
 

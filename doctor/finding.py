@@ -1,22 +1,22 @@
-"""How is a fault of an environment told?"""
+"""What is said of a fault in an environment?"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from doctor.facts import Facts
+from doctor.facts import MachineFacts
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault, why it is one, what mends it, and who says so. One that is not fatal costs speed or peace."""
+    """A fault, its cause, how to fix it, and which document says so; one that is not fatal is advice."""
 
     problem: str
     cause: str
-    mend: str
+    fix: str
     source: str
     is_fatal: bool = True
 
 
-Check = Callable[[Facts], Finding | None]  # None: nothing is wrong here
+Check = Callable[[MachineFacts], Finding | None]  # None: nothing is wrong here

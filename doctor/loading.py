@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from doctor.facts import Facts
+from doctor.facts import MachineFacts
 from doctor.finding import Check, Finding
 from doctor.software import CPU_TORCH, MATCHING
 
 
-def _static_tls(facts: Facts) -> Finding | None:
+def _static_tls(facts: MachineFacts) -> Finding | None:
     error = facts.torch_error or facts.npu_error
     if error is None or "static TLS block" not in error:
         return None
@@ -19,7 +19,7 @@ def _static_tls(facts: Facts) -> Finding | None:
     )
 
 
-def _torch_fails(facts: Facts) -> Finding | None:
+def _torch_fails(facts: MachineFacts) -> Finding | None:
     error = facts.torch_error
     if error is None or _is_autoloaded(facts) or "static TLS" in error:
         return None
@@ -31,7 +31,7 @@ def _torch_fails(facts: Facts) -> Finding | None:
     )
 
 
-def _autoload(facts: Facts) -> Finding | None:
+def _autoload(facts: MachineFacts) -> Finding | None:
     error = facts.torch_error
     if error is None or not _is_autoloaded(facts) or "static TLS" in error:
         return None
@@ -43,7 +43,7 @@ def _autoload(facts: Facts) -> Finding | None:
     )
 
 
-def _no_atb(facts: Facts) -> Finding | None:
+def _no_atb(facts: MachineFacts) -> Finding | None:
     error = facts.npu_error or facts.torch_error or ""
     if "libatb" not in error:
         return None
@@ -56,7 +56,7 @@ def _no_atb(facts: Facts) -> Finding | None:
     )
 
 
-def _no_library(facts: Facts) -> Finding | None:
+def _no_library(facts: MachineFacts) -> Finding | None:
     error = facts.npu_error or ""
     if "cannot open shared object" not in error or "libatb" in error or "static TLS" in error:
         return None
@@ -68,7 +68,7 @@ def _no_library(facts: Facts) -> Finding | None:
     )
 
 
-def _import_fails(facts: Facts) -> Finding | None:
+def _import_fails(facts: MachineFacts) -> Finding | None:
     error = facts.npu_error
     known = ("cannot open shared object", "static TLS block", "libatb")
     if error is None or any(word in error for word in known):
@@ -81,7 +81,7 @@ def _import_fails(facts: Facts) -> Finding | None:
     )
 
 
-def _sees_none(facts: Facts) -> Finding | None:
+def _sees_none(facts: MachineFacts) -> Finding | None:
     if facts.num_devices != 0 or not facts.nodes:
         return None
     return Finding(
@@ -92,7 +92,7 @@ def _sees_none(facts: Facts) -> Finding | None:
     )
 
 
-def _is_autoloaded(facts: Facts) -> bool:
+def _is_autoloaded(facts: MachineFacts) -> bool:
     """Whether `import torch` imports torch_npu too."""
     return "torch_npu" in facts.packages and facts.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
 

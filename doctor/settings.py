@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doctor.facts import VISIBLE, Facts
+from doctor.facts import VISIBLE, MachineFacts
 from doctor.finding import Check, Finding
 
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
@@ -13,7 +13,7 @@ YEAR = 2025  # no CANN that fits is older
 VARIABLES = "Ascend Extension for PyTorch, environment variables"
 
 
-def _visible_devices(facts: Facts) -> Finding | None:
+def _visible_devices(facts: MachineFacts) -> Finding | None:
     said = facts.environment.get(VISIBLE)
     if said is None:
         return None
@@ -34,7 +34,7 @@ def _visible_devices(facts: Facts) -> Finding | None:
     )
 
 
-def _allocator(facts: Facts) -> Finding | None:
+def _allocator(facts: MachineFacts) -> Finding | None:
     said = facts.environment.get(ALLOCATOR, "")
     options = dict(part.split(":", 1) for part in said.replace(" ", "").split(",") if ":" in part)
     clash = {"max_split_size_mb", "garbage_collection_threshold"} & set(options)
@@ -48,7 +48,7 @@ def _allocator(facts: Facts) -> Finding | None:
     )
 
 
-def _hccl_timeout(facts: Facts) -> Finding | None:
+def _hccl_timeout(facts: MachineFacts) -> Finding | None:
     said = facts.environment.get("HCCL_CONNECT_TIMEOUT")
     if said is None or (said.isdecimal() and LEAST_TIMEOUT_S <= int(said) <= 7200):
         return None
@@ -61,7 +61,7 @@ def _hccl_timeout(facts: Facts) -> Finding | None:
     )
 
 
-def _blocking(facts: Facts) -> Finding | None:
+def _blocking(facts: MachineFacts) -> Finding | None:
     if facts.environment.get("ASCEND_LAUNCH_BLOCKING") != "1":
         return None
     return Finding(
@@ -73,7 +73,7 @@ def _blocking(facts: Facts) -> Finding | None:
     )
 
 
-def _task_queue(facts: Facts) -> Finding | None:
+def _task_queue(facts: MachineFacts) -> Finding | None:
     if facts.environment.get("TASK_QUEUE_ENABLE") != "0":
         return None
     return Finding(
@@ -85,7 +85,7 @@ def _task_queue(facts: Facts) -> Finding | None:
     )
 
 
-def _loud_log(facts: Facts) -> Finding | None:
+def _loud_log(facts: MachineFacts) -> Finding | None:
     said = facts.environment.get("ASCEND_GLOBAL_LOG_LEVEL")
     if said not in ("0", "1"):
         return None
@@ -98,7 +98,7 @@ def _loud_log(facts: Facts) -> Finding | None:
     )
 
 
-def _autoload_off(facts: Facts) -> Finding | None:
+def _autoload_off(facts: MachineFacts) -> Finding | None:
     if facts.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0" or "torch_npu" not in facts.packages:
         return None
     return Finding(
@@ -110,19 +110,19 @@ def _autoload_off(facts: Facts) -> Finding | None:
     )
 
 
-def _little_shm(facts: Facts) -> Finding | None:
+def _little_shm(facts: MachineFacts) -> Finding | None:
     if facts.shm_bytes is None or facts.shm_bytes >= LEAST_SHM:
         return None
     return Finding(
         f"/dev/shm has {facts.shm_bytes // 2**20} MiB",
-        "ranks and processes share memory there; a container gets 64 MiB unless told otherwise",
+        "ranks and processes share memory there; a container gets 64 MiB unless it asks for more",
         "start the container with --shm-size=1g or more",
         "vllm-ascend, docs/source/installation.md",
         is_fatal=False,
     )
 
 
-def _few_files(facts: Facts) -> Finding | None:
+def _few_files(facts: MachineFacts) -> Finding | None:
     if facts.max_open_files >= LEAST_FILES:
         return None
     return Finding(
@@ -134,7 +134,7 @@ def _few_files(facts: Facts) -> Finding | None:
     )
 
 
-def _locale(facts: Facts) -> Finding | None:
+def _locale(facts: MachineFacts) -> Finding | None:
     if facts.encoding.replace("-", "").lower() == "utf8":
         return None
     return Finding(
@@ -145,7 +145,7 @@ def _locale(facts: Facts) -> Finding | None:
     )
 
 
-def _proxy(facts: Facts) -> Finding | None:
+def _proxy(facts: MachineFacts) -> Finding | None:
     names = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
     proxies = [name for name in names if facts.environment.get(name)]
     spared = facts.environment.get("no_proxy", facts.environment.get("NO_PROXY", ""))
@@ -160,7 +160,7 @@ def _proxy(facts: Facts) -> Finding | None:
     )
 
 
-def _clock(facts: Facts) -> Finding | None:
+def _clock(facts: MachineFacts) -> Finding | None:
     if facts.year >= YEAR:
         return None
     return Finding(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from os.path import realpath
 
-from doctor.facts import Facts, numbers
+from doctor.facts import MachineFacts, numbers
 from doctor.finding import Check, Finding
 
 PYTHONS = ((3, 10), (3, 12))
@@ -31,7 +31,7 @@ CANN_NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "sci
 CPU_TORCH = "pip install torch==VERSION+cpu --index-url https://download.pytorch.org/whl/cpu"
 
 
-def _python(facts: Facts) -> Finding | None:
+def _python(facts: MachineFacts) -> Finding | None:
     if PYTHONS[0] <= facts.python <= PYTHONS[1]:
         return None
     return Finding(
@@ -42,7 +42,7 @@ def _python(facts: Facts) -> Finding | None:
     )
 
 
-def _old_glibc(facts: Facts) -> Finding | None:
+def _old_glibc(facts: MachineFacts) -> Finding | None:
     if facts.glibc is None or facts.wheel_glibc is None or facts.glibc >= facts.wheel_glibc:
         return None
     return Finding(
@@ -53,7 +53,7 @@ def _old_glibc(facts: Facts) -> Finding | None:
     )
 
 
-def _no_cann(facts: Facts) -> Finding | None:
+def _no_cann(facts: MachineFacts) -> Finding | None:
     if facts.cann_home is not None:
         return None
     return Finding(
@@ -64,7 +64,7 @@ def _no_cann(facts: Facts) -> Finding | None:
     )
 
 
-def _not_sourced(facts: Facts) -> Finding | None:
+def _not_sourced(facts: MachineFacts) -> Finding | None:
     home, environment = facts.cann_home, facts.environment
     said = environment.get("ASCEND_TOOLKIT_HOME") or environment.get("ASCEND_HOME_PATH")
     if home is None or said:
@@ -77,7 +77,7 @@ def _not_sourced(facts: Facts) -> Finding | None:
     )
 
 
-def _wrong_home(facts: Facts) -> Finding | None:
+def _wrong_home(facts: MachineFacts) -> Finding | None:
     names = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
     said = {name: place for name in names if (place := facts.environment.get(name))}
     found = facts.cann_home and realpath(facts.cann_home)  # `latest` and 8.5.0 may be one folder
@@ -92,7 +92,7 @@ def _wrong_home(facts: Facts) -> Finding | None:
     )
 
 
-def _no_kernels(facts: Facts) -> Finding | None:
+def _no_kernels(facts: MachineFacts) -> Finding | None:
     if facts.cann_home is None or facts.has_kernels:
         return None
     return Finding(
@@ -103,7 +103,7 @@ def _no_kernels(facts: Facts) -> Finding | None:
     )
 
 
-def _no_hccl(facts: Facts) -> Finding | None:
+def _no_hccl(facts: MachineFacts) -> Finding | None:
     if facts.cann_home is None or facts.has_hccl:
         return None
     return Finding(
@@ -114,7 +114,7 @@ def _no_hccl(facts: Facts) -> Finding | None:
     )
 
 
-def _old_driver(facts: Facts) -> Finding | None:
+def _old_driver(facts: MachineFacts) -> Finding | None:
     cann, driver = numbers(facts.cann_version), numbers(facts.driver_version)
     wanted = DRIVER_OF.get(cann) if cann else None
     if driver is None or wanted is None or driver >= wanted:
@@ -129,7 +129,7 @@ def _old_driver(facts: Facts) -> Finding | None:
     )
 
 
-def _no_torch(facts: Facts) -> Finding | None:
+def _no_torch(facts: MachineFacts) -> Finding | None:
     if "torch" in facts.packages:
         return None
     return Finding(
@@ -140,7 +140,7 @@ def _no_torch(facts: Facts) -> Finding | None:
     )
 
 
-def _no_torch_npu(facts: Facts) -> Finding | None:
+def _no_torch_npu(facts: MachineFacts) -> Finding | None:
     if "torch_npu" in facts.packages:
         return None
     torch = facts.packages.get("torch", "the version of torch").partition("+")[0]
@@ -152,7 +152,7 @@ def _no_torch_npu(facts: Facts) -> Finding | None:
     )
 
 
-def _versions_apart(facts: Facts) -> Finding | None:
+def _versions_apart(facts: MachineFacts) -> Finding | None:
     torch, npu = facts.packages.get("torch"), facts.packages.get("torch_npu")
     if torch is None or npu is None or _base(torch) == _base(npu):
         return None
@@ -164,7 +164,7 @@ def _versions_apart(facts: Facts) -> Finding | None:
     )
 
 
-def _cann_apart(facts: Facts) -> Finding | None:
+def _cann_apart(facts: MachineFacts) -> Finding | None:
     npu, cann = facts.packages.get("torch_npu", ""), numbers(facts.cann_version)
     is_newer = (numbers(npu) or (0, 0)) > max(filter(None, map(numbers, CANN_OF)))
     wanted = max(CANN_OF.values()) if is_newer else CANN_OF.get(npu)
@@ -180,7 +180,7 @@ def _cann_apart(facts: Facts) -> Finding | None:
     )
 
 
-def _cuda_torch(facts: Facts) -> Finding | None:
+def _cuda_torch(facts: MachineFacts) -> Finding | None:
     if facts.torch_cuda is None or "torch_npu" not in facts.packages:
         return None
     return Finding(
@@ -191,7 +191,7 @@ def _cuda_torch(facts: Facts) -> Finding | None:
     )
 
 
-def _cann_packages(facts: Facts) -> Finding | None:
+def _cann_packages(facts: MachineFacts) -> Finding | None:
     absent = [name for name in CANN_NEEDS if name not in facts.packages]
     if facts.cann_home is None or not absent:
         return None

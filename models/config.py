@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from models.quantization import Quantization
 
+DType = Literal["float32", "bfloat16", "float16"]
 Form = Literal["plain", "int8", "quantize"]  # how a linear is stored; quantize: plain, then in int8
+
+DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -63,7 +65,7 @@ class DecoderConfig:
     output_bias: bool  # of attention's output projection
     mlp_bias: bool
     qk_norm: bool
-    dtype: torch.dtype
+    dtype: DType
     max_positions: int
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
@@ -93,12 +95,43 @@ class DecoderConfig:
             yield "lm_head", hidden, self.vocab_size
 
     @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    def kv_bytes_per_token(self, num_devices: int = 1) -> int:
+        """Keys and values of all layers on each of the devices that share every layer.
+
+        With more devices than key-value heads, a head is held by several devices, whole by each.
+        """
+        num_heads = -(-self.num_kv_heads // num_devices)
+        return 2 * self.num_layers * num_heads * self.head_dim * self.dtype_bytes
+
+    def page_bytes(self, page_size: int) -> int:
+        """Keys and values of all layers, for the tokens of one page."""
+        return page_size * self.kv_bytes_per_token()
+
+    @property
+    def growing_kv_bytes_per_token(self) -> int:
+        """Keys and values that a step reads for each token of context, however long the context is.
+
+        Layers with a window are left out: they read a bounded number of tokens.
+        """
+        num_growing = sum(window is None for window in self.windows)
+        return self.kv_bytes_per_token() * num_growing // max(1, self.num_layers)
+
+    @property
+    def step_weight_bytes(self) -> int:
+        """Weights that a step reads: all but an embedding that is not the head, since it takes few rows."""
+        embedding = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size * self.dtype_bytes
+        return self.weight_bytes - embedding
+
+    @property
     def weight_bytes(self) -> int:
         """Of all weights as the device holds them, scales among them."""
-        total = self.num_parameters * self.dtype.itemsize
+        total = self.num_parameters * self.dtype_bytes
         for name, inputs, outputs in self.linears():
             if self.form(name) != "plain":
-                total += outputs * (torch.float32.itemsize - inputs * (self.dtype.itemsize - 1))
+                total += outputs * (SCALE_BYTES - inputs * (self.dtype_bytes - 1))
         return total
 
     @property

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from attention.reference import Attention, AttentionMetadata
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
+from models.dtypes import TORCH_DTYPES
+from models.ops.int8 import quantize_rows
 from models.ops.reference import Ops
-from models.quantization import quantize_rows
 from models.rope import Rope
 
 
@@ -92,7 +93,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.eps = config.rms_eps
         self.ops, self.attention = ops, attention
-        dtype, device = config.dtype, attention.device
+        dtype, device = TORCH_DTYPES[config.dtype], attention.device
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         form = [config.form(f"model.layers.{layer}.self_attn.{name}") for name in ("q_proj", "o_proj")]
@@ -120,7 +121,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, ops: Ops, device: torch.device) -> None:
         super().__init__()
-        hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
+        hidden, inner, dtype = config.hidden_size, config.intermediate_size, TORCH_DTYPES[config.dtype]
         form = [config.form(f"model.layers.{layer}.mlp.{name}") for name in ("gate_proj", "down_proj")]
         self.ops = ops
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
@@ -137,9 +138,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention) -> None:
         super().__init__()
         self.ops, self.eps = ops, config.rms_eps
-        self.input_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)
+        dtype = TORCH_DTYPES[config.dtype]
+        self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.attention = SelfAttention(config, layer, ops, attention)
-        self.mlp_norm = parameter(config.hidden_size, dtype=config.dtype, device=attention.device)
+        self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.mlp = MLP(config, layer, ops, attention.device)
 
     def forward(
@@ -161,7 +163,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention) -> None:
         super().__init__()
         hidden, vocab = config.hidden_size, config.vocab_size
-        dtype, device = config.dtype, attention.device
+        dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.config, self.ops, self.attention = config, ops, attention
         self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(

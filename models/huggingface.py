@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from models.config import ROPE_KINDS, DecoderConfig, RopeConfig, check_fused
+from models.config import DTYPE_BYTES, ROPE_KINDS, DecoderConfig, DType, RopeConfig, check_fused
 from models.quantization import quantization
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Windows = tuple[int | None, ...]
 
@@ -172,14 +168,15 @@ def boolean(hf: Mapping[str, Any], key: str, default: bool) -> bool:
     return value
 
 
-def _dtype(hf: Mapping[str, Any]) -> torch.dtype:
+def _dtype(hf: Mapping[str, Any]) -> DType:
     """Newer files say dtype, older ones torch_dtype; a file that says neither means float32."""
     key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
     value = hf.get(key)
     name = "float32" if value is None else str(value).removeprefix("torch.")
-    if name not in DTYPES:
-        raise _refused(key, value, f"supported are {', '.join(DTYPES)}")
-    return DTYPES[name]
+    for dtype in DTYPE_BYTES:
+        if name == dtype:
+            return dtype
+    raise _refused(key, value, f"supported are {', '.join(DTYPE_BYTES)}")
 
 
 def _token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:

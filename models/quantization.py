@@ -1,4 +1,4 @@
-"""Which linears are multiplied in 8 bits, and how does a weight get there?
+"""Which linears are multiplied in 8 bits, and how does a checkpoint say so?
 
 W8A8: int8 weights with a scale for each output channel, activations quantised token by token as they come,
 both symmetric. In a checkpoint it is laid out as compressed-tensors does, format int-quantized:
@@ -12,10 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-LARGEST = 127  # -128 stays unused, so that the range is symmetric
 KEY = "quantization_config"
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -85,17 +81,6 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
         raise _refused(f"{KEY}.ignore", repr(ignore))
     return Quantization(tuple(ignore))
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, n] -> int8 [rows, n], float32 scale [rows, 1]; their product is nearest to x, row by row.
-
-    A row that is not finite gets a scale that is not: what is computed of it stays so.
-    """
-    wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True) / LARGEST
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros is divided too
-    return (wide / scale).round().to(torch.int8), scale
 
 
 def _check(label: str, found: Any, scheme: Mapping[str, Any]) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from benchmark.gate.gate import LAWS, Verdict, audit
+from benchmark.gate.gate import LAWS, audit
+from benchmark.gate.printing import print_sources, print_verdict, read_result
 from benchmark.gate.sources import rows
 from scripts import verb
 
@@ -32,39 +32,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The result in a file; raises ValueError or OSError for a file that holds none."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no object; it must be one result of a benchmark")
-    return fields
-
-
-def print_verdict(verdict: Verdict) -> None:
-    """One law a line, the refused ones first, with the numbers that each read."""
-    for outcome in ("refused", "pass", "not checkable"):
-        for ruling in verdict.of(outcome):
-            used = ", ".join(f"{name} {number:g}" for name, number in ruling.used.items())
-            why = ruling.why or ruling.law.statement
-            print(f"{outcome:14} {ruling.law.name:18} {why}" + (f"  [{used}]" if used else ""))
-
-
-def print_sources() -> None:
-    """Each row, and each law that it breaks."""
-    source = ""
-    for row in rows():
-        if row.source != source:
-            source = row.source
-            print(source)
-        for ruling in row.verdict.of("refused"):
-            print(f"  {row.name:30} {ruling.law.name:18} {ruling.why}")
-        if row.verdict.passed:
-            print(f"  {row.name:30} {'pass':18}")
-
-
 def main(argv: list[str]) -> int:
     """Audit; raises ValueError or OSError for a file that cannot be used."""
     options = parser().parse_args(argv)
@@ -80,7 +47,7 @@ def main(argv: list[str]) -> int:
             print_sources()
         return 0
     try:
-        verdict = audit(read(options.file))
+        verdict = audit(read_result(options.file))
     except ValueError as error:
         raise ValueError(f"{options.file}: {error}") from error
     if options.json:

@@ -14,85 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
-from benchmark.gate.verdict import with_verdict
 from benchmark.offline.offline import print_table
+from benchmark.simulate.command_line import (
+    fit_parser,
+    fleet_parser,
+    held_out_parser,
+    search_parser,
+    serve_parser,
+)
+from benchmark.simulate.deployment import Result
+from benchmark.simulate.fitting import fit_main
 from benchmark.simulate.held_out import held_out
-from benchmark.simulate.options import fit_parser, fleet_parser, held_out_parser, search_parser, serve_parser
-from benchmark.simulate.plan import plan
+from benchmark.simulate.one_run import simulate
 from benchmark.simulate.search import search_main
 from benchmark.simulate.shards import fleet_main
-from benchmark.simulate.timeline import Timeline
-from benchmark.simulate.traces import requests_of
-from benchmark.simulate.worlds import SIMULATED, Result, World
-from continuous_batching.recording.format import Header, read_entries
-from continuous_batching.request import Request
-from recipes.build.scheduler import scheduler_from
-from recipes.schema.reader import read
 from scripts import verb
-from simulation.fitted import NAMES, Fitted, learn
-
-MOST_RECORDS = 20_000  # kept in a result, for the gate to recount
-
-
-def world_of(options: argparse.Namespace) -> World:
-    """What the options name."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe
-    if options.costs is not None and (options.tp > 1 or options.pp > 1):
-        raise ValueError("--costs are of the devices that were recorded; leave out --tp and --pp")
-    if options.split is not None and (options.dp > 1 or options.pp > 1):
-        raise ValueError("--split says how many engines there are; leave out --dp and --pp")
-    if options.route is not None and options.dp == 1 and max(options.split or (1,)) == 1:
-        raise ValueError("--route chooses among engines; give several, by --dp or --split, or leave it out")
-    if options.pp > 1 and options.dp > 1:
-        raise ValueError("--pp is simulated for one engine; leave out --dp")
-    fitted = None if options.costs is None else Fitted.load(options.costs)
-    planned = plan(recipe, options.device, options.tp, options.pp, fitted)
-    return World(planned, options.dp, options.route or "least_loaded", options.split)
-
-
-def run(world: World, requests: Iterator[Request], timeline: Timeline | None = None) -> Result:
-    """The figures of one simulated run, without a verdict."""
-    began_s = time.perf_counter()
-    tally, own = world.serve(requests, timeline, records=True)
-    took_s = time.perf_counter() - began_s
-    figures = tally.figures()
-    kept = tally.records is not None and len(tally.records) <= MOST_RECORDS and not figures["failed"]
-    return {
-        **world.plan.facts(),
-        "devices": world.num_devices,
-        "num_pages": world.plan.num_pages,
-        "slots": world.num_slots,
-        "max_tokens_per_step": 1,
-        "warm_up_counted": 0,
-        **figures,
-        **own,
-        "wall_s": round(took_s, 3),
-        "simulated_output_tokens_per_wall_s": round(tally.output_tokens / took_s),
-        **({"records": tally.records} if kept else {}),
-    }
-
-
-def serve_main(options: argparse.Namespace) -> None:
-    """Simulate one setting."""
-    world = world_of(options)
-    if options.timeline is not None and (options.split is not None):
-        raise ValueError("--timeline shows one engine or the stages of one; leave out --split")
-    requests = requests_of(
-        options.trace, world.plan.recipe, world.plan.config.vocab_size, skip_bad=options.skip_bad
-    )
-    if options.timeline is None:
-        figures = run(world, requests())
-    else:
-        with open(options.timeline, "w", encoding="utf-8") as file:
-            timeline = Timeline(file)
-            figures = run(world, requests(), timeline)
-            timeline.close()
-    said = {"recipe": options.recipe, "overrides": list(options.overrides), "trace": Path(options.trace).name}
-    show(options, with_verdict({"SIMULATED": SIMULATED, **said, **figures}))
 
 
 def show(options: argparse.Namespace, result: Result) -> None:
@@ -101,20 +38,6 @@ def show(options: argparse.Namespace, result: Result) -> None:
         print(json.dumps(result, indent=2))
     else:
         print_table(result)
-
-
-def fit_main(options: argparse.Namespace) -> None:
-    """Fit costs to a recording."""
-    with open(options.recording, "rb") as file:
-        entries = list(read_entries(file))
-    header = entries[0] if entries else None
-    if not isinstance(header, Header):
-        raise ValueError(f"{options.recording} is no recording; make one with scheduler.record=FILE")
-    fitted = learn(entries, scheduler_from(header.facts))
-    fitted.save(options.output)
-    for name, cost_s in zip(NAMES, fitted.costs_s.tolist()):
-        if cost_s:
-            print(f"{name:22} {1e6 * cost_s:.4g} us")
 
 
 def main(argv: list[str]) -> None:
@@ -130,7 +53,8 @@ def main(argv: list[str]) -> None:
     elif argv[:1] == ["search"]:
         search_main(search_parser().parse_intermixed_args(argv[1:]))
     else:
-        serve_main(serve_parser(str(__doc__)).parse_intermixed_args(argv))
+        options = serve_parser(str(__doc__)).parse_intermixed_args(argv)
+        show(options, simulate(options))
 
 
 if __name__ == "__main__":

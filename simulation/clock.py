@@ -1,10 +1,10 @@
-"""What time is it where nothing takes time but what a model says?"""
+"""What time is it in a simulation, where only modelled work takes time?"""
 
 from __future__ import annotations
 
 
 class Clock:
-    """A clock that stands still until somebody moves it: `clock()` tells the seconds, as an engine asks."""
+    """A clock that stands still until it is moved; called as an engine's clock, it returns its seconds."""
 
     __slots__ = ("now_s",)
 
@@ -15,6 +15,6 @@ class Clock:
         return self.now_s
 
     def reach(self, time_s: float) -> None:
-        """Go on to a time, unless it is past."""
+        """Move to a time, unless it is in the past."""
         if time_s > self.now_s:
             self.now_s = time_s

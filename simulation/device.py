@@ -10,7 +10,7 @@ from simulation.device_profile import FOLDER, load
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class SimulatedDevice:
     """One device, from the `step` of a file of `simulation/profiles`.
 
     What a step reaches is a rate times its efficiency; `basis` says how these are known. A matrix product
@@ -23,7 +23,7 @@ class Device:
     name: str
     memory_gb_per_s: float
     memory_gib: float
-    tflop_per_s: dict[str, float]  # by type
+    tflop_per_s: dict[str, float]  # by dtype
     tile: tuple[int, int]
     link_gb_per_s: float
     link_us: float
@@ -38,15 +38,15 @@ class Device:
     source: str
 
     @classmethod
-    def load(cls, name: str) -> Device:
-        """The device of a profile; raises ValueError for one that is not there."""
+    def load(cls, name: str) -> SimulatedDevice:
+        """Read the device of a profile; raises ValueError if there is no such profile."""
         profile = load(name)
         facts = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["step"]
         tile = tuple(facts.pop("tile"))
         return cls(name=name, memory_gb_per_s=profile.memory_gb_per_s, tile=tile, **facts)
 
     def flop_per_s(self, dtype: str) -> float:
-        """What products in a type reach; raises ValueError for a type that it does not have."""
+        """The rate of matrix products in a dtype; raises ValueError for a dtype without a rate."""
         if dtype not in self.tflop_per_s:
             raise ValueError(
                 f"{self.name} has no rate for {dtype}, but for {', '.join(self.tflop_per_s)}; set model.dtype"
@@ -58,11 +58,11 @@ class Device:
         return self.memory_gb_per_s * 1e9 * self.memory_efficiency
 
     def send_s(self, num_bytes: float) -> float:
-        """To another device."""
+        """Seconds for a message to reach another device."""
         return self.link_us * 1e-6 + num_bytes / (self.link_gb_per_s * 1e9 * self.link_efficiency)
 
     def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:
-        """A sum over devices, in a ring or, for a short message, by a tree's number of hops."""
+        """Seconds of a sum over devices: a ring's traffic, and a tree's number of hops."""
         if num_devices == 1:
             return 0.0
         moved = 2 * (num_devices - 1) / num_devices * num_bytes

@@ -34,18 +34,18 @@ class Profile:
 
 
 def load(name: str) -> Profile:
-    """A profile by its name; raises ValueError for one that is not there."""
+    """Read a profile by its name; raises ValueError if there is none."""
     path = FOLDER / f"{name}.json"
     if path.parent != FOLDER or not path.exists():
         names = ", ".join(each.stem for each in sorted(FOLDER.glob("*.json")))
         raise ValueError(f"{name!r} is no device profile; there are {names}")
     facts = json.loads(path.read_text(encoding="utf-8"))
-    del facts["step"]  # for `simulation.device`
+    del facts["step"]  # `simulation.device` reads this part
     return Profile(name=name, **facts)
 
 
 def named(device: str) -> str | None:
-    """The profile of a device that reports itself so, or None; the longest match counts."""
+    """The profile that matches the name a device reports, or None; the longest match counts."""
     profiles = [load(path.stem) for path in sorted(FOLDER.glob("*.json"))]
     found = [(len(part), each.name) for each in profiles for part in each.matches if part in device]
     return max(found)[1] if found else None

@@ -1,4 +1,4 @@
-"""How long would a step take, by what the steps of a recorded run took?"""
+"""How long would a step take, judging by the steps of a recorded run?"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = (
     "context of prompts",
     "pairs of prompts",  # query and key
 )
-MOST_KEPT = 10_000  # steps whose distance from the model is remembered
+MOST_KEPT = 10_000  # of the ratios between real and modelled times of steps
 
 
 def features(batch: Batch) -> Vector:
@@ -91,19 +91,19 @@ class Fitted:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        told = {
+        fields = {
             "costs_s": dict(zip(NAMES, self.costs_s.tolist())),
             "ratios": None if self.ratios is None else self.ratios.tolist(),
         }
-        path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Fitted:
-        """Read it; raises ValueError for a file that is none."""
+        """Read it; raises ValueError for a file that holds no costs."""
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-            costs_s = np.array([float(told["costs_s"][name]) for name in NAMES])
-            ratios = None if told["ratios"] is None else np.array(told["ratios"], dtype=np.float64)
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            costs_s = np.array([float(fields["costs_s"][name]) for name in NAMES])
+            ratios = None if fields["ratios"] is None else np.array(fields["ratios"], dtype=np.float64)
             return cls(costs_s, ratios)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no costs ({error}); `scripts.simulate fit` makes them") from error
@@ -144,7 +144,7 @@ def fit(steps: Sequence[Timed]) -> Fitted:
     taken_s = np.array([each.taken_s for each in steps])
     seen = np.array([each.features for each in steps])
     kept = np.ones(len(steps), dtype=np.bool_)
-    for _ in range(3):  # leave out what stalled: a page fault, a neighbour, a compilation
+    for _ in range(3):  # leave out steps that stalled: a page fault, another process, a compilation
         weights = 1 / taken_s[kept]
         costs_s = non_negative(seen[kept] * weights[:, None], np.ones(int(kept.sum())))
         ratios = taken_s / np.maximum(seen @ costs_s, 1e-9)

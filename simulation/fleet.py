@@ -1,4 +1,4 @@
-"""What would many engines make of a trace, with a router before them?"""
+"""How would many engines behind a router serve a trace?"""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from simulation.serve import in_order
 Route = Literal["round_robin", "least_loaded", "prefix"]
 MOST_PREFIXES = 2**16  # that a router remembers
 AFFINITY_TOKENS = 128  # of a prompt, by which it finds the engine that may hold its pages
-CROWDED = 1.5  # times the mean load and more: the prefix is not worth waiting for
+CROWDED = 1.5  # times the mean load, from which on the prefix is not worth the wait
 
 
 class Router(Protocol):
-    """Chooses the engine for a request; `looks` says whether it needs the loads at that time."""
+    """Chooses the engine for a request; `looks` says whether it needs the engines' loads at that time."""
 
     looks: bool
 
@@ -32,7 +32,7 @@ class Router(Protocol):
 
 
 class RoundRobin:
-    """Each in turn."""
+    """Sends requests to the engines in turn."""
 
     looks = False
 
@@ -40,23 +40,23 @@ class RoundRobin:
         self._next = -1
 
     def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
-        """The next one."""
+        """The next engine."""
         self._next = (self._next + 1) % len(loads)
         return self._next
 
 
 class LeastLoaded:
-    """Who has the fewest requests, the first of several."""
+    """Sends a request to the engine with the fewest requests; of several, to the first."""
 
     looks = True
 
     def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
-        """The one with the fewest."""
+        """The engine with the fewest requests."""
         return int(loads.argmin())
 
 
 class PrefixAffinity:
-    """Who got the last prompt that began alike, unless it is crowded; else who has the fewest requests."""
+    """Sends a request where the last prompt with the same beginning went, unless that engine is crowded."""
 
     looks = True
 
@@ -64,7 +64,7 @@ class PrefixAffinity:
         self._last: OrderedDict[bytes, int] = OrderedDict()
 
     def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
-        """The one that may hold its first pages."""
+        """The engine that may hold the first pages, or else the one with the fewest requests."""
         key = request.cache_salt.encode() + request.prompt[:AFFINITY_TOKENS].tobytes()
         found = self._last.pop(key, None)
         if found is None or loads[found] > CROWDED * loads.mean() + 1:
@@ -83,17 +83,17 @@ ROUTERS: dict[Route, type[RoundRobin | LeastLoaded | PrefixAffinity]] = {
 
 
 class Fleet:
-    """Engines behind a router. Each is as far as it must be: up to the arrival that it or the router sees."""
+    """Engines behind a router. Each is simulated only up to the last arrival that it or the router sees."""
 
     def __init__(self, replicas: Sequence[Replica], router: Router) -> None:
         self.replicas = replicas
         self._router = router
         self._loads = np.zeros(len(replicas), dtype=np.int64)
-        self._behind: list[tuple[float, int]] = []  # clocks of those with work, for a router that looks
+        self._behind: list[tuple[float, int]] = []  # clocks of those with work, if the router looks
         self._is_behind = np.zeros(len(replicas), dtype=np.bool_)
 
     def add(self, request: Request, at_s: float) -> None:
-        """Hand a request to one of them at a time that is not before the last."""
+        """Send a request to an engine, at a time not before that of the last request."""
         if self._router.looks:
             self._catch_up(at_s)
         number = self._router.choose(request, self._loads)
@@ -106,15 +106,15 @@ class Fleet:
             heapq.heappush(self._behind, (replica.clock.now_s, number))
 
     def advance(self, until_s: float) -> None:
-        """Bring all of them there."""
+        """Bring all engines to this time."""
         for replica in self.replicas:
             replica.advance(until_s)
 
     def close(self) -> None:
-        """Serve what is there to the end."""
+        """Serve all requests to their end."""
         self.advance(math.inf)
         for replica in self.replicas:
-            replica.watch.close()
+            replica.counter.close()
 
     def _catch_up(self, until_s: float) -> None:
         while self._behind and self._behind[0][0] < until_s:
@@ -130,7 +130,7 @@ class Fleet:
 
 
 def serve_fleet(trace: Iterable[Request], replicas: Sequence[Replica], route: Route = "round_robin") -> None:
-    """Serve requests, in order of arrival, to the end; the replicas' tallies have what came of it."""
+    """Serve requests, in order of arrival, to the end; their figures are in the replicas' totals."""
     fleet = Fleet(replicas, ROUTERS[route]())
     for request in in_order(trace):
         fleet.add(request, request.arrival_s)

@@ -1,4 +1,4 @@
-"""What do stages of layers, each on devices of its own, make of several batches in flight?
+"""How do stages of layers, each on its own devices, work on several batches in flight?
 
 As many schedulers as stages take turns, each with its part of the slots and of the pages, so that their
 batches are disjoint. A stage that waits for the one before it stands in a bubble, of one of three kinds
@@ -20,9 +20,9 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from simulation.clock import Clock
 from simulation.replica import Replica
+from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
 from simulation.serve import in_order
-from simulation.tally import Tally
 
 ObserveStage = Callable[[int, int, Batch, float, float], None]  # stage, scheduler, its batch, from and until
 
@@ -44,7 +44,7 @@ class Stages:
         self._had_prompt = [False] * len(self.costs)
 
     def pass_through(self, batch: Batch, slots: SlotPool, now_s: float, number: int) -> float:
-        """When a batch that the scheduler of this number launches now has passed all stages."""
+        """When a batch that this scheduler launches now has passed all stages."""
         has_prompt = bool((batch.stops - batch.starts > 1).any())
         at_s, last_s = now_s, self._free_s[-1]
         for stage, costs in enumerate(self.costs):
@@ -92,15 +92,15 @@ class _StageRunner:
 
 
 class Pipeline:
-    """Schedulers that take turns at the stages; what they do goes to one tally."""
+    """Schedulers that take turns at the stages; what they do goes to one RunTotals."""
 
-    def __init__(self, schedulers: Sequence[Scheduler], stages: Stages, tally: Tally) -> None:
-        self.tally = tally
+    def __init__(self, schedulers: Sequence[Scheduler], stages: Stages, totals: RunTotals) -> None:
+        self.totals = totals
         self.stages = stages
         self._replicas = [self._replica(each, number) for number, each in enumerate(schedulers)]
 
     def serve(self, trace: Iterable[Request]) -> None:
-        """Serve requests, in order of arrival, to the end; each goes to who has the fewest."""
+        """Serve requests, in order of arrival, to the end; each goes to the scheduler with the fewest."""
         for request in in_order(trace):
             self._advance(request.arrival_s)
             replica = min(self._replicas, key=lambda each: each.num_requests)
@@ -108,16 +108,16 @@ class Pipeline:
             replica.add(request)
         self._advance(math.inf)
         for replica in self._replicas:
-            replica.watch.close()
+            replica.counter.close()
 
     def _replica(self, scheduler: Scheduler, number: int) -> Replica:
         def runner(clock: Clock) -> _StageRunner:
             return _StageRunner(clock, self.stages, scheduler.slots, number)
 
-        return Replica(scheduler, self.stages.costs[0], self.tally, runner=runner)
+        return Replica(scheduler, self.stages.costs[0], self.totals, runner=runner)
 
     def _advance(self, until_s: float) -> None:
-        """In the order of their clocks, because who launches first passes first."""
+        """In the order of their clocks, because the batch that is launched first passes first."""
         while True:
             late = [each for each in self._replicas if each.engine.has_work and each.clock.now_s < until_s]
             if not late:

@@ -1,4 +1,4 @@
-"""Does a simulation decide as the engine did, if its steps take as long?
+"""Does a simulation decide as the engine did, when its steps take as long?
 
 A recording gives the simulation when requests came, what they were answered and how long each step took; it
 is not shown a single batch. Its own batches must then come to the recording's digests.
@@ -55,7 +55,7 @@ class RecordedRunner:
         self.num_steps = 0
 
     def run(self, batch: Batch) -> Sampled:
-        """The answer, at its time."""
+        """The recorded answer, at its recorded time."""
         return self.start(batch)()
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
@@ -65,7 +65,7 @@ class RecordedRunner:
         if not isinstance(entry, Scheduled) or entry.digest != digest:
             raise Divergence(f"step {self.num_steps}: the simulation decided otherwise")
         if self._moments and not isinstance(self._moments[0], Committed):
-            self._clock.reach(self._moments[0].now_s)  # when the host looked ahead
+            self._clock.reach(self._moments[0].now_s)  # when the host looked for the next batch
         return lambda: self._land(batch)
 
     def _land(self, batch: Batch) -> Sampled:
@@ -78,21 +78,21 @@ class RecordedRunner:
         return self._speaker.say(batch)
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """Nothing is held here."""
+        """This device holds no pages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """What a simulation is told of a recording."""
+class RecordedRun:
+    """What a simulation takes from a recording."""
 
-    arrivals: list[tuple[float, Added | Ended]]  # with the time at which the engine was told
+    arrivals: list[tuple[float, Added | Ended]]  # with the time at which the engine heard of it
     moments: deque[Scheduled | Looked | Committed]
     answers: dict[str, TokenIds]
 
 
-def told(entries: Iterable[Entry], scheduler: Scheduler) -> Recorded:
-    """What is to be told; `scheduler` is used up to find the answers. Raises ValueError for a recording whose
-    pool changed its size.
+def recorded_run(entries: Iterable[Entry], scheduler: Scheduler) -> RecordedRun:
+    """What a simulation takes; `scheduler` is used up to find the answers. Raises ValueError for a recording
+    whose pool changed its size.
     """
     arrivals: list[tuple[float, Added | Ended]] = []
     moments = deque[Scheduled | Looked | Committed]()
@@ -112,10 +112,10 @@ def told(entries: Iterable[Entry], scheduler: Scheduler) -> Recorded:
     for event in replay(kept, scheduler):
         if isinstance(event, Request):
             found.update((each.id, each) for each in (event, *event.followers))
-    return Recorded(arrivals, moments, {name: each.answer for name, each in found.items()})
+    return RecordedRun(arrivals, moments, {name: each.answer for name, each in found.items()})
 
 
-def follow(recorded: Recorded, scheduler: Scheduler, *, overlap: bool = False) -> int:
+def follow(recorded: RecordedRun, scheduler: Scheduler, *, overlap: bool = False) -> int:
     """Simulate it on a new scheduler of the same facts: every digest is the recording's, or Divergence is
     raised at the first that is not. Returns the number of steps.
     """

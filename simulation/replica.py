@@ -1,4 +1,4 @@
-"""How does one engine get on while others wait for it?"""
+"""How does one simulated engine advance, step by step?"""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from continuous_batching.engine import Engine, Runner, Step
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from simulation.clock import Clock
+from simulation.run_totals import RunTotals, StepCounter
 from simulation.runner import CostModel, SimulatedRunner, Speaker
-from simulation.tally import Tally, Watch
 
-REST_S = 1e-3  # between looks at a policy that waits for a fuller batch; as `serving.offline` rests
+REST_S = 1e-3  # between two looks while a policy waits for a fuller batch; the same as in `serving.offline`
 Observe = Callable[[Engine, Step], None]
 MakeRunner = Callable[[Clock], Runner]
 
@@ -19,14 +19,14 @@ MakeRunner = Callable[[Clock], Runner]
 class Replica:
     """The real engine and scheduler, on a virtual clock and a device that a cost model stands for.
 
-    `observe` sees every step until the next is made. What it counts goes to `tally`, which many may share.
+    `observe` sees every step until the next is made. What it counts goes to `totals`, which many may share.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         costs: CostModel,
-        tally: Tally,
+        totals: RunTotals,
         *,
         overlap: bool = False,
         speaker: Speaker | None = None,
@@ -42,29 +42,29 @@ class Replica:
         )
         self.engine = Engine(scheduler, made, self.clock, overlap=overlap)
         self._speaker = speaker
-        self.tally = tally
-        self.watch = Watch(self.engine, tally)
+        self.totals = totals
+        self.counter = StepCounter(self.engine, totals)
         self._observe = observe
         self._is_counting_arrivals = is_counting_arrivals
 
     @property
     def num_requests(self) -> int:
-        """How many are here, waiting or running."""
+        """Requests that wait or run."""
         scheduler = self.engine.scheduler
         return len(scheduler.waiting) + len(scheduler.slots.busy)
 
     def add(self, request: Request) -> None:
-        """Take a request at the clock's time, which is its arrival or later. One that is refused has failed:
-        it is counted, and that is all.
+        """Take a request at the clock's time, which is its arrival or later. A refused request has failed
+        and is only counted.
         """
         if self._is_counting_arrivals:
-            self.tally.came(request)
+            self.totals.came(request)
         try:
             self.engine.add(request)
         except ValueError as error:
             request.finish_reason, request.error = "error", str(error)
         else:
-            self.watch.added(request)
+            self.counter.added(request)
 
     def advance(self, until_s: float) -> None:
         """Make steps until the clock is there; the last one may end later. Without work time just goes by,
@@ -78,14 +78,14 @@ class Replica:
             self.step(until_s)
 
     def step(self, until_s: float) -> Step | None:
-        """One step; None, after a rest that does not go beyond `until_s`, if nothing was computed."""
+        """Make one step; if nothing was computed, rest until `until_s` at most, and return None."""
         step = self.engine.step()
         if step is None:
             since_s = self.clock.now_s
             self.clock.reach(min(since_s + REST_S, until_s))
-            self.watch.rest(since_s, self.clock.now_s)
+            self.counter.rest(since_s, self.clock.now_s)
             return None
-        self.watch.step(step)
+        self.counter.step(step)
         if self._speaker is not None:
             self._stop(step)
         if self._observe is not None:
@@ -93,9 +93,9 @@ class Replica:
         return step
 
     def _stop(self, step: Step) -> None:
-        """End whose whole answer is there and who goes on: of a stop string only its reader knew."""
+        """End requests that have their whole recorded answer: a stop string is not known here."""
         assert self._speaker is not None, "nobody knows the answers"
         for request in self.engine.slots.requests[step.owners]:
             if request.finish_reason is None and self._speaker.is_over(request):
                 self.engine.finish(request.id)
-                self.tally.ended(request)
+                self.totals.ended(request)

@@ -14,17 +14,17 @@ import numpy as np
 
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
-from simulation.device import Device
-from simulation.shape import Shape
+from models.config import DecoderConfig
+from simulation.device import SimulatedDevice
 
 OPERATORS = 10  # of a layer: norms, products, rotary, write, attention, gate, residuals, where they are fused
-MOST_SIZES = 2**16  # of steps that are remembered
+MOST_SIZES = 2**16  # of steps whose times are kept
 ACTIVATIONS = 12  # times a layer's hidden states are read or written between its products
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one device group does of the model: `num_layers` of the layers, and the head if it is the last."""
+class ModelPart:
+    """The part of a model on one group of devices; the last group also has the head."""
 
     num_layers: int
     has_head: bool
@@ -45,23 +45,23 @@ class _Size:
 
 @dataclass(slots=True)
 class Roofline:
-    """A cost model for `tensor` devices that share each layer; `part` None: the whole model is theirs.
+    """A cost model for `tensor` devices that share each layer; `stage` None: the whole model is theirs.
 
     Steps of decodes alone run as captured graphs up to `graphs` rows, others operator by operator. With
-    `hides_host` the host's work between steps is done while the device is at one.
+    `hides_host` the host does its work between steps while the device computes.
     """
 
-    shape: Shape
-    device: Device
+    config: DecoderConfig
+    device: SimulatedDevice
     tensor: int = 1
     graphs: int = 0
     hides_host: bool = False
-    part: Part | None = None
+    stage: ModelPart | None = None
     _sizes: dict[tuple[int, int, int], _Size] = field(default_factory=dict)
     _windows: list[tuple[int | None, int]] = field(init=False)  # of layers, and of how many
 
     def __post_init__(self) -> None:
-        self._windows = list(Counter(self.shape.windows).items())
+        self._windows = list(Counter(self.config.windows).items())
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Seconds of the whole step, and of the pages that are copied before it."""
@@ -71,11 +71,11 @@ class Roofline:
         return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
 
     def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
-        """Of all layers of the model together: tokens whose keys are read, and pairs that are scored."""
+        """Over all layers: tokens whose keys are read, and pairs of query and key that are scored."""
         starts, stops = batch.starts, batch.stops
         total = int(stops.sum())
-        if self._windows == [(None, self.shape.num_layers)] and num_tokens == batch.num_spans:
-            return float(self.shape.num_layers * total), float(self.shape.num_layers * total)
+        if self._windows == [(None, self.config.num_layers)] and num_tokens == batch.num_spans:
+            return float(self.config.num_layers * total), float(self.config.num_layers * total)
         lens = stops - starts
         context = pairs = 0.0
         for window, count in self._windows:
@@ -85,7 +85,7 @@ class Roofline:
             else:
                 near = np.minimum(stops, window + lens)
                 context += count * float(near.sum())
-                first, last = np.minimum(starts, window), np.minimum(stops, window)  # of those that see all
+                first, last = np.minimum(starts, window), np.minimum(stops, window)  # windows not yet full
                 growing = (last * (last + 1) - first * (first + 1)) / 2
                 pairs += count * float((growing + window * (lens - (last - first))).sum())
         return context, pairs
@@ -93,7 +93,7 @@ class Roofline:
     def time_s(
         self, num_tokens: int, num_spans: int, num_sampled: int, context: float, pairs: float
     ) -> float:
-        """Seconds of a step of these sizes; `context` and `pairs` as `seen` tells them."""
+        """Seconds of a step of these sizes; `context` and `pairs` as `seen` returns them."""
         key = num_tokens, num_spans, num_sampled
         size = self._sizes.get(key)
         if size is None:
@@ -108,58 +108,73 @@ class Roofline:
         return host_s + (busy_s + size.launch_s if size.is_graph else max(busy_s, size.launch_s))
 
     def _copies_s(self, batch: Batch, slots: SlotPool) -> float:
-        """Each byte is read and written; what goes to the host and back takes no longer here."""
-        share = self.part.num_layers / self.shape.num_layers if self.part else 1.0
-        held_bytes = self.shape.held_bytes_per_token(self.tensor) * share
+        """Seconds of page copies: each byte is read and written; copies to the host count the same."""
+        share = self.stage.num_layers / self.config.num_layers if self.stage else 1.0
+        held_bytes = self.config.kv_bytes_per_token(self.tensor) * share
         num_bytes = batch.num_copied_pages * slots.page_size * held_bytes
         return 2 * num_bytes / self.device.bytes_per_s
 
     def _size(self, num_tokens: int, num_spans: int, num_sampled: int) -> _Size:
-        shape, device = self.shape, self.device
-        part = self.part or Part(shape.num_layers, has_head=True)
-        operators = part.num_layers * (OPERATORS + (2 if self.tensor > 1 else 0)) + 4
-        hidden_bytes = num_tokens * shape.hidden_size * shape.dtype_bytes
+        config, device = self.config, self.device
+        stage = self.stage or ModelPart(config.num_layers, has_head=True)
+        operators = stage.num_layers * (OPERATORS + (2 if self.tensor > 1 else 0)) + 4
+        hidden_bytes = num_tokens * config.hidden_size * config.dtype_bytes
         is_graph = num_tokens == num_spans <= self.graphs
         return _Size(
-            share=part.num_layers / shape.num_layers,
-            products_s=self._products_s(num_tokens, num_sampled if part.has_head else 0, part.num_layers),
-            activations_s=part.num_layers * ACTIVATIONS * hidden_bytes / device.bytes_per_s,
-            all_reduce_s=2 * part.num_layers * device.all_reduce_s(hidden_bytes, self.tensor),
+            share=stage.num_layers / config.num_layers,
+            products_s=self._products_s(num_tokens, num_sampled if stage.has_head else 0, stage.num_layers),
+            activations_s=stage.num_layers * ACTIVATIONS * hidden_bytes / device.bytes_per_s,
+            all_reduce_s=2 * stage.num_layers * device.all_reduce_s(hidden_bytes, self.tensor),
             kernels_s=operators * device.kernel_us * 1e-6,
             is_graph=is_graph,
             launch_s=(device.graph_us if is_graph else operators * device.launch_us) * 1e-6,
         )
 
     def _products_s(self, num_tokens: int, num_sampled: int, num_layers: int) -> float:
-        shape = self.shape
+        config = self.config
+        own = config.dtype, config.dtype_bytes
+        dtype, weight_bytes = own if config.quantization is None else ("int8", 1)
         layers_s = num_layers * sum(
             self._product_s(
                 num_tokens,
                 inputs if splits else inputs / self.tensor,
                 outputs / self.tensor if splits else outputs,
-                shape.product_dtype,
-                shape.product_bytes,
+                dtype,
+                weight_bytes,
             )
-            for inputs, outputs, splits in shape.linears
+            for inputs, outputs, splits in layer_products(config)
         )
         if not num_sampled:
             return layers_s
-        outputs = shape.vocab_size / self.tensor
         return layers_s + self._product_s(
-            num_sampled, shape.hidden_size, outputs, shape.dtype, shape.dtype_bytes
+            num_sampled, config.hidden_size, config.vocab_size / self.tensor, *own
         )
 
     def _product_s(self, rows: int, inputs: float, outputs: float, dtype: str, weight_bytes: int) -> float:
         height, width = self.device.tile
         operations = 2 * (-(-rows // height) * height) * inputs * (-(-outputs // width) * width)
-        read = inputs * outputs * weight_bytes + rows * (inputs + outputs) * self.shape.dtype_bytes
+        read = inputs * outputs * weight_bytes + rows * (inputs + outputs) * self.config.dtype_bytes
         return max(operations / self.device.flop_per_s(dtype), read / self.device.bytes_per_s)
 
     def _attention_s(self, num_tokens: int, context: float, pairs: float) -> float:
-        shape, device = self.shape, self.device
-        heads = -(-shape.num_heads // self.tensor)
-        kv_heads = -(-shape.num_kv_heads // self.tensor)
-        width = kv_heads * shape.head_dim * shape.dtype_bytes
-        moved = 2 * width * (context + shape.num_layers * num_tokens)
-        operations = 4 * heads * shape.head_dim * pairs
-        return max(operations / device.flop_per_s(shape.dtype), moved / device.bytes_per_s)
+        config, device = self.config, self.device
+        heads = -(-config.num_heads // self.tensor)
+        kv_heads = -(-config.num_kv_heads // self.tensor)
+        width = kv_heads * config.head_dim * config.dtype_bytes
+        moved = 2 * width * (context + config.num_layers * num_tokens)
+        operations = 4 * heads * config.head_dim * pairs
+        return max(operations / device.flop_per_s(config.dtype), moved / device.bytes_per_s)
+
+
+def layer_products(config: DecoderConfig) -> tuple[tuple[int, int, bool], ...]:
+    """Inputs and outputs of a layer's matrix products, and whether tensor parallelism splits the outputs.
+
+    Otherwise it splits the inputs, and a sum over the devices follows.
+    """
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return (
+        (config.hidden_size, heads + 2 * kv_heads, True),
+        (heads, config.hidden_size, False),
+        (config.hidden_size, 2 * config.intermediate_size, True),
+        (config.intermediate_size, config.hidden_size, False),
+    )

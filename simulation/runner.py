@@ -1,4 +1,4 @@
-"""What does a device answer that is not there, and when?"""
+"""What does a simulated device answer, and when?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulation.clock import Clock
 
 
 class CostModel(Protocol):
-    """How long a device is at a step."""
+    """How long a device takes for a step."""
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Seconds from the batch to its tokens; the rows stand as they were when it was made."""
@@ -23,7 +23,7 @@ class CostModel(Protocol):
 
 
 class Speaker:
-    """Says what each request was answered, token by token; -1, as of a failed step, where that is all."""
+    """Gives each request its known answer, token by token; -1, as of a failed step, after its end."""
 
     def __init__(self, slots: SlotPool, answers: Mapping[str, TokenIds]) -> None:
         self._slots = slots
@@ -41,7 +41,7 @@ class Speaker:
         return Sampled(np.array(tokens, dtype=np.int64))
 
     def is_over(self, request: Request) -> bool:
-        """Whether a request has got its whole answer."""
+        """Whether a request has its whole answer."""
         return self._given.get(request.id, 0) >= len(self._answers[request.id])
 
 
@@ -60,14 +60,14 @@ class SimulatedRunner:
         self._slots = slots
         self._speaker = speaker
         self._tokens = np.zeros(slots.num_slots, dtype=np.int64)
-        self._free_s = 0.0  # when the device has done all that was started
+        self._free_s = 0.0  # when the device has finished every step that was started
 
     def run(self, batch: Batch) -> Sampled:
-        """The answer, at its time."""
+        """The answer, at the time when it is there."""
         return self.start(batch)()
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """Behind what was started before; waiting for it moves the clock."""
+        """Start a step behind those that were started before; waiting for it moves the clock."""
         done_s = max(self._clock.now_s, self._free_s) + self._costs.step_s(batch, self._slots)
         self._free_s = done_s
 
@@ -84,4 +84,4 @@ class SimulatedRunner:
         return Sampled(self._tokens[: len(batch.owners)])
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """Nothing is held here."""
+        """This device holds no pages."""

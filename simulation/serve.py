@@ -1,4 +1,4 @@
-"""What would an engine make of a trace, on a device that is not there?
+"""How would an engine serve a trace on a device that is not here?
 
     run = serve(trace, scheduler, costs)
     run.figures()["ttft_ms"]["p50"]
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from simulation.replica import Observe, Replica
+from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
-from simulation.tally import Tally
 
 
 def serve(
@@ -26,25 +26,25 @@ def serve(
     overlap: bool = False,
     keep_records: bool = False,
     observe: Observe | None = None,
-) -> Tally:
+) -> RunTotals:
     """Serve requests, which come in order of arrival, to the end; raises ValueError if they do not.
 
     Each answer has `max_tokens` tokens if the request says `ignore_eos`. The trace is read as it is served
     and nothing is kept of a request that ended, so memory does not grow with the trace; with `keep_records`,
-    it does: `tally.records` has what became of each.
+    it does: `totals.records` has what became of each.
     """
-    tally = Tally(records=[] if keep_records else None)
-    replica = Replica(scheduler, costs, tally, overlap=overlap, observe=observe)
+    totals = RunTotals(records=[] if keep_records else None)
+    replica = Replica(scheduler, costs, totals, overlap=overlap, observe=observe)
     for request in in_order(trace):
         replica.advance(request.arrival_s)
         replica.add(request)
     replica.advance(math.inf)
-    replica.watch.close()
-    return tally
+    replica.counter.close()
+    return totals
 
 
 def in_order(trace: Iterable[Request]) -> Iterable[Request]:
-    """The same; raises ValueError at a request that came before the last one."""
+    """The same requests; raises ValueError at one that arrives before the one in front of it."""
     before_s = -math.inf
     for request in trace:
         if request.arrival_s < before_s:

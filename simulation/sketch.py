@@ -1,4 +1,4 @@
-"""What are the percentiles of millions of durations that nobody kept?"""
+"""What are the percentiles of millions of durations that are not kept?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 Figures = dict[str, float]
 
-LEAST_S, MOST_S, WIDTH = 1e-7, 1e7, 1.002  # below, above, and from one step of the scale to the next
+LEAST_S, MOST_S, WIDTH = 1e-7, 1e7, 1.002  # least, most, and the ratio between neighbouring bins
 
 
 class Sketch:
@@ -28,7 +28,7 @@ class Sketch:
         self.most_s = -math.inf
 
     def add(self, value_s: float, times: int = 1) -> None:
-        """Take in a duration, so many times."""
+        """Add a duration, so many times."""
         self._counts[_place(value_s)] += times
         self.count += times
         self.total_s += value_s * times
@@ -36,9 +36,9 @@ class Sketch:
         self.most_s = max(self.most_s, value_s)
 
     def add_all(self, values_s: NDArray[np.float64]) -> None:
-        """Take in many."""
+        """Add many durations."""
         least_s, most_s = float(values_s.min()), float(values_s.max())
-        if least_s == most_s:  # as of rows that got their tokens together
+        if least_s == most_s:  # the usual case: rows that got their tokens together
             self.add(least_s, len(values_s))
             return
         places = np.log(np.clip(values_s, LEAST_S, MOST_S) / LEAST_S) / _STEP
@@ -49,7 +49,7 @@ class Sketch:
         self.most_s = max(self.most_s, most_s)
 
     def merge(self, other: Sketch) -> None:
-        """Take in all that another took in."""
+        """Add all durations of another sketch."""
         self._counts += other._counts
         self.count += other.count
         self.total_s += other.total_s
@@ -57,7 +57,7 @@ class Sketch:
         self.most_s = max(self.most_s, other.most_s)
 
     def share_within(self, limit_s: float) -> float:
-        """Which share of the values is at most so long; 1 of none."""
+        """The share of durations that are at most so long; 1 if there are none."""
         return float(self._counts[: _place(limit_s) + 1].sum()) / self.count if self.count else 1.0
 
     def quantile_s(self, share: float) -> float:
@@ -68,7 +68,7 @@ class Sketch:
         return low + (high - low) * (at - math.floor(at))
 
     def milliseconds(self) -> Figures:
-        """Mean and percentiles; empty where nothing was taken in."""
+        """Mean and percentiles; empty if there are no durations."""
         if not self.count:
             return {}
         parts = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

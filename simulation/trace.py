@@ -1,7 +1,7 @@
 """Which requests does a file hold, read one at a time?
 
-The lines are those that `generate` reads. How an answer is drawn is no matter here: it has `max_tokens`
-tokens. A prompt is token ids, or `num_prompt_tokens` alone, which stands for tokens that nobody else has.
+The lines are those that `generate` reads. Sampling does not matter here: it has `max_tokens`
+tokens. A prompt is token ids, or `num_prompt_tokens` alone, which stands for tokens that no other prompt has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from continuous_batching.request import Request, SamplingParams, TokenIds
 
 Parse = Callable[[dict[str, Any]], Request]
 Tell = Callable[[str], None]
-MOST_PROMPT_TOKENS = 2**24  # that a number stands for: more than any context, and they fit in memory
+MOST_PROMPT_TOKENS = 2**24  # more than any context holds, and few enough for memory
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ def read(
     """The requests, in the order of the file; blank lines are passed over.
 
     `parse` makes a request of a line whose prompt is text, or which asks for more than one answer. Raises
-    BadLine for a line that is no request, unless `bad` is told instead.
+    BadLine for a line that is no request, unless `bad` takes its reason instead.
     """
     decoder = msgspec.json.Decoder(_Line)
     for number, line in enumerate(lines, 1):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.test_imports import MAY_IMPORT, ROOT, files, name
 
-LONGEST_FILE, LONGEST_TEST_FILE, LONGEST_FUNCTION = 350, 450, 60
+LONGEST_FILE, LONGEST_TEST_FILE, LONGEST_FUNCTION, LONGEST_SCRIPT = 350, 450, 60, 90
 # What DESIGN rules out, and the files and folders that may say it: a page is a block only in parameters of
 # operators
 WORDS = {
@@ -60,6 +60,20 @@ def test_one_word_has_one_meaning() -> None:
         for match in re.finditer(word, text(path))
     ]
     assert not found
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in ROOMS:
+        for each in parsed(path).body:
+            if isinstance(each, ast.ClassDef) and each.name[0] != "_":
+                places.setdefault(each.name, []).append(name(path))
+    assert not {class_name: found for class_name, found in places.items() if len(found) > 1}
+
+
+def test_a_script_is_thin() -> None:
+    lines = {path: len(text(path).splitlines()) for path in files("scripts")}
+    assert not {name(path): count for path, count in lines.items() if count > LONGEST_SCRIPT}
 
 
 def test_scripts_are_well_formed() -> None:

@@ -1,4 +1,4 @@
-"""What must be true of figures that are told in passing: sizes, shares, costs, speed-ups?
+"""What must be true of figures that are stated in passing: sizes, shares, costs, speed-ups?
 
 Each law reads an object of its own in the result, so that a benchmark's figures do not meet it.
 """
@@ -13,13 +13,13 @@ TOLD = 0.05  # of figures that an author rounded
 
 
 def speed_up(figures: Figures) -> str | None:
-    """Over one at a time; latencies that hold the wait for a slot add up to no speed-up."""
+    """The speed-up over one request at a time; latencies that include the wait for a slot give none."""
     most = figures.number("speed_up.slots")
     return exceeds("the speed-up", figures.number("speed_up.times"), "the slots", most, 0)
 
 
 def kv_bytes(figures: Figures) -> str | None:
-    """Keys and values, of all layers."""
+    """The bytes of keys and values, over all layers."""
     shape = ("tokens", "num_layers", "num_kv_heads", "head_dim", "dtype_bytes")
     product = 2 * math.prod(figures.number(f"kv.{name}") for name in shape)
     return differs(
@@ -28,28 +28,28 @@ def kv_bytes(figures: Figures) -> str | None:
 
 
 def share(figures: Figures) -> str | None:
-    """A cost told as a share of the time, or of the whole, that it comes from."""
+    """A cost stated as a share of the time, or of the whole, that it comes from."""
     part = figures.number("share.of") and figures.number("share.part") / figures.number("share.of")
     return differs("share.told", figures.number("share.told"), "part / whole", part, TOLD * part)
 
 
 def pages(figures: Figures) -> str | None:
-    """Pages of a request, and whether it may be so long."""
-    size, told = figures.positive("pages.size_tokens"), figures.number("pages.told")
+    """The pages of a request, and whether a request may be so long."""
+    size, stated = figures.positive("pages.size_tokens"), figures.number("pages.told")
     if (most := figures.given("pages.most_tokens")) is not None:
-        return exceeds("pages.told x size_tokens", told * size, "the longest request", most, 0)
+        return exceeds("pages.told x size_tokens", stated * size, "the longest request", most, 0)
     needed = math.ceil(figures.number("pages.tokens") / size)
-    return differs("pages.told", told, "tokens / size_tokens, rounded up,", needed, 0)
+    return differs("pages.told", stated, "tokens / size_tokens, rounded up,", needed, 0)
 
 
 def pool(figures: Figures) -> str | None:
-    """Nobody holds pages that are not there."""
+    """Requests hold no more pages than there are."""
     held, there = figures.number("pool.held"), figures.number("pool.there")
     return exceeds("the pages held", held, "the pages there are", there, 0)
 
 
 def whole(figures: Figures) -> str | None:
-    """Work in parts is no less work."""
+    """Work that is done in parts costs no less than the whole."""
     cost_ms = figures.number("whole.ms")
     parts_ms = figures.number("whole.parts") * figures.number("whole.part_ms")
     return exceeds("the whole, in ms,", cost_ms, "its parts together", parts_ms, TOLD * parts_ms)
@@ -85,19 +85,19 @@ def budget(figures: Figures) -> str | None:
 
 def stages(figures: Figures) -> str | None:
     """Chunk sizes in equal steps from high to low, rounded to a multiple (halves to even) or exact."""
-    told = figures.raw("stages.told")
-    if told is None:
+    stated = figures.raw("stages.told")
+    if stated is None:
         raise NotCheckable("stages.told is absent")
     low, high, multiple = (figures.number(f"stages.{name}") for name in ("low", "high", "multiple"))
-    exact = [high - index * (high - low) / (len(told) - 1) for index in range(len(told))]
+    exact = [high - index * (high - low) / (len(stated) - 1) for index in range(len(stated))]
     rounded = [multiple * round(size / multiple) for size in exact]
-    return None if told in (exact, rounded) else f"{told} is told; exact is {exact}, rounded {rounded}"
+    return None if stated in (exact, rounded) else f"{stated} is stated; exact is {exact}, rounded {rounded}"
 
 
 LAWS = (
     Law("speed-up", "over one at a time: at most the slots", speed_up, "speed_up"),
     Law("KV bytes", "2 x tokens x layers x heads x dim x bytes, within 5 %", kv_bytes, "kv"),
-    Law("share", "the share told is part / whole, within 5 %", share, "share"),
+    Law("share", "the stated share is part / whole, within 5 %", share, "share"),
     Law("pages", "tokens / page size, rounded up, and within the longest request", pages, "pages"),
     Law("pool", "pages held <= pages there are", pool, "pool"),
     Law("whole", "the parts of a work cost together no less than the whole, within 5 %", whole, "whole"),

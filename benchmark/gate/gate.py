@@ -45,11 +45,18 @@ class Verdict:
 
 
 def audit(fields: Fields, laws: Iterable[Law] = LAWS) -> Verdict:
-    """Hold a result to the laws, by whichever names; raises ValueError for one with figures that cannot be
-    read, or without any that a law could check."""
+    """Check a result against the laws, under our names or vllm's. Raises ValueError if a figure cannot be
+    read, or if there is no figure that a law could check."""
     fields = under_ours(fields)
     met = [law for law in laws if not law.about or fields.get(law.about) is not None]
     verdict = Verdict([rule(law, fields) for law in met])
     if len(verdict.of("not checkable")) == len(verdict.rulings):
         raise ValueError("no law can be checked: the result has no figure that is known by its name")
     return verdict
+
+
+def with_verdict(result: dict[str, object]) -> dict[str, object]:
+    """The result with what the gate says of it, and its records last."""
+    kept = result.pop("records", None)
+    verdict = audit(result if kept is None else {**result, "records": kept}).describe()
+    return {**result, "verdict": verdict, **({} if kept is None else {"records": kept})}

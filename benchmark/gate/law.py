@@ -16,7 +16,7 @@ Fields = Mapping[str, Any]
 
 
 class NotCheckable(Exception):
-    """A law does not apply; says why."""
+    """A law does not apply; the text says why."""
 
 
 class Figures:
@@ -103,7 +103,7 @@ class Ruling:
 
 
 def rule(law: Law, fields: Fields) -> Ruling:
-    """Hold one result to one law; raises ValueError for a figure that cannot be read."""
+    """Check one result against one law; raises ValueError for a figure that cannot be read."""
     figures = Figures(fields)
     try:
         wrong = law.check(figures)

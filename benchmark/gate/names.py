@@ -42,8 +42,8 @@ def under_ours(fields: Fields) -> Fields:
     for ours, theirs in LATENCIES.items():
         if ours == "itl_ms" and "itl_gaps" not in {*fields, *found}:
             continue
-        if told := latency(fields, theirs):
-            found[ours] = told
+        if stated := latency(fields, theirs):
+            found[ours] = stated
     return {**found, **fields}
 
 
@@ -54,43 +54,43 @@ def latency(fields: Fields, theirs: str) -> dict[str, Any]:
 
 
 def both_names(figures: Figures) -> str | None:
-    """A figure that is told twice is told the same; `under_ours` has seen to those that are told once."""
+    """A figure under two names has one value; `under_ours` has added the name that was missing."""
     pairs = [*SAME.items(), *THROUGHPUT.items()]
     for ours, theirs in LATENCIES.items():
         pairs += [(f"{ours}.{part}", f"{name}_{theirs}_ms") for part, name in PARTS.items()]
         pairs.append((f"{ours}.p50", f"p50_{theirs}_ms"))
     wrongs = []
     for mine, other in pairs:
-        told, again = figures.given(mine), figures.given(other)
-        if told is not None and again is not None:
-            wrongs.append(differs(mine, told, other, again, 0.001 * abs(again)))
+        stated, again = figures.given(mine), figures.given(other)
+        if stated is not None and again is not None:
+            wrongs.append(differs(mine, stated, other, again, 0.001 * abs(again)))
     return first(wrongs)
 
 
 def all_tokens(figures: Figures) -> str | None:
-    """Prompts and answers together."""
-    told, duration_s = figures.number("total_num_tokens"), figures.number("elapsed_time")
+    """Tokens of prompts and answers together."""
+    stated, duration_s = figures.number("total_num_tokens"), figures.number("elapsed_time")
     expected = figures.number("tokens_per_second") * duration_s
-    slack = 0.01 * told + 0.001 * duration_s
-    return differs("tokens_per_second x elapsed_time", expected, "total_num_tokens", told, slack)
+    slack = 0.01 * stated + 0.001 * duration_s
+    return differs("tokens_per_second x elapsed_time", expected, "total_num_tokens", stated, slack)
 
 
 def spreads(figures: Figures) -> str | None:
     """The standard deviations are those of the records."""
-    wrongs, told = [], 0
+    wrongs, stated = [], 0
     for ours, values_s in latencies_of(done(figures)).items():
         name = f"std_{LATENCIES[ours]}_ms"
         if (spread_ms := figures.given(name)) is not None and len(values_s):
-            told, found_ms = told + 1, 1e3 * float(values_s.std())
+            stated, found_ms = stated + 1, 1e3 * float(values_s.std())
             slack_ms = SLACK * found_ms + RECOUNT_SLACK_MS
             wrongs.append(differs(name, spread_ms, "the records'", found_ms, slack_ms))
-    if not told:
-        raise NotCheckable("no standard deviation is told")
+    if not stated:
+        raise NotCheckable("no standard deviation is given")
     return first(wrongs)
 
 
 LAWS = (
-    Law("both names", "a figure told by two names is the same", both_names, "request_throughput"),
+    Law("both names", "a figure under two names has one value", both_names, "request_throughput"),
     Law("both names, all at once", "the same", both_names, "tokens_per_second"),
     Law("all tokens", "all tokens a second times the time is their number", all_tokens, "total_num_tokens"),
     Law("spreads", "standard deviations are those of the records", spreads, "request_throughput"),

@@ -17,8 +17,8 @@ DONE = ("stop", "length")
 NEEDED = ("arrival_s", "first_token_s", "finish_s", "output_tokens")  # of each that is completed
 SHOWN = 3  # of the requests that break a law, by name
 PARTS = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "min": 0, "max": 100}
-RECOUNT_SLACK_MS = 0.02  # of times told in microseconds
-SAME_S = 5e-6  # of one time that is told twice, in microseconds
+RECOUNT_SLACK_MS = 0.02  # of times given in microseconds
+SAME_S = 5e-6  # between two entries of one time, in microseconds
 
 
 def value(record: Fields, name: str) -> float:
@@ -50,12 +50,12 @@ def times_of(record: Fields) -> list[float] | None:
         return None
     name = f"a time of request {record.get('id')}"
     if not isinstance(kept, list):
-        raise ValueError(f"{name}: {kept!r} is told where a list of them must be")
+        raise ValueError(f"{name}: {kept!r} is given where a list of times must be")
     return [finite(name, each) for each in kept]
 
 
 def ends_of(records: list[Fields]) -> list[float]:
-    """When they ended, answered or not, of those that tell it."""
+    """When requests ended, answered or not, for the records that say so."""
     names = [(each, "finish_s" if each.get("finish_reason") in DONE else "end_s") for each in records]
     return [value(each, name) for each, name in names if each.get(name) is not None]
 
@@ -66,7 +66,7 @@ def _named(wrongs: list[str]) -> str | None:
 
 
 def whole(figures: Figures) -> str | None:
-    """Who leaves out a time keeps it from being recounted."""
+    """Completed records have all their times, so that they can be recounted."""
     completed = done(figures)
     wrongs = [
         f"{name} of request {record.get('id')} is absent"
@@ -90,7 +90,7 @@ def clock(figures: Figures) -> str | None:
             wrongs.append(f"request {record.get('id')} goes back in time: {times_s}")
         elif tokens_s and max(abs(tokens_s[0] - times_s[1]), abs(tokens_s[-1] - times_s[2])) > SAME_S:
             ends_s = f"{tokens_s[0]:g} and {tokens_s[-1]:g} s"
-            wrongs.append(f"request {record.get('id')} has tokens between {ends_s}, and tells {times_s[1:]}")
+            wrongs.append(f"request {record.get('id')} has tokens between {ends_s}, but gives {times_s[1:]}")
         if measured_from_s is not None and times_s[0] < measured_from_s:
             wrongs.append(
                 f"request {record.get('id')} came at {times_s[0]:g} s, in the warm-up, and is counted"
@@ -116,8 +116,8 @@ def tokens(figures: Figures) -> str | None:
         ):
             wrongs.append(f"request {record.get('id')} has {given:g} tokens, and {sum(pieces):g} in pieces")
     for name in ("prompt_tokens", "output_tokens"):
-        told, count = figures.given(name), float(column(completed, name).sum())
-        if told is not None and (wrong := differs(name, told, "their sum over the records", count, 0)):
+        stated, count = figures.given(name), float(column(completed, name).sum())
+        if stated is not None and (wrong := differs(name, stated, "their sum over the records", count, 0)):
             wrongs.append(wrong)
     return _named(wrongs)
 
@@ -127,12 +127,14 @@ def every_request(figures: Figures) -> str | None:
     records = figures.records()
     ids = [str(record.get("id")) for record in records]
     wrong = None if len(set(ids)) == len(ids) else f"{len(ids) - len(set(ids))} ids stand more than once"
-    told, completed = figures.given("completed"), sum(each.get("finish_reason") in DONE for each in records)
+    stated, completed = figures.given("completed"), sum(each.get("finish_reason") in DONE for each in records)
     return first(
         [
             wrong,
             differs("requests", figures.number("requests"), "the number of records", len(ids), 0),
-            None if told is None else differs("completed", told, "their number in the records", completed, 0),
+            None
+            if stated is None
+            else differs("completed", stated, "their number in the records", completed, 0),
         ]
     )
 
@@ -151,33 +153,33 @@ def latencies_of(completed: list[Fields]) -> dict[str, NDArray[np.float64]]:
 
 
 def recount(figures: Figures) -> str | None:
-    """Duration and latencies, computed anew."""
+    """Duration and latencies, computed again."""
     latencies, wrongs = latencies_of(done(figures)), []
-    if "itl_ms" in latencies and (told := figures.given("itl_gaps")) is not None:
-        wrongs.append(differs("itl_gaps", told, "the records'", len(latencies["itl_ms"]), 0))
-    if (told := figures.given("duration_s")) is not None:
+    if "itl_ms" in latencies and (stated := figures.given("itl_gaps")) is not None:
+        wrongs.append(differs("itl_gaps", stated, "the records'", len(latencies["itl_ms"]), 0))
+    if (stated := figures.given("duration_s")) is not None:
         records = figures.records()
         ends_s, came_s = ends_of(records), column(records, "arrival_s")
         taken_s, what = max(ends_s) - float(came_s.min()), "from first arrival to last end"
         slack = SLACK / 2 * taken_s + 0.0001
         if len(ends_s) == len(records):
-            wrongs.append(differs("duration_s", told, what, taken_s, slack))
-        else:  # the run may have gone on for those whose end is not told
-            wrongs.append(exceeds(what, taken_s, "duration_s", told, slack))
+            wrongs.append(differs("duration_s", stated, what, taken_s, slack))
+        else:  # the run may have gone on for those whose end is not given
+            wrongs.append(exceeds(what, taken_s, "duration_s", stated, slack))
     for name, found_s in latencies.items():
         for part in ("mean", *PARTS) if len(found_s) else ():
-            told = figures.given(f"{name}.{part}")
+            stated = figures.given(f"{name}.{part}")
             found = 1e3 * float(found_s.mean() if part == "mean" else np.percentile(found_s, PARTS[part]))
-            if told is not None:
+            if stated is not None:
                 slack = SLACK * found + RECOUNT_SLACK_MS
-                wrongs.append(differs(f"{name}.{part}", told, "the records'", found, slack))
+                wrongs.append(differs(f"{name}.{part}", stated, "the records'", found, slack))
     return first(wrongs)
 
 
 def at_once(figures: Figures) -> str | None:
     """Requests between their first and last token never outnumber the slots."""
     most, completed = figures.number("slots"), done(figures)
-    most += figures.number("preemptions")  # each takes one out of its slot between its tokens
+    most += figures.number("preemptions")  # each takes a request out of its slot between two tokens
     begin_s, end_s = column(completed, "first_token_s"), column(completed, "finish_s")
     kept = end_s > begin_s
     times = np.concatenate([end_s[kept], begin_s[kept]])
@@ -187,7 +189,7 @@ def at_once(figures: Figures) -> str | None:
 
 
 def in_system(figures: Figures) -> str | None:
-    """N by Little from the records' own times."""
+    """The mean number in the system, by Little's law from the records' own times."""
     completed = done(figures)
     if len(completed) != len(figures.records()):
         raise NotCheckable("some requests have no end, and were in the system too")
@@ -199,18 +201,18 @@ def in_system(figures: Figures) -> str | None:
 
 
 def offered(figures: Figures) -> str | None:
-    """The rate told is that of the arrivals; a client sends late, or holds back what is too much at once."""
-    told, came_s = figures.number("offered_per_s"), column(figures.records(), "arrival_s")
+    """The stated rate is that of the arrivals, unless a client sends late or limits its concurrency."""
+    stated, came_s = figures.number("offered_per_s"), column(figures.records(), "arrival_s")
     if len(came_s) != figures.number("requests") or len(came_s) < 2:
-        raise NotCheckable("the arrivals of all requests are not told")
+        raise NotCheckable("the arrivals of all requests are not given")
     if figures.given("retried"):
-        raise NotCheckable("what was refused came again, and tells its last arrival")
-    if told <= 0:
-        return f"offered_per_s is {told:g}, and {len(came_s)} requests came"
+        raise NotCheckable("refused requests were sent again, and their records give the last arrival")
+    if stated <= 0:
+        return f"offered_per_s is {stated:g}, and {len(came_s)} requests came"
     late_ms = sum(figures.given(f"client.{name}.max") or 0.0 for name in ("late_ms", "held_ms"))
     spread_s, gaps = float(came_s.max() - came_s.min()), len(came_s) - 1
     slack_s = SLACK / 2 * spread_s + late_ms / 1e3 + 0.001
-    return differs("(requests - 1) / offered_per_s", gaps / told, "the arrivals' spread", spread_s, slack_s)
+    return differs("(requests - 1) / offered_per_s", gaps / stated, "the arrivals' spread", spread_s, slack_s)
 
 
 LAWS = (

@@ -1,6 +1,6 @@
-"""What must be true of figures that a client took of a server?
+"""What must be true of figures that a client measured at a server?
 
-The client tells how late it was itself, in `client`; the objectives, in milliseconds, stand in `goodput`.
+How late the client itself was stands in `client`; the objectives, in milliseconds, stand in `goodput`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmark.gate.records import column, done, ends_of, times_of, value
 from benchmark.gate.summary import SLACK
 
 OBJECTIVES = ("ttft", "tpot", "itl", "e2el")
-LATE_MS = 10.0  # that a loop of events on a busy machine may be late, beside a tenth of the mean TTFT
+LATE_MS = 10.0  # that an event loop may be late on a busy machine, beside a tenth of the mean TTFT
 GOOD_SLACK = 0.01  # of all requests, or tokens: those that meet an objective but for rounding
 
 
@@ -34,13 +34,13 @@ def on_time(figures: Figures) -> str | None:
 
 def errors(figures: Figures) -> str | None:
     """Each failure has its error, as often as it came, or one for each request in files with details."""
-    told, failed = figures.raw("errors"), figures.number("failed")
-    if isinstance(told, dict):
-        count = sum(finite(f"errors of {name!r}", each) for name, each in told.items())
-    elif isinstance(told, list):
-        count = sum(bool(each) for each in told)
+    stated, failed = figures.raw("errors"), figures.number("failed")
+    if isinstance(stated, dict):
+        count = sum(finite(f"errors of {name!r}", each) for name, each in stated.items())
+    elif isinstance(stated, list):
+        count = sum(bool(each) for each in stated)
     else:
-        raise ValueError(f"errors is {told!r}; it must be an object of counts, or a list of texts")
+        raise ValueError(f"errors is {stated!r}; it must be an object of counts, or a list of texts")
     rejected = figures.given("rejected") or 0.0
     return first(
         [
@@ -51,13 +51,13 @@ def errors(figures: Figures) -> str | None:
 
 
 def in_flight(figures: Figures) -> str | None:
-    """N by Little of all requests that were sent, those that failed among them."""
-    records, told = figures.records(), figures.number("mean_in_flight")
+    """The mean number in flight, by Little's law over all requests sent, failed ones included."""
+    records, stated = figures.records(), figures.number("mean_in_flight")
     ends_s = ends_of(records)
     if len(ends_s) != len(records):
         raise NotCheckable("some requests have no end")
     expected = (sum(ends_s) - float(column(records, "arrival_s").sum())) / figures.positive("duration_s")
-    return differs("mean_in_flight", told, "the sum of W / duration", expected, SLACK * expected + 0.001)
+    return differs("mean_in_flight", stated, "the sum of W / duration", expected, SLACK * expected + 0.001)
 
 
 def goodput(figures: Figures) -> str | None:
@@ -65,9 +65,9 @@ def goodput(figures: Figures) -> str | None:
     good, served = figures.number("request_goodput"), figures.number("requests_per_s")
     wrong = exceeds("request_goodput", good, "requests_per_s", served, 0.001 * served)
     if (share := figures.given("good_share")) is not None:
-        told, all_of_them = good * figures.number("duration_s"), figures.number("requests")
+        stated, all_of_them = good * figures.number("duration_s"), figures.number("requests")
         slack, other = GOOD_SLACK * all_of_them, "request_goodput x duration"
-        wrong = first([wrong, differs("good_share x requests", share * all_of_them, other, told, slack)])
+        wrong = first([wrong, differs("good_share x requests", share * all_of_them, other, stated, slack)])
     objectives = objectives_of(figures)
     if objectives is None or figures.raw("records") is None:
         return wrong
@@ -82,33 +82,33 @@ def goodput(figures: Figures) -> str | None:
             raise NotCheckable("piece_times_s is absent, and an objective bounds every gap")
         spent_ms["itl"] = float(np.diff(pieces).max()) if len(pieces) > 1 else 0.0
         count += all(1e3 * spent_ms[name] <= most for name, most in objectives.items())
-    told = good * figures.number("duration_s")
+    stated = good * figures.number("duration_s")
     slack = GOOD_SLACK * figures.number("requests") + 1
     other = "the records that meet the objectives"
-    return first([wrong, differs("request_goodput x duration", told, other, count, slack)])
+    return first([wrong, differs("request_goodput x duration", stated, other, count, slack)])
 
 
 def objectives_of(figures: Figures) -> dict[str, float] | None:
     """In milliseconds, by name; None where there are none."""
-    told = figures.raw("goodput")
-    if not isinstance(told, dict):
+    stated = figures.raw("goodput")
+    if not isinstance(stated, dict):
         return None
-    if unknown := [name for name in told if name not in OBJECTIVES]:
+    if unknown := [name for name in stated if name not in OBJECTIVES]:
         raise ValueError(f"goodput.{unknown[0]} is no objective; there are {', '.join(OBJECTIVES)}")
-    return {name: figures.number(f"goodput.{name}") for name in told}
+    return {name: figures.number(f"goodput.{name}") for name in stated}
 
 
 def fluidity(figures: Figures) -> str | None:
     """The share of all tokens asked for that met their deadlines: `ttft` of the objectives, and `tpot` (or
     `itl`) for each token before. Failed requests met none."""
-    told = figures.number("fluidity")
-    wrong = exceeds("fluidity", told, "the whole", 1.0, 0)
+    stated = figures.number("fluidity")
+    wrong = exceeds("fluidity", stated, "the whole", 1.0, 0)
     objectives = objectives_of(figures)
     if objectives is None or figures.raw("records") is None:
         return wrong
     between_ms = objectives.get("tpot", objectives.get("itl"))
     if "ttft" not in objectives or between_ms is None:
-        return first([wrong, "fluidity is told, and its objectives are not"])
+        return first([wrong, "fluidity is given, but its objectives are not"])
     good = total = 0.0
     for record in figures.records():
         if record.get("finish_reason") not in ("stop", "length"):
@@ -118,7 +118,7 @@ def fluidity(figures: Figures) -> str | None:
         if not pieces_s:
             raise NotCheckable(f"piece_times_s of request {record.get('id')} is absent")
         in_piece = list(record.get("piece_tokens") or [1] * len(pieces_s))
-        in_piece[-1] += tokens - sum(in_piece)  # those that no piece tells came last
+        in_piece[-1] += tokens - sum(in_piece)  # tokens that no piece counts came last
         if len(in_piece) != len(pieces_s) or min(in_piece) < 0:
             raise NotCheckable(f"the pieces of request {record.get('id')} do not hold its tokens")
         spent_ms = 1e3 * (np.repeat(pieces_s, in_piece) - value(record, "arrival_s"))
@@ -126,7 +126,7 @@ def fluidity(figures: Figures) -> str | None:
         total += tokens
     if not total:
         raise NotCheckable("no record asks for a token")
-    return first([wrong, differs("fluidity", told, "the records'", good / total, GOOD_SLACK)])
+    return first([wrong, differs("fluidity", stated, "the records'", good / total, GOOD_SLACK)])
 
 
 LAWS = (

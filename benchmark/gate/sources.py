@@ -13,7 +13,7 @@ PATH = Path(__file__).with_name("sources.json")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a source, or a figure that it tells in passing, with the verdict on it."""
+    """One row of a source, or a figure that it states in passing, with the verdict on it."""
 
     source: str
     name: str
@@ -23,5 +23,5 @@ class Row:
 
 def rows() -> list[Row]:
     """All of them, in the order of the file."""
-    told = json.loads(PATH.read_text(encoding="utf-8"))
-    return [Row(each["source"], each["row"], each["note"], audit(each["result"])) for each in told]
+    stated = json.loads(PATH.read_text(encoding="utf-8"))
+    return [Row(each["source"], each["row"], each["note"], audit(each["result"])) for each in stated]

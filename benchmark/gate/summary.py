@@ -25,7 +25,7 @@ RATES: dict[str, tuple[str, ...]] = {
 }
 SLACK = 0.02  # of figures that are the same by definition, and were rounded
 LITTLE_SLACK = 0.05  # of an average over time, taken at the ends of steps
-ROUNDING_MS = 0.002  # of latencies told with three decimals
+ROUNDING_MS = 0.002  # of latencies given with three decimals
 LEAST_SAMPLES = 30  # requests; a result may ask for more, as `least_samples`
 
 
@@ -43,14 +43,14 @@ def signs(figures: Figures) -> str | None:
 
 
 def samples(figures: Figures) -> str | None:
-    """Of few requests, a percentile is an anecdote."""
+    """A percentile of few requests says nothing."""
     least = max(LEAST_SAMPLES, figures.given("least_samples") or 0)
     completed = figures.number("completed")
     return None if completed >= least else f"{completed:g} requests were answered; {least:g} are the least"
 
 
 def warm_up(figures: Figures) -> str | None:
-    """What is done once is no part of a rate."""
+    """A warm-up happens once and is no part of a rate."""
     counted = figures.number("warm_up_counted")
     runs = figures.given("warm_up_runs")
     return first(
@@ -62,13 +62,13 @@ def warm_up(figures: Figures) -> str | None:
 
 
 def all_counted(figures: Figures) -> str | None:
-    """Errors stay in the denominator."""
+    """Failed requests stay in the denominator."""
     parts = [figures.number("completed"), figures.number("failed"), figures.given("unfinished") or 0.0]
     return differs("completed + failed + unfinished", sum(parts), "requests", figures.number("requests"), 0)
 
 
 def offered(figures: Figures) -> str | None:
-    """Nobody serves what has not come; chance may bring three deviations more than the mean."""
+    """No more is served than arrives, plus three standard deviations for chance."""
     served, most = figures.number("requests_per_s"), figures.number("offered_per_s")
     count = figures.given("completed")
     slack = 3 / math.sqrt(count) if count and count > 0 else LITTLE_SLACK
@@ -76,32 +76,32 @@ def offered(figures: Figures) -> str | None:
 
 
 def rates(figures: Figures) -> str | None:
-    """Each rate that is told, with the counts that it comes from."""
+    """Each rate that is given, with the counts that it comes from."""
     duration_s = figures.number("duration_s")
-    wrongs, told = [], 0
+    wrongs, stated = [], 0
     for name, parts in RATES.items():
         rate, counts = figures.given(name), [figures.given(part) for part in parts]
         if rate is None or None in counts:
             continue
-        told += 1
+        stated += 1
         count = sum(each for each in counts if each is not None)
         slack = SLACK / 2 * count + 0.001 * duration_s + 0.0001 * rate
         wrongs.append(differs(f"{name} x duration_s", rate * duration_s, " + ".join(parts), count, slack))
-    if not told:
-        raise NotCheckable("no rate is told with its count")
+    if not stated:
+        raise NotCheckable("no rate is given with its count")
     return first(wrongs)
 
 
 def median_run(figures: Figures) -> str | None:
-    """The told run is no better than the median of those counted."""
+    """The reported run is no better than the median of those counted."""
     runs = figures.raw("runs_output_tokens_per_s")
     if not runs:
         raise NotCheckable("runs_output_tokens_per_s is absent")
     if not isinstance(runs, list) or not all(isinstance(each, (int, float)) for each in runs):
         raise ValueError(f"runs_output_tokens_per_s is {runs!r}; it must be a list of numbers")
     median = sorted(runs)[len(runs) // 2]
-    told = figures.number("output_tokens_per_s")
-    return exceeds("output_tokens_per_s", told, "the median of the runs", median, SLACK / 2 * median)
+    stated = figures.number("output_tokens_per_s")
+    return exceeds("output_tokens_per_s", stated, "the median of the runs", median, SLACK / 2 * median)
 
 
 def little(figures: Figures) -> str | None:
@@ -115,9 +115,9 @@ def little(figures: Figures) -> str | None:
 
 
 def num_gaps(figures: Figures, completed: float) -> float:
-    """Gaps that the ITL is the mean of: as told, else one before each token but the first of an answer."""
-    told = figures.given("itl_gaps")
-    return max(0.0, figures.number("output_tokens") - completed) if told is None else told
+    """The gaps that the ITL is the mean of: as given, or one before each token after an answer's first."""
+    stated = figures.given("itl_gaps")
+    return max(0.0, figures.number("output_tokens") - completed) if stated is None else stated
 
 
 def decoding(figures: Figures) -> float:
@@ -137,13 +137,13 @@ def decoding(figures: Figures) -> float:
 
 def running(figures: Figures) -> str | None:
     """N = X W again, for those in slots: who decodes is running, and who runs is in the system."""
-    told = figures.number("mean_running")
+    stated = figures.number("mean_running")
     load = decoding(figures)
     held = figures.given("mean_in_system")
     return first(
         [
-            exceeds("decoding, X x TPOT x gaps,", load, "mean_running", told, LITTLE_SLACK * told),
-            None if held is None else exceeds("mean_running", told, "mean_in_system", held, SLACK * held),
+            exceeds("decoding, X x TPOT x gaps,", load, "mean_running", stated, LITTLE_SLACK * stated),
+            None if held is None else exceeds("mean_running", stated, "mean_in_system", held, SLACK * held),
         ]
     )
 
@@ -164,7 +164,7 @@ def slots(figures: Figures) -> str | None:
 
 
 def spans(figures: Figures) -> str | None:
-    """Each token comes of a span of a step."""
+    """Each output token takes a span of a step."""
     computed = figures.number("mean_batch") * figures.number("steps")
     least = figures.number("output_tokens") / figures.positive("max_tokens_per_step")
     slack = SLACK * computed + 0.005 * figures.number("steps")
@@ -172,16 +172,16 @@ def spans(figures: Figures) -> str | None:
 
 
 def monotone(figures: Figures) -> str | None:
-    """A higher percentile is no lower."""
-    wrongs, told = [], 0
+    """A higher percentile has a value that is no lower."""
+    wrongs, stated = [], 0
     for name in LATENCIES:
         values = [(part, value) for part in ORDER if (value := figures.given(f"{name}.{part}")) is not None]
-        told += len(values) - 1 if values else 0
+        stated += len(values) - 1 if values else 0
         wrongs += [
             exceeds(f"{name}.{low}", least, f"{name}.{high}", most, 0)
             for (low, least), (high, most) in pairwise(values)
         ]
-    if not told:
+    if not stated:
         raise NotCheckable("no latency has two percentiles")
     return first(wrongs)
 
@@ -191,14 +191,14 @@ def means(figures: Figures) -> str | None:
 
     Of n values at least (n - 1)(1 - q) are as high as the q-quantile, interpolated or not.
     """
-    wrongs, told = [], 0
+    wrongs, stated = [], 0
     completed, tokens = figures.given("completed"), figures.given("output_tokens")
     for name in LATENCIES:
         mean = figures.given(f"{name}.mean")
         known = {part: figures.given(f"{name}.{part}") for part in ORDER}
         if mean is None or not any(value is not None for value in known.values()):
             continue
-        told += 1
+        stated += 1
         count = 2.0 if name == "tpot_ms" or not completed else completed
         if name == "itl_ms":
             count = 2.0 if tokens is None or completed is None else max(2.0, num_gaps(figures, completed))
@@ -211,20 +211,20 @@ def means(figures: Figures) -> str | None:
         wrongs.append(exceeds(f"the least mean of {name}'s percentiles", least, f"{name}.mean", mean, slack))
         if (most := known["max"]) is not None:
             wrongs.append(exceeds(f"{name}.mean", mean, f"{name}.max", most, slack))
-    if not told:
+    if not stated:
         raise NotCheckable("no latency has a mean and a percentile")
     return first(wrongs)
 
 
 def first_before_last(figures: Figures) -> str | None:
     """No answer ends before it begins, so neither does any percentile of them."""
-    wrongs, told = [], 0
+    wrongs, stated = [], 0
     for part in ("mean", *ORDER):
         begun, ended = figures.given(f"ttft_ms.{part}"), figures.given(f"e2e_ms.{part}")
         if begun is not None and ended is not None:
-            told += 1
+            stated += 1
             wrongs.append(exceeds(f"ttft_ms.{part}", begun, f"e2e_ms.{part}", ended, ROUNDING_MS))
-    if not told:
+    if not stated:
         raise NotCheckable("ttft_ms and e2e_ms have no part in common")
     return first(wrongs)
 
@@ -286,7 +286,7 @@ LAWS = (
     Law("all counted", "every request is completed, failed or said to be unfinished", all_counted),
     Law("served <= offered", "X <= the rate of arrivals, but for chance", offered),
     Law("rate x duration", "a rate times the duration is the count", rates),
-    Law("median run", "the run that is told is no better than the median one", median_run),
+    Law("median run", "the reported run is no better than the median one", median_run),
     Law("Little", "N = X W, within 5 % and a step", little),
     Law("Little, running", "X x TPOT x gaps <= the mean number running, within 5 %", running),
     Law("slots", "X W of those that decode <= slots, and so is every mean number of them", slots),

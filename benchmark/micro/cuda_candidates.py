@@ -129,7 +129,7 @@ def check(attend: Attend, own: Attend, keys: Tensor, values: Tensor) -> None:
         raise ValueError(_line(error)) from error
     apart = float((found.float() - own(keys, values, 0).float()).abs().max())
     if not apart <= NEAR:
-        raise ValueError(f"it comes to something else, {apart:.2g} from the engine's own attention")
+        raise ValueError(f"its result differs, {apart:.2g} from the engine's own attention")
 
 
 def _line(error: Exception) -> str:

@@ -20,9 +20,10 @@ from attention.reference import Attention
 from benchmark.micro import cuda_candidates as candidates
 from benchmark.micro.device_table import print_table
 from benchmark.micro.kv import seconds
-from benchmark.micro.step_loads import Load, cached_bytes, operations, pair, read_bytes
+from benchmark.micro.step_loads import StepLoad, cached_bytes, operations, pair, read_bytes
 from benchmark.options import add_json, add_recipe, at_least, show
 from continuous_batching.batch import Batch
+from models.dtypes import TORCH_DTYPES
 from models.runner import ModelRunner
 from recipes.build import versions
 from recipes.build.engine import build
@@ -63,7 +64,7 @@ def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> f
     return float(np.median([seconds(whole) for _ in range(WARM_UPS + repeats)][WARM_UPS:]))
 
 
-def batch_of(runner: ModelRunner, load: Load) -> Batch:
+def batch_of(runner: ModelRunner, load: StepLoad) -> Batch:
     """The load over random tokens and scattered pages; raises ValueError if it does not fit."""
     slots, size = runner.slots, runner.slots.page_size
     stops = np.array(load.stops, np.int64)
@@ -81,14 +82,14 @@ def batch_of(runner: ModelRunner, load: Load) -> Batch:
     return Batch(rows, starts, stops, np.arange(len(rows)), rows, stops)
 
 
-def step_s(runner: ModelRunner, load: Load, repeats: int) -> float:
+def step_s(runner: ModelRunner, load: StepLoad, repeats: int) -> float:
     """Seconds of one step."""
     batch = batch_of(runner, load)
     return median_s(lambda: runner.run(batch), runner.attention.device, repeats)
 
 
 @torch.inference_mode()
-def attention_s(runner: ModelRunner, load: Load, repeats: int, candidate: str | None = None) -> float:
+def attention_s(runner: ModelRunner, load: StepLoad, repeats: int, candidate: str | None = None) -> float:
     """Seconds that all layers take to write and read the cache, without what the host adds on CUDA.
 
     `candidate` reads it in place of the engine's own attention; raises ValueError where it cannot.
@@ -98,7 +99,7 @@ def attention_s(runner: ModelRunner, load: Load, repeats: int, candidate: str | 
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
     query, key, value = (
         torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(
-            runner.config.dtype
+            TORCH_DTYPES[runner.config.dtype]
         )
         for count in heads
     )
@@ -129,8 +130,8 @@ def attention_s(runner: ModelRunner, load: Load, repeats: int, candidate: str | 
 def run(
     recipe_path: str,
     overrides: Sequence[str],
-    loads: Sequence[Load],
-    mixed: Sequence[Load],
+    loads: Sequence[StepLoad],
+    mixed: Sequence[StepLoad],
     repeats: int,
     others: Sequence[str] = (),
 ) -> dict[str, object]:
@@ -150,7 +151,9 @@ def run(
         nothing = [{"load": str(load), "not_measured": str(error)} for load in loads]
         nothing += [{"load": str(load), "is_mixed": True, "not_measured": str(error)} for load in mixed]
         return result | {"machine": versions.describe(), "rates": {}, "steps": nothing}
-    measured = rates(device.device, model_config(recipe).dtype, repeats)  # before the cache takes the memory
+    measured = rates(
+        device.device, TORCH_DTYPES[model_config(recipe).dtype], repeats
+    )  # before the cache takes the memory
     runner = build(recipe).runner
     for tensor in (*runner.cache.keys, *runner.cache.values):
         tensor.normal_()  # a processor takes less power, and so runs faster, over zeros
@@ -167,7 +170,7 @@ def run(
 
 
 def _against_floor(
-    runner: ModelRunner, load: Load, measured: dict[str, float], repeats: int
+    runner: ModelRunner, load: StepLoad, measured: dict[str, float], repeats: int
 ) -> dict[str, object]:
     try:
         taken, attention = step_s(runner, load, repeats), attention_s(runner, load, repeats)
@@ -190,7 +193,7 @@ def _against_floor(
     }
 
 
-def _others(runner: ModelRunner, load: Load, repeats: int, others: Sequence[str]) -> dict[str, object]:
+def _others(runner: ModelRunner, load: StepLoad, repeats: int, others: Sequence[str]) -> dict[str, object]:
     found: dict[str, object] = {}
     for other in others:
         try:
@@ -200,8 +203,8 @@ def _others(runner: ModelRunner, load: Load, repeats: int, others: Sequence[str]
     return found
 
 
-def _against_parts(runner: ModelRunner, load: Load, repeats: int) -> dict[str, object]:
-    parts = [Load(load.num_decodes, load.context), Load(0, 0, load.num_prompts, load.prompt)]
+def _against_parts(runner: ModelRunner, load: StepLoad, repeats: int) -> dict[str, object]:
+    parts = [StepLoad(load.num_decodes, load.context), StepLoad(0, 0, load.num_prompts, load.prompt)]
     try:
         whole, *apart = [step_s(runner, each, repeats) for each in (load, *parts)]
     except ValueError as error:
@@ -233,12 +236,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    alone = [Load(*pair(each)) for each in options.decode.split(",") if each]
-    alone += [Load(0, 0, *pair(each)) for each in options.prefill.split(",") if each]
+    alone = [StepLoad(*pair(each)) for each in options.decode.split(",") if each]
+    alone += [StepLoad(0, 0, *pair(each)) for each in options.prefill.split(",") if each]
     mixed = []
     for each in filter(None, options.mixed.split(",")):
         decodes, _, prompts = each.partition("+")
-        mixed.append(Load(*pair(decodes), *pair(prompts)))
+        mixed.append(StepLoad(*pair(decodes), *pair(prompts)))
     others = [each for each in options.candidates.split(",") if each]
     if unknown := set(others) - set(candidates.NAMES):
         known = ", ".join(candidates.NAMES)

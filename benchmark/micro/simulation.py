@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.options import add_json, at_least, show
-from benchmark.simulate.plan import Plan, plan
+from benchmark.simulate.placement import Placement, place
 from benchmark.workloads.lengths import Draw, lengths
 from continuous_batching.request import Request, SamplingParams
 from recipes.build import versions
@@ -38,7 +38,7 @@ def decodes(num_slots: int) -> Iterator[Request]:
 
 
 def drawn(count: int, rate_per_s: float, prompt: Draw, output: Draw, vocab_size: int) -> Iterator[Request]:
-    """Poisson arrivals, each of a prompt that nobody else has."""
+    """Poisson arrivals, each with a prompt of its own."""
     arrivals, prompts, outputs, tokens = (np.random.default_rng([0, each]) for each in range(4))
     times_s = np.cumsum(arrivals.exponential(1 / rate_per_s, count)).tolist()
     asked = zip(times_s, prompt(prompts, count).tolist(), output(outputs, count).tolist())
@@ -47,24 +47,24 @@ def drawn(count: int, rate_per_s: float, prompt: Draw, output: Draw, vocab_size:
         yield Request(str(number), prompt_ids, _params(num_output), arrival_s=at_s)
 
 
-def measure(planned: Plan, trace: Iterable[Request], *, sharing: bool) -> dict[str, object]:
+def measure(planned: Placement, trace: Iterable[Request], *, sharing: bool) -> dict[str, object]:
     """The speed of one run, without what it takes to build an engine."""
     cache = replace(planned.recipe.cache, prefix_sharing=sharing)
     scheduler = scheduler_of(planned.recipe.scheduler, cache, planned.limits())
     costs = planned.costs()
     gc.collect()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    tally = serve(trace, scheduler, costs)
+    totals = serve(trace, scheduler, costs)
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     return {
-        "requests": tally.completed,
-        "output_tokens": tally.output_tokens,
-        "steps": tally.steps,
-        "mean_batch": round(tally.spans / tally.steps, 1),
+        "requests": totals.completed,
+        "output_tokens": totals.output_tokens,
+        "steps": totals.steps,
+        "mean_batch": round(totals.spans / totals.steps, 1),
         "wall_s": round(wall_s, 2),
         "cpu_s": round(cpu_s, 2),
-        "output_tokens_per_wall_s": round(tally.output_tokens / wall_s),
-        "output_tokens_per_cpu_s": round(tally.output_tokens / cpu_s),
+        "output_tokens_per_wall_s": round(totals.output_tokens / wall_s),
+        "output_tokens_per_cpu_s": round(totals.output_tokens / cpu_s),
     }
 
 
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     """Measure the three."""
     slots = f"scheduler.num_slots={options.slots}"
-    planned = plan(read(RECIPE, ["model.dtype=float16", slots], None).recipe, DEVICE, NUM_DEVICES)
+    planned = place(read(RECIPE, ["model.dtype=float16", slots], None).recipe, DEVICE, NUM_DEVICES)
     asked = options.requests, options.rate, options.prompt_tokens, options.output_tokens
     runs = {"decode": measure(planned, decodes(options.slots), sharing=False)}
     for name, sharing in (("trace", False), ("trace, sharing", True)):

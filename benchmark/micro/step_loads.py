@@ -11,7 +11,7 @@ from models.config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StepLoad:
     """The spans of one step: so many decodes at one context, so many prompts of one length, or both."""
 
     num_decodes: int = 0
@@ -44,19 +44,18 @@ def pair(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def read_bytes(config: DecoderConfig, load: Load) -> int:
+def read_bytes(config: DecoderConfig, load: StepLoad) -> int:
     """What a step must read: keys, values and all weights but an embedding, of which it takes few rows."""
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    return config.weight_bytes - config.dtype.itemsize * embedding + cached_bytes(config, load)
+    return config.step_weight_bytes + cached_bytes(config, load)
 
 
-def cached_bytes(config: DecoderConfig, load: Load) -> int:
+def cached_bytes(config: DecoderConfig, load: StepLoad) -> int:
     """Keys and values that the spans of a step see, over all layers."""
     seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
-    return config.dtype.itemsize * 2 * config.num_kv_heads * config.head_dim * seen
+    return config.dtype_bytes * 2 * config.num_kv_heads * config.head_dim * seen
 
 
-def operations(config: DecoderConfig, load: Load) -> int:
+def operations(config: DecoderConfig, load: StepLoad) -> int:
     """What a step must multiply and add: linears for each token, logits for each span, attention."""
     table = config.vocab_size * config.hidden_size
     linears = config.num_parameters - table * (1 if config.tie_embeddings else 2)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmark.micro.device import Load, read_bytes
 from benchmark.offline.timeline import StepRecord, Timeline
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
 from models.config import DecoderConfig
 from simulation.device_profile import named
-from simulation.tally import rounded
+from simulation.run_totals import rounded
 
 DONE = ("stop", "length")
 Result = dict[str, object]
@@ -43,12 +42,11 @@ def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, du
 
 def hardware(config: DecoderConfig, machine: Mapping[str, object], *, on_host: bool) -> Result:
     """What a step reads, and from which memory; the profile is None for a device that has none."""
-    whole = sum(window is None for window in config.windows)  # others forget what leaves their window
     return {
         "device_profile": named(str(machine["cpu" if on_host else "device"])),
         "num_devices": 1,
-        "weight_bytes_per_step": read_bytes(config, Load(0, 0, 0, 0)),
-        "kv_bytes_per_token": 2 * whole * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
+        "weight_bytes_per_step": config.step_weight_bytes,
+        "kv_bytes_per_token": config.growing_kv_bytes_per_token,
     }
 
 
@@ -72,7 +70,7 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
 
 
 def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
-    """What became of each request; times count from the first arrival. The tokens' own are told where each
+    """What became of each request; times count from the first arrival. The tokens' own are given where each
     token of every answer came in a step."""
     origin_s = min((r.arrival_s for r in requests), default=0.0)
     in_steps = all(len(token_times_s.get(r.id, ())) == len(r.answer) for r in requests)

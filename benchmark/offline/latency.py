@@ -10,7 +10,7 @@ import argparse
 
 import numpy as np
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.offline.accounts import hardware
 from benchmark.offline.throughput import jobs
@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> None:
 def figures(runs: list[dict]) -> dict[str, object]:
     """Latencies of the batches, and what they come to together."""
     latencies = [run["duration_s"] for run in runs]
-    told = {name: sum(run[name] for run in runs) for name in ("requests", "completed", "failed")}
+    counts = {name: sum(run[name] for run in runs) for name in ("requests", "completed", "failed")}
     tokens = {name: sum(run[name] for run in runs) for name in ("prompt_tokens", "output_tokens")}
     spent_ms = [run["tpot_ms"]["mean"] for run in runs if run["tpot_ms"]]
     return {
@@ -83,7 +83,7 @@ def figures(runs: list[dict]) -> dict[str, object]:
             str(part): round(float(value), 6)
             for part, value in zip(PERCENTILES, np.percentile(latencies, PERCENTILES))
         },
-        **told,
+        **counts,
         **tokens,
         "duration_s": round(sum(latencies), 4),
         "output_tokens_per_s": round(tokens["output_tokens"] / sum(latencies), 2),

@@ -1,4 +1,4 @@
-"""What does an engine in this process make of a trace?"""
+"""How does an engine in this process serve a trace?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmark import outputs
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
 from benchmark.options import add_json, add_recipe, at_least, show
@@ -63,17 +63,17 @@ def run(
     num_runs: int,
     plot: Path | None = None,
 ) -> dict[str, object]:
-    """What became of a trace; `plot` is a picture of it to be made."""
+    """Serve a trace and return its figures; `plot` is the path of a picture to draw."""
     recipe = read(recipe_path, overrides, profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(trace_path, text)  # before the model is built: a bad file fails at once
-    told = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
-    told["trace"] = Path(trace_path).name
-    return measure(told, recipe, text, lambda _: load_trace(trace_path, text), num_runs, plot)
+    described = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
+    described["trace"] = Path(trace_path).name
+    return measure(described, recipe, text, lambda _: load_trace(trace_path, text), num_runs, plot)
 
 
 def measure(
-    told: dict[str, object],
+    described: dict[str, object],
     recipe: Recipe,
     text: Text | None,
     load: Callable[[BuiltEngine], list[Job | Record]],
@@ -82,7 +82,7 @@ def measure(
 ) -> dict[str, object]:
     """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
 
-    The versions and the machine stand beside the figures, with what is `told` of the run.
+    The versions and the machine stand beside the figures, with what `described` says of the run.
     """
     built = build(recipe)
     engine = built.engine
@@ -92,7 +92,9 @@ def measure(
         timeline, records = serve(engine, text, jobs)
         refused = [record["error"] for record in records if "error" in record]
         if refused:
-            raise ValueError(f"{told['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
+            raise ValueError(
+                f"{described['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}"
+            )
         cache = cache_figures(built)
         forget_prefixes(engine)
         if number:
@@ -105,12 +107,12 @@ def measure(
     figures, timeline, origin_s = results[num_runs // 2]
     num_pages = engine.scheduler.pool.num_pages - 1
     if plot is not None:
-        from benchmark.plot import save_run  # matplotlib
+        from benchmark.offline.charts import save_run  # matplotlib
 
         save_run(plot, timeline, origin_s, num_pages)
     where = versions.describe(built.device_name)
     result = {
-        **told,
+        **described,
         "machine": where,
         "runs_output_tokens_per_s": [each["output_tokens_per_s"] for each, _, _ in results],
         "cache_after_all_runs": cache,
@@ -147,7 +149,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, profile=True)
     add = parser.add_argument
     add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
-    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is told")
+    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is reported")
     add_json(parser)
 
 

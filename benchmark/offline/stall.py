@@ -26,7 +26,7 @@ from serving.offline import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class StallLoad:
     """What is served."""
 
     prompt_tokens: int  # of a long prompt
@@ -63,7 +63,7 @@ class Load:
         return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
 
 
-def run(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any]:
+def run(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str, Any]:
     """Figures of both ways, and how many times those of the whole prompts the chunks' are."""
     figures = {name: _serve(recipe_path, [*overrides, *keys], load) for name, keys in load.ways().items()}
     whole, chunked = figures["whole"], figures["chunked"]
@@ -76,7 +76,7 @@ def run(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any
     }
 
 
-def _serve(recipe_path: str, overrides: Sequence[str], load: Load) -> dict[str, Any]:
+def _serve(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str, Any]:
     recipe = read(recipe_path, overrides).recipe
     built = build(recipe)
     gc.collect()
@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    load = Load(
+    load = StallLoad(
         options.prompt_tokens,
         options.every,
         options.prompts,

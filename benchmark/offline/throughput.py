@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.options import add_json, add_recipe, at_least, show
 from benchmark.workloads.lengths import lengths
-from benchmark.workloads.requests import Load, requests
+from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from recipes.build.engine import BuiltEngine
 from recipes.schema.reader import read
 from serving.offline import Job, Record
@@ -26,8 +26,9 @@ def jobs(
     built: BuiltEngine, num_prompts: int, input_len: int, output_len: int, seed: int
 ) -> list[Job | Record]:
     """Random requests of one size that come at once; always the same ones."""
-    load = Load(lengths(str(input_len)), lengths(str(output_len)), built.config.vocab_size, seed)
-    return [Job(parse_request(line, None)) for line in requests(load, num_prompts)]
+    vocab_size = built.config.vocab_size
+    load = SyntheticLoad(lengths(str(input_len)), lengths(str(output_len)), vocab_size, seed)
+    return [Job(parse_request(line, None)) for line in draw_requests(load, num_prompts)]
 
 
 def at_once(found: list[Job | Record]) -> list[Job | Record]:
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--input-len", type=at_least(1), metavar="TOKENS", help=str(INPUT_LEN))
     add("--output-len", type=at_least(1), metavar="TOKENS", help=str(OUTPUT_LEN))
     add("--seed", type=int, default=0)
-    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is told")
+    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is reported")
     add_json(parser)
 
 
@@ -69,9 +70,11 @@ def main(options: argparse.Namespace) -> None:
             return at_once(offline.load_trace(options.trace, text))
         return jobs(built, num_prompts, input_len, output_len, options.seed)
 
-    told: dict[str, object] = {"recipe": options.recipe, "overrides": options.overrides}
-    told["trace"] = options.trace or f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
-    result = offline.measure(told, recipe, text, load, options.runs)
+    described: dict[str, object] = {"recipe": options.recipe, "overrides": options.overrides}
+    described["trace"] = (
+        options.trace or f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
+    )
+    result = offline.measure(described, recipe, text, load, options.runs)
     show(with_verdict(in_their_names(result)), options, offline.print_table)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
-from simulation.tally import rounded
+from simulation.run_totals import rounded
 
 Figures = dict[str, float]
 MOST_READINGS = 500
@@ -41,7 +41,7 @@ class Timeline:
     token_times_s: dict[str, list[float]] = field(default_factory=dict)  # of each answer token, by request
 
     def record(self, engine: Engine, step: Step) -> None:
-        """Take down one step; call it before the next one."""
+        """Record one step; call it before the next step is made."""
         slots, batch = engine.slots, step.batch
         ids = [slots.requests[row].id for row in batch.slots.tolist()]
         pool, prefix = engine.scheduler.pool, engine.scheduler.prefix

@@ -1,4 +1,4 @@
-"""What does transformers' own continuous batching make of the trace that we serve, in the same run?
+"""How does transformers' own continuous batching serve the same trace, in the same run?
 
 Both get the same model in the same type, on the same device, and the same requests, which all come at once.
 Random weights differ; greedy tokens are then not compared, and nothing ends before its length.
@@ -16,6 +16,7 @@ import torch
 
 from benchmark.offline import offline
 from benchmark.options import show
+from models.dtypes import TORCH_DTYPES
 from recipes.build.families import model_config
 from recipes.build.machine import start
 from recipes.schema.reader import read
@@ -55,7 +56,7 @@ def _give_back(recipe: Recipe) -> None:
 def _model(recipe: Recipe) -> Any:
     import transformers  # here: it takes seconds
 
-    place, dtype = start(recipe.device).device, model_config(recipe).dtype
+    place, dtype = start(recipe.device).device, TORCH_DTYPES[model_config(recipe).dtype]
     if recipe.model.path is not None and recipe.model.weights == "checkpoint":
         model = transformers.AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype)
         return model.to(place).eval()

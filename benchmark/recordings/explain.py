@@ -12,7 +12,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 
 
 class Story:
-    """Follows one request through a replay on `scheduler`; `lines` tells what happened to it, a line each.
+    """Follows one request through a replay on `scheduler`; `lines` holds what happened to it.
 
     Times are seconds since the first arrival of the recording.
     """
@@ -30,7 +30,7 @@ class Story:
         self._computing_prompt = True
 
     def follow(self, events: Iterable[Event]) -> None:
-        """Take in all events; raises ValueError if the request is in none of them."""
+        """Read all events; raises ValueError if the request is in none of them."""
         for event in events:
             if isinstance(event, Request):
                 self._arrive(event)

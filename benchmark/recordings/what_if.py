@@ -6,22 +6,29 @@ The same arrivals and the same answers, simulated with the costs that a fit to t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import yaml
 
+from benchmark.recordings.recording_file import Recording
 from continuous_batching.engine import Engine, Step
 from continuous_batching.recording.format import Added
 from continuous_batching.recording.replay import Event, Replayed, request_of
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
-from simulation.fitted import Timed, timed
+from recipes.build.scheduler import changed, scheduler_from
+from simulation.fitted import Timed, fit, timed
 from simulation.recorded import Speaker
 from simulation.replica import Replica
+from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
 from simulation.serve import in_order
-from simulation.tally import Tally
+
+BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ def simulate(
             found[engine.slots.requests[row].id].token_s.append(step.end_s)
 
     speaker = Speaker(scheduler.slots, {name: fate.request.answer for name, fate in recorded.items()})
-    replica = Replica(scheduler, costs, Tally(), speaker=speaker, observe=observe)
+    replica = Replica(scheduler, costs, RunTotals(), speaker=speaker, observe=observe)
     requests = sorted(map(request_of, added), key=lambda request: request.arrival_s)
     for request in in_order(requests):
         found.update((each.id, Fate(each, [])) for each in (request, *request.followers))
@@ -83,3 +90,45 @@ def summary(fates: dict[str, Fate]) -> dict[str, float]:
             for percent in (50, 99, 100):
                 result[f"{name} ms, p{percent}"] = 1e3 * float(np.percentile(values, percent))
     return result
+
+
+def change(text: str) -> tuple[str, Any]:
+    """The key and the value of scheduler.KEY=VALUE."""
+    name, equals, value = text.partition("=")
+    section, _, leaf = name.partition(".")
+    if section != "scheduler" or not leaf or not equals:
+        raise ValueError(f"{text}: give scheduler.KEY=VALUE, such as scheduler.batch_size=8")
+    return leaf, yaml.safe_load(value)
+
+
+def compare(
+    changes: dict[str, Any], recording: Recording, scheduler: Scheduler, events: Iterator[Event]
+) -> None:
+    """Print how the requests fared, and how they would have fared."""
+    recorded, steps = served(events, scheduler)
+    if not steps:
+        raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
+    costs = fit(steps)
+    ids: Counter[str] = Counter(one.id for each in recording.added for one in each.samples)
+    answered = [
+        each
+        for each in recording.added
+        if not each.samples[0].params.beam_width
+        and all(len(recorded[one.id].request.answer) and ids[one.id] == 1 for one in each.samples)
+    ]
+    if not answered:
+        raise ValueError(
+            "no request of this recording can be served again: none was answered, or all are searches"
+        )
+    columns = {"as recorded": summary(recorded)}
+    section = recording.facts["scheduler"] | dict.fromkeys(BOUNDS)  # so that every request is served
+    for name, scheduling in (("modelled", section), ("what if", changed(section, changes))):
+        other = scheduler_from(recording.facts | {"scheduler": scheduling})
+        fates = simulate(other, recorded, answered, costs)
+        columns[f"{name}: {scheduling['policy']}"] = summary(fates)
+    print(f"{'':18}" + "".join(f"{name:>24}" for name in columns))
+    for row in columns["as recorded"]:
+        print(f"{row:18}" + "".join(f"{column.get(row, float('nan')):24.2f}" for column in columns.values()))
+    left_out = len(recording.added) - len(answered)
+    if left_out:
+        print(f"{left_out} requests (unanswered, searches, of one id) are left out of the modelled columns")

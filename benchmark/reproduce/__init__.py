@@ -1,1 +1,1 @@
-"""What becomes of the sources' experiments where nothing impossible may be told?"""
+"""What do the sources' experiments give where no impossible figure may be reported?"""

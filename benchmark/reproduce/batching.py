@@ -1,10 +1,11 @@
-"""What is gained when requests join and leave a batch on the way?"""
+"""What is gained when requests join and leave a running batch?"""
 
 from __future__ import annotations
 
 import math
 
 from benchmark.reproduce.case import Case, Offered, chunked, static, whole
+from benchmark.reproduce.case_runs import Result, Results
 from benchmark.reproduce.experiment import (
     BATCH,
     E2E,
@@ -19,7 +20,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Result, Results
 
 # The article's "mean seq=512", read as prompt and answer together, which its 2,048 then bounds
 LOAD = Offered(requests=960)
@@ -77,7 +77,7 @@ def _static_continuous(results: Results) -> list[str]:
 
 
 def _bound(ours: Result, static_64: Result) -> str:
-    """Why the ratio is what it is: rows that are full, and what a full step costs."""
+    """What explains the ratio: how many rows are full, and what a full step costs."""
     fill = ratio(ours, static_64, "mean_batch")
     slower = (figure(ours, "duration_s") / figure(ours, "steps")) / (
         figure(static_64, "duration_s") / figure(static_64, "steps")
@@ -92,7 +92,7 @@ def _bound(ours: Result, static_64: Result) -> str:
 
 
 def orca_static() -> Experiment:
-    """Who finishes early leaves, who comes late joins."""
+    """Orca: finished requests leave at once, and late ones join at the next step."""
     engines = (Case("static 64", RISING, static(64)), Case("orca", RISING, whole("orca")))
     return Experiment(
         "orca_static",
@@ -109,7 +109,7 @@ def orca_static() -> Experiment:
 def _orca_static(results: Results) -> list[str]:
     rates = [each.partition(", ")[2] for each in results if each.startswith("orca")]
     low, high = rates[0], rates[-1]
-    told = [
+    sentences = [
         f"at {rate} the median answer is complete after"
         f" {figure(results[f'orca, {rate}'], 'e2e_ms.p50') / 1e3:.1f} s under Orca,"
         f" {figure(results[f'static 64, {rate}'], 'e2e_ms.p50') / 1e3:.1f} s in static batches"
@@ -121,15 +121,15 @@ def _orca_static(results: Results) -> list[str]:
     ]
     verdict = "holds" if all(sooner) else "does not hold at every rate"
     return [
-        f"The claim {verdict}: {'; '.join(told)}. All of the difference is waiting for a batch to fill and to"
-        " end.",
+        f"The claim {verdict}: {'; '.join(sentences)}. All of the difference is waiting for a batch to fill"
+        " and to end.",
         "Orca's steps hold whole prompts, so its ITL p99 is the higher one; that is what chunks are for,"
         " below.",
     ]
 
 
 def ratio(one: Result, other: Result, name: str) -> float:
-    """How many times the other's figure."""
+    """How many times as large the first figure is as the other."""
     return figure(one, name) / figure(other, name)
 
 
@@ -139,5 +139,5 @@ def answer_tokens(result: Result) -> float:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [static_continuous(), orca_static()]

@@ -1,8 +1,9 @@
-"""How much load does each scheduler bear before its answers stall?"""
+"""How much load can each scheduler take before its answers stall?"""
 
 from __future__ import annotations
 
 from benchmark.reproduce.case import Case, Offered, chunked, static, whole
+from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import (
     BATCH,
     ITL_99,
@@ -14,7 +15,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Results
 
 LOAD = Offered(240, prompt_tokens=1024, most_prompt_tokens=4096)
 RATES = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
@@ -57,10 +57,10 @@ def bears(results: Results, series: str, itl_ms: float) -> float:
 
 
 def _capacity(results: Results) -> list[str]:
-    told = []
+    sentences = []
     for what, itl_ms in (("strict", STRICT_MS), ("relaxed", RELAXED_MS)):
         each = [f"{case.series} {bears(results, case.series, itl_ms):g}/s" for case in ENGINES]
-        told.append(
+        sentences.append(
             f"Capacity under the {what} objective (ITL p99 of {itl_ms:g} ms, median TTFT of 2 s), of the"
             f" rates tried: {'; '.join(each)}."
         )
@@ -68,7 +68,7 @@ def _capacity(results: Results) -> list[str]:
     top = f", {RATES[-1]:g}/s"
     sarathi, first = (results[ENGINES[index].label + top] for index in (3, 2))
     return [
-        *told,
+        *sentences,
         f"At {RATES[-1]:g}/s the longest gap is {figure(first, 'itl_ms.max'):,.0f} ms with prompts first and"
         f" {figure(sarathi, 'itl_ms.max'):,.0f} ms with chunks. FasterTransformer's way computes all prompts"
         " of a batch, 8,192 tokens a step, before the first decode, which is its longest gap, and stalls no"
@@ -79,5 +79,5 @@ def _capacity(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [capacity()]

@@ -1,4 +1,4 @@
-"""What is offered to which engine?"""
+"""What does a case consist of: which load, offered to which engine?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmark.workloads.lengths import lengths
-from benchmark.workloads.requests import Load, requests
+from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from continuous_batching.request import Request, SamplingParams
 
 VOCAB_SIZE = 32_000
@@ -31,12 +31,12 @@ class Offered:
     most_answer_tokens: int = 1024
     long_every: int = 0
     long_tokens: int = 0
-    shared_tokens: int = 0  # of a beginning that all prompts have
+    shared_tokens: int = 0  # at the start of every prompt
     seed: int = 7
 
     def trace(self) -> list[Request]:
         """The requests, in order of arrival."""
-        load = Load(
+        load = SyntheticLoad(
             self._prompts,
             _drawn(self.answer_tokens, self.most_answer_tokens),
             VOCAB_SIZE,
@@ -51,11 +51,11 @@ class Offered:
                 SamplingParams(max_tokens=line["max_tokens"], temperature=0.0, ignore_eos=True),
                 arrival_s=line["arrival_s"],
             )
-            for line in requests(load, self.requests)
+            for line in draw_requests(load, self.requests)
         ]
 
     def quick(self) -> Offered:
-        """Far less of it, for a look at whether all goes."""
+        """Far less of the load, to check that a case runs."""
         return replace(
             self,
             requests=min(self.requests, QUICK_REQUESTS),

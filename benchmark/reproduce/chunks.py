@@ -6,6 +6,7 @@ import math
 
 from benchmark.reproduce.batching import ratio
 from benchmark.reproduce.case import Case, Offered, chunked, keys, whole
+from benchmark.reproduce.case_runs import Results, alone_s
 from benchmark.reproduce.experiment import (
     ITL_99,
     ITL_MAX,
@@ -18,7 +19,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Results, alone_s
 
 LONG_PROMPT = 4096
 RATE = 8.0
@@ -77,7 +77,7 @@ def _whole_chunked(results: Results) -> list[str]:
 
 
 def chunk_kinds() -> Experiment:
-    """Sarathi's stages, and a controller, beside a fixed length."""
+    """Dynamic and adaptive chunk lengths, beside a fixed one."""
     base = {"policy": "stall_free", "num_slots": 64, "max_batch_tokens": 1024}
     dynamic = keys(
         **base,
@@ -130,5 +130,5 @@ def _chunk_kinds(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [whole_chunked(), chunk_kinds()]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmark.reproduce.case import Case
-from benchmark.reproduce.run import Results
+from benchmark.reproduce.case_runs import Results
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of each result, by its dotted name; told to so many places."""
+    """A figure of each result, by its dotted name; printed with so many decimals."""
 
     name: str
     heading: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from benchmark.reproduce.batching import ratio
 from benchmark.reproduce.case import Case, Offered, chunked, static
+from benchmark.reproduce.case_runs import OBJECTIVES, Result, Results, num_good
 from benchmark.reproduce.experiment import (
     BATCH,
     GOOD,
@@ -18,7 +19,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import OBJECTIVES, Result, Results, num_good
 
 CLAIMED = 10.9
 NUM_REQUESTS = 384
@@ -34,7 +34,7 @@ KEEPS_UP = 0.8  # of the rate offered, and more, is served
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GoodputRatio:
     """How the two compare under objectives, in milliseconds."""
 
     times: float
@@ -47,7 +47,7 @@ class Found:
         return f"{self.times:.1f} times ({self.at}, TTFT {self.ttft_ms:g} ms, TPOT {self.tpot_ms:g} ms)"
 
 
-def found(results: Results) -> Iterator[Found]:
+def found(results: Results) -> Iterator[GoodputRatio]:
     """Every load and pair of objectives under which static batching serves enough well for a ratio."""
     for name, ours in results.items():
         if not name.startswith("continuous"):
@@ -60,11 +60,11 @@ def found(results: Results) -> Iterator[Found]:
                 good, least = (num_good(each["records"], ttft, tpot) for each in (ours, theirs))
                 if least >= max(1, LEAST_SHARE * theirs["requests"]):
                     times = (good / ours["duration_s"]) / (least / theirs["duration_s"])
-                    yield Found(times, at, ttft, tpot, keeps_up)
+                    yield GoodputRatio(times, at, ttft, tpot, keeps_up)
 
 
 def served_share(result: Result) -> float:
-    """Of the rate that was offered."""
+    """The share of the offered rate that was served."""
     return figure(result, "requests_per_s") / figure(result, "offered_per_s")
 
 
@@ -92,20 +92,20 @@ def goodput() -> Experiment:
 def _goodput(results: Results) -> list[str]:
     tried = list(found(results))
     steady = [each for each in tried if each.keeps_up]
-    told = [_throughput(results)]
+    sentences = [_throughput(results)]
     if tried:
         best = max(tried, key=lambda each: each.times)
         num = sum(each.times >= CLAIMED for each in tried)
-        told.append(
+        sentences.append(
             f"Goodput: the largest ratio of {len(tried)} pairs of load and objectives is {best}; {num} of"
             f" them reach {CLAIMED}. Pairs under which static batches serve less than {LEAST_SHARE:.0%} of"
             " the requests well are left out: there the ratio is larger still, and says nothing."
         )
     if steady:
         best = max(steady, key=lambda each: each.times)
-        told.append(f"Where static batching keeps up with what is offered, the largest is {best}.")
-    told.append(_reason(results))
-    return told
+        sentences.append(f"Where static batching keeps up with what is offered, the largest is {best}.")
+    sentences.append(_reason(results))
+    return sentences
 
 
 def _throughput(results: Results) -> str:
@@ -141,5 +141,5 @@ def _reason(results: Results) -> str:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [goodput()]

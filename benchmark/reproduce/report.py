@@ -1,4 +1,4 @@
-"""How is it told, with the claim beside each table?"""
+"""How are the results written down, with the claim beside each table?"""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gate.sources import PATH, Row, rows
-from benchmark.reproduce.draw import save
+from benchmark.reproduce.case_runs import KEYS, OBJECTIVES, RECIPE, Result, Results
+from benchmark.reproduce.charts import save
 from benchmark.reproduce.experiment import Experiment, figure
-from benchmark.reproduce.run import KEYS, OBJECTIVES, RECIPE, Result, Results
 
 NAME = "reproduced"  # the report NAME.md, and the folder of its pictures
 HEAD = """# The sources' experiments, re-run
@@ -33,12 +33,12 @@ requests; {num_passed} of {num_results} pass. A claim's row carries the laws tha
 """
 
 
-def write(folder: Path, command: str, told: Sequence[tuple[Experiment, Results]]) -> Path:
+def write(folder: Path, command: str, experiments: Sequence[tuple[Experiment, Results]]) -> Path:
     """The report and its pictures; returns its path."""
     pictures = folder / NAME
     pictures.mkdir(parents=True, exist_ok=True)
     path = folder / f"{NAME}.md"
-    results = [result for _, found in told for result in found.values()]
+    results = [result for _, found in experiments for result in found.values()]
     first = results[0]
     parts = [
         HEAD.format(
@@ -52,7 +52,7 @@ def write(folder: Path, command: str, told: Sequence[tuple[Experiment, Results]]
             num_results=len(results),
         )
     ]
-    for experiment, found in told:
+    for experiment, found in experiments:
         save(pictures / f"{experiment.name}.png", experiment, found)
         parts.append("\n".join(_section(experiment, found)))
     path.write_text("\n".join(parts), encoding="utf-8")

@@ -1,9 +1,10 @@
-"""What of devices in stages, and of engines that share the work of a request?"""
+"""What is gained by pipeline stages, and by separate engines for prompts and answers?"""
 
 from __future__ import annotations
 
 from benchmark.reproduce.batching import ratio
 from benchmark.reproduce.case import Case, Offered, chunked, keys, whole
+from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import (
     BUSY,
     GOOD,
@@ -19,7 +20,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Results
 
 STAGED = Offered(240, prompt_tokens=768, most_prompt_tokens=3072)
 SHARED = Offered(320, prompt_tokens=768, most_prompt_tokens=3072)
@@ -114,5 +114,5 @@ def _split(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [bubbles(), split()]

@@ -12,16 +12,16 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmark.serve.sse import Chunk, Events, read_chunk
-from benchmark.serve.trace import Ask
+from benchmark.serve.sse import Events, StreamChunk, read_chunk
+from benchmark.serve.trace_requests import TraceRequest
 
 DONE = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
-REJECTED = (429, 503)  # busy, where the server says when to come again; 503 without that is out of order
+REJECTED = (429, 503)  # busy; a 503 without Retry-After is an error, not a busy server
 SHOWN = 200  # characters of a server's message
 
 
 @dataclass(slots=True)
-class Answer:
+class ClientAnswer:
     """One request's times, in seconds on the client's clock, and its tokens.
 
     A piece is what one event brought. `piece_tokens` is None where the server does not say how many tokens
@@ -29,7 +29,7 @@ class Answer:
     concurrency kept it before. `error` is None for a request that was answered to its end.
     """
 
-    ask: Ask
+    ask: TraceRequest
     late_s: float = 0.0
     held_s: float = 0.0
     sent_s: float = 0.0
@@ -40,7 +40,7 @@ class Answer:
     prompt_tokens: int | None = None
     output_tokens: int = 0
     cached_tokens: int | None = None
-    from_usage: bool = False  # whether the server told the tokens, or pieces were counted
+    from_usage: bool = False  # the server counted the tokens; else pieces were counted
     retries: int = 0
     rejected: bool = False
     unready: bool = False  # the server said that it takes no requests now
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class StreamingClient:
     """Where requests go, and how; `session` has the limit of time of each."""
 
     session: aiohttp.ClientSession
@@ -59,12 +59,12 @@ class Server:
     extra: Mapping[str, Any]
     retry_rejected: bool = False
 
-    def url(self, ask: Ask) -> str:
+    def url(self, ask: TraceRequest) -> str:
         """Where this request goes."""
         return self.base_url + (self.endpoint or ("/v1/chat/completions" if ask.chat else "/v1/completions"))
 
-    async def ask(self, answer: Answer, body: bytes) -> None:
-        """Send one request and read its answer; what goes wrong is told in `answer.error`."""
+    async def ask(self, answer: ClientAnswer, body: bytes) -> None:
+        """Send one request and read its answer; a failure is recorded in `answer.error`."""
         headers = {"Content-Type": "application/json", "X-Request-Id": answer.ask.id, **authorization()}
         answer.sent_s = time.perf_counter()
         try:
@@ -79,8 +79,8 @@ class Server:
             answer.error = f"the stream cannot be read: {error}"[:SHOWN]
         answer.end_s = time.perf_counter()
 
-    async def _try(self, answer: Answer, body: bytes, headers: Mapping[str, str]) -> float | None:
-        """None when that was it, or in how many seconds to try again."""
+    async def _try(self, answer: ClientAnswer, body: bytes, headers: Mapping[str, str]) -> float | None:
+        """Send it once; returns None if it is done, or the seconds to wait before trying again."""
         async with self.session.post(self.url(answer.ask), data=body, headers=headers) as response:
             if response.status == 200:
                 if response.content_type != "text/event-stream":
@@ -98,7 +98,7 @@ class Server:
 
 
 def authorization() -> dict[str, str]:
-    """The header for servers that want a key, which stands in OPENAI_API_KEY as other clients have it."""
+    """The header for servers that want a key; it is read from OPENAI_API_KEY, as by other clients."""
     key = os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -118,7 +118,7 @@ def said(error: Any) -> str:
     return " ".join(str(error).split())[:SHOWN]
 
 
-async def _read(answer: Answer, response: aiohttp.ClientResponse) -> None:
+async def _read(answer: ClientAnswer, response: aiohttp.ClientResponse) -> None:
     """Read the stream of one answer."""
     events, ended = Events(), False
     async for received in response.content.iter_any():
@@ -135,25 +135,25 @@ async def _read(answer: Answer, response: aiohttp.ClientResponse) -> None:
     _close(answer, ended)
 
 
-def _take(answer: Answer, chunk: Chunk, now_s: float) -> None:
+def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
     """Count one chunk: a piece is one that brings tokens, or says something where they are not counted."""
     usage, choices = chunk.usage, chunk.choices or []
-    told = None if usage is None else usage.completion_tokens
+    counted = None if usage is None else usage.completion_tokens
     if usage is not None:
         answer.prompt_tokens = answer.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         if usage.prompt_tokens_details is not None:
             answer.cached_tokens = usage.prompt_tokens_details.cached_tokens
     new = 1 if any(each.says_something for each in choices) else 0
-    if told is not None:
-        new = told - answer.output_tokens
-        answer.output_tokens, answer.from_usage = told, True
+    if counted is not None:
+        new = counted - answer.output_tokens
+        answer.output_tokens, answer.from_usage = counted, True
     for choice in choices:
         answer.finish_reason = choice.finish_reason or answer.finish_reason
-    if not choices:  # the usage of the whole
+    if not choices:  # the usage of the whole answer
         return
     if new > 0:
         answer.piece_times_s.append(now_s)
-        if told is None or answer.piece_tokens is None:
+        if counted is None or answer.piece_tokens is None:
             answer.piece_tokens = None
         else:
             answer.piece_tokens.append(new)
@@ -162,8 +162,8 @@ def _take(answer: Answer, chunk: Chunk, now_s: float) -> None:
         answer.piece_tokens = None
 
 
-def _close(answer: Answer, ended: bool) -> None:
-    """See that the answer is whole."""
+def _close(answer: ClientAnswer, ended: bool) -> None:
+    """Record an error unless the answer is whole."""
     if not answer.from_usage:
         answer.output_tokens = len(answer.piece_times_s)
     if answer.piece_tokens is None and len(answer.piece_times_s) == answer.output_tokens:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmark import outputs
 from benchmark.options import add_json, at_least, show
-from benchmark.serve import trace
+from benchmark.serve import trace_requests
 from benchmark.serve.objectives import Objectives, objective
 
 LATENCIES = {
@@ -92,7 +92,7 @@ def add_load_arguments(parser: argparse.ArgumentParser, *, needs_url: bool) -> N
     add = parser.add_argument
     add("--base-url", type=url, required=needs_url, metavar="URL", help="of any OpenAI-compatible server")
     add("--trace", type=Path, required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
-    add("--skip-bad", action="store_true", help="tell of lines that cannot be read, and go on")
+    add("--skip-bad", action="store_true", help="report lines that cannot be read, and go on")
     add("--endpoint", metavar="PATH", help="if not /v1/completions, for chats /v1/chat/completions")
     add("--model", metavar="NAME", help="if not the first that the server names")
     add("--num-prompts", type=at_least(1), metavar="N", help="the first N of the trace")
@@ -123,17 +123,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan(options: argparse.Namespace, request_rate: float | None) -> Any:
     """The run that is asked for; raises ValueError where it cannot be."""
     try:
-        from benchmark.serve.measure import Plan
+        from benchmark.serve.measure import ServePlan
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; bash scripts/setup.sh bench installs it") from error
-    asks, skipped = trace.read(options.trace, skip_bad=options.skip_bad)
+    asks, skipped = trace_requests.read(options.trace, skip_bad=options.skip_bad)
     for reason in skipped:
         print(f"skipped {reason}", file=sys.stderr)
-    return Plan(
+    return ServePlan(
         base_url=options.base_url or "",
         asks=asks[: options.num_prompts],
         trace=options.trace.name,
-        trace_sha256=trace.digest(options.trace),
+        trace_sha256=trace_requests.digest(options.trace),
         endpoint=options.endpoint,
         model=options.model,
         request_rate=request_rate,
@@ -163,7 +163,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def filename(result: Mapping[str, Any]) -> str:
-    """A name that tells rate, model and time."""
+    """A name made of rate, model and time."""
     per_s = result["request_rate"]
     times = "trace" if per_s is None else f"{per_s}qps"
     model = Path(str(result["model_id"])).name
@@ -192,8 +192,10 @@ def print_table(result: Mapping[str, Any], shown: list[str]) -> None:
     client, metrics = result["client"], result.get("metrics") or {}
     late_ms, lag_ms = client["late_ms"]["p99"], client["lag_ms"]["p99"]
     print(f"\nclient: late p99 {late_ms} ms, event loop p99 {lag_ms} ms late")
-    if told := [f"{name} {value}" for name, value in metrics.items() if not isinstance(value, list)]:
-        print(f"server: {', '.join(told).replace('_', ' ')}")
+    if server_figures := [
+        f"{name} {value}" for name, value in metrics.items() if not isinstance(value, list)
+    ]:
+        print(f"server: {', '.join(server_figures).replace('_', ' ')}")
     for error, count in result["errors"].items():
         print(f"failed {count:,}: {error}")
     verdict = result["verdict"]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmark.serve.client import Answer
-from benchmark.serve.load import Run
+from benchmark.serve.client import ClientAnswer
 from benchmark.serve.objectives import Objectives
+from benchmark.serve.sending import ClientRun
 
 LATENCIES = {
     "ttft": "time to first token",
@@ -26,7 +26,7 @@ PERCENTILES = (50, 90, 99)
 Result = dict[str, object]
 
 
-def latencies(done: Sequence[Answer], parts: Sequence[float]) -> tuple[Result, int]:
+def latencies(done: Sequence[ClientAnswer], parts: Sequence[float]) -> tuple[Result, int]:
     """All four, in milliseconds, and the number of gaps between pieces."""
     gaps = [np.diff(each.piece_times_s) for each in done if len(each.piece_times_s) > 1]
     values_s = {
@@ -52,7 +52,7 @@ def latencies(done: Sequence[Answer], parts: Sequence[float]) -> tuple[Result, i
     return figures, len(values_s["itl"])
 
 
-def summarise(run: Run, objectives: Objectives | None, parts: Sequence[float] = PERCENTILES) -> Result:
+def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[float] = PERCENTILES) -> Result:
     """Rates, latencies and what the gate needs beside them. Failed requests are counted, their tokens not.
 
     The duration runs from the first request sent to the last piece or failure.
@@ -71,8 +71,8 @@ def summarise(run: Run, objectives: Objectives | None, parts: Sequence[float] = 
     in_flight = round(sum(_finish_s(each) - each.sent_s for each in answers) * per_s, 4)
     good = None if objectives is None else [objectives.met(each) for each in answers]
     fluidity = None if objectives is None else objectives.fluidity(answers)
-    told = [each for each in done if each.cached_tokens is not None]
-    asked_for = sum(each.prompt_tokens or 0 for each in told)
+    with_cached = [each for each in done if each.cached_tokens is not None]
+    asked_for = sum(each.prompt_tokens or 0 for each in with_cached)
     return {
         "duration": round(duration_s, 6),
         "num_prompts": len(answers),
@@ -92,7 +92,7 @@ def summarise(run: Run, objectives: Objectives | None, parts: Sequence[float] = 
         **figures,
         "itl_gaps": num_gaps,
         **(
-            {"prefix_hit_rate": round(sum(each.cached_tokens or 0 for each in told) / asked_for, 4)}
+            {"prefix_hit_rate": round(sum(each.cached_tokens or 0 for each in with_cached) / asked_for, 4)}
             if asked_for
             else {}
         ),
@@ -114,7 +114,7 @@ def kinds(errors: Sequence[str]) -> dict[str, int]:
     return {each[0]: len(each) for each in sorted(alike.values(), key=len, reverse=True)}
 
 
-def client(run: Run) -> Result:
+def client(run: ClientRun) -> Result:
     """How late the client itself was: sending what was due, and looking at its event loop."""
     late_s = [each.late_s for each in run.answers]
     cpu = run.cpu_s / (run.end_s - run.start_s)
@@ -127,20 +127,20 @@ def client(run: Run) -> Result:
     }
 
 
-def records(run: Run) -> list[Result]:
+def records(run: ClientRun) -> list[Result]:
     """What became of each request; times count from the first that was sent."""
     origin_s = min(each.sent_s for each in run.answers)
     return [_record(each, origin_s) for each in sorted(run.answers, key=lambda each: each.sent_s)]
 
 
-def _record(answer: Answer, origin_s: float) -> Result:
-    told: Result = {"id": answer.ask.id, "arrival_s": round(answer.sent_s - origin_s, 6)}
+def _record(answer: ClientAnswer, origin_s: float) -> Result:
+    record: Result = {"id": answer.ask.id, "arrival_s": round(answer.sent_s - origin_s, 6)}
     if answer.error is not None:
         end_s = round(answer.end_s - origin_s, 6)
-        told |= {"end_s": end_s, "max_tokens": answer.ask.max_tokens}
-        return {**told, "finish_reason": "error", "error": answer.error}
+        record |= {"end_s": end_s, "max_tokens": answer.ask.max_tokens}
+        return {**record, "finish_reason": "error", "error": answer.error}
     times_s = [round(each - origin_s, 6) for each in answer.piece_times_s]
-    told |= {
+    record |= {
         "first_token_s": times_s[0],
         "finish_s": times_s[-1],
         "prompt_tokens": answer.prompt_tokens,
@@ -150,13 +150,13 @@ def _record(answer: Answer, origin_s: float) -> Result:
         "piece_times_s": times_s,
     }
     if answer.cached_tokens is not None:
-        told["cached_tokens"] = answer.cached_tokens
+        record["cached_tokens"] = answer.cached_tokens
     if answer.piece_tokens is not None and set(answer.piece_tokens) != {1}:
-        told["piece_tokens"] = answer.piece_tokens
-    return told
+        record["piece_tokens"] = answer.piece_tokens
+    return record
 
 
-def _finish_s(answer: Answer) -> float:
+def _finish_s(answer: ClientAnswer) -> float:
     return answer.end_s if answer.error is not None else answer.piece_times_s[-1]
 
 

@@ -1,4 +1,4 @@
-"""What does a server make of a trace? One run against it, from the first look at it to the verdict."""
+"""How does a server serve a trace? One run, from the first request for its facts to the verdict."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.serve import figures
-from benchmark.serve.client import Answer, Server, authorization
-from benchmark.serve.load import Load, serve
+from benchmark.serve.client import ClientAnswer, StreamingClient, authorization
 from benchmark.serve.objectives import Objectives
-from benchmark.serve.trace import Ask, at_rate, clients
-from benchmark.serve.watch import Watch
+from benchmark.serve.sending import SendSchedule, serve
+from benchmark.serve.server_metrics import MetricsReadings
+from benchmark.serve.trace_requests import TraceRequest, at_rate, clients
 from recipes.build import versions
 
 READY_S = 0.5  # between two questions whether a server that starts is ready
-_INFO_S = 10.0  # for a server to tell of itself, or not
+_INFO_S = 10.0  # to wait for a server's description of itself
 _SECRET = re.compile(r"api_?key|passw|secret|hf_token|auth|^token$", re.IGNORECASE)
 KEPT_OPEN_S = 2.0  # idle connections; servers close theirs after five seconds and more
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServePlan:
     """One run. `request_rate` None: the trace's own times. `parts` are percentiles.
 
     `of` is what else makes its result what it is, such as the recipe of a server that a sweep starts.
     """
 
     base_url: str
-    asks: Sequence[Ask]
+    asks: Sequence[TraceRequest]
     trace: str
     trace_sha256: str
     endpoint: str | None = None
@@ -56,12 +56,12 @@ class Plan:
     progress: bool = False
     of: Mapping[str, object] = field(default_factory=dict)
 
-    def load(self) -> Load:
+    def load(self) -> SendSchedule:
         """What is sent when; a rate takes the place of the trace's times, and of its loops."""
         asks = [ask.limited(self.extra) for ask in self.asks]
         if self.request_rate is not None:
-            return Load(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
-        return Load(asks, clients(asks), self.max_concurrency)
+            return SendSchedule(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
+        return SendSchedule(asks, clients(asks), self.max_concurrency)
 
     def settings(self) -> dict[str, object]:
         """What makes two results comparable."""
@@ -83,26 +83,26 @@ class Plan:
         }
 
 
-def run(plan: Plan) -> dict[str, object]:
-    """The result of one run; raises ValueError where nobody listens, or the warm-up is not answered."""
+def run(plan: ServePlan) -> dict[str, object]:
+    """The result of one run; raises ValueError if no server answers, or the warm-up fails."""
     few, many = resource.getrlimit(resource.RLIMIT_NOFILE)
     if few < many:
         resource.setrlimit(resource.RLIMIT_NOFILE, (many, many))  # each request on its way holds a socket
     return asyncio.run(_run(plan))
 
 
-async def _run(plan: Plan) -> dict[str, object]:
+async def _run(plan: ServePlan) -> dict[str, object]:
     timeout = aiohttp.ClientTimeout(total=plan.request_timeout_s, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        told = await _describe(session, plan.base_url)
-        model = plan.model or _model(told, plan.base_url)
-        server = Server(
+        described = await _describe(session, plan.base_url)
+        model = plan.model or _model(described, plan.base_url)
+        server = StreamingClient(
             session, plan.base_url, plan.endpoint, model, plan.seed, plan.extra, plan.retry_rejected
         )
         await _warm_up(server, plan)
         info = await _info(session, plan.base_url)
-        watch = Watch(session, f"{plan.base_url}/metrics")
+        watch = MetricsReadings(session, f"{plan.base_url}/metrics")
         watching = asyncio.create_task(watch.go_on()) if await watch.look() else None
         load = plan.load()
         with tqdm(total=len(load.asks), unit="req", disable=None if plan.progress else True) as bar:
@@ -119,10 +119,10 @@ async def _run(plan: Plan) -> dict[str, object]:
         "loop": "open" if load.loops is None else f"closed, {len(load.loops)} clients",
         "machine": versions.describe(),
         "server": info,
-        "server_said": told,
+        "server_said": described,
         **figures.summarise(outcome, plan.objectives, plan.parts),
         "metrics": watch.describe(origin_s),
-        "warm_up_runs": plan.num_warmups or None,  # None: who knows what ran before
+        "warm_up_runs": plan.num_warmups or None,  # None: it is not known what the server did before
         "warm_up_counted": 0,
         "records": figures.records(outcome),
     }
@@ -130,53 +130,53 @@ async def _run(plan: Plan) -> dict[str, object]:
 
 
 async def _describe(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any]:
-    """What the server says of itself, where it does: models (with a recipe, if it tells it) and version."""
-    told = {}
+    """What the server says of itself, where it does: models (with a recipe, if it names one) and version."""
+    described = {}
     for name in ("/v1/models", "/version"):
         try:
             async with session.get(base_url + name, headers=authorization()) as response:
                 if response.status == 200:
-                    told[name] = await response.json(content_type=None)
+                    described[name] = await response.json(content_type=None)
         except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, asyncio.TimeoutError) as error:
             raise ValueError(f"{base_url}: nobody answers there: {error}") from error
         except (aiohttp.ClientError, ValueError):
             continue  # it has no such page, or none of JSON
-    return told
+    return described
 
 
 async def _info(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any] | None:
-    """The recipe, versions and machine of a server that tells them; None of another."""
+    """The recipe, versions and machine of a server that gives them; None for another."""
     try:
         async with session.get(
             f"{base_url}/server_info", headers=authorization(), timeout=aiohttp.ClientTimeout(_INFO_S)
         ) as response:
             info = await response.json(content_type=None) if response.status == 200 else None
     except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
-        return None  # a server is measured whatever it says of itself
+        return None  # a server is measured even if it gives no facts
     return _without_keys(info) if isinstance(info, dict) else None
 
 
-def _without_keys(told: Any) -> Any:
-    """What may be kept in a file: some servers tell their own key to who has it."""
-    if isinstance(told, dict):
-        return {name: _without_keys(value) for name, value in told.items() if not _SECRET.search(name)}
-    return [_without_keys(each) for each in told] if isinstance(told, list) else told
+def _without_keys(described: Any) -> Any:
+    """What may be kept in a file: some servers include their own key."""
+    if isinstance(described, dict):
+        return {name: _without_keys(value) for name, value in described.items() if not _SECRET.search(name)}
+    return [_without_keys(each) for each in described] if isinstance(described, list) else described
 
 
-def _model(told: Mapping[str, Any], base_url: str) -> str:
+def _model(described: Mapping[str, Any], base_url: str) -> str:
     try:
-        return str(told["/v1/models"]["data"][0]["id"])
+        return str(described["/v1/models"]["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{base_url}/v1/models names no model; give its name by --model") from error
 
 
-async def _answer(server: Server, plan: Plan, ask: Ask) -> Answer:
-    answer = Answer(ask)
+async def _answer(server: StreamingClient, plan: ServePlan, ask: TraceRequest) -> ClientAnswer:
+    answer = ClientAnswer(ask)
     await server.ask(answer, ask.body(server.model, plan.seed, plan.extra))
     return answer
 
 
-async def _warm_up(server: Server, plan: Plan) -> None:
+async def _warm_up(server: StreamingClient, plan: ServePlan) -> None:
     """Requests that are not counted; ids go backwards, so that the trace finds none of them in a cache."""
     for number in range(plan.num_warmups):
         ask = plan.asks[number % len(plan.asks)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmark.serve.client import Answer
+from benchmark.serve.client import ClientAnswer
 
 NAMES = ("ttft", "tpot", "itl", "e2el")
 
@@ -19,7 +19,7 @@ class Objectives:
 
     most_ms: Mapping[str, float]
 
-    def met(self, answer: Answer) -> bool:
+    def met(self, answer: ClientAnswer) -> bool:
         """Whether an answer was whole, and met each of them."""
         if answer.error is not None:
             return False
@@ -31,7 +31,7 @@ class Objectives:
             spent_ms["itl"] = float(np.diff(times_s).max())
         return all(1e3 * spent_ms.get(name, 0.0) <= most for name, most in self.most_ms.items())
 
-    def fluidity(self, answers: Sequence[Answer]) -> float | None:
+    def fluidity(self, answers: Sequence[ClientAnswer]) -> float | None:
         """The share of all tokens asked for that met their own deadline: `ttft`, and `tpot` (or `itl`) for
         each token before. Tokens of answers that failed met none. None where an objective is missing, or
         the server alone knows how many tokens an answer that failed should have had."""
@@ -51,8 +51,8 @@ class Objectives:
         return good / total
 
 
-def token_times_s(answer: Answer) -> np.ndarray:
-    """When each token came; where pieces do not tell their tokens, those beyond one each came last."""
+def token_times_s(answer: ClientAnswer) -> np.ndarray:
+    """When each token came; where pieces do not count their tokens, those beyond one each came last."""
     times_s = np.array(answer.piece_times_s)
     if answer.piece_tokens is not None:
         return np.repeat(times_s, answer.piece_tokens)

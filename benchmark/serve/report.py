@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmark.gate import names
 from benchmark.gate.gate import audit
-from benchmark.serve import draw, page
+from benchmark.serve import charts, html_page
 
 Result = dict[str, Any]
 ROWS = {  # a figure by the gate's name: what it is called, and whether more of it is better
@@ -81,7 +81,7 @@ def _result(path: Path) -> Result:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
             raise ValueError("it holds no object")
-        verdict = audit(fields).describe()  # anew: a file may have been changed since
+        verdict = audit(fields).describe()  # again: the file may have been changed since
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no result of a benchmark: {error}") from error
     itl_ms = names.latency(fields, "itl")  # which the gate passes over where nobody counted the gaps
@@ -101,26 +101,26 @@ def write(sides: Sequence[Side], path: Path) -> None:
     title = " against ".join(side.name for side in sides[:2])
     title += f" and {len(sides) - 2} more" if len(sides) > 2 else ""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page.page(f"Benchmark: {title}", _parts(sides)), encoding="utf-8")
+    path.write_text(html_page.page(f"Benchmark: {title}", _parts(sides)), encoding="utf-8")
 
 
 def _parts(sides: Sequence[Side]) -> Iterator[str]:
-    for side, kind in zip(sides, cycle(page.KINDS)):
+    for side, kind in zip(sides, cycle(html_page.KINDS)):
         verdict = side.result["verdict"]
         reasons = [f"{law}: {why}" for law, why in verdict["refused"].items()]
-        told = page.marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
-        yield f"<p>{page.marked(side.name, kind)}: {told}</p>"
+        shown = html_page.marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
+        yield f"<p>{html_page.marked(side.name, kind)}: {shown}</p>"
     yield figures_table(sides)
     runs = [(side.name, side.result) for side in sides]
     if any(side.points for side in sides):
-        yield "<h2>Rates</h2>" + page.pictures(_sweep_pictures(sides))
+        yield "<h2>Rates</h2>" + html_page.pictures(_sweep_pictures(sides))
         for side in sides:
             yield from [f"<h3>{escape(side.name)}</h3>", points_table(side.points)] if side.points else []
     drawn = list(_pictures(runs))
     if drawn:
-        yield "<h2>Pictures</h2>" + page.pictures(drawn)
+        yield "<h2>Pictures</h2>" + html_page.pictures(drawn)
     for side in sides:
-        yield page.folded(f"{side.name}: what was run, where", facts_table(side.result))
+        yield html_page.folded(f"{side.name}: what was run, where", facts_table(side.result))
 
 
 def figures_table(sides: Sequence[Side]) -> str:
@@ -134,8 +134,8 @@ def figures_table(sides: Sequence[Side]) -> str:
         if len(sides) == 2:
             row.append(_ratio(values[0], values[1], more_is_better))
         rows.append(row)
-    heads = [page.marked(side.name, kind) for side, kind in zip(sides, cycle(page.KINDS))]
-    return page.table(["", *heads, *(["times"] if len(sides) == 2 else [])], rows)
+    heads = [html_page.marked(side.name, kind) for side, kind in zip(sides, cycle(html_page.KINDS))]
+    return html_page.table(["", *heads, *(["times"] if len(sides) == 2 else [])], rows)
 
 
 def points_table(points: Sequence[Result]) -> str:
@@ -148,22 +148,22 @@ def points_table(points: Sequence[Result]) -> str:
         values = [figure(point, name) for name in shown]
         cells = ["-" if value is None else f"{value:,.4g}" for value in values]
         outcome = point["verdict"]["outcome"]
-        rows.append([f"{rate_of(point):g}", *cells, page.marked(outcome, outcome)])
-    return page.table(head, rows)
+        rows.append([f"{rate_of(point):g}", *cells, html_page.marked(outcome, outcome)])
+    return html_page.table(head, rows)
 
 
 def facts_table(result: Result) -> str:
-    """What a figure is worthless without."""
+    """What a figure means nothing without: recipe, machine, server, client."""
     facts = {name: result[name] for name in FACTS if result.get(name) not in (None, [])}
     for group in ("machine", "server", "server_said", "client", "errors"):
-        told = result.get(group)
+        shown = result.get(group)
         if group == "errors" and isinstance(
-            told, list
+            shown, list
         ):  # vLLM's: of each request, empty where there was none
-            told = Counter(str(each) for each in told if each)
-        if isinstance(told, Mapping):
-            facts |= {f"{group}: {name}": value for name, value in told.items()}
-    return page.table(["", ""], [[name, _text(value)] for name, value in facts.items()])
+            shown = Counter(str(each) for each in shown if each)
+        if isinstance(shown, Mapping):
+            facts |= {f"{group}: {name}": value for name, value in shown.items()}
+    return html_page.table(["", ""], [[name, _text(value)] for name, value in facts.items()])
 
 
 def _text(value: object) -> str:
@@ -175,32 +175,32 @@ def _ratio(first: float | None, second: float | None, more_is_better: bool | Non
         return "-"
     times = second / first
     text = f"{times:.3g}"
-    if more_is_better is None or 0.98 < times < 1.02:  # nothing that a second run would not undo
+    if more_is_better is None or 0.98 < times < 1.02:  # within the noise of a second run
         return text
-    return page.marked(text, "better" if (times > 1) == more_is_better else "worse")
+    return html_page.marked(text, "better" if (times > 1) == more_is_better else "worse")
 
 
 def _sweep_pictures(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
     sweeps = [(side.name, side.points) for side in sides]
     for latency in ("ttft", "itl", "e2e"):
         if any(f"{latency}_ms" in point for _, points in sweeps for point in points):
-            image = draw.svg(partial(draw.curves, sweeps=sweeps, latency=latency))
+            image = charts.svg(partial(charts.curves, sweeps=sweeps, latency=latency))
             yield f"{latency.upper()} over throughput", image
-    yield "Served, and good, over offered", draw.svg(partial(draw.goodput, sweeps=sweeps))
+    yield "Served, and good, over offered", charts.svg(partial(charts.goodput, sweeps=sweeps))
 
 
-def _pictures(runs: draw.Named) -> Iterator[tuple[str, str]]:
+def _pictures(runs: charts.Named) -> Iterator[tuple[str, str]]:
     kept = [(name, result) for name, result in runs if result.get("records")]
     if kept:
         for latency in ("ttft", "itl"):
-            image = draw.svg(partial(draw.distribution, runs=kept, latency=latency))
+            image = charts.svg(partial(charts.distribution, runs=kept, latency=latency))
             yield f"Share of {latency.upper()} at most so long", image
     for name, result in kept:
-        lanes = draw.svg(partial(draw.lanes, result=result))
+        lanes = charts.svg(partial(charts.lanes, result=result))
         yield f"{name}: requests over time, light until the first token", lanes
     for column, label in GAUGES.items():
-        if any(column in draw.columns(result) for _, result in runs):
-            yield label, draw.svg(partial(draw.over_time, runs=runs, column=column, label=label))
+        if any(column in charts.columns(result) for _, result in runs):
+            yield label, charts.svg(partial(charts.over_time, runs=runs, column=column, label=label))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,7 @@ LISTENS = re.compile(r"listening at http://([\d.]+):(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SweepSetting:
     """A recipe with overrides; of these, `tried` are those that this setting is one of several by."""
 
     recipe: str
@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What was tried, as a folder may be called; where that is not all, a digest tells it from others."""
+        """What was tried, as the name of a folder; a shortened name gets a digest, to stay unique."""
         text = ",".join(self.tried)
         safe = re.sub(r"[^\w.,=+-]", "_", text)[:MOST_NAME]
         return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -61,7 +61,7 @@ def values(text: str) -> list[str]:
     return found
 
 
-def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]]) -> list[Setting]:
+def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]]) -> list[SweepSetting]:
     """Every setting, in the order given; raises ValueError for one that the recipe cannot have."""
     names = [each[0].partition("=")[0] for each in tries]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -69,32 +69,32 @@ def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]
     settings = []
     for tried in itertools.product(*tries):
         read = load(recipe, [*overrides, *tried])
-        told = json.dumps(read.described(), sort_keys=True, default=str)
-        digest = hashlib.sha256(told.encode()).hexdigest()
-        settings.append(Setting(recipe, (*overrides, *tried), tried, digest, read.server.drain_s))
+        described = json.dumps(read.described(), sort_keys=True, default=str)
+        digest = hashlib.sha256(described.encode()).hexdigest()
+        settings.append(SweepSetting(recipe, (*overrides, *tried), tried, digest, read.server.drain_s))
     return settings
 
 
-def command(setting: Setting) -> list[str]:
+def command(setting: SweepSetting) -> list[str]:
     """What serves it at a free port of this machine, which it logs."""
     serve = [sys.executable, "-m", "scripts.serve", str(Path(setting.recipe).resolve())]
     return [*serve, *setting.overrides, "--host", "127.0.0.1", "--port", "0"]
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """A server that others started, and will end."""
+class ForeignServer:
+    """A server that somebody else started, and will stop."""
 
     url: str
 
     def check(self) -> None:
-        """It is not ours to look after: requests that fail tell it."""
+        """Nothing to check: this server is not ours, and requests that fail report it."""
 
 
-class Server:
-    """A server of ours, in a process of its own; all that it says stands in `log`."""
+class StartedServer:
+    """A server that this sweep started, in its own process; its output goes to `log`."""
 
-    def __init__(self, setting: Setting, log: Path) -> None:
+    def __init__(self, setting: SweepSetting, log: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "API_KEY"}
         self._setting, self._log, self.url = setting, log, ""
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ class Server:
                 env=environment,
                 stdout=file,
                 stderr=file,
-                start_new_session=True,  # ctrl-C is for us, who end it then
+                start_new_session=True,  # ctrl-C reaches only this process, which then stops the server
             )
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class Server:
             raise self._trouble(f"ended with status {status}")
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Until it takes requests; raises ValueError where it does not in so many seconds."""
+        """Wait until it takes requests; raises ValueError if that takes longer than the timeout."""
         until_s = time.monotonic() + timeout_s
         while True:
             found = LISTENS.search(self._log.read_text(encoding="utf-8", errors="replace"))
@@ -145,9 +145,9 @@ class Server:
 
 
 @contextmanager
-def started(setting: Setting, log: Path, timeout_s: float) -> Iterator[Server]:
+def started(setting: SweepSetting, log: Path, timeout_s: float) -> Iterator[StartedServer]:
     """A server of a setting at a free port of this machine, once it is ready; it ends with the context."""
-    server = Server(setting, log)
+    server = StartedServer(setting, log)
     before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
         server.wait_until_ready(timeout_s)

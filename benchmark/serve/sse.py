@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-class Delta(msgspec.Struct):
+class ChatDelta(msgspec.Struct):
     """What a chunk of a chat adds."""
 
     content: str | None = None
@@ -20,7 +20,7 @@ class Choice(msgspec.Struct):
     """One answer's part of a chunk; `text` of a completion, `delta` of a chat."""
 
     text: str | None = None
-    delta: Delta | None = None
+    delta: ChatDelta | None = None
     finish_reason: str | None = None
 
     @property
@@ -32,12 +32,12 @@ class Choice(msgspec.Struct):
 
 
 class Cached(msgspec.Struct):
-    """Of the prompt, found in a cache."""
+    """Tokens of the prompt that were found in a cache."""
 
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     """Tokens so far; in the last chunk, tokens of the whole answer."""
 
     prompt_tokens: int | None = None
@@ -45,15 +45,15 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: Cached | None = None
 
 
-class Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """One event's data. Whatever else servers write into it is passed over."""
 
     choices: list[Choice] | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error: Any = None
 
 
-read_chunk = msgspec.json.Decoder(Chunk).decode
+read_chunk = msgspec.json.Decoder(StreamChunk).decode
 
 
 class Events:

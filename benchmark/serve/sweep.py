@@ -28,7 +28,7 @@ class Leg:
 
     name: str
     folder: Path
-    start: Callable[[], AbstractContextManager[settings.Running | settings.Server]]
+    start: Callable[[], AbstractContextManager[settings.ForeignServer | settings.StartedServer]]
     of: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ def legs(options: argparse.Namespace) -> list[Leg]:
     if bool(options.tries) != bool(options.recipe):
         raise ValueError("--recipe and --try KEY=V1,V2 go together: one server is started for each value")
     if not options.recipe:
-        return [Leg("", options.result_dir, partial(nullcontext, settings.Running(options.base_url)))]
+        return [Leg("", options.result_dir, partial(nullcontext, settings.ForeignServer(options.base_url)))]
     recipe, *overrides = options.recipe
     found = []
     for each in settings.product(recipe, overrides, options.tries):

@@ -15,17 +15,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
-from benchmark.simulate.plan import plan
-from benchmark.simulate.traces import requests_of
-from benchmark.simulate.worlds import SIMULATED, Result
+from benchmark.simulate.deployment import SIMULATED, Result
+from benchmark.simulate.placement import place
+from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 from recipes.build.engine import build
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from simulation.fitted import Timed, features, fit
+from simulation.run_totals import RunTotals, StepCounter
 from simulation.serve import in_order, serve
-from simulation.tally import Tally, Watch
 
 NUM_SIMULATED = 5
 
@@ -41,11 +41,11 @@ class CpuClock:
         return self.passed_s + (0.0 if self._since_s is None else time.process_time() - self._since_s)
 
     def go(self) -> None:
-        """Its engine goes to work."""
+        """Start counting: its engine goes to work."""
         self._since_s = time.process_time()
 
     def halt(self) -> None:
-        """The other engine's turn."""
+        """Stop counting: it is the other engine's turn."""
         self.passed_s, self._since_s = self(), None
 
 
@@ -55,9 +55,9 @@ class Served:
     def __init__(self, recipe: Recipe, trace: Iterator[Request]) -> None:
         self.clock = CpuClock()
         self.engine: Engine = build(recipe, self.clock).engine
-        self.tally = Tally()
+        self.totals = RunTotals()
         self.steps: list[Timed] = []
-        self._watch = Watch(self.engine, self.tally)
+        self._counter = StepCounter(self.engine, self.totals)
         self._coming = deque(in_order(trace))
         self._idle_s = 0.0
 
@@ -66,23 +66,23 @@ class Served:
         return bool(self._coming) or self.engine.has_work
 
     def turn(self) -> None:
-        """Admit who has come, and make a step."""
+        """Add the requests that have arrived, and make a step."""
         clock, was_idle = self.clock, not self.engine.has_work
         if was_idle:
             clock.passed_s = max(clock.passed_s, self._coming[0].arrival_s)
         clock.go()
         while self._coming and self._coming[0].arrival_s <= clock():
             request = self._coming.popleft()
-            self.tally.came(request)
+            self.totals.came(request)
             self.engine.add(request)
-            self._watch.added(request)
+            self._counter.added(request)
         step = self.engine.step()
         clock.halt()
         if step is not None:
             self._count(step, was_idle)
 
     def _count(self, step: Step, was_idle: bool) -> None:
-        self._watch.step(step)
+        self._counter.step(step)
         if step.batch.num_spans:
             since_s = step.start_s if was_idle else self._idle_s
             self.steps.append(Timed(features(step.batch), step.end_s - since_s))
@@ -92,7 +92,7 @@ class Served:
 def held_out(options: argparse.Namespace) -> Result:
     """Figures of the held-out trace, real and simulated, and by how much they differ."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
-    planned = plan(recipe, None)
+    planned = place(recipe, None)
     vocab_size = planned.config.vocab_size
     traces = [requests_of(path, recipe, vocab_size, skip_bad=False) for path in (options.train, options.held)]
     train, held = (Served(recipe, opened()) for opened in traces)
@@ -100,7 +100,7 @@ def held_out(options: argparse.Namespace) -> Result:
         for each in (train, held):
             if each.has_work:
                 each.turn()
-    fitted, real = fit(train.steps), held.tally.figures()
+    fitted, real = fit(train.steps), held.totals.figures()
     foretold = [
         serve(
             traces[1](), planned.scheduler(), replace(fitted, seed=seed), overlap=recipe.scheduler.overlap

@@ -12,17 +12,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmark.gate.verdict import with_verdict
-from benchmark.simulate.plan import plan
-from benchmark.simulate.traces import requests_of
-from benchmark.simulate.worlds import SIMULATED, Result, World
+from benchmark.gate.gate import with_verdict
+from benchmark.simulate.deployment import SIMULATED, Deployment, Result
+from benchmark.simulate.placement import place
+from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.request import Request
 from recipes.schema.reader import read
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What may be chosen."""
+class TriedSetting:
+    """The parts of a setting that a search may choose."""
 
     tensor: int
     replicas: int
@@ -44,44 +44,51 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Objectives:
-    """So many percent of first tokens, and of the times between tokens, within so long."""
+class PercentileObjectives:
+    """The percentage of first tokens, and of gaps between tokens, that must be within a time."""
 
     ttft_s: float
     itl_s: float
     percent: float
 
 
-def settings(options: argparse.Namespace) -> list[Setting]:
-    """All that may be tried, fewest devices first."""
+def settings(options: argparse.Namespace) -> list[TriedSetting]:
+    """All settings that may be tried, fewest devices first."""
     made = itertools.product(options.tp, options.dp, options.chunk or [None], options.slots or [None])
-    return sorted((Setting(*each) for each in made), key=lambda each: each.num_devices)
+    return sorted((TriedSetting(*each) for each in made), key=lambda each: each.num_devices)
 
 
-def tried(options: argparse.Namespace, setting: Setting) -> Result:
-    """How a setting fares: shares within the objectives, and figures; or why it cannot be."""
-    aims = Objectives(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.percent)
-    told: Result = {"setting": str(setting), "devices": setting.num_devices}
+def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
+    """How a setting does: shares within the objectives, and figures; or why it cannot run."""
+    aims = PercentileObjectives(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.percent)
+    named: Result = {"setting": str(setting), "devices": setting.num_devices}
     try:
         recipe = read(options.recipe, [*options.overrides, *setting.overrides], options.profile).recipe
-        world = World(plan(recipe, options.device, setting.tensor), setting.replicas, "least_loaded")
-        world.plan.scheduler()
+        placement = place(recipe, options.device, setting.tensor)
+        deployment = Deployment(placement, setting.replicas, "least_loaded")
+        placement.scheduler()
     except ValueError as error:
-        return {**told, "meets": False, "cannot_be": str(error)}
+        return {**named, "meets": False, "cannot_be": str(error)}
     requests: Iterator[Request] = requests_of(
-        options.trace, recipe, world.plan.config.vocab_size, skip_bad=options.skip_bad
+        options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad
     )()
-    tally, own = world.serve(requests, None, records=False)
-    figures = tally.figures()
-    shares = tally.ttft.share_within(aims.ttft_s), tally.itl.share_within(aims.itl_s)
+    totals, own = deployment.serve(requests, None, records=False)
+    figures = totals.figures()
+    shares = totals.ttft.share_within(aims.ttft_s), totals.itl.share_within(aims.itl_s)
     result = with_verdict(
-        {**world.plan.facts(), "slots": world.num_slots, "max_tokens_per_step": 1, **figures, **own}
+        {
+            **deployment.placement.facts(),
+            "slots": deployment.num_slots,
+            "max_tokens_per_step": 1,
+            **figures,
+            **own,
+        }
     )
     verdict = result["verdict"]
-    assert isinstance(verdict, dict), "a verdict is told by its laws"
+    assert isinstance(verdict, dict), "a verdict is described by an object"
     meets = all(100 * each >= aims.percent for each in shares) and not figures["failed"]
     return {
-        **told,
+        **named,
         "meets": meets and verdict["outcome"] == "pass",
         "ttft_within": round(shares[0], 4),
         "itl_within": round(shares[1], 4),

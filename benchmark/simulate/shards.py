@@ -17,19 +17,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from benchmark.gate.verdict import with_verdict
-from benchmark.simulate.plan import plan
-from benchmark.simulate.sampled import draw, estimates
-from benchmark.simulate.worlds import SIMULATED
+from benchmark.gate.gate import with_verdict
+from benchmark.simulate.deployment import SIMULATED
+from benchmark.simulate.fleet_estimates import draw, estimates
+from benchmark.simulate.placement import place
 from benchmark.workloads.lengths import lengths
 from continuous_batching.request import Request, SamplingParams
 from recipes.build.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.reader import read
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
+from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
 from simulation.serve import serve
-from simulation.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class Shard:
     costs: CostModel
 
 
-def run(shard: Shard) -> list[Tally]:
-    """What came of the requests of each group."""
+def run(shard: Shard) -> list[RunTotals]:
+    """The totals of each group's requests."""
     columns = shard.drawn.columns()
     return [_run(shard, group, columns) for group in shard.groups]
 
 
-def _run(shard: Shard, group: list[int], columns: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Tally:
-    tally, zeros = Tally(), np.zeros(shard.limits.longest_tokens, dtype=np.int32)
+def _run(shard: Shard, group: list[int], columns: tuple[np.ndarray, np.ndarray, np.ndarray]) -> RunTotals:
+    totals, zeros = RunTotals(), np.zeros(shard.limits.longest_tokens, dtype=np.int32)
     for replica in group:
         times_s, num_prompt, num_output = (each[replica :: shard.replicas].tolist() for each in columns)
 
@@ -81,20 +81,20 @@ def _run(shard: Shard, group: list[int], columns: tuple[np.ndarray, np.ndarray, 
                 yield Request(str(index), zeros[:prompt], params(output), arrival_s=at_s)
 
         scheduler = scheduler_of(shard.asked, shard.cache, shard.limits)
-        tally.merge(serve(requests(), scheduler, shard.costs, overlap=shard.asked.overlap))
-    return tally
+        totals.merge(serve(requests(), scheduler, shard.costs, overlap=shard.asked.overlap))
+    return totals
 
 
 @lru_cache(maxsize=4096)
 def params(max_tokens: int) -> SamplingParams:
-    """Those of an answer of so many tokens."""
+    """The sampling parameters of an answer of so many tokens."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 def fleet_main(options: argparse.Namespace) -> dict[str, object]:
     """Simulate and return the figures; raises ValueError for what cannot be."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
-    planned = plan(recipe, options.device, options.tp)
+    planned = place(recipe, options.device, options.tp)
     drawn = Drawn(options.requests, options.rate, options.prompt_tokens, options.output_tokens, options.seed)
     cache, limits = replace(recipe.cache, prefix_sharing=False), planned.limits()
     count = options.sample or options.dp
@@ -107,17 +107,17 @@ def fleet_main(options: argparse.Namespace) -> dict[str, object]:
     ]
     began_s = time.perf_counter()
     with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as processes:
-        tallies = [tally for found in processes.map(run, shards) for tally in found]
+        all_totals = [totals for found in processes.map(run, shards) for totals in found]
     took_s = time.perf_counter() - began_s
-    tally = Tally()
+    totals = RunTotals()
     sampled: dict[str, object] = {}
-    for each in tallies:
-        tally.merge(each)
+    for each in all_totals:
+        totals.merge(each)
     if count < options.dp:
         sampled = {
             "SAMPLED": f"{count} of {options.dp} engines; figures are theirs, but where `fleet` estimates"
             " those of all, with intervals of 95 %",
-            **estimates(tallies, count, options.dp),
+            **estimates(all_totals, count, options.dp),
         }
     return with_verdict(
         {
@@ -130,9 +130,9 @@ def fleet_main(options: argparse.Namespace) -> dict[str, object]:
             "slots": recipe.scheduler.num_slots * count,
             "max_tokens_per_step": 1,
             "warm_up_counted": 0,
-            **tally.figures(),
+            **totals.figures(),
             "wall_s": round(took_s, 3),
-            "simulated_output_tokens_per_wall_s": round(tally.output_tokens / took_s),
-            "simulated_requests_per_wall_s": round(tally.requests / took_s, 1),
+            "simulated_output_tokens_per_wall_s": round(totals.output_tokens / took_s),
+            "simulated_requests_per_wall_s": round(totals.requests / took_s, 1),
         }
     )

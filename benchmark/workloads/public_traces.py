@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.workloads.lengths import MOST_TOKENS
-from benchmark.workloads.requests import ARRIVAL, OUTPUT, THINK, Line, Load, line_of, mark
+from benchmark.workloads.synthetic import ARRIVAL, OUTPUT, THINK, Line, SyntheticLoad, line_of, mark
 
 MOONCAKE_TOKENS = 512  # of a prompt, for each of its hash_ids
 MOONCAKE, BURSTGPT = 20, 21  # streams of chance
@@ -60,8 +60,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def mooncake(path: Path, load: Load) -> Iterator[Item]:
-    """Prompts of which those parts are the same that were the same."""
+def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
+    """Prompts that share the same parts as in the trace."""
 
     def read(number: int, line: bytes) -> Line:
         fields = json.loads(line.decode())
@@ -69,7 +69,7 @@ def mooncake(path: Path, load: Load) -> Iterator[Item]:
             raise ValueError("it is no object")
         length, ids = _length(fields, "input_length"), fields.get("hash_ids")
         if ids is None:
-            ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]  # its own
+            ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]  # not shared
         if not isinstance(ids, list) or len(ids) != -(-length // MOONCAKE_TOKENS):
             raise ValueError(
                 f"{length} tokens and hash_ids {_shown(ids)}; there must be one for each 512 tokens"
@@ -90,7 +90,7 @@ def mooncake(path: Path, load: Load) -> Iterator[Item]:
                 yield f"line {number}", lambda number=number, line=line: read(number, line)
 
 
-def burstgpt(path: Path, load: Load) -> Iterator[Item]:
+def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
     """Prompts of random tokens."""
 
     def read(number: int, names: list[str], line: bytes) -> Line:
@@ -113,7 +113,7 @@ def burstgpt(path: Path, load: Load) -> Iterator[Item]:
 
 
 def _cells(line: bytes) -> list[str]:
-    """Of one line of CSV, so that one that is broken takes no other with it."""
+    """The fields of one line of CSV, read alone, so that a broken line affects no other."""
     return next(csv.reader([line.decode("utf-8-sig")]))
 
 
@@ -155,7 +155,7 @@ def _pairs(messages: list[Line]) -> Iterator[tuple[list[Line], str]]:
 
 
 def good(path: Path, items: Iterable[Item], skip_bad: bool, skipped: list[str]) -> Iterator[tuple[str, Any]]:
-    """What can be read, with where it stands; what cannot goes to `skipped`, or raises ValueError."""
+    """What can be read, and where it stands; other items go to `skipped`, or raise ValueError."""
     for where, read in items:
         try:
             found = read()
@@ -179,7 +179,7 @@ def _reason(error: Exception) -> str:
 
 
 def timed(
-    path: Path, form: str, load: Load, most: int | None, skip_bad: bool
+    path: Path, form: str, load: SyntheticLoad, most: int | None, skip_bad: bool
 ) -> tuple[list[Line], list[str]]:
     """Requests of a trace that has times, which then count from the first; and what was skipped."""
     skipped: list[str] = []
@@ -193,7 +193,7 @@ def timed(
 
 
 def sharegpt(
-    path: Path, load: Load, most: int | None, skip_bad: bool, count_tokens: CountTokens | None
+    path: Path, load: SyntheticLoad, most: int | None, skip_bad: bool, count_tokens: CountTokens | None
 ) -> tuple[list[Line], list[str]]:
     """Requests of conversations that begin as `load` says; answers as long as they were, or as drawn."""
     skipped: list[str] = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.quantization import quantize_rows
+from models.ops.int8 import quantize_rows
 
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 

@@ -15,6 +15,7 @@ from kv_cache.storage import KVCache
 from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
+from models.dtypes import TORCH_DTYPES
 from models.graphs import ladder
 from models.ops.reference import Ops
 from models.runner import ModelRunner
@@ -55,7 +56,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     attention.check()
     attention.check_longest(memory.longest_tokens)
     if config.quantization is not None:
-        ops.check_int8(config.dtype)
+        ops.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.graphs:
         rows = min(recipe.device.graphs, recipe.scheduler.num_slots)
         attention.check_graphs(len(ladder(rows, recipe.cache.page_size)))
@@ -71,7 +72,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         recipe.cache.page_size,
         config.num_kv_heads,
         config.head_dim,
-        config.dtype,
+        TORCH_DTYPES[config.dtype],
         attention.device,
         num_host_pages=memory.num_host_pages,
         allocate=attention.new_pages,
@@ -125,7 +126,7 @@ def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
         head_dim=config.head_dim,
         page_size=recipe.cache.page_size,
         scale=config.head_dim**-0.5,
-        dtype=config.dtype,
+        dtype=TORCH_DTYPES[config.dtype],
         windows=config.windows,
     )
 

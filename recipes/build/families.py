@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from models.config import DecoderConfig
-from models.huggingface import DTYPES
 from models.quantization import Quantization
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
@@ -36,7 +35,7 @@ def model_config(recipe: Recipe) -> DecoderConfig:
         config = replace(config, quantization=Quantization(is_stored=False))
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
-    return config if model.dtype == "auto" else replace(config, dtype=DTYPES[model.dtype])
+    return config if model.dtype == "auto" else replace(config, dtype=model.dtype)
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -60,7 +60,7 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
     pages_each = -(-(sizing.longest_tokens - 1) // page_size)
     wanted = num_slots * pages_each
     how = "measured" if sizing.is_measured else "estimated"
-    dtype = str(config.dtype).removeprefix("torch.") + (", W8A8" if config.quantization else "")
+    dtype = config.dtype + (", W8A8" if config.quantization else "")
     memory = in_gib(sizing.memory_bytes)
     return [
         ("model", f"{config.family}, {sizing.num_parameters / 1e6:,.1f} M parameters, {dtype}"),

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from devices.onednn import product_dtype
-from kv_cache.storage import KVCache
 from models.config import DecoderConfig
+from models.dtypes import TORCH_DTYPES
 from recipes.build.machine import host_memory_bytes, start
 from recipes.build.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.build.memory_plan import GIB, MemoryPlan
@@ -26,15 +26,21 @@ def plan_memory(
     config: DecoderConfig,
     memory_bytes: int | None = None,
     activation_bytes: int | None = None,
+    *,
+    tensor: int = 1,
+    stages: int = 1,
+    host_memory: int | None = None,
 ) -> MemoryPlan:
     """The plan of a recipe; raises RecipeError, with what is missing and the key to change, if it cannot fit.
 
-    `memory_bytes` None: what the recipe's device has. `activation_bytes` None: estimated.
+    `memory_bytes` None: what the recipe's device has. `activation_bytes` None: estimated. `host_memory` None:
+    what this machine has. The model lies on `stages` groups of `tensor` devices that share each layer, all
+    with this memory; then the sizing is that of all devices together, and so is what the cache may take.
     """
-    cache = recipe.cache
-    page_bytes = KVCache.page_bytes(
-        config.num_layers, cache.page_size, config.num_kv_heads, config.head_dim, config.dtype
-    )
+    cache, num_devices = recipe.cache, tensor * stages
+    page_bytes = cache.page_size * tensor * config.kv_bytes_per_token(tensor)
+    device_bytes = start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes
+    host_bytes = host_memory_bytes() if host_memory is None else host_memory
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
         num_parameters=config.num_parameters,
@@ -42,18 +48,18 @@ def plan_memory(
         page_bytes=page_bytes,
         num_pages=0,
         num_pages_fitting=0,
-        num_host_pages=_num_host_pages(recipe, page_bytes),
+        num_host_pages=_num_host_pages(recipe, page_bytes, host_bytes),
         host_is_device=recipe.device.kind == "cpu",
         cache_tokens=0,
         longest_tokens=0,
         longest_because="",
-        slot_bytes=_slot_bytes(recipe, most_tokens),
-        activation_bytes=estimate(recipe, config) if activation_bytes is None else activation_bytes,
+        slot_bytes=num_devices * _slot_bytes(recipe, most_tokens),
+        activation_bytes=stages * estimate(recipe, config) if activation_bytes is None else activation_bytes,
         is_measured=activation_bytes is not None,
-        reserve_bytes=int(cache.reserve_gib * GIB),
-        memory_bytes=start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes,
+        reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
+        memory_bytes=num_devices * device_bytes,
     )
-    num_pages = _num_pages(recipe, sizing)
+    num_pages = _num_pages(recipe, sizing, num_devices)
     cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
     longest_tokens, longest_because = _longest(recipe, config, cache_tokens)
     sizing = replace(
@@ -62,7 +68,7 @@ def plan_memory(
         cache_tokens=cache_tokens,
         longest_tokens=longest_tokens,
         longest_because=longest_because,
-        slot_bytes=_slot_bytes(recipe, longest_tokens),
+        slot_bytes=num_devices * _slot_bytes(recipe, longest_tokens),
     )
     spare_bytes = sizing.memory_bytes - sizing.beside_bytes
     sizing = replace(sizing, num_pages_fitting=max(0, spare_bytes // page_bytes))
@@ -80,11 +86,11 @@ def estimate(recipe: Recipe, config: DecoderConfig) -> int:
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * config.intermediate_size
     span = min(num_tokens, max_positions(config))
-    scores = config.num_heads * min(span, SCORED_ROWS) * span * (8 + config.dtype.itemsize)
-    item_bytes = config.dtype.itemsize
-    if recipe.device.kind == "cpu" and product_dtype(config.dtype) != config.dtype:
+    scores = config.num_heads * min(span, SCORED_ROWS) * span * (8 + config.dtype_bytes)
+    item_bytes, dtype = config.dtype_bytes, TORCH_DTYPES[config.dtype]
+    if recipe.device.kind == "cpu" and product_dtype(dtype) != dtype:
         item_bytes += torch.float32.itemsize  # rows are widened, and what comes of them lies beside
-    logits = num_slots * config.vocab_size * (config.dtype.itemsize + LOGIT_BYTES)
+    logits = num_slots * config.vocab_size * (config.dtype_bytes + LOGIT_BYTES)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + logits
 
 
@@ -112,15 +118,16 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     """What linear layers take beyond their stored size, as the device multiplies them: a CPU without bfloat16
     keeps them in float32, and a tied head is kept apart from the embedding in its own order.
     """
-    device, dtype, num_bytes = recipe.device, config.dtype, 0
+    device, stored, num_bytes = recipe.device, TORCH_DTYPES[config.dtype], 0
+    dtype = stored
     if device.kind == "cpu":
-        dtype = product_dtype(config.dtype)
+        dtype = product_dtype(stored)
         plain = (each for each in config.linears() if config.form(each[0]) == "plain")
         num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
-        num_bytes = num_elements * (dtype.itemsize - config.dtype.itemsize)
-        is_packed = torch.backends.mkldnn.is_available() or dtype != config.dtype
+        num_bytes = num_elements * (dtype.itemsize - stored.itemsize)
+        is_packed = torch.backends.mkldnn.is_available() or dtype != stored
     else:
-        is_packed = device.kind == "npu" and device.product != "910" and config.dtype != torch.float32
+        is_packed = device.kind == "npu" and device.product != "910" and stored != torch.float32
     is_kept_twice = is_packed and config.tie_embeddings
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
 
@@ -130,7 +137,7 @@ def _slot_bytes(recipe: Recipe, longest_tokens: int) -> int:
     return recipe.scheduler.num_slots * 4 * (longest_tokens + -(-longest_tokens // recipe.cache.page_size))
 
 
-def _num_pages(recipe: Recipe, sizing: MemoryPlan) -> int:
+def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
     cache, page_bytes = recipe.cache, sizing.page_bytes
     if cache.num_pages is not None:
         return cache.num_pages
@@ -140,21 +147,21 @@ def _num_pages(recipe: Recipe, sizing: MemoryPlan) -> int:
             raise too_small_a_part(recipe, sizing, 2 * page_bytes - budget)
         return min(budget // page_bytes, 2**31 - 1)
     assert cache.memory_gib is not None, "a recipe says how many pages there are"
-    num_pages = int(cache.memory_gib * GIB) // page_bytes
+    num_pages = int(num_devices * cache.memory_gib * GIB) // page_bytes
     if num_pages < 2:
         raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes)
     return min(num_pages, 2**31 - 1)
 
 
-def _num_host_pages(recipe: Recipe, page_bytes: int) -> int:
+def _num_host_pages(recipe: Recipe, page_bytes: int, host_bytes: int) -> int:
     host_gib = recipe.cache.host_gib
     if not host_gib:
         return 0
     num_pages = int(host_gib * GIB) // page_bytes
     if num_pages < 2:
         raise too_few_pages("cache.host_gib", host_gib, num_pages, page_bytes)
-    if host_gib * GIB > host_memory_bytes() and recipe.device.kind != "cpu":
-        raise too_much_of_the_host(host_gib, host_memory_bytes())
+    if host_gib * GIB > host_bytes and recipe.device.kind != "cpu":
+        raise too_much_of_the_host(host_gib, host_bytes)
     return min(num_pages, 2**31 - 1)
 
 

@@ -247,10 +247,10 @@ def test_the_device_benchmark_prints_tables(capsys: pytest.CaptureFixture[str]) 
 
 def test_floors_count_what_a_step_reads_and_multiplies() -> None:
     config = replace(model_config(read(RECIPE).recipe), windows=(None, 8), num_layers=2)
-    load = device.Load(3, 20, 1, 10)
-    page = 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize
+    load = device.StepLoad(3, 20, 1, 10)
+    page = 2 * config.num_kv_heads * config.head_dim * config.dtype_bytes
     weights = config.weight_bytes - (not config.tie_embeddings) * (
-        config.vocab_size * config.hidden_size * config.dtype.itemsize
+        config.vocab_size * config.hidden_size * config.dtype_bytes
     )
     assert device.read_bytes(config, load) == weights + page * (3 * 20 + 10 + 4 * 8)
     pairs = 3 * 20 + 55 + 3 * 8 + (36 + 2 * 8)  # by hand: each query and each position it sees

@@ -152,9 +152,7 @@ def test_a_candidate_is_asked_for_the_attention_of_the_engine(
     candidates.check(attend, own, keys, values)
     for layer in range(2):
         torch.testing.assert_close(attend(keys, values, layer), own(keys, values, layer))
-    with pytest.raises(
-        ValueError, match=r"^it comes to something else, \d.* from the engine's own attention$"
-    ):
+    with pytest.raises(ValueError, match=r"^its result differs, \d.* from the engine's own attention$"):
         candidates.check(lambda *_: attend(keys, values, 0).flip(0), own, keys, values)
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_be_read_is_named(fields: Result, message: str) -> None:
 def test_times_that_are_none_are_named() -> None:
     result = by_their_names(1)
     result["records"][0]["piece_times_s"] = 5
-    with pytest.raises(ValueError, match="a time of request 0: 5 is told where a list of them must be"):
+    with pytest.raises(ValueError, match="a time of request 0: 5 is given where a list of times must be"):
         audit(result)
 
 

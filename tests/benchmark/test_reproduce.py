@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from benchmark.reproduce.case import Case, Offered, chunked, static
+from benchmark.reproduce.case_runs import alone_s, num_good, run
+from benchmark.reproduce.experiments import experiments
 from benchmark.reproduce.goodput import found
-from benchmark.reproduce.run import alone_s, num_good, run
-from scripts.reproduce import experiments, main
+from scripts.reproduce import main
 
 Results = dict[str, dict[str, dict[str, Any]]]
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark.gate.gate import audit
-from benchmark.serve import trace
-from benchmark.serve.client import Answer
+from benchmark.serve import trace_requests
+from benchmark.serve.client import ClientAnswer
 from benchmark.serve.figures import kinds, records, summarise
-from benchmark.serve.load import Run
 from benchmark.serve.objectives import Objectives, token_times_s
+from benchmark.serve.sending import ClientRun
+from benchmark.serve.server_metrics import parse
 from benchmark.serve.sse import Events
-from benchmark.serve.watch import parse
 from scripts.benchmark import main
 from tests.benchmark.openai_server import FAULTS, Stub, running
 
@@ -178,11 +178,14 @@ def test_a_limit_of_tokens_for_every_request_is_what_was_asked_for(
 
 
 def test_a_server_may_have_its_own_limit_of_tokens() -> None:
-    asks = [trace.Ask(str(n), 0.0, 4, False, [1], 1, {}).limited({"max_tokens": None}) for n in range(2)]
+    asks = [
+        trace_requests.TraceRequest(str(n), 0.0, 4, False, [1], 1, {}).limited({"max_tokens": None})
+        for n in range(2)
+    ]
     assert "max_tokens" not in json.loads(asks[0].body("a", 0, {}))
-    failed = Answer(asks[0], sent_s=1.0, end_s=2.0, error="broke")
-    whole = Answer(asks[1], 0.0, 0.0, 1.0, 1.3, [1.1], [1], "stop", 1, 1)
-    assert [each["max_tokens"] for each in records(Run([failed, whole]))] == [None, None]
+    failed = ClientAnswer(asks[0], sent_s=1.0, end_s=2.0, error="broke")
+    whole = ClientAnswer(asks[1], 0.0, 0.0, 1.0, 1.3, [1.1], [1], "stop", 1, 1)
+    assert [each["max_tokens"] for each in records(ClientRun([failed, whole]))] == [None, None]
     objectives = Objectives({"ttft": 150, "tpot": 10})
     assert objectives.fluidity([failed, whole]) is None, "nobody knows how many tokens never came"
     assert objectives.fluidity([whole]) == 1
@@ -284,8 +287,8 @@ def test_a_bad_line_is_named_and_left_out_only_when_asked(tmp_path: Path, line: 
     path = tmp_path / "trace.jsonl"
     path.write_text('{"id": "a", "prompt": "x"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"trace.jsonl: line 3: .*{message}.*--skip-bad"):
-        trace.read(path, skip_bad=False)
-    asks, skipped = trace.read(path, skip_bad=True)
+        trace_requests.read(path, skip_bad=False)
+    asks, skipped = trace_requests.read(path, skip_bad=True)
     assert [ask.id for ask in asks] == ["a"]
     assert len(skipped) == 1
 
@@ -310,17 +313,17 @@ def test_metrics_of_several_engines_add_up() -> None:
     assert parse(text) == {"running": 7, "kv_usage": 0.75}
 
 
-def by_hand() -> Run:
+def by_hand() -> ClientRun:
     """Two answers and a failure, with known figures: 4 tokens 10 ms apart, and 3, two of them at once."""
-    first = trace.Ask("a", 0.0, 4, False, [1, 2], 2, {})
-    second = trace.Ask("b", 1.0, 3, False, [1], 1, {})
-    third = trace.Ask("c", 2.0, 5, False, [1], 1, {})
+    first = trace_requests.TraceRequest("a", 0.0, 4, False, [1, 2], 2, {})
+    second = trace_requests.TraceRequest("b", 1.0, 3, False, [1], 1, {})
+    third = trace_requests.TraceRequest("c", 2.0, 5, False, [1], 1, {})
     answers = [
-        Answer(first, 0.0, 0.0, 10.0, 10.14, [10.1, 10.11, 10.12, 10.13], [1, 1, 1, 1], "length", 2, 4),
-        Answer(second, 0.001, 0.0, 11.0, 11.3, [11.2, 11.26], [1, 2], "stop", 1, 3),
-        Answer(third, 0.002, 0.0, 12.0, 14.0, [12.5], [1], None, 1, 1, error="broke"),
+        ClientAnswer(first, 0.0, 0.0, 10.0, 10.14, [10.1, 10.11, 10.12, 10.13], [1, 1, 1, 1], "length", 2, 4),
+        ClientAnswer(second, 0.001, 0.0, 11.0, 11.3, [11.2, 11.26], [1, 2], "stop", 1, 3),
+        ClientAnswer(third, 0.002, 0.0, 12.0, 14.0, [12.5], [1], None, 1, 1, error="broke"),
     ]
-    return Run(answers, 0, 1, [0.001, 0.003], 10.0, 14.0, 0.4)
+    return ClientRun(answers, 0, 1, [0.001, 0.003], 10.0, 14.0, 0.4)
 
 
 def test_figures_are_those_of_their_closed_forms() -> None:
@@ -364,9 +367,9 @@ def test_tokens_whose_piece_is_not_known_count_as_the_last() -> None:
 
 
 def test_a_poisson_process_has_its_rate_and_its_seed() -> None:
-    asks = [trace.Ask(str(n), 5.0, 1, False, [1], 1, {}) for n in range(4000)]
-    times_s = [ask.due_s for ask in trace.at_rate(asks, 50.0, seed=3)]
+    asks = [trace_requests.TraceRequest(str(n), 5.0, 1, False, [1], 1, {}) for n in range(4000)]
+    times_s = [ask.due_s for ask in trace_requests.at_rate(asks, 50.0, seed=3)]
     assert times_s[0] == 0
     assert 4000 / times_s[-1] == pytest.approx(50, rel=0.05)
-    assert times_s == [ask.due_s for ask in trace.at_rate(asks, 50.0, seed=3)]
-    assert {ask.due_s for ask in trace.at_rate(asks, float("inf"), seed=3)} == {0.0}
+    assert times_s == [ask.due_s for ask in trace_requests.at_rate(asks, 50.0, seed=3)]
+    assert {ask.due_s for ask in trace_requests.at_rate(asks, float("inf"), seed=3)} == {0.0}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.serve import settings
-from benchmark.serve.settings import Running, Setting, product, values
+from benchmark.serve.settings import ForeignServer, SweepSetting, product, values
 from benchmark.serve.sweep import most
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
@@ -36,10 +36,10 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with running(Stub()) as stub:
 
         @contextmanager
-        def started(setting: Setting, log: Path, timeout_s: float) -> Iterator[Running]:
+        def started(setting: SweepSetting, log: Path, timeout_s: float) -> Iterator[ForeignServer]:
             log.parent.mkdir(parents=True, exist_ok=True)
             found.append(setting.name)
-            yield Running(stub.url)
+            yield ForeignServer(stub.url)
             found.append("end")
 
         monkeypatch.setattr(settings, "started", started)
@@ -109,7 +109,7 @@ def test_values_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_folder_has_a_name_that_a_file_may_have_and_that_no_other_has() -> None:
     paths = ["a/b", "a_b", "ä b", "x" * 300]
-    tried = [Setting(TINY, (), (f"model.path={path}",), "", 0.0).name for path in paths]
+    tried = [SweepSetting(TINY, (), (f"model.path={path}",), "", 0.0).name for path in paths]
     assert tried[1] == "model.path=a_b"
     assert tried[0].startswith("model.path=a_b-")
     assert len(set(tried)) == 4

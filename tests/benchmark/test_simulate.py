@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.simulate.plan import plan
-from benchmark.simulate.sampled import draw, estimates, student
+from benchmark.simulate.fleet_estimates import draw, estimates, student
+from benchmark.simulate.placement import place
 from benchmark.simulate.shards import Drawn, Shard, run
 from recipes.schema.reader import load
 from scripts.simulate import main
 from scripts.trace import main as make_trace
-from simulation.tally import Tally
+from simulation.run_totals import RunTotals
 
 RECIPE = ["recipes/bench/llama2_7b_cuda.yaml", "model.dtype=float16", "scheduler.num_slots=32"]
 
@@ -50,7 +50,7 @@ def test_a_mistake_is_one_line(trace: str, tmp_path: Path) -> None:
         main([*RECIPE, "--trace", trace, "--device", "ascend912"])
     with pytest.raises(ValueError, match="--tp is 3; it must divide the model's 32 heads"):
         main([*RECIPE, "--trace", trace, "--device", "ascend910b", "--tp", "3"])
-    with pytest.raises(ValueError, match="no page beside; raise --tp"):
+    with pytest.raises(ValueError, match=r"and a cache of 2 pages; .*or raise --tp"):
         main([*RECIPE, "model.dtype=float32", "--trace", trace, "--device", "ascend910"])
     bad = tmp_path / "bad.jsonl"
     bad.write_text(Path(trace).read_text(encoding="utf-8") + "{}\n", encoding="utf-8")
@@ -137,15 +137,15 @@ def test_a_search_finds_the_fewest_devices(trace: str, capsys: pytest.CaptureFix
 
 def test_shards_add_up_to_the_whole() -> None:
     recipe = load("recipes/bench/llama2_7b_cuda.yaml", ["model.dtype=float16", "scheduler.num_slots=8"])
-    planned = plan(recipe, "ascend910b")
+    planned = place(recipe, "ascend910b")
     drawn = Drawn(60, 40.0, "uniform:10:60", "uniform:2:12", seed=1)
     limits = replace(planned.limits(), num_pages=400, longest_tokens=200)
 
-    def shard(number: int, of: int) -> Tally:
+    def shard(number: int, of: int) -> RunTotals:
         costs = planned.costs()
         group = list(range(number, 3, of))
-        (tally,) = run(Shard([group], 3, drawn, recipe.scheduler, recipe.cache, limits, costs))
-        return tally
+        (totals,) = run(Shard([group], 3, drawn, recipe.scheduler, recipe.cache, limits, costs))
+        return totals
 
     parts = shard(0, 2)
     parts.merge(shard(1, 2))
@@ -157,7 +157,7 @@ def test_shards_add_up_to_the_whole() -> None:
 
 def test_a_fleet_overlaps_if_its_recipe_does() -> None:
     recipe = load(RECIPE[0], [*RECIPE[1:], "scheduler.overlap=true"])
-    planned = plan(recipe, "ascend910b")
+    planned = place(recipe, "ascend910b")
     drawn = Drawn(60, 40.0, "uniform:10:60", "uniform:2:12", seed=1)
     limits, costs = planned.limits(), planned.costs()
     ahead, alone = (
@@ -172,13 +172,13 @@ def test_a_fleet_overlaps_if_its_recipe_does() -> None:
 
 def test_devices_beyond_the_heads_hold_them_again() -> None:
     recipe = load("recipes/bench/qwen3_8b_cuda.yaml")  # of 8 heads of keys and values
-    pages = {tensor: plan(recipe, "h200", tensor).num_pages for tensor in (4, 8, 16)}
+    pages = {tensor: place(recipe, "h200", tensor).memory.num_pages for tensor in (4, 8, 16)}
     assert 2 * pages[4] < pages[8] < 2.3 * pages[4]  # there is less of the weights on each, too
     assert pages[8] < pages[16] < 1.1 * pages[8]
-    eight, sixteen = (plan(recipe, "h200", tensor).send_cached_s(10**6) for tensor in (8, 16))
+    eight, sixteen = (place(recipe, "h200", tensor).send_cached_s(10**6) for tensor in (8, 16))
     assert eight == sixteen, "a device sends a whole head"
-    one = plan(recipe, "h200", 1)
-    assert one.page_bytes == recipe.cache.page_size * one.shape.kv_bytes_per_token
+    one = place(recipe, "h200", 1)
+    assert one.memory.page_bytes == recipe.cache.page_size * one.config.kv_bytes_per_token()
 
 
 def test_who_waits_between_two_engines_is_in_no_slot(
@@ -215,7 +215,7 @@ def test_a_sample_says_that_it_is_one(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_intervals_of_a_sample_hold_the_whole_fleet() -> None:
     recipe = load(RECIPE[0], RECIPE[1:])
-    planned = plan(recipe, "ascend910b", 2)
+    planned = place(recipe, "ascend910b", 2)
     drawn = Drawn(60 * 12, 600.0, "uniform:20:200", "lognormal:20:0.8", 5)
     cache = replace(recipe.cache, prefix_sharing=False)
     groups = [[number] for number in range(60)]
@@ -224,12 +224,12 @@ def test_intervals_of_a_sample_hold_the_whole_fleet() -> None:
     assert all(each["low"] == each["value"] == each["high"] for each in exact.values())
     missed: Counter[str] = Counter()
     for seed in range(20):
-        tallies = []
+        all_totals = []
         for group in draw(60, 30, seed):
-            tallies.append(Tally())
+            all_totals.append(RunTotals())
             for number in group:
-                tallies[-1].merge(alone[number])
-        told = estimates(tallies, 30, 60)
+                all_totals[-1].merge(alone[number])
+        told = estimates(all_totals, 30, 60)
         missed.update(
             name for name, at in told.items() if not at["low"] <= exact[name]["value"] <= at["high"]
         )

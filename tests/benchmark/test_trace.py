@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 
 from benchmark.workloads.arrivals import arrivals
+from benchmark.workloads.command_line import summary
 from benchmark.workloads.lengths import lengths
-from benchmark.workloads.requests import Load, levels, requests, shared_prompts, shares
-from scripts.trace import main, summary
+from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, levels, shared_prompts, shares
+from scripts.trace import main
 from serving.offline import Job, read_jobs
 
 
 def made(count: int = 8, prompt: str = "uniform:5:20", vocab_size: int = 50, **fields: Any) -> Any:
-    load = Load(lengths(prompt), lengths("uniform:2:9"), vocab_size, **{"seed": 3, **fields})
-    return requests(load, count)
+    load = SyntheticLoad(lengths(prompt), lengths("uniform:2:9"), vocab_size, **{"seed": 3, **fields})
+    return draw_requests(load, count)
 
 
 def lens(trace: list[dict[str, Any]]) -> list[int]:
@@ -77,6 +78,24 @@ def test_lengths_that_no_model_takes_are_not_drawn() -> None:
     assert set(lengths("lognormal:9:1e200")(random, 9).tolist()) == {1}, "the mean is in what is never drawn"
 
 
+def test_a_load_is_drawn_without_any_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--rate", "20", "--output", str(tmp_path / "default.jsonl")])
+    summary_, taken = capsys.readouterr().out.splitlines()
+    assert summary_.startswith("64 requests in ")
+    defaults = (
+        "--requests 64, --prompt-tokens uniform:16:200, --output-tokens uniform:8:48, --vocab-size 1024"
+    )
+    assert taken == f"not given, so taken: {defaults}"
+    given = [*defaults.replace(",", "").split(), "--rate", "20"]
+    main([*given, "--output", str(tmp_path / "given.jsonl")])
+    assert len(capsys.readouterr().out.splitlines()) == 1, "nothing was taken by default"
+    drawn, asked = ((tmp_path / f"{name}.jsonl").read_text() for name in ("default", "given"))
+    assert drawn == asked
+    lines = [json.loads(line) for line in drawn.splitlines()]
+    assert all(16 <= len(each["prompt_token_ids"]) <= 200 for each in lines)
+    assert all(max(each["prompt_token_ids"]) < 1024 for each in lines)
+
+
 def test_token_ids_stay_within_the_vocabulary() -> None:
     tokens = {token for each in made(count=60) for token in each["prompt_token_ids"]}
     assert tokens == set(range(50))
@@ -101,7 +120,6 @@ def test_what_is_no_length_is_refused(text: str) -> None:
         ("--requests 1 --vocab-size -5", "--vocab-size is -5; it must be above 0"),
         ("--requests 1 --vocab-size 5 --rate nan", "--rate is nan; it must be above 0"),
         ("--requests 1 --vocab-size 5 --seed -1", "--seed is -1; it must be 0 or more"),
-        ("--requests 1", "--vocab-size is missing; a drawn trace needs it"),
         ("--requests 1 --vocab-size 5 --skip-bad", "--skip-bad has no meaning for a drawn trace"),
         ("--requests 1 --vocab-size 5 --arrivals gamma:2", "--arrivals gamma needs a --rate"),
         ("--requests 1 --vocab-size 5 --arrivals closed:2 --rate 3", "closed has no times: leave out --rate"),

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from doctor.facts import Chip, Facts, Node, _error_of, chips_of, gather, numbers
-from scripts.doctor import CHECKS, diagnose, in_json, in_words, main, name_of
+from doctor.diagnosis import CHECKS, diagnose, in_json, in_words, name_of
+from doctor.facts import Chip, MachineFacts, Node, _error_of, chips_of, gather, numbers
+from scripts.doctor import main
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
-FIT = Facts(
+FIT = MachineFacts(
     system="Linux",
     architecture="aarch64",
     python=(3, 11),
@@ -179,14 +180,14 @@ def test_a_broken_torch_is_told_without_torch_npu_too() -> None:
     assert set(found) == {"torch_fails", "no_torch_npu"}
 
 
-@pytest.mark.parametrize(("name", "changes", "mend"), CASES)
-def test_a_fault_is_told_by_its_check_alone(name: str, changes: dict[str, Any], mend: str) -> None:
+@pytest.mark.parametrize(("name", "changes", "fix"), CASES)
+def test_a_fault_is_told_by_its_check_alone(name: str, changes: dict[str, Any], fix: str) -> None:
     found = diagnose(replace(FIT, **changes))
     also = {"old_driver": {"old_driver_for_graphs"}, "torch_fails": {"autoload_off"}}
     assert set(found) == {name} | also.get(name, set())
     finding = found[name]
-    assert mend in finding.mend
-    for text in (finding.problem, finding.cause, finding.mend, finding.source):
+    assert fix in finding.fix
+    for text in (finding.problem, finding.cause, finding.fix, finding.source):
         assert text.strip() == text != ""
         assert "\n" not in text
 
@@ -283,11 +284,11 @@ def test_what_a_library_says_in_another_encoding_is_told() -> None:
 
 
 @pytest.fixture(scope="module")
-def here() -> Facts:
+def here() -> MachineFacts:
     return gather()
 
 
-def test_this_machine_is_told_as_it_is(here: Facts) -> None:
+def test_this_machine_is_told_as_it_is(here: MachineFacts) -> None:
     devices = list(Path("/dev").glob("davinci[0-9]*"))
     assert len(here.nodes) == len(devices)
     assert here.python == sys.version_info[:2]
@@ -297,7 +298,7 @@ def test_this_machine_is_told_as_it_is(here: Facts) -> None:
         assert {"no_driver", "no_device", "no_device_in_container"} & set(diagnose(here))
 
 
-def test_a_report_says_nothing_of_the_rest_of_the_shell(here: Facts) -> None:
+def test_a_report_says_nothing_of_the_rest_of_the_shell(here: MachineFacts) -> None:
     facts = replace(here, environment={"SECRET_TOKEN": "abc", "ASCEND_HOME_PATH": "/x", "HCCL_BUFFSIZE": "2"})
     told = json.loads(json.dumps(in_json(facts, diagnose(facts))))
     assert told["facts"]["environment"] == {"ASCEND_HOME_PATH": "/x", "HCCL_BUFFSIZE": "2"}

@@ -13,20 +13,21 @@ from pathlib import Path
 import pytest
 
 from devices.products import product
+from doctor.verify import report as reporting
 from doctor.verify import tokens
+from doctor.verify.report import PartOutcome, VerifyPart
 from recipes.build.machine import Npu
 from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
 from scripts import verify
-from scripts.verify import Outcome, Part
 from serving.offline import Record
 from tests.devices import stand_in_alone
 from virtual_npu.verify import main as verify_operators
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0"]
-WELL = Part("tokens", "are they?", ("scripts.doctor", "--help"))
-BROKEN = Part("operators", "do they?", ("scripts.nothing",))
-UNFIT = Part("environment", "is it?", ("scripts.nothing",), counts=False)
+WELL = VerifyPart("tokens", "are they?", ("scripts.doctor", "--help"))
+BROKEN = VerifyPart("operators", "do they?", ("scripts.nothing",))
+UNFIT = VerifyPart("environment", "is it?", ("scripts.nothing",), counts=False)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,9 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def report(parts: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict, list[str]]:
+def report(
+    parts: list[VerifyPart], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, dict, list[str]]:
     monkeypatch.setattr(verify, "parts", lambda *_, **__: parts)
     status = verify.main([*ON_CPU, "--output", str(tmp_path)])
     (packed,) = tmp_path.glob("verify-cpu-*.tar.gz")
@@ -71,10 +74,10 @@ def test_the_doctors_problems_and_the_wrong_operators_are_told() -> None:
     findings = {"a": {"problem": "no CANN", "is_fatal": True}, "b": {"problem": "slow", "is_fatal": False}}
     wrong = [{"operator": "npu_swiglu", "is_right": False}, {"operator": "npu_rms_norm", "is_right": True}]
     outcomes = [
-        Outcome("environment", "?", 1, 0.1, True, {"findings": findings}, ""),
-        Outcome("operators", "?", 1, 0.1, True, wrong, ""),
+        PartOutcome("environment", "?", 1, 0.1, True, {"findings": findings}, ""),
+        PartOutcome("operators", "?", 1, 0.1, True, wrong, ""),
     ]
-    text = verify.in_words(outcomes, virtual=False)
+    text = reporting.in_words(outcomes, virtual=False)
     assert "no CANN" in text
     assert "npu_swiglu" in text
     assert "slow" not in text
@@ -83,8 +86,8 @@ def test_the_doctors_problems_and_the_wrong_operators_are_told() -> None:
 
 @pytest.mark.parametrize("result", [{"tokens": 1}, [{"operator": "npu_swiglu", "is_right": True}], [], 3])
 def test_a_crash_after_a_result_is_told(result: object) -> None:
-    crashed = Outcome("benchmark", "?", -11, 0.1, True, result, "a\nb\nc\nSegmentation fault\n")
-    lines = [line.strip() for line in verify.in_words([crashed], virtual=False).splitlines()]
+    crashed = PartOutcome("benchmark", "?", -11, 0.1, True, result, "a\nb\nc\nSegmentation fault\n")
+    lines = [line.strip() for line in reporting.in_words([crashed], virtual=False).splitlines()]
     assert lines[1:] == ["it ended with status -11", "b", "c", "Segmentation fault"]
 
 
@@ -92,8 +95,8 @@ def test_bytes_that_are_no_text_do_not_end_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "told.py").write_text("import os, sys; os.write(2, b'\\xc7\\xfd 507899'); sys.exit(3)")
-    monkeypatch.setattr(verify, "ROOT", tmp_path)
-    outcome = verify.run(Part("tokens", "are they?", ("told",)))
+    monkeypatch.setattr(reporting, "ROOT", tmp_path)
+    outcome = reporting.run(VerifyPart("tokens", "are they?", ("told",)))
     assert outcome.status == 3
     assert outcome.log.endswith(" 507899")
 
@@ -109,25 +112,25 @@ def test_no_call_checks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
     asked = ["recipes/tiny/npu.yaml", "device.virtual=true"]
-    whole = verify.parts(Path("/x"), asked, virtual=True, num_calls=7)
+    whole = reporting.parts(Path("/x"), asked, virtual=True, num_calls=7)
     assert [part.name for part in whole] == ["environment", "operators", "tokens", "trace", "benchmark"]
     assert [part.name for part in whole if not part.counts] == ["environment"]
     assert "--virtual" in whole[1].command
     assert all("device.virtual=true" in whole[index].command for index in (2, 4))
-    real = verify.parts(Path("/x"), asked[:1], virtual=False, num_calls=7)
+    real = reporting.parts(Path("/x"), asked[:1], virtual=False, num_calls=7)
     assert all(part.counts and "--virtual" not in part.command for part in real)
-    assert verify.in_words([], virtual=True).startswith("VIRTUAL: ")
-    named = verify.parts(Path("/x"), asked, virtual=True, num_calls=7, product="310P")
+    assert reporting.in_words([], virtual=True).startswith("VIRTUAL: ")
+    named = reporting.parts(Path("/x"), asked, virtual=True, num_calls=7, product="310P")
     assert named[1].command[-2:] == ("--product", "310P")
 
 
 def test_what_a_product_has_not_is_told_and_right() -> None:
     left_out = [{"name": "float16", "is_right": True}, {"name": "W8A8", "left_out": "none", "is_right": True}]
     outcomes = [
-        Outcome("operators", "?", 0, 0.1, True, [], ""),
-        Outcome("tokens", "?", 0, 0.1, True, left_out, ""),
+        PartOutcome("operators", "?", 0, 0.1, True, [], ""),
+        PartOutcome("tokens", "?", 0, 0.1, True, left_out, ""),
     ]
-    lines = [line.strip() for line in verify.in_words(outcomes, virtual=False).splitlines()]
+    lines = [line.strip() for line in reporting.in_words(outcomes, virtual=False).splitlines()]
     assert lines[1] == "there is nothing of it on this product"
     assert lines[3:] == ["without W8A8: none"]
 

@@ -17,6 +17,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy, PagePool
 from kv_cache.storage import KVCache
+from models.dtypes import TORCH_DTYPES
 from models.runner import ModelRunner
 from recipes.build.engine import build
 from recipes.schema.reader import load
@@ -105,7 +106,7 @@ def make(
         PAGE_SIZE,
         config.num_kv_heads,
         config.head_dim,
-        config.dtype,
+        TORCH_DTYPES[config.dtype],
         num_host_pages=num_host_pages,
     )
     runner = ModelRunner(base.decoder, cache, base.attention, base.sampler, slots)

@@ -16,7 +16,9 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
+from models.config import DType
 from models.decoder import Decoder
+from models.dtypes import TORCH_DTYPES
 from models.runner import ModelRunner
 from models.sampling.sampler import Chosen
 from recipes.build import families as recipe_families
@@ -40,7 +42,7 @@ class Recorder:
         return Chosen(logits[:, 0].long(), lambda: Sampled(np.zeros(len(rows), np.int64)))
 
 
-def make_decoder(path: Path, dtype: torch.dtype, page_size: int, pair: Pair) -> Decoder:
+def make_decoder(path: Path, dtype: DType, page_size: int, pair: Pair) -> Decoder:
     config = replace(recipe_families.decoder_config(recipe_families.read(path)), dtype=dtype)
     shape = AttentionShape(
         config.num_heads,
@@ -48,7 +50,7 @@ def make_decoder(path: Path, dtype: torch.dtype, page_size: int, pair: Pair) -> 
         config.head_dim,
         page_size,
         config.head_dim**-0.5,
-        dtype,
+        TORCH_DTYPES[dtype],
         config.windows,
     )
     ops, attention = operators(*pair, shape)
@@ -70,7 +72,7 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict
         page_size,
         config.num_kv_heads,
         config.head_dim,
-        config.dtype,
+        TORCH_DTYPES[config.dtype],
         decoder.attention.device,
     )
     for tensor in (*cache.keys, *cache.values):
@@ -119,7 +121,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 def test_logprobs_are_those_of_transformers(variant: Variant, pair: Pair, checkpoints: Path) -> None:
     model, path = make(fitting(variant, pair), checkpoints)
     prompts = prompts_of(np.random.default_rng(7))
-    decoder = make_decoder(path, torch.float32, 32, pair)
+    decoder = make_decoder(path, "float32", 32, pair)
     seen = run_in_chunks(decoder, prompts, seed=3)
     expected = [expected_logprobs(model, prompt) for prompt in prompts]
     for (row, position), logprobs in seen.items():
@@ -133,7 +135,7 @@ def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, chec
     for variant in VARIANTS:
         exact_model, path = make(replace(fitting(variant, pair), saved_as=torch.bfloat16), checkpoints)
         prompts = prompts_of(np.random.default_rng(8))
-        seen = run_in_chunks(make_decoder(path, torch.bfloat16, 16, pair), prompts, seed=4)
+        seen = run_in_chunks(make_decoder(path, "bfloat16", 16, pair), prompts, seed=4)
         exact = [expected_logprobs(exact_model, prompt) for prompt in prompts]
         model = exact_model.to(torch.bfloat16)
         theirs = [expected_logprobs(model, prompt) for prompt in prompts]
@@ -152,7 +154,7 @@ def test_bfloat16_is_within_two_hundredths_of_the_exact_on_every_device(
         model, path = make(replace(fitting(variant, pair), saved_as=torch.bfloat16), checkpoints)
         prompts = prompts_of(np.random.default_rng(8))
         exact = [expected_logprobs(model, prompt) for prompt in prompts]
-        seen = run_in_chunks(make_decoder(path, torch.bfloat16, 16, pair), prompts, seed=4)
+        seen = run_in_chunks(make_decoder(path, "bfloat16", 16, pair), prompts, seed=4)
         apart = torch.stack([logprobs - exact[row][at] for (row, at), logprobs in seen.items()])
         whole = torch.stack([exact[row][at] for row, at in seen])
         assert apart.norm() <= 2e-2 * whole.norm(), variant.name

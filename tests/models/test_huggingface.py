@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
+from models.dtypes import TORCH_DTYPES
 from recipes.build.families import FAMILIES, decoder_config, read
 from tests.models.families import VARIANTS, Variant, make
 
@@ -29,7 +29,7 @@ def test_sizes_are_those_of_the_checkpoint(variant: Variant, tmp_path: Path) -> 
     model, path = make(variant, tmp_path)
     config = decoder_config(read(path))
     assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
-    assert config.dtype == variant.saved_as
+    assert TORCH_DTYPES[config.dtype] == variant.saved_as
     assert config.head_dim == model.model.layers[0].self_attn.head_dim
     assert config.rms_eps == model.config.rms_norm_eps
     assert config.tie_embeddings == model.config.tie_word_embeddings
@@ -51,7 +51,7 @@ def test_what_a_file_leaves_out_is_as_in_transformers(family: str) -> None:
         getattr(theirs, "layer_types", None) or ["sliding_attention" if family == "mistral" else "full"] * 2
     )
     assert ours.windows == tuple(theirs.sliding_window if kind[0] == "s" else None for kind in types)
-    assert ours.dtype == torch.float32
+    assert ours.dtype == "float32"
 
 
 def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:

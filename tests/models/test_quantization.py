@@ -16,8 +16,9 @@ from devices.shapes import AttentionShape
 from models import weights
 from models.decoder import Decoder
 from models.ops.cpu import CpuOps
+from models.ops.int8 import quantize_rows
 from models.ops.reference import Ops
-from models.quantization import ACTIVATIONS, WEIGHTS, Quantization, quantization, quantize_rows
+from models.quantization import ACTIVATIONS, WEIGHTS, Quantization, quantization
 from recipes.build.families import decoder_config, read
 from tests import devices
 from tests.devices import Kind, Way, on_each

@@ -15,8 +15,9 @@ from torch import Tensor
 from attention.reference import Attention
 from devices.shapes import AttentionShape
 from models import weights
-from models.config import DecoderConfig
+from models.config import DecoderConfig, DType
 from models.decoder import Decoder
+from models.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops
 from recipes.build.families import decoder_config, read
 from tests.models.families import VARIANTS, make
@@ -27,10 +28,12 @@ LAYER = "model.layers.1."
 
 def bare(config: DecoderConfig) -> Decoder:
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-    return Decoder(config, Ops(), Attention(AttentionShape(*sizes, 16, 1.0, config.dtype, config.windows)))
+    return Decoder(
+        config, Ops(), Attention(AttentionShape(*sizes, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows))
+    )
 
 
-def loaded(path: Path, dtype: torch.dtype | None = None) -> Decoder:
+def loaded(path: Path, dtype: DType | None = None) -> Decoder:
     config = decoder_config(read(path))
     decoder = bare(config if dtype is None else replace(config, dtype=dtype))
     weights.load(decoder, path)
@@ -63,17 +66,18 @@ def test_shards_are_fused_in_place(name: str, tmp_path: Path) -> None:
     assert attention.qkv.weight is None, "the unpacked weight is to be let go"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_floats_are_converted_to_the_models_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_floats_are_converted_to_the_models_dtype(dtype: DType, tmp_path: Path) -> None:
     path, tensors = biased(tmp_path)
     tensors[weights.EMBEDDING] = tensors[weights.EMBEDDING].double()
     tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
     save_file(tensors, path / weights.SINGLE)
     ours = loaded(path, dtype)
-    assert torch.equal(ours.embedding.data, tensors[weights.EMBEDDING].to(dtype))
-    assert torch.equal(ours.norm.data, tensors["model.norm.weight"].to(dtype))
+    assert torch.equal(ours.embedding.data, tensors[weights.EMBEDDING].to(TORCH_DTYPES[dtype]))
+    assert torch.equal(ours.norm.data, tensors["model.norm.weight"].to(TORCH_DTYPES[dtype]))
     assert torch.equal(
-        ours.layers[0].mlp.down.packed[0], tensors["model.layers.0.mlp.down_proj.weight"].to(dtype)
+        ours.layers[0].mlp.down.packed[0],
+        tensors["model.layers.0.mlp.down_proj.weight"].to(TORCH_DTYPES[dtype]),
     )
 
 
@@ -160,5 +164,5 @@ def test_random_weights_follow_their_seed(name: str, tmp_path: Path) -> None:
     one, same, another = (each.layers[2].attention.qkv.packed[0] for each in (first, again, other))
     assert torch.equal(one, same)
     assert not torch.equal(one, another)
-    hidden = torch.randn(200, config.hidden_size).to(config.dtype)
+    hidden = torch.randn(200, config.hidden_size).to(TORCH_DTYPES[config.dtype])
     assert 0.5 < first.logits(hidden).float().std() < 2

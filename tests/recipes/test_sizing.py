@@ -12,6 +12,7 @@ from attention.reference import Attention
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models.decoder import Decoder, Linear
+from models.dtypes import TORCH_DTYPES
 from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
@@ -73,10 +74,10 @@ def test_the_plan_equals_what_is_allocated(family, tied, dtype):
     recipe = made({"model_type": family, "tie_word_embeddings": tied}, dtype=dtype)
     recipe = replace(recipe, device=DeviceSection(kind="cuda"))  # which has the weights as they are
     config, sizing = model_config(recipe), sized(recipe)
-    shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, config.dtype, config.windows)
+    shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows)
     decoder = Decoder(config, Ops(), Attention(shape))
     assert sizing.weight_bytes == sum(each.nbytes for each in decoder.parameters())
-    cache = KVCache(2, sizing.num_pages, 16, 2, config.head_dim, config.dtype)
+    cache = KVCache(2, sizing.num_pages, 16, 2, config.head_dim, TORCH_DTYPES[config.dtype])
     assert sizing.cache_bytes == sum(each.nbytes for each in (*cache.keys, *cache.values))
 
 
@@ -86,7 +87,7 @@ def test_what_a_cpu_packs_is_counted(tied, has_bfloat16, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
     recipe = made({"tie_word_embeddings": tied}, dtype="bfloat16")
     config, sizing = model_config(recipe), sized(recipe)
-    shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, config.dtype, config.windows)
+    shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows)
     decoder = Decoder(config, CpuOps(), Attention(shape))
     decoder.pack()
     packed = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
@@ -101,7 +102,7 @@ def test_a_tied_head_is_counted_again_where_the_device_has_it_in_an_order_of_its
     recipe = made({"tie_word_embeddings": True, "head_dim": 64}, dtype="bfloat16")
     recipe = replace(recipe, device=section("npu"))
     config, sizing = model_config(recipe), sized(recipe)
-    shape = AttentionShape(4, 2, 64, 16, 1.0, config.dtype, config.windows)
+    shape = AttentionShape(4, 2, 64, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows)
     decoder = Decoder(config, *operators("npu", "fused", shape))
     decoder.pack()
     heads = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
@@ -169,8 +170,8 @@ def test_an_end_token_outside_the_vocabulary_is_refused():
 
 
 def test_the_dtype_of_the_recipe_replaces_that_of_the_model():
-    assert model_config(made()).dtype == torch.float32
-    assert model_config(made(dtype="bfloat16")).dtype == torch.bfloat16
+    assert model_config(made()).dtype == "float32"
+    assert model_config(made(dtype="bfloat16")).dtype == "bfloat16"
 
 
 def test_the_report_says_what_was_counted():

@@ -3,11 +3,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
+from benchmark.demo import RUNS
+from benchmark.offline.charts import bars, save_slots
 from benchmark.offline.timeline import StepRecord, Timeline
-from benchmark.plot import bars
 from continuous_batching.counters import Counters
-from scripts.demo import RUNS, main
+from scripts.demo import main
 
 
 @pytest.mark.slow
@@ -23,6 +26,21 @@ def test_the_demo_prints_answers_and_a_table_of_both_ways_and_draws_them(
     for heading in (*RUNS, "requests/s", "time to first token, p99, ms", "pages in use"):
         assert heading in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_lies_outside_of_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    timeline = Timeline(Counters())
+    timeline.steps.append(StepRecord(0, 1, [0], ["a"], [1], [True], 0, 1, 0, 0))
+    save_slots(tmp_path / "demo.png", [("static", timeline, 0.0), ("continuous", timeline, 0.0)])
+    (figure,) = drawn
+    axes = figure.axes[0]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert not legend.get_window_extent().overlaps(axes.patch.get_window_extent())
+    monkeypatch.undo()
+    plt.close(figure)
 
 
 def test_bars_join_steps_that_follow_each_other_and_part_prompts_from_answers() -> None:

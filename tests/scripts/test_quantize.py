@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from models.weights import INDEX, SINGLE
+from recipes.build.int8_checkpoint import quantize
+from recipes.build.scoring import Score, score
 from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
 from scripts.generate import main as generate
-from scripts.quantize import main, quantize
-from scripts.score import score
+from scripts.quantize import main
+from serving.text.tokenizer import Text
 from tests.models.families import VARIANTS, make
 
 TINY, TEXT = ROOT / "recipes/tiny/weights", ROOT / "recipes/tiny/held_out.txt"
@@ -28,6 +30,12 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("made") / "tiny"
     quantize(TINY, target)
     return target
+
+
+def scored(path: Path, lines: list[str]) -> Score:
+    text = Text.load(path)
+    assert text is not None
+    return score(path, [text.encode(line) for line in lines])
 
 
 def test_the_text_is_of_sums_that_training_never_shows() -> None:
@@ -44,7 +52,7 @@ def test_a_score_is_that_of_transformers() -> None:
         with torch.no_grad():
             logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
         expected.append(logprobs.gather(1, ids[0, 1:, None])[:, 0])
-    found = score(TINY, lines)
+    found = scored(TINY, lines)
     theirs = replace(found, logprobs=torch.cat(expected))
     assert found.distance(theirs) < 0.03
     assert found.mean_logprob == pytest.approx(theirs.mean_logprob, abs=0.01)
@@ -53,7 +61,7 @@ def test_a_score_is_that_of_transformers() -> None:
 
 def test_held_out_sums_stay_nearly_as_likely(quantised: Path) -> None:
     lines = TEXT.read_text().splitlines()
-    before, after = score(TINY, lines), score(quantised, lines)
+    before, after = scored(TINY, lines), scored(quantised, lines)
     assert 0 < before.distance(after) < 0.06
     assert abs(after.mean_logprob - before.mean_logprob) < 0.03
     assert before.agreement(after) > 0.97

@@ -10,24 +10,24 @@ import pytest
 
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request, SamplingParams
+from simulation.disaggregated import DisaggregatedFleet
 from simulation.fleet import Route, serve_fleet
 from simulation.pipeline import Pipeline, Stages
 from simulation.replica import Replica
+from simulation.run_totals import RunTotals
 from simulation.serve import serve
-from simulation.split import Split
-from simulation.tally import Tally
 from tests.simulation.test_serve import Fixed, requests, scheduler
 
 
-def fleet(count: int, route: Route, trace: list[Request], *, records: bool = False) -> Tally:
-    tally = Tally(records=[] if records else None)
-    serve_fleet(trace, [Replica(scheduler(), Fixed(), tally) for _ in range(count)], route)
-    return tally
+def fleet(count: int, route: Route, trace: list[Request], *, records: bool = False) -> RunTotals:
+    totals = RunTotals(records=[] if records else None)
+    serve_fleet(trace, [Replica(scheduler(), Fixed(), totals) for _ in range(count)], route)
+    return totals
 
 
 def test_engines_in_turn_are_engines_alone() -> None:
     together = fleet(3, "round_robin", list(requests(60, 20.0)))
-    alone = Tally()
+    alone = RunTotals()
     for number in range(3):
         alone.merge(serve(list(requests(60, 20.0))[number::3], scheduler(), Fixed()))
     assert together.figures() == alone.figures()
@@ -60,31 +60,33 @@ def test_prefixes_find_their_pages() -> None:
 
 
 def test_an_answer_goes_on_elsewhere() -> None:
-    tally = Tally(records=[])
+    totals = RunTotals(records=[])
     request = Request("a", np.arange(30), SamplingParams(max_tokens=4, ignore_eos=True), arrival_s=1.0)
     one = Request("b", np.arange(30), SamplingParams(max_tokens=1, ignore_eos=True), arrival_s=50.0)
-    split = Split(
-        [scheduler()], [scheduler(max_batch_tokens=800)], Fixed(), lambda tokens: 0.1 * tokens, tally
+    split = DisaggregatedFleet(
+        [scheduler()], [scheduler(max_batch_tokens=800)], Fixed(), lambda tokens: 0.1 * tokens, totals
     )
     split.serve([request, one])
-    assert tally.records is not None
-    second, first = sorted(tally.records, key=lambda each: each["output_tokens"])
+    assert totals.records is not None
+    second, first = sorted(totals.records, key=lambda each: each["output_tokens"])
     assert (first["first_token_s"], first["output_tokens"], first["prompt_tokens"]) == (0.04, 4, 30)
     assert first["finish_s"] == pytest.approx(0.04 + 3.0 + 3 * 0.011)  # nothing of the prompt again
-    assert tally.itl.most_s == pytest.approx(3.0 + 0.011)
-    assert (second["output_tokens"], tally.requests, tally.completed) == (1, 2, 2)
+    assert totals.itl.most_s == pytest.approx(3.0 + 0.011)
+    assert (second["output_tokens"], totals.requests, totals.completed) == (1, 2, 2)
 
 
 def test_no_split_request_is_lost() -> None:
-    tally = Tally(records=[])
+    totals = RunTotals(records=[])
     prompts, answers = [scheduler() for _ in range(2)], [scheduler(num_pages=40, max_batch_tokens=800)] * 1
-    Split(prompts, answers, Fixed(), lambda tokens: 1e-4 * tokens, tally).serve(requests(80, 15.0))
-    figures = tally.figures()
+    DisaggregatedFleet(prompts, answers, Fixed(), lambda tokens: 1e-4 * tokens, totals).serve(
+        requests(80, 15.0)
+    )
+    figures = totals.figures()
     assert figures["completed"] == 80
-    assert tally.records is not None
-    lens = {each["id"]: each["output_tokens"] for each in tally.records}
+    assert totals.records is not None
+    lens = {each["id"]: each["output_tokens"] for each in totals.records}
     assert lens == {each.id: each.params.max_tokens for each in requests(80, 15.0)}
-    waits_s = sum(each["finish_s"] - each["arrival_s"] for each in tally.records)
+    waits_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
     assert figures["mean_in_system"] == pytest.approx(waits_s / figures["duration_s"], rel=1e-4)
 
 
@@ -95,9 +97,11 @@ def test_time_runs_out_on_both_sides_and_on_the_way() -> None:
             Request(str(n), np.arange(30), params, timeout_s=timeout_s if n == busy else None)
             for n in range(busy + 1)
         ]
-        tally, answers = Tally(), scheduler(max_batch_tokens=800)
-        Split([scheduler(num_slots=1)], [answers], Fixed(), lambda tokens: 0.1, tally).serve(trace)
-        return tally.completed, tally.cut_short
+        totals, answers = RunTotals(), scheduler(max_batch_tokens=800)
+        DisaggregatedFleet([scheduler(num_slots=1)], [answers], Fixed(), lambda tokens: 0.1, totals).serve(
+            trace
+        )
+        return totals.completed, totals.cut_short
 
     # first token at 40 ms, over the link at 140 ms, then three steps of 11 ms
     assert ended(None) == ended(0.2) == (1, 0)
@@ -110,11 +114,11 @@ def stages(count: int) -> Stages:
 
 
 def test_a_request_alone_passes_all_stages() -> None:
-    tally, two = Tally(), stages(2)
+    totals, two = RunTotals(), stages(2)
     request = Request("a", np.arange(30), SamplingParams(max_tokens=3, ignore_eos=True))
-    Pipeline([scheduler(), scheduler()], two, tally).serve([request])
-    assert tally.ttft.total_s == pytest.approx(2 * 0.040 + 0.002)
-    assert tally.itl.total_s == pytest.approx(2 * (2 * 0.011 + 0.002))
+    Pipeline([scheduler(), scheduler()], two, totals).serve([request])
+    assert totals.ttft.total_s == pytest.approx(2 * 0.040 + 0.002)
+    assert totals.itl.total_s == pytest.approx(2 * (2 * 0.011 + 0.002))
 
 
 def test_two_stages_are_never_at_one_thing_twice() -> None:
@@ -123,9 +127,9 @@ def test_two_stages_are_never_at_one_thing_twice() -> None:
     def observe(stage: int, number: int, batch: Batch, begin_s: float, end_s: float) -> None:
         seen.append((stage, number, begin_s, end_s))
 
-    tally, two = Tally(), replace(stages(2), observe=observe)
-    Pipeline([scheduler(), scheduler()], two, tally).serve(requests(60, 20.0))
-    assert tally.completed == 60
+    totals, two = RunTotals(), replace(stages(2), observe=observe)
+    Pipeline([scheduler(), scheduler()], two, totals).serve(requests(60, 20.0))
+    assert totals.completed == 60
     for column in (0, 1):  # a stage has one batch at a time, and so has a scheduler in any stage
         for each in (0, 1):
             spans = sorted(one[2:] for one in seen if one[column] == each)
@@ -136,9 +140,9 @@ def test_two_stages_are_never_at_one_thing_twice() -> None:
 def test_chunks_make_bubbles_small() -> None:
     shares = {}
     for budget in (8, 128):
-        tally, two = Tally(), stages(2)
+        totals, two = RunTotals(), stages(2)
         parts = [scheduler(max_batch_tokens=budget) for _ in range(2)]
-        Pipeline(parts, two, tally).serve(requests(60, 50.0))
+        Pipeline(parts, two, totals).serve(requests(60, 50.0))
         lost_s = sum(two.bubbles_s.values())
         shares[budget] = lost_s / (lost_s + two.busy_s)
         assert min(two.bubbles_s.values()) > 0

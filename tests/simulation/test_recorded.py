@@ -14,7 +14,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.build.scheduler import scheduler_from
 from scripts.generate import main as generate
 from scripts.trace import main as make_trace
-from simulation.recorded import follow, told
+from simulation.recorded import follow, recorded_run
 
 TIGHT = ["cache.num_pages=24", "scheduler.num_slots=8", "scheduler.max_batch_tokens=48"]
 CASES = {
@@ -66,7 +66,7 @@ def test_the_simulation_decides_as_the_engine_did(case: str, tmp_path: Path) -> 
     entries = recording(tmp_path, overrides, options)
     scheduler = fresh(entries)()
     num_steps = follow(
-        told(entries, fresh(entries)()), scheduler, overlap="scheduler.overlap=true" in overrides
+        recorded_run(entries, fresh(entries)()), scheduler, overlap="scheduler.overlap=true" in overrides
     )
     assert num_steps == sum(isinstance(each, Scheduled) for each in entries) > 20
     counters = scheduler.counters
@@ -75,7 +75,7 @@ def test_the_simulation_decides_as_the_engine_did(case: str, tmp_path: Path) -> 
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert counters.sampled_tokens >= sum(len(each["token_ids"]) for each in answers)
     if case == "preempting in chunks":
-        recorded = told(entries, fresh(entries)())
+        recorded = recorded_run(entries, fresh(entries)())
         _, first = recorded.arrivals[0]
         end_s = recorded.moments[-1].now_s
         recorded.arrivals[0] = end_s + 1.0, first  # told late, the simulation cannot but decide otherwise

@@ -18,32 +18,29 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
+from models.huggingface import decoder_config
 from recipes.build.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace
-from simulation.device import Device
-from simulation.roofline import Part, Roofline
+from simulation.device import SimulatedDevice
+from simulation.roofline import ModelPart, Roofline
+from simulation.run_totals import rounded
 from simulation.serve import serve
-from simulation.shape import Shape
 from simulation.sketch import Sketch
-from simulation.tally import rounded
 
-LLAMA_7B = Shape(
-    vocab_size=32000,
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    intermediate_size=11008,
+LLAMA_7B = decoder_config(
+    {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "dtype": "float16",
+    },
+    "llama",
     windows=(None,) * 32,
-    weight_bytes=13_476_831_232,
-    dtype="float16",
-    dtype_bytes=2,
-    product_dtype="float16",
-    product_bytes=2,
-    embedding_bytes=262_144_000,
 )
 
 
@@ -85,10 +82,10 @@ def test_figures_are_those_of_all_tokens(num_pages: int, overlap: bool) -> None:
         for row in step.owners.tolist():
             times_s.setdefault(engine.slots.requests[row].id, []).append(step.end_s)
 
-    tally = serve(
+    totals = serve(
         requests(300, 5.0), scheduler(num_pages), Fixed(), overlap=overlap, keep_records=True, observe=observe
     )
-    figures, records = tally.figures(), tally.records
+    figures, records = totals.figures(), totals.records
     assert records is not None
     assert figures["completed"] == len(records) == 300
     assert (figures["preemptions"] > 0) == (num_pages == 20)
@@ -112,18 +109,18 @@ def test_who_comes_during_a_long_step_is_in_the_system() -> None:
         for n in range(40)
     ]
     patient = scheduler(num_slots=32, num_pages=1000, max_batch_tokens=1000)
-    tally = serve(trace, patient, Fixed(), keep_records=True)
-    assert tally.records is not None
-    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in tally.records)
-    assert tally.running_s + tally.waiting_s == pytest.approx(waited_s, rel=1e-4)
+    totals = serve(trace, patient, Fixed(), keep_records=True)
+    assert totals.records is not None
+    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
+    assert totals.running_s + totals.waiting_s == pytest.approx(waited_s, rel=1e-4)
 
 
 def test_who_waits_for_a_fuller_batch_is_in_the_system() -> None:
     patient = scheduler(policy="static", batch_size=4, max_wait_ms=500.0)
-    tally = serve(requests(40, 2.0), patient, Fixed(), keep_records=True)
-    assert tally.records is not None
-    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in tally.records)
-    assert tally.running_s + tally.waiting_s == pytest.approx(waited_s, rel=1e-4)
+    totals = serve(requests(40, 2.0), patient, Fixed(), keep_records=True)
+    assert totals.records is not None
+    waited_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
+    assert totals.running_s + totals.waiting_s == pytest.approx(waited_s, rel=1e-4)
 
 
 def test_memory_does_not_grow_with_the_trace() -> None:
@@ -149,10 +146,10 @@ def test_who_is_refused_has_failed() -> None:
 def test_a_device_is_at_one_step_at_a_time() -> None:
     busy_s = []
     for overlap in (False, True):
-        tally = serve(requests(60, 50.0), scheduler(), Fixed(), overlap=overlap)
-        duration_s = tally.last_finish_s - tally.first_arrival_s
-        assert 0.9 * duration_s < tally.busy_s <= 1.001 * duration_s
-        busy_s.append(tally.busy_s)
+        totals = serve(requests(60, 50.0), scheduler(), Fixed(), overlap=overlap)
+        duration_s = totals.last_finish_s - totals.first_arrival_s
+        assert 0.9 * duration_s < totals.busy_s <= 1.001 * duration_s
+        busy_s.append(totals.busy_s)
     assert busy_s[1] == pytest.approx(busy_s[0], rel=0.05)
 
 
@@ -237,9 +234,9 @@ def test_a_line_that_cannot_be_is_named_and_may_be_skipped(fields: str, reason: 
 
 @pytest.mark.parametrize("name", ["ascend910", "ascend910b", "ascend910c", "h200"])
 def test_no_step_is_faster_than_its_floors(name: str) -> None:
-    device = Device.load(name)
+    device = SimulatedDevice.load(name)
     costs = Roofline(LLAMA_7B, device, graphs=256)
-    weights_s = (LLAMA_7B.weight_bytes - LLAMA_7B.embedding_bytes) / (device.memory_gb_per_s * 1e9)
+    weights_s = LLAMA_7B.step_weight_bytes / (device.memory_gb_per_s * 1e9)
     one_s = costs.time_s(1, 1, 1, 32 * 1024, 32 * 1024)
     assert one_s > weights_s
     prompt_s = costs.time_s(2048, 1, 1, 32 * 2048, 32 * 2048 * 2049 / 2)
@@ -253,7 +250,7 @@ def test_no_step_is_faster_than_its_floors(name: str) -> None:
 def test_decodes_see_all_that_is_known() -> None:
     starts = np.array([7, 0, 4000])
     decodes = Batch(np.arange(3), starts, starts + 1, np.arange(3), np.arange(3), starts + 1)
-    device = Device.load("h200")
+    device = SimulatedDevice.load("h200")
     assert Roofline(LLAMA_7B, device).seen(decodes, 3) == (32 * 4010, 32 * 4010)
     windows = (None,) * 16 + (100,) * 16
     near = 16 * 4010 + 16 * (8 + 1 + 101)
@@ -262,7 +259,7 @@ def test_decodes_see_all_that_is_known() -> None:
 
 
 def test_a_window_is_seen_by_each_token_of_a_span() -> None:
-    device = Device.load("h200")
+    device = SimulatedDevice.load("h200")
     starts, stops = np.array([0, 0, 500, 1000, 3000]), np.array([2048, 700, 900, 1100, 3001])
     batch = Batch(np.arange(5), starts, stops, np.arange(5), np.arange(5), stops)
     costs = Roofline(replace(LLAMA_7B, windows=(1024,) * 32), device)
@@ -278,20 +275,20 @@ def test_pages_that_move_are_read_and_written() -> None:
     starts = np.array([7])
     still = Batch(np.arange(1), starts, starts + 1, np.arange(1), np.arange(1), starts + 1)
     moved = replace(still, copies=(PageCopy(np.arange(4, 9), np.arange(10, 15)),))
-    slots, device = SlotPool(4, 200, 16), Device.load("ascend910")
-    for tensor, part, share in ((1, None, 1), (2, Part(8, has_head=False), 1 / 8)):
-        costs = Roofline(LLAMA_7B, device, tensor=tensor, part=part)
-        num_bytes = 2 * 5 * 16 * LLAMA_7B.kv_bytes_per_token * share
+    slots, device = SlotPool(4, 200, 16), SimulatedDevice.load("ascend910")
+    for tensor, stage, share in ((1, None, 1), (2, ModelPart(8, has_head=False), 1 / 8)):
+        costs = Roofline(LLAMA_7B, device, tensor=tensor, stage=stage)
+        num_bytes = 2 * 5 * 16 * LLAMA_7B.kv_bytes_per_token() * share
         more_s = costs.step_s(moved, slots) - costs.step_s(still, slots)
         assert more_s == pytest.approx(num_bytes / device.bytes_per_s)
 
 
 def test_decode_reads_what_it_must() -> None:
-    device = replace(Device.load("ascend910b"), host_us=0, graph_us=0, kernel_us=0)
+    device = replace(SimulatedDevice.load("ascend910b"), host_us=0, graph_us=0, kernel_us=0)
     costs = Roofline(LLAMA_7B, device, graphs=256)
     alone_s, deep_s = costs.time_s(1, 1, 1, 0, 0), costs.time_s(1, 1, 1, 32 * 4000, 0)
     assert deep_s - alone_s == pytest.approx(
-        4000 * LLAMA_7B.kv_bytes_per_token / device.bytes_per_s, rel=0.01
+        4000 * LLAMA_7B.kv_bytes_per_token() / device.bytes_per_s, rel=0.01
     )
     with pytest.raises(ValueError, match="has no rate for bfloat16"):
-        Roofline(replace(LLAMA_7B, product_dtype="bfloat16"), Device.load("ascend910")).time_s(1, 1, 1, 1, 1)
+        Roofline(replace(LLAMA_7B, dtype="bfloat16"), SimulatedDevice.load("ascend910")).time_s(1, 1, 1, 1, 1)

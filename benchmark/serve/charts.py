@@ -1,4 +1,4 @@
-"""What do results look like? Pictures as SVG, whose colours the page around them sets."""
+"""What do results look like? Charts as SVG, whose colours are set by the page around them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import LogFormatter
 
-from benchmark.serve.page import KINDS
+from benchmark.serve.html_page import KINDS
 
 INK, LINE, WAIT = "#0a0a01", "#0a0a02", "#0a0a03"
 COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # of one side after the other
@@ -171,18 +171,18 @@ def columns(result: Result) -> list[str]:
 
 
 def _label(name: str) -> str:
-    """With a space before an underscore, by which matplotlib takes a line to be none of the legend's."""
+    """With a space before an underscore: matplotlib leaves names that begin with one out of a legend."""
     return f" {name}" if name.startswith("_") else name
 
 
 def _name(axes: Axes) -> None:
-    """Say which line is whose, if there is one."""
+    """Add a legend, if a line has a name."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
 
 
 def _plain(axis: Axis) -> None:
-    """Milliseconds as people say them, not as powers of ten."""
+    """Milliseconds as plain numbers, not as powers of ten."""
     axis.set_major_formatter(LogFormatter())
     axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
 

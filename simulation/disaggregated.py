@@ -1,4 +1,4 @@
-"""What if some engines compute prompts, and others go on from there?
+"""What if some engines compute the prompts, and other engines the answers?
 
 A prompt's engine yields its first token. Its keys and values then go over the link to an answer's engine,
 where the request waits for a slot and pages like any newcomer, and is not computed again.
@@ -19,16 +19,16 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from simulation.fleet import ROUTERS, Fleet, Route
 from simulation.replica import Replica
+from simulation.run_totals import DONE, Answered, RunTotals, StepCounter
 from simulation.runner import CostModel
 from simulation.serve import in_order
-from simulation.tally import DONE, Answered, Tally, Watch
 
 TransferS = Callable[[int], float]  # seconds for the keys and values of so many tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The costs of an answer's engine: of a span that came over the link, only the last token is computed."""
+    """The costs of an answers' engine: of a span sent over the link, it computes only the last token."""
 
     costs: CostModel
 
@@ -41,11 +41,11 @@ class Resumed:
         return self.costs.step_s(batch, slots)
 
 
-class _PromptWatch(Watch):
-    """Counts an answer of one token, which ends here; all others end elsewhere."""
+class _PrefillCounter(StepCounter):
+    """Counts only answers of one token: all others end in the engine of their answers."""
 
-    def __init__(self, engine: Engine, tally: Tally, asked: dict[str, Request]) -> None:
-        super().__init__(engine, tally)
+    def __init__(self, engine: Engine, totals: RunTotals, asked: dict[str, Request]) -> None:
+        super().__init__(engine, totals)
         self._asked = asked
 
     def ended(self, request: Request) -> None:
@@ -53,22 +53,22 @@ class _PromptWatch(Watch):
             super().ended(request)
 
 
-class _AnswerWatch(Watch):
-    """Counts what both engines did for a request."""
+class _DecodeCounter(StepCounter):
+    """Counts a request by what both of its engines did."""
 
-    def __init__(self, engine: Engine, tally: Tally, begun: dict[str, Answered]) -> None:
-        super().__init__(engine, tally)
+    def __init__(self, engine: Engine, totals: RunTotals, begun: dict[str, Answered]) -> None:
+        super().__init__(engine, totals)
         self._begun = begun
 
     def ended(self, request: Request) -> None:
         first = self._begun.pop(request.id)
         if request.finish_reason not in DONE:
-            self.tally.cut_short += 1
+            self.totals.cut_short += 1
         else:
             assert request.finish_s is not None, "an answered request has its times"
             tokens = 1 + len(request.answer)
             reason = str(request.finish_reason)
-            self.tally.answered(
+            self.totals.answered(
                 replace(first, finish_s=request.finish_s, output_tokens=tokens, finish_reason=reason)
             )
 
@@ -81,8 +81,8 @@ class _AnswerWatch(Watch):
         return self._begun[slots.requests[row].id].first_token_s
 
 
-class Split:
-    """Prompts' engines, a link and answers' engines; what they do goes to one tally.
+class DisaggregatedFleet:
+    """Prompts' engines, a link and answers' engines; what they do goes to one RunTotals.
 
     Answers' schedulers must take a whole context in a step: give them a budget of tokens that is large.
     """
@@ -93,12 +93,12 @@ class Split:
         answers: list[Scheduler],
         costs: CostModel,
         transfer_s: TransferS,
-        tally: Tally,
+        totals: RunTotals,
         *,
         route: Route = "least_loaded",
         answer_costs: CostModel | None = None,
     ) -> None:
-        self._tally = tally
+        self._totals = totals
         self._transfer_s = transfer_s
         self._asked: dict[str, Request] = {}
         self._begun: dict[str, Answered] = {}
@@ -126,19 +126,19 @@ class Split:
             )
             self._prompts.add(prompt, request.arrival_s)
             if prompt.finish_reason is not None:
-                del self._asked[request.id]  # it was refused
+                del self._asked[request.id]  # the engine refused it
         self._prompts.close()
         self._deliver(float("inf"))
         self._answers.close()
 
     def _prompt(self, scheduler: Scheduler, costs: CostModel) -> Replica:
-        replica = Replica(scheduler, costs, self._tally, observe=self._send)
-        replica.watch = _PromptWatch(replica.engine, self._tally, self._asked)
+        replica = Replica(scheduler, costs, self._totals, observe=self._send)
+        replica.counter = _PrefillCounter(replica.engine, self._totals, self._asked)
         return replica
 
     def _answer(self, scheduler: Scheduler, costs: CostModel) -> Replica:
-        replica = Replica(scheduler, costs, self._tally, is_counting_arrivals=False)
-        replica.watch = _AnswerWatch(replica.engine, self._tally, self._begun)
+        replica = Replica(scheduler, costs, self._totals, is_counting_arrivals=False)
+        replica.counter = _DecodeCounter(replica.engine, self._totals, self._begun)
         return replica
 
     def _send(self, engine: Engine, step: Step) -> None:
@@ -150,7 +150,7 @@ class Split:
             took_s = self._transfer_s(prompt.num_prompt_tokens)
             there_s = prompt.first_token_s + took_s
             left_s = None if asked.timeout_s is None else asked.arrival_s + asked.timeout_s - there_s
-            self._tally.waiting_s += took_s
+            self._totals.waiting_s += took_s
             self._begun[prompt.id] = Answered(
                 prompt.id,
                 prompt.arrival_s,
@@ -166,10 +166,10 @@ class Split:
                 prompt.tokens,
                 replace(asked.params, max_tokens=asked.params.max_tokens - 1),
                 tenant=asked.tenant,
-                cache_salt=f"{asked.cache_salt} from {prompt.id}",  # what came is nobody else's
+                cache_salt=f"{asked.cache_salt} from {prompt.id}",  # pages that were sent are not shared
                 priority=asked.priority,
                 arrival_s=there_s,
-                timeout_s=left_s,  # where none is left, it ends before the next step
+                timeout_s=left_s,  # if none is left, the request ends before the next step
             )
             self._num_sent += 1
             heapq.heappush(self._coming, (rest.arrival_s, self._num_sent, rest))

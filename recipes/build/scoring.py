@@ -1,4 +1,4 @@
-"""How likely does a model find a text?"""
+"""How likely does a model find a text, token by token?"""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
 from models.decoder import Decoder, StepInputs
+from models.dtypes import TORCH_DTYPES
 from models.ops.cpu import CpuOps
 from recipes.build.families import decoder_config, read
-from serving.text.tokenizer import Text
 
 PAGE_SIZE = 16
 
@@ -55,23 +55,37 @@ class Score:
 
 
 @torch.inference_mode()
-def score(path: Path, lines: Sequence[str]) -> Score:
-    """Each line by itself, in the checkpoint's own type on the CPU.
+def score(path: Path, lines: Sequence[Sequence[int]]) -> Score:
+    """Score each line of tokens by itself, in the checkpoint's own type on the CPU.
 
     Raises ValueError where nothing is to score, and for a line that is too long.
     """
-    text, config = Text.load(path), decoder_config(read(path))
-    if text is None:
-        raise ValueError(f"{path} has no tokenizer, so that no text can be scored")
+    config = decoder_config(read(path))
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, config.dtype, config.windows)
+    dtype = TORCH_DTYPES[config.dtype]
+    shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, dtype, config.windows)
     decoder = Decoder(config, CpuOps(), Attention(shape))
     weights.load(decoder, path)
-    parts = [_score(decoder, tokens) for line in lines if len(tokens := text.encode(line)) > 1]
+    parts = [_score(decoder, tokens) for tokens in lines if len(tokens) > 1]
     if not parts:
         raise ValueError("the text has no line of two tokens; name another")
     logprobs, likeliest = zip(*parts)
     return Score(torch.cat(logprobs), torch.cat(likeliest))
+
+
+def comparison(before: Score, after: Score) -> str:
+    """Two scores of one text as a table, and how far they are apart."""
+    rows = [
+        ("log-probability a token", f"{before.mean_logprob:.4f}", f"{after.mean_logprob:.4f}"),
+        ("perplexity", f"{before.perplexity:.4f}", f"{after.perplexity:.4f}"),
+    ]
+    lines = [f"{'':26}{'before':>12}{'after':>12}"]
+    lines += [f"{name:26}{one:>12}{other:>12}" for name, one, other in rows]
+    lines.append(
+        f"{before.num_tokens} tokens; a log-probability moves by {before.distance(after):.4f} in the mean"
+    )
+    lines.append(f"the likeliest token is the same at {before.agreement(after):.1%} of them")
+    return "\n".join(lines)
 
 
 def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -83,7 +97,12 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         )
     num_pages = -(-num_tokens // PAGE_SIZE)
     cache = KVCache(
-        config.num_layers, 1 + num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim, config.dtype
+        config.num_layers,
+        1 + num_pages,
+        PAGE_SIZE,
+        config.num_kv_heads,
+        config.head_dim,
+        TORCH_DTYPES[config.dtype],
     )
     slots = SlotPool(1, num_tokens, PAGE_SIZE)
     row = np.array([slots.take(Request("line", np.array(tokens)))])

@@ -85,7 +85,10 @@ def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
         Patch(color=request_colour(0, decode=True), label="answer (decode)"),
         Patch(facecolor="white", edgecolor="grey", label="idle"),
     ]
-    all_axes[0, 0].legend(handles=shades, loc="upper right", ncols=3)
+    # above the axes, beside the title: within them it would hide bars
+    all_axes[0, 0].legend(
+        handles=shades, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.3
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

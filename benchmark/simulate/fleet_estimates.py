@@ -1,12 +1,12 @@
-"""What do some engines, drawn from a fleet, say of all of them?
+"""What does a sample of the engines of a fleet say of the whole fleet?
 
-Each that is drawn serves its own share of the fleet's requests, exactly. Engines are drawn without
-replacement, so that only the draw is left to chance; groups of them tell how much. Intervals of means and
-totals are those of ratio estimators (Cochran 1977, chapter 6), of percentiles Woodruff's (1952), which asks
-how sure the share below is; with Student's t, and narrowed by the share that was drawn: of all engines they
-have no width. The 99th percentile of a few hundred requests, with three or four beyond it, is told too
-surely. What hangs on the fleet's last request, its duration and with it its throughput, a sample does not
-hold, and it is not estimated.
+Each drawn engine serves exactly its own share of the fleet's requests. Engines are drawn without replacement,
+so that only the draw is left to chance; the spread between groups of them measures it. Intervals of means
+and totals are those of ratio estimators (Cochran 1977, chapter 6); those of percentiles are Woodruff's
+(1952), who asks how sure the share below is. They use Student's t and are narrowed by the share that was
+drawn: of all engines they have no width. The 99th percentile of a few hundred requests, with three or four
+beyond it, gets an interval that is too narrow. What depends on the fleet's last request, its duration and
+throughput, is not in a sample and is not estimated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from simulation.run_totals import RunTotals
 from simulation.sketch import Sketch
-from simulation.tally import Tally
 
 MOST_GROUPS = 30
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -33,7 +33,7 @@ def draw(num_engines: int, count: int, seed: int) -> list[list[int]]:
     return [group.tolist() for group in np.array_split(order, min(count, MOST_GROUPS))]
 
 
-def estimates(groups: Sequence[Tally], num_drawn: int, num_engines: int) -> dict[str, Estimate]:
+def estimates(groups: Sequence[RunTotals], num_drawn: int, num_engines: int) -> dict[str, Estimate]:
     """Figures of the fleet, each with the ends of its 95 % interval; from at least two groups."""
     times = student(len(groups) - 1) * math.sqrt(1 - num_drawn / num_engines)
     ends = {}
@@ -54,7 +54,7 @@ def estimates(groups: Sequence[Tally], num_drawn: int, num_engines: int) -> dict
 
 
 def student(freedom: int) -> float:
-    """Of which 95 % of Student's t are within, to both sides (Abramowitz and Stegun, 26.7.5)."""
+    """The bound that holds 95 % of Student's t, both sides (Abramowitz and Stegun, 26.7.5)."""
     z = NORMAL
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -11,8 +11,8 @@ mpl.use("Agg")  # files, no screen
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import Chart, Column, Experiment, figure
-from benchmark.reproduce.run import Results
 
 WIDTH, HEIGHT = 3.6, 3.2  # of one pair of axes, in inches
 STYLE = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "font.size": 8}

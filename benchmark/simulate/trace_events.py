@@ -17,7 +17,7 @@ STEPS, SLOTS = 1, 2  # process numbers: what the viewer groups by
 PROMPT, ANSWER = "prompt", "answer"
 
 
-class Timeline:
+class TraceEventFile:
     """Writes each step to a file as it is made, so that nothing is kept; `close` ends the file.
 
     A slot shows the prompt and then the answer of the request that it holds.
@@ -68,7 +68,7 @@ class Timeline:
         )
 
     def close(self) -> None:
-        """Write who is still in a slot, and the end."""
+        """Write the requests that are still in a slot, and the end."""
         for row in list(self._stays):
             self._leave(row)
         self._file.write("\n]}\n")

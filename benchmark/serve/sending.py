@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmark.serve.client import Answer, Server
-from benchmark.serve.trace import Ask
+from benchmark.serve.client import ClientAnswer, StreamingClient
+from benchmark.serve.trace_requests import TraceRequest
 
 LOOK_S = 0.02  # between two looks at how late the event loop is
 
 
 @dataclass(slots=True)
-class Run:
+class ClientRun:
     """What came of a load. Times are on the client's clock; `lags_s` is how late its event loop was.
 
     `now` and `most` requests are, and were, on their way at once.
     """
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ClientAnswer] = field(default_factory=list)
     now: int = 0
     most: int = 0
     lags_s: list[float] = field(default_factory=list)
@@ -31,20 +31,22 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SendSchedule:
     """How requests are sent: `loops` holds those of each client of a closed loop, else each has its time.
 
     `max_concurrency` bounds how many are on their way at once.
     """
 
-    asks: Sequence[Ask]
-    loops: Sequence[Sequence[Ask]] | None = None
+    asks: Sequence[TraceRequest]
+    loops: Sequence[Sequence[TraceRequest]] | None = None
     max_concurrency: int | None = None
 
 
-async def serve(server: Server, load: Load, told: Callable[[Answer], None]) -> Run:
-    """Send a load; `told` sees each answer when it ends."""
-    run = Run()
+async def serve(
+    server: StreamingClient, load: SendSchedule, on_answer: Callable[[ClientAnswer], None]
+) -> ClientRun:
+    """Send a load; `on_answer` is called with each answer when it ends."""
+    run = ClientRun()
     bodies = {
         ask.id: ask.body(server.model, server.seed + number, server.extra)
         for number, ask in enumerate(load.asks)
@@ -56,8 +58,8 @@ async def serve(server: Server, load: Load, told: Callable[[Answer], None]) -> R
     cpu_s = time.process_time()
     lag = asyncio.create_task(_watch_loop(run.lags_s))
 
-    async def one(ask: Ask, due_s: float) -> None:
-        answer = Answer(ask, late_s=time.perf_counter() - due_s)
+    async def one(ask: TraceRequest, due_s: float) -> None:
+        answer = ClientAnswer(ask, late_s=time.perf_counter() - due_s)
         started_s = time.perf_counter()
         async with limit:
             answer.held_s = time.perf_counter() - started_s
@@ -66,9 +68,9 @@ async def serve(server: Server, load: Load, told: Callable[[Answer], None]) -> R
             await server.ask(answer, bodies.pop(ask.id))
             run.now -= 1
         run.answers.append(answer)
-        told(answer)
+        on_answer(answer)
 
-    async def client(asks: Sequence[Ask]) -> None:
+    async def client(asks: Sequence[TraceRequest]) -> None:
         for ask in asks:
             await one(ask, time.perf_counter())
 
@@ -84,8 +86,8 @@ async def serve(server: Server, load: Load, told: Callable[[Answer], None]) -> R
     return run
 
 
-async def _open(asks: Sequence[Ask], start_s: float, one: Callable) -> None:
-    """Send each when it is due, whatever became of those before."""
+async def _open(asks: Sequence[TraceRequest], start_s: float, one: Callable) -> None:
+    """Send each request when it is due, whether or not earlier ones have ended."""
     tasks = []
     for ask in asks:
         due_s = start_s + ask.due_s

@@ -1,4 +1,4 @@
-"""What is asked of an engine?"""
+"""What is asked of an engine, drawn from distributions?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARRIVAL, PROMPT, OUTPUT, TOKEN, SYSTEM, TURNS, THINK, TENANT, PRIORITY, ANSWER =
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SyntheticLoad:
     """What to draw. `turns` and `system_prompts` are for sessions; `think_s` is a mean."""
 
     prompt_tokens: Draw
@@ -52,7 +52,7 @@ def shares(text: str) -> Shares:
 
 
 def levels(text: str) -> Shares:
-    """The same, and each name is a whole number."""
+    """Priorities and their shares; each name is a whole number."""
     found = shares(text)
     if not all(name.removeprefix("-").isdecimal() for name in found):
         raise argparse.ArgumentTypeError(f"{text!r}: a priority is a whole number, as in 0=9,5=1")
@@ -67,7 +67,7 @@ def shared_prompts(text: str) -> tuple[int, Draw]:
     return int(count), lengths(length)
 
 
-def requests(load: Load, count: int) -> list[Line]:
+def draw_requests(load: SyntheticLoad, count: int) -> list[Line]:
     """The trace, one input line of `generate` for each request, in order of arrival."""
     sizes = _sessions(load, count)
     starts_s = load.arrivals.times_s(load.stream(ARRIVAL), len(sizes), load.rate_per_s * len(sizes) / count)
@@ -101,14 +101,14 @@ def line_of(name: str, arrival_s: float, prompt: Line, max_tokens: int) -> Line:
     }
 
 
-def _name(load: Load, number: int, session: int, turn: int) -> str:
+def _name(load: SyntheticLoad, number: int, session: int, turn: int) -> str:
     if load.arrivals.kind == "closed":
         clients = int(load.arrivals.value)
         return f"{number % clients}/{number // clients}"
     return str(number) if load.turns is None else f"{session}/{turn}"
 
 
-def _sessions(load: Load, count: int) -> list[int]:
+def _sessions(load: SyntheticLoad, count: int) -> list[int]:
     """The turns of each session, `count` in all; the last one may be cut."""
     if load.turns is None:
         return [1] * count
@@ -117,7 +117,7 @@ def _sessions(load: Load, count: int) -> list[int]:
     return [*drawn[:whole].tolist(), count - int(drawn[:whole].sum())]
 
 
-def _openings(load: Load, count: int) -> list[list[int]]:
+def _openings(load: SyntheticLoad, count: int) -> list[list[int]]:
     """How each session begins: with one of the system prompts, if there are any."""
     if load.system_prompts is None:
         return [[] for _ in range(count)]
@@ -126,7 +126,7 @@ def _openings(load: Load, count: int) -> list[list[int]]:
     return [texts[index] for index in random.integers(0, num_prompts, count)]
 
 
-def mark(load: Load, lines: list[Line]) -> list[Line]:
+def mark(load: SyntheticLoad, lines: list[Line]) -> list[Line]:
     """Give tenants and priorities, drawn by their shares; a session keeps its own."""
     sessions = list(dict.fromkeys(line["id"].partition("/")[0] for line in lines))
     for stream, field_name, given in (

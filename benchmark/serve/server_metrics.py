@@ -51,7 +51,7 @@ def parse(text: str) -> dict[str, float]:
 
 
 @dataclass(slots=True)
-class Watch:
+class MetricsReadings:
     """Readings, each with its time on the client's clock; the first and the last frame the run."""
 
     session: aiohttp.ClientSession
@@ -64,7 +64,7 @@ class Watch:
             async with self.session.get(self.url, headers=authorization()) as response:
                 figures = parse(await response.text()) if response.status == 200 else {}
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
-            return False  # it may be busy, and the next look finds it; none at all is told as such
+            return False  # it may be busy; the next look may find it, and a run without any says so
         if figures:
             self.readings.append((time.perf_counter(), figures))
         return bool(figures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmark.reproduce.batching import ratio
 from benchmark.reproduce.case import Case, Offered, chunked
+from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import (
     HITS,
     ITL_99,
@@ -19,7 +20,6 @@ from benchmark.reproduce.experiment import (
     Experiment,
     figure,
 )
-from benchmark.reproduce.run import Results
 
 COPIED = Column("copied_pages", "pages moved", 0)
 SIZES = (16, 128)
@@ -29,7 +29,7 @@ CLAIMED_COPY_MS, CLAIMED_PAGES = 10.0, 32_768
 
 
 def prefix() -> Experiment:
-    """A beginning that all prompts share."""
+    """A prefix that all prompts share."""
     cases = [
         Case(
             f"{shared} tokens, pages of {size}, {'shared' if is_shared else 'each its own'}",
@@ -71,7 +71,7 @@ def _prefix(results: Results) -> list[str]:
 
 
 def page_sizes() -> Experiment:
-    """Small and large pages in a pool that is scarce."""
+    """Small and large pages in a small pool."""
     load = Offered(300)
     cases = [
         Case(
@@ -152,5 +152,5 @@ def _compaction(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """In the order of the report."""
+    """The experiments of this file, in the order of the report."""
     return [prefix(), page_sizes(), compaction()]

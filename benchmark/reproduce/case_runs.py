@@ -1,4 +1,4 @@
-"""What comes of a case, and what does the gate say of it?"""
+"""What are the figures of a case, and does the gate accept them?"""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
 
-from benchmark.gate.verdict import with_verdict
+from benchmark.gate.gate import with_verdict
 from benchmark.reproduce.case import Case
-from benchmark.simulate.plan import Plan, plan
-from benchmark.simulate.worlds import SIMULATED, World
+from benchmark.simulate.deployment import SIMULATED, Deployment
+from benchmark.simulate.placement import Placement, place
 from recipes.schema.reader import read
 from simulation.roofline import Roofline
 
@@ -26,19 +26,19 @@ KEYS = (  # Ascend 910 has no bfloat16; a prompt of 4,096 tokens needs room for 
 OBJECTIVES = {"ttft": 1000.0, "tpot": 50.0}  # milliseconds
 
 
-def plan_of(case: Case) -> Plan:
-    """The engine of a case; raises ValueError for what cannot be."""
+def placement_of(case: Case) -> Placement:
+    """The engine of a case; raises ValueError if it cannot run."""
     recipe = read(RECIPE, [*KEYS, *case.keys], None).recipe
-    return plan(recipe, case.device, case.tensor, case.pipeline)
+    return place(recipe, case.device, case.tensor, case.pipeline)
 
 
 def run(case: Case) -> Result:
     """The figures of one case, with their verdict and their records."""
-    world = World(plan_of(case), case.replicas, "least_loaded", case.split)
-    tally, own = world.serve(case.offered.trace(), None, records=True)
-    figures = tally.figures()
-    records = tally.records or []
-    figures["itl_ms"]["max"] = round(1e3 * tally.itl.most_s, 3)
+    deployment = Deployment(placement_of(case), case.replicas, "least_loaded", case.split)
+    totals, own = deployment.serve(case.offered.trace(), None, records=True)
+    figures = totals.figures()
+    records = totals.records or []
+    figures["itl_ms"]["max"] = round(1e3 * totals.itl.most_s, 3)
     good = num_good(records, **OBJECTIVES)
     return with_verdict(
         {
@@ -46,9 +46,9 @@ def run(case: Case) -> Result:
             "case": case.label,
             "recipe": RECIPE,
             "overrides": [*KEYS, *case.keys],
-            **world.plan.facts(),
-            "devices": world.num_devices,
-            "slots": world.num_slots,
+            **deployment.placement.facts(),
+            "devices": deployment.num_devices,
+            "slots": deployment.num_slots,
             "max_tokens_per_step": 1,
             "warm_up_counted": 0,
             **figures,
@@ -76,8 +76,8 @@ def tpot_ms(record: Result) -> float:
     return 1e3 * float(record["finish_s"] - record["first_token_s"]) / gaps
 
 
-def run_all(cases: Iterable[Case], jobs: int, tell: Callable[[str], None]) -> dict[Case, Result]:
-    """Each case once, in so many processes; the order in which they end is no matter to what comes of it."""
+def run_all(cases: Iterable[Case], jobs: int, report: Callable[[str], None]) -> dict[Case, Result]:
+    """Each case once, in so many processes; the results do not depend on the order in which they end."""
     wanted = sorted(dict.fromkeys(cases), key=_work, reverse=True)
     found: dict[Case, Result] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -86,7 +86,7 @@ def run_all(cases: Iterable[Case], jobs: int, tell: Callable[[str], None]) -> di
             case = futures[future]
             found[case] = future.result()
             outcome = found[case]["verdict"]["outcome"]
-            tell(f"{number}/{len(wanted)}  {outcome:8} {case.label}")
+            report(f"{number}/{len(wanted)}  {outcome:8} {case.label}")
     return found
 
 
@@ -95,11 +95,11 @@ def _work(case: Case) -> int:
 
 
 def alone_s(case: Case, num_tokens: int, chunk: int) -> float:
-    """Seconds for a prompt with nobody beside it, in chunks."""
-    found = plan_of(case)
+    """Seconds for a prompt alone on the engine, in chunks."""
+    found = placement_of(case)
     roofline = found.costs()
     assert isinstance(roofline, Roofline), "nothing was fitted"
-    layers, total_s = found.shape.num_layers, 0.0
+    layers, total_s = found.config.num_layers, 0.0
     for start in range(0, num_tokens, chunk):
         stop = min(num_tokens, start + chunk)
         pairs = layers * (stop - start) * (start + stop + 1) / 2

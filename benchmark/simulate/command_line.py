@@ -42,7 +42,7 @@ def percent(text: str) -> float:
 
 
 def drawn(text: str) -> str:
-    """Lengths that can be drawn, by their name: processes that draw them are told that."""
+    """The name of a distribution of lengths, checked here; it is sent to the processes that draw from it."""
     lengths(text)
     return text
 

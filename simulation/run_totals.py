@@ -1,4 +1,4 @@
-"""What came of a run? The figures that a benchmark tells, counted as it goes on.
+"""What came of a run? The figures that a benchmark reports, counted as it runs.
 
 Nothing is kept for each request, unless records are asked for: then six numbers and its name.
 """
@@ -18,11 +18,11 @@ from simulation.sketch import Sketch
 
 Record = dict[str, Any]
 DONE = ("stop", "length")
-DIGITS = 4  # that a rate has at least, however small it is
+DIGITS = 4  # of a rate, at least
 
 
 def rounded(rate: float, decimals: int) -> float:
-    """With so many decimals, and more where it is small: times a long duration it is still the count."""
+    """Round a rate, keeping DIGITS of a small one: times a long duration it must still give the count."""
     leading = math.floor(math.log10(rate)) + 1 if rate > 0 else DIGITS
     return round(rate, max(decimals, DIGITS - leading))
 
@@ -42,14 +42,14 @@ class Answered:
 
     def record(self, origin_s: float) -> Record:
         """As the gate recounts it; times count from `origin_s`."""
-        told = asdict(self)
+        record = asdict(self)
         for name in ("arrival_s", "first_token_s", "finish_s"):
-            told[name] = round(told[name] - origin_s, 6)
-        return told
+            record[name] = round(record[name] - origin_s, 6)
+        return record
 
 
 @dataclass(slots=True)
-class Tally:
+class RunTotals:
     """Sums over all engines of a run; two of them add up. Times are seconds of the virtual clock."""
 
     requests: int = 0
@@ -78,8 +78,8 @@ class Tally:
     e2e: Sketch = field(default_factory=Sketch)
     records: list[Record] | None = None  # of each request that ended, if they are to be kept
 
-    def merge(self, other: Tally) -> None:
-        """Take in all that another counted."""
+    def merge(self, other: RunTotals) -> None:
+        """Add what another one counted."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, Sketch):
@@ -140,13 +140,13 @@ class Tally:
         }
 
     def came(self, request: Request) -> None:
-        """A request was offered, whether it is accepted or not."""
+        """Count a request that was offered, whether it is accepted or not."""
         self.requests += 1
         self.first_arrival_s = min(self.first_arrival_s, request.arrival_s)
         self.last_arrival_s = max(self.last_arrival_s, request.arrival_s)
 
     def ended(self, request: Request) -> None:
-        """A request ended; only those that were answered count."""
+        """Count a request that ended; only answered requests have figures."""
         if request.finish_reason not in DONE:
             self.cut_short += request.first_token_s is not None
             return
@@ -166,7 +166,7 @@ class Tally:
         )
 
     def answered(self, one: Answered) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         num_tokens = one.output_tokens
         self.completed += 1
         self.prompt_tokens += one.prompt_tokens
@@ -182,44 +182,44 @@ class Tally:
             self.records.append(one.record(self.first_arrival_s))
 
 
-class Watch:
-    """Counts the steps of one engine into a tally, and remembers when each row got its last token."""
+class StepCounter:
+    """Counts the steps of one engine into a RunTotals, and remembers when each row got its last token."""
 
-    def __init__(self, engine: Engine, tally: Tally) -> None:
+    def __init__(self, engine: Engine, totals: RunTotals) -> None:
         self.engine = engine
-        self.tally = tally
+        self.totals = totals
         num_slots = engine.slots.num_slots
         self._last_s = np.zeros(num_slots)
         self._owner = np.full(num_slots, -1, dtype=np.int64)  # number of the request that this is of
         self._parked: dict[int, float] = {}  # of preempted requests, by number
         self._even: Index | None = None  # the busy rows, if all of them got their last tokens together
-        self._even_s = 0.0  # then
+        self._even_s = 0.0  # when that was
         self._before_s, self._left = 0.0, 0
         self._seen = (0, 0, 0)
 
     def added(self, request: Request) -> None:
-        """Count how long a request that the engine just took has been there: a step may have kept it out."""
+        """Count the time that a request waited for the step in progress before the engine took it."""
         counted_from_s = self._before_s if self._left else self.engine.clock()
-        self.tally.waiting_s += counted_from_s - request.arrival_s
+        self.totals.waiting_s += counted_from_s - request.arrival_s
 
     def step(self, step: Step) -> None:
         """Count one step, before the next one is made."""
-        tally, engine, batch = self.tally, self.engine, step.batch
+        totals, engine, batch = self.totals, self.engine, step.batch
         scheduler = engine.scheduler
         num_waiting, num_running = len(scheduler.waiting), len(engine.slots.busy) + len(step.finished)
         taken_s = step.end_s - (self._before_s if self._left else step.start_s)
-        begin_s = max(step.start_s, self._before_s)  # it may have been started behind the one before
-        tally.running_s += num_running * taken_s
-        tally.waiting_s += num_waiting * taken_s
+        begin_s = max(step.start_s, self._before_s)  # it may have waited on the device for the step before
+        totals.running_s += num_running * taken_s
+        totals.waiting_s += num_waiting * taken_s
         self._before_s, self._left = step.end_s, num_running + num_waiting - len(step.finished)
         if batch.num_spans:
             pool = scheduler.pool
             held = pool.num_held - scheduler.prefix.num_idle
-            tally.steps += 1
-            tally.spans += batch.num_spans
-            tally.copied_pages += batch.num_copied_pages
-            tally.busy_s += step.end_s - begin_s
-            tally.held_share += held / (pool.num_pages - 1)
+            totals.steps += 1
+            totals.spans += batch.num_spans
+            totals.copied_pages += batch.num_copied_pages
+            totals.busy_s += step.end_s - begin_s
+            totals.held_share += held / (pool.num_pages - 1)
             if len(batch.owners):
                 self.gaps(step)
         for request in step.finished:
@@ -231,30 +231,30 @@ class Watch:
 
     def ended(self, request: Request) -> None:
         """Count a request that ended in this engine."""
-        self.tally.ended(request)
+        self.totals.ended(request)
 
     def rest(self, start_s: float, end_s: float) -> None:
         """Count a time in which nothing was computed, and requests waited all the same."""
         num_waiting, num_running = len(self.engine.scheduler.waiting), len(self.engine.slots.busy)
         taken_s = end_s - (self._before_s if self._left else start_s)
-        self.tally.running_s += num_running * taken_s
-        self.tally.waiting_s += num_waiting * taken_s
+        self.totals.running_s += num_running * taken_s
+        self.totals.waiting_s += num_waiting * taken_s
         self._before_s, self._left = end_s, num_running + num_waiting
 
     def close(self) -> None:
         """Count what the scheduler itself counted since this was last asked for."""
         counters, seen = self.engine.scheduler.counters, self._seen
         now = counters.prompt_tokens, counters.hit_tokens, counters.preemptions
-        self.tally.admitted_tokens += now[0] - seen[0]
-        self.tally.hit_tokens += now[1] - seen[1]
-        self.tally.preemptions += now[2] - seen[2]
+        self.totals.admitted_tokens += now[0] - seen[0]
+        self.totals.hit_tokens += now[1] - seen[1]
+        self.totals.preemptions += now[2] - seen[2]
         self._seen = now
 
     def gaps(self, step: Step) -> None:
-        """Since each row's last token; a row may hold another request than then."""
+        """Count the time since each row's last token; a row may hold another request by now."""
         rows, end_s, busy = step.owners, step.end_s, self.engine.slots.busy
-        if busy is self._even and len(rows) == len(busy):  # as from decode to decode: no row is looked at
-            self.tally.itl.add(end_s - self._even_s, len(rows))
+        if busy is self._even and len(rows) == len(busy):  # decode after decode of the same rows
+            self.totals.itl.add(end_s - self._even_s, len(rows))
             self._even_s = end_s
             return
         self._settle()
@@ -274,19 +274,19 @@ class Watch:
         if has_new:
             gaps_s = gaps_s[~np.isnan(gaps_s)]
         if len(gaps_s):
-            self.tally.itl.add_all(gaps_s)
+            self.totals.itl.add_all(gaps_s)
         if len(rows) == len(busy) and np.array_equal(rows, busy):
             self._even, self._even_s = busy, end_s
 
     def _settle(self) -> None:
-        """Write down the times of rows that got their tokens together: they may part now."""
+        """Store the time of each row that got its token together with the others: they may differ now."""
         if self._even is not None:
             self._last_s[self._even] = self._even_s
             self._even = None
 
     def since_s(self, number: int) -> float:
         """When a request that is new to its row got its last token; not a number if it had none."""
-        for row in np.flatnonzero(self._owner == number).tolist():  # the row that it was preempted from
+        for row in np.flatnonzero(self._owner == number).tolist():  # in the row from which it was preempted
             self._owner[row] = -1
             return float(self._last_s[row])
         return self._parked.pop(number, math.nan)

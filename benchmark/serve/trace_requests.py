@@ -26,7 +26,7 @@ STREAM = {"include_usage": True, "continuous_usage_stats": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TraceRequest:
     """One request: when it is due, in seconds from the start, and what is sent.
 
     `max_tokens` None: the server's own limit. `fields` are those of the line that servers know too; `content`
@@ -55,7 +55,7 @@ class Ask:
         }
         return msgspec.json.encode({name: value for name, value in said.items() if value is not None})
 
-    def limited(self, extra: Mapping[str, Any]) -> Ask:
+    def limited(self, extra: Mapping[str, Any]) -> TraceRequest:
         """The same, with the `max_tokens` that is sent beside such `extra` fields."""
         return replace(self, max_tokens=extra.get(self._limit, self.max_tokens))
 
@@ -64,12 +64,12 @@ class Ask:
         return "max_completion_tokens" if self.chat else "max_tokens"
 
 
-def read(path: Path, *, skip_bad: bool) -> tuple[list[Ask], list[str]]:
+def read(path: Path, *, skip_bad: bool) -> tuple[list[TraceRequest], list[str]]:
     """The requests of a JSONL file in order of arrival, and what was skipped of it.
 
     Raises ValueError for a line that is no request, unless bad lines are skipped, and where none is left.
     """
-    asks: dict[str, Ask] = {}
+    asks: dict[str, TraceRequest] = {}
     skipped = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -96,12 +96,12 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def clients(asks: Sequence[Ask]) -> list[list[Ask]] | None:
+def clients(asks: Sequence[TraceRequest]) -> list[list[TraceRequest]] | None:
     """The requests of each client of a closed loop in order; None where the trace is none.
 
     A closed loop has no times, and ids `CLIENT/NUMBER`.
     """
-    of_client: dict[str, list[Ask]] = {}
+    of_client: dict[str, list[TraceRequest]] = {}
     for ask in asks:
         client, slash, number = ask.id.rpartition("/")
         if ask.due_s or not slash or not number.isdecimal():
@@ -112,7 +112,7 @@ def clients(asks: Sequence[Ask]) -> list[list[Ask]] | None:
     return list(of_client.values())
 
 
-def at_rate(asks: Sequence[Ask], rate_per_s: float, seed: int) -> list[Ask]:
+def at_rate(asks: Sequence[TraceRequest], rate_per_s: float, seed: int) -> list[TraceRequest]:
     """The same requests, arriving by a Poisson process; at rate inf, all at once."""
     gaps_s = np.zeros(len(asks))
     if rate_per_s < math.inf:
@@ -129,7 +129,7 @@ def _reason(error: Exception) -> str:
     return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _ask(line: bytes) -> Ask:
+def _ask(line: bytes) -> TraceRequest:
     """Raises ValueError, in one line, for what is no request."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
@@ -157,4 +157,6 @@ def _ask(line: bytes) -> Ask:
     sent = {name: value for name, value in fields.items() if name not in OURS}
     if "tenant" in fields:
         sent["user"] = fields["tenant"]
-    return Ask(fields["id"], float(due_s), max_tokens, forms[0] == "messages", content, num_prompt, sent)
+    return TraceRequest(
+        fields["id"], float(due_s), max_tokens, forms[0] == "messages", content, num_prompt, sent
+    )

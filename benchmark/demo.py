@@ -1,0 +1,85 @@
+"""How does the tiny model serve one trace in static and in continuous batches?"""
+
+from __future__ import annotations
+
+import gc
+import random
+
+from benchmark.offline.offline import forget_prefixes, serve
+from benchmark.offline.timeline import Timeline, summarise
+from recipes.build.engine import build
+from recipes.schema.reader import read
+from recipes.tiny.corpus import demo_requests
+from serving.offline import Job, Record
+from serving.text.request_fields import parse_request, text_options
+from serving.text.tokenizer import Text
+
+RECIPE = "recipes/tiny/cpu.yaml"
+NUM_SLOTS = 16
+RUNS = {
+    "static batching": [
+        "scheduler.policy=static",
+        f"scheduler.batch_size={NUM_SLOTS}",
+        "scheduler.max_wait_ms=500",
+    ],
+    "continuous batching": ["scheduler.policy=stall_free"],
+}
+ROWS = {  # of the table: a figure of `summarise`, its name and its unit
+    "requests_per_s": "requests/s",
+    "output_tokens_per_s": "output tokens/s",
+    "ttft_ms.p50": "time to first token, p50, ms",
+    "ttft_ms.p99": "time to first token, p99, ms",
+    "tpot_ms.p50": "time per output token, p50, ms",
+    "tpot_ms.p99": "time per output token, p99, ms",
+    "e2e_ms.p50": "whole request, p50, ms",
+    "mean_batch": "mean batch, requests",
+    "mean_page_use": "pages in use, mean share",
+    "prefix_hit_rate": "prompt tokens found cached, share",
+}
+
+
+def trace(num_requests: int, rate_per_s: float, text: Text) -> list[Job]:
+    """Chats that arrive by a Poisson process; the same ones in every call."""
+    arrivals, at_s = random.Random(7), 0.0
+    jobs = []
+    for number, messages in enumerate(demo_requests(num_requests, seed=7)):
+        fields = {
+            "id": f"{number}",
+            "messages": messages,
+            "max_tokens": 96,
+            "temperature": 0,
+            "arrival_s": at_s,
+        }
+        jobs.append(Job(parse_request(fields, text), text_options(fields)))
+        at_s += arrivals.expovariate(rate_per_s)
+    return jobs
+
+
+def run(
+    overrides: list[str], num_requests: int, rate_per_s: float
+) -> tuple[dict, Timeline, list[Record], float]:
+    """One way of batching: figures, timeline, answers, and when the first request came."""
+    recipe = read(RECIPE, [f"scheduler.num_slots={NUM_SLOTS}", *overrides]).recipe
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    assert text is not None, f"{RECIPE} names a model with a tokenizer"
+    engine = build(recipe).engine
+    serve(engine, text, trace(8, 1e9, text))  # warms caches; not counted
+    forget_prefixes(engine)
+    gc.collect()
+    jobs = trace(num_requests, rate_per_s, text)
+    timeline, records = serve(engine, text, jobs)
+    requests = [job.request for job in jobs]
+    return summarise(engine, requests, timeline), timeline, records, min(r.arrival_s for r in requests)
+
+
+def figure(summary: dict, name: str) -> float:
+    """A figure by its dotted name."""
+    group, _, key = name.partition(".")
+    return float(summary[group][key] if key else summary[group])
+
+
+def print_answers(num_requests: int, records: list[Record], count: int) -> None:
+    """The first few questions with what the model said."""
+    answers = {record["id"]: record for record in records}
+    for number, messages in enumerate(demo_requests(num_requests, seed=7)[:count]):
+        print(f"  {messages[-1]['content']}\n    -> {answers[str(number)]['text'].strip()}")

@@ -1,0 +1,43 @@
+"""How are a verdict and the sources' tables printed?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmark.gate.gate import Verdict
+from benchmark.gate.sources import rows
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The result in a file; raises ValueError or OSError for a file that holds none."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no object; it must be one result of a benchmark")
+    return fields
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """One law a line, the refused ones first, with the numbers that each read."""
+    for outcome in ("refused", "pass", "not checkable"):
+        for ruling in verdict.of(outcome):
+            used = ", ".join(f"{name} {number:g}" for name, number in ruling.used.items())
+            why = ruling.why or ruling.law.statement
+            print(f"{outcome:14} {ruling.law.name:18} {why}" + (f"  [{used}]" if used else ""))
+
+
+def print_sources() -> None:
+    """Each row, and each law that it breaks."""
+    source = ""
+    for row in rows():
+        if row.source != source:
+            source = row.source
+            print(source)
+        for ruling in row.verdict.of("refused"):
+            print(f"  {row.name:30} {ruling.law.name:18} {ruling.why}")
+        if row.verdict.passed:
+            print(f"  {row.name:30} {'pass':18}")

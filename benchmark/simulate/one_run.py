@@ -1,0 +1,82 @@
+"""What are the figures of one simulated run, as the command line asks for it?"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmark.gate.gate import with_verdict
+from benchmark.simulate.deployment import SIMULATED, Deployment, Result
+from benchmark.simulate.placement import place
+from benchmark.simulate.trace_events import TraceEventFile
+from benchmark.simulate.trace_loading import requests_of
+from continuous_batching.request import Request
+from recipes.schema.reader import read
+from simulation.fitted import Fitted
+
+MOST_RECORDS = 20_000  # kept in a result, for the gate to recount
+
+
+def deployment_of(options: argparse.Namespace) -> Deployment:
+    """The deployment that the options name."""
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    if options.costs is not None and (options.tp > 1 or options.pp > 1):
+        raise ValueError("--costs are of the devices that were recorded; leave out --tp and --pp")
+    if options.split is not None and (options.dp > 1 or options.pp > 1):
+        raise ValueError("--split says how many engines there are; leave out --dp and --pp")
+    if options.route is not None and options.dp == 1 and max(options.split or (1,)) == 1:
+        raise ValueError("--route chooses among engines; give several, by --dp or --split, or leave it out")
+    if options.pp > 1 and options.dp > 1:
+        raise ValueError("--pp is simulated for one engine; leave out --dp")
+    fitted = None if options.costs is None else Fitted.load(options.costs)
+    planned = place(recipe, options.device, options.tp, options.pp, fitted)
+    return Deployment(planned, options.dp, options.route or "least_loaded", options.split)
+
+
+def run(
+    deployment: Deployment, requests: Iterator[Request], timeline: TraceEventFile | None = None
+) -> Result:
+    """The figures of one simulated run, without a verdict."""
+    began_s = time.perf_counter()
+    totals, own = deployment.serve(requests, timeline, records=True)
+    took_s = time.perf_counter() - began_s
+    figures = totals.figures()
+    kept = totals.records is not None and len(totals.records) <= MOST_RECORDS and not figures["failed"]
+    return {
+        **deployment.placement.facts(),
+        "devices": deployment.num_devices,
+        "num_pages": deployment.placement.memory.num_pages,
+        "slots": deployment.num_slots,
+        "max_tokens_per_step": 1,
+        "warm_up_counted": 0,
+        **figures,
+        **own,
+        "wall_s": round(took_s, 3),
+        "simulated_output_tokens_per_wall_s": round(totals.output_tokens / took_s),
+        **({"records": totals.records} if kept else {}),
+    }
+
+
+def simulate(options: argparse.Namespace) -> Result:
+    """The figures, with the gate's verdict; raises ValueError for what cannot be simulated."""
+    deployment = deployment_of(options)
+    if options.timeline is not None and (options.split is not None):
+        raise ValueError("--timeline shows one engine or the stages of one; leave out --split")
+    placement = deployment.placement
+    requests = requests_of(
+        options.trace,
+        placement.recipe,
+        placement.config.vocab_size,
+        skip_bad=options.skip_bad,
+    )
+    if options.timeline is None:
+        figures = run(deployment, requests())
+    else:
+        with open(options.timeline, "w", encoding="utf-8") as file:
+            timeline = TraceEventFile(file)
+            figures = run(deployment, requests(), timeline)
+            timeline.close()
+    said = {"recipe": options.recipe, "overrides": list(options.overrides), "trace": Path(options.trace).name}
+    return with_verdict({"SIMULATED": SIMULATED, **said, **figures})

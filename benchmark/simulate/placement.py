@@ -1,0 +1,122 @@
+"""How does a recipe become a simulated engine on a device that is not here?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from continuous_batching.scheduling.scheduler import Scheduler
+from models.config import DecoderConfig
+from recipes.build.families import model_config
+from recipes.build.memory_plan import GIB, MemoryPlan
+from recipes.build.scheduler import SchedulerLimits, scheduler_of
+from recipes.build.sizing import plan_memory
+from recipes.schema.recipe import Recipe
+from simulation.device import SimulatedDevice
+from simulation.fitted import Fitted
+from simulation.roofline import ModelPart, Roofline
+from simulation.runner import CostModel
+
+PRODUCTS = {"310P": None, "910": "ascend910", "910B": "ascend910b", "910C": "ascend910c", "950": None}
+KINDS = {"cpu": "epyc", "cuda": "h200", "npu": None}
+HOST_MEMORY = 2**50  # bytes; a device profile does not say what its host has, so nothing is refused for it
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A recipe on `tensor` devices that share each layer, in `pipeline` stages of layers."""
+
+    recipe: Recipe
+    config: DecoderConfig
+    device: SimulatedDevice
+    memory: MemoryPlan  # of all devices together
+    tensor: int = 1
+    pipeline: int = 1
+    fitted: Fitted | None = None
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.pipeline
+
+    def limits(self, parts: int = 1) -> SchedulerLimits:
+        """The limits of one of so many schedulers that share the pages."""
+        num_pages = self.memory.num_pages // parts
+        held = (num_pages - 1) * self.recipe.cache.page_size + 1  # the last token is never cached
+        longest = min(self.memory.longest_tokens, held)
+        return SchedulerLimits.of(self.config, num_pages, self.memory.num_host_pages, longest)
+
+    def scheduler(self, **changes: Any) -> Scheduler:
+        """An empty scheduler as `recipes.build.engine` makes it, with these changes to its section."""
+        section = replace(self.recipe.scheduler, **changes)
+        return scheduler_of(section, self.recipe.cache, self.limits())
+
+    def stage_schedulers(self) -> list[Scheduler]:
+        """One scheduler for each stage, with its part of the slots and the pages."""
+        section, count = self.recipe.scheduler, self.pipeline
+        if section.num_slots % count:
+            raise ValueError(f"--pp is {count}; it must divide scheduler.num_slots ({section.num_slots})")
+        section = replace(section, num_slots=section.num_slots // count)
+        return [scheduler_of(section, self.recipe.cache, self.limits(count)) for _ in range(count)]
+
+    def costs(self) -> CostModel:
+        """What a step costs: as fitted to a recording, or by the device's roofline."""
+        return self.fitted or self._roofline(None, hides_host=self.recipe.scheduler.overlap)
+
+    def stage_costs(self) -> list[CostModel]:
+        """What a step costs in each stage; the host's work is counted in the first."""
+        layers = self.config.num_layers // self.pipeline
+        stages = [ModelPart(layers, has_head=number + 1 == self.pipeline) for number in range(self.pipeline)]
+        return [self._roofline(stage, hides_host=number > 0) for number, stage in enumerate(stages)]
+
+    def _roofline(self, stage: ModelPart | None, *, hides_host: bool) -> Roofline:
+        graphs = self.recipe.device.graphs
+        return Roofline(self.config, self.device, self.tensor, graphs, hides_host, stage)
+
+    def send_hidden_s(self, num_tokens: int) -> float:
+        """Seconds for the hidden states of a step's tokens to reach the next stage."""
+        width = self.config.hidden_size * self.config.dtype_bytes
+        return self.device.send_s(num_tokens * width / self.tensor)
+
+    def send_cached_s(self, num_tokens: int) -> float:
+        """Seconds for a prompt's keys and values to reach another engine; each device sends its part."""
+        return self.device.send_s(num_tokens * self.config.kv_bytes_per_token(self.tensor))
+
+    def facts(self) -> dict[str, object]:
+        """What a result says of the machine, and what the gate asks for."""
+        return {
+            "device_profile": self.device.name,
+            "costs": "fitted to a recorded run"
+            if self.fitted
+            else f"{self.device.basis}: {self.device.source}",
+            "num_devices": self.num_devices,
+            "weight_bytes_per_step": self.config.step_weight_bytes,
+            "kv_bytes_per_token": self.config.growing_kv_bytes_per_token,
+        }
+
+
+def place(
+    recipe: Recipe, device: str | None, tensor: int = 1, pipeline: int = 1, fitted: Fitted | None = None
+) -> Placement:
+    """The recipe on a profile's device, or on its own; raises ValueError if it cannot run there."""
+    config = model_config(recipe)
+    name = device or PRODUCTS.get(recipe.device.product or "") or KINDS[recipe.device.kind]
+    if name is None:
+        raise ValueError("the recipe names no device that has a profile; name one with --device")
+    for option, parts, whole, what in (
+        ("--tp", tensor, config.num_heads, "heads"),
+        ("--pp", pipeline, config.num_layers, "layers"),
+    ):
+        if parts < 1 or whole % parts:
+            raise ValueError(f"{option} is {parts}; it must divide the model's {whole} {what}")
+    found = SimulatedDevice.load(name)
+    memory_bytes = int(found.memory_gib * GIB)
+    try:
+        memory = plan_memory(
+            recipe, config, memory_bytes, tensor=tensor, stages=pipeline, host_memory=HOST_MEMORY
+        )
+    except ValueError as error:
+        num_devices = tensor * pipeline
+        raise ValueError(
+            f"simulated on {num_devices} x {found.name} of {found.memory_gib:g} GiB: {error}; or raise --tp"
+        ) from error
+    return Placement(recipe, config, found, memory, tensor, pipeline, fitted)

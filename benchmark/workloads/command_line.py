@@ -1,0 +1,162 @@
+"""What may be asked of a trace on the command line, and which trace is that?"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from benchmark import outputs
+from benchmark.workloads import public_traces
+from benchmark.workloads.arrivals import Arrivals, arrivals
+from benchmark.workloads.lengths import lengths
+from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, levels, shared_prompts, shares
+
+FORMS = ("mooncake", "burstgpt", "sharegpt")
+# What is taken where an option is not given: a load that the tiny model of this repository serves too
+DRAWN_DEFAULTS = {"requests": "64", "prompt_tokens": "uniform:16:200", "output_tokens": "uniform:8:48"}
+VOCABULARY_DEFAULT = {"vocab_size": "1024"}
+DEFAULTS: dict[str | None, dict[str, str]] = {
+    None: DRAWN_DEFAULTS | VOCABULARY_DEFAULT,
+    "mooncake": VOCABULARY_DEFAULT,
+    "burstgpt": VOCABULARY_DEFAULT,
+    "sharegpt": {},
+}
+# What each way of making a trace has no use for
+DRAWN = ("prompt_tokens", "system_prompts", "turns")
+TIMED = (*DRAWN, "output_tokens", "tokenizer", "rate", "arrivals", "think_s")
+NO_USE = {
+    None: ("tokenizer", "skip_bad"),
+    "mooncake": TIMED,
+    "burstgpt": TIMED,
+    "sharegpt": (*DRAWN, "vocab_size"),
+}
+
+
+def source(text: str) -> tuple[str, Path]:
+    """The layout and the file, from `LAYOUT:FILE`."""
+    form, _, path = text.partition(":")
+    if form not in FORMS or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is no source; write {', '.join(FORMS)}, and :FILE")
+    return form, Path(path)
+
+
+def _help(name: str, text: str = "") -> str:
+    """What an option means, and what is taken where it is not given."""
+    default = f"default: {DEFAULTS[None][name]}"
+    return f"{text} ({default})" if text else default
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """The options, below the words of the script."""
+    top = argparse.ArgumentParser(
+        prog="python -m scripts.trace", description=doc, formatter_class=argparse.RawTextHelpFormatter
+    )
+    top.add_argument("--from", type=source, dest="source", metavar="LAYOUT:FILE", help=", ".join(FORMS))
+    top.add_argument("--skip-bad", action="store_true", help="report lines that cannot be read, and go on")
+    top.add_argument("--tokenizer", metavar="FOLDER", help="counts the tokens of sharegpt's answers")
+    top.add_argument(
+        "--requests", type=int, metavar="N", help="default: 64; where a file is read, at most so many"
+    )
+    top.add_argument("--rate", type=float, metavar="PER_S", help="mean arrivals a second; inf if not given")
+    top.add_argument(
+        "--arrivals",
+        type=arrivals,
+        metavar="PROCESS",
+        help="poisson, gamma:CV, ramp:LAST_PER_S, closed:CLIENTS",
+    )
+    top.add_argument("--prompt-tokens", type=lengths, metavar="LENGTHS", help=_help("prompt_tokens"))
+    top.add_argument("--output-tokens", type=lengths, metavar="LENGTHS", help=_help("output_tokens"))
+    top.add_argument(
+        "--system-prompts", type=shared_prompts, metavar="COUNT:LENGTHS", help="one begins each prompt"
+    )
+    top.add_argument("--turns", type=lengths, metavar="LENGTHS", help="of a session")
+    top.add_argument("--think-s", type=float, metavar="SECONDS", help="mean time between the turns' arrivals")
+    top.add_argument("--tenants", type=shares, metavar="NAME=SHARE,...")
+    top.add_argument("--priorities", type=levels, metavar="LEVEL=SHARE,...")
+    top.add_argument(
+        "--vocab-size", type=int, metavar="N", help=_help("vocab_size", "ids go from 0 to N - 1")
+    )
+    top.add_argument("--seed", type=int, default=0)
+    top.add_argument("--output", type=outputs.file, required=True, metavar="FILE.jsonl")
+    return top
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that are missing, not to the purpose, or out of range."""
+    form = None if options.source is None else options.source[0]
+    what = "a drawn trace" if form is None else form
+    given = {name for name, value in vars(options).items() if value is not None and value is not False}
+    for name in (each for each in NO_USE[form] if each in given):
+        raise ValueError(f"--{name.replace('_', '-')} has no meaning for {what}; leave it out")
+    for name in ("requests", "vocab_size", "rate"):
+        if name in given and not (value := getattr(options, name)) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+    if options.seed < 0:
+        raise ValueError(f"--seed is {options.seed}; it must be 0 or more")
+    if options.think_s is not None and not 0 <= options.think_s < math.inf:
+        raise ValueError(f"--think-s is {options.think_s}; it must be 0 or more")
+    if form == "sharegpt" and (options.tokenizer is None) == (options.output_tokens is None):
+        raise ValueError(
+            "sharegpt needs --tokenizer, to count answers, or else --output-tokens, to draw them"
+        )
+    closed = options.arrivals is not None and options.arrivals.kind == "closed"
+    if closed and ("turns" in given or "rate" in given or form == "sharegpt"):
+        raise ValueError("--arrivals closed has no times: leave out --rate, --turns and --from sharegpt")
+    if "think_s" in given and form is None and "turns" not in given:
+        raise ValueError("--think-s is between the turns of a session; give --turns too")
+
+
+def fill_in(options: argparse.Namespace) -> list[str]:
+    """Give the options that were left out their defaults; returns these as a command line would give them."""
+    form = None if options.source is None else options.source[0]
+    taken = []
+    for name, text in DEFAULTS[form].items():
+        if getattr(options, name) is None:
+            setattr(options, name, int(text) if text.isdecimal() else lengths(text))
+            taken.append(f"--{name.replace('_', '-')} {text}")
+    return taken
+
+
+def made(options: argparse.Namespace) -> tuple[list[Line], list[str]]:
+    """The trace that is asked for, and what of its source was skipped."""
+    one = lengths("1")  # stands where nothing is drawn
+    load = SyntheticLoad(
+        prompt_tokens=options.prompt_tokens or one,
+        output_tokens=options.output_tokens or one,
+        vocab_size=options.vocab_size or 1,
+        seed=options.seed,
+        rate_per_s=math.inf if options.rate is None else options.rate,
+        arrivals=options.arrivals or Arrivals(),
+        system_prompts=options.system_prompts,
+        turns=options.turns,
+        think_s=options.think_s or 0.0,
+        tenants=options.tenants,
+        priorities=options.priorities,
+    )
+    if options.source is None:
+        return draw_requests(load, options.requests), []
+    form, path = options.source
+    if form != "sharegpt":
+        return public_traces.timed(path, form, load, options.requests, options.skip_bad)
+    count_tokens = None
+    if options.tokenizer is not None:
+        from serving.text.tokenizer import Text  # only here is there text
+
+        text = Text.load(options.tokenizer)
+        if text is None:
+            raise ValueError(f"{options.tokenizer} holds no tokenizer.json and no tokenizer.model")
+
+        def count_tokens(answer: str) -> int:
+            return len(text.encode(answer))
+
+    return public_traces.sharegpt(path, load, options.requests, options.skip_bad, count_tokens)
+
+
+def summary(trace: list[Line]) -> str:
+    """How much work a trace is, in one line."""
+    num_output = sum(each["max_tokens"] for each in trace)
+    ids = [each["prompt_token_ids"] for each in trace if "prompt_token_ids" in each]
+    prompts = f"{sum(map(len, ids)):,} prompt" if ids else "prompts of text"
+    tokens = f"{prompts} and {num_output:,} output tokens"
+    return f"{len(trace):,} requests in {trace[-1]['arrival_s']:.1f} s, {tokens}"

@@ -1,0 +1,144 @@
+"""Which parts does a verification have, what came of each, and what is sent back?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipes.build import versions
+from recipes.schema.recipe import ROOT
+
+TRACE = "trace.jsonl"
+PART_S = 1800  # the longest that a part may take
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPart:
+    """A question, the command that answers it, and whether it counts for the verdict."""
+
+    name: str
+    question: str
+    command: tuple[str, ...]
+    counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PartOutcome:
+    """The outcome of a part; `result` is the JSON that it printed, or None."""
+
+    name: str
+    question: str
+    status: int
+    duration_s: float
+    counts: bool
+    result: object
+    log: str
+
+    @property
+    def is_right(self) -> bool:
+        return self.status == 0
+
+
+def parts(
+    folder: Path, recipe: Sequence[str], *, virtual: bool, num_calls: int, product: str | None = None
+) -> list[VerifyPart]:
+    """All parts, in order; `recipe` with its overrides. The environment of a stand-in does not count."""
+    flags = ["--virtual"] * virtual + (["--product", product] if product else [])
+    trace = str(folder / TRACE)
+    lengths = ["--prompt-tokens", "uniform:16:200", "--output-tokens", "uniform:8:48", "--vocab-size", "1024"]
+    load = ["--requests", "8" if virtual else "64", *lengths, "--output", trace]
+    bench = ["offline", *recipe, "--trace", trace, "--json"]
+    return [
+        VerifyPart("environment", "is it fit?", ("scripts.doctor", "--json"), counts=not virtual),
+        VerifyPart(
+            "operators",
+            "do they compute what the contract says?",
+            ("virtual_npu.verify", "--json", "--calls", str(num_calls), *flags),
+        ),
+        VerifyPart("tokens", "are they those of a CPU?", ("doctor.verify.tokens", *recipe)),
+        VerifyPart("trace", "what is to be served?", ("scripts.trace", *load)),
+        VerifyPart("benchmark", "how fast is the tiny model?", ("scripts.benchmark", *bench)),
+    ]
+
+
+def run(part: VerifyPart) -> PartOutcome:
+    """Run a part's command as a module; what it prints on both streams is kept."""
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *part.command],
+            cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=PART_S, check=False,
+        )  # fmt: skip
+        status, printed, log = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:
+        status, printed, log = 124, "", f"no end after {late.timeout:.0f} s"
+    try:
+        result = json.loads(printed)
+    except ValueError:
+        result, log = None, printed + log
+    duration_s = round(time.monotonic() - start, 1)
+    return PartOutcome(part.name, part.question, status, duration_s, part.counts, result, log)
+
+
+def in_words(outcomes: Sequence[PartOutcome], *, virtual: bool) -> str:
+    """One line a part, and below it why it is not right, or what of it was left out."""
+    lines = ["VIRTUAL: a stand-in computed this; no figure here is one of an NPU"] if virtual else []
+    for each in outcomes:
+        verdict = "right" if each.is_right else "WRONG" if each.counts else "not fit"
+        lines.append(f"{each.name:14}{verdict:10}{each.duration_s:>8} s   {each.question}")
+        lines += [f"    {line}" for line in (_left_out(each) if each.is_right else _reasons(each))]
+    return "\n".join(lines)
+
+
+def is_right(outcomes: Sequence[PartOutcome]) -> bool:
+    """Whether all parts that count are right."""
+    return all(each.is_right for each in outcomes if each.counts)
+
+
+def _reasons(outcome: PartOutcome) -> list[str]:
+    """What the part itself says is wrong; else, as of a crash after its result, how it ended."""
+    found: list[str] = []
+    match outcome.result:
+        case {"findings": findings}:
+            found = [finding["problem"] for finding in findings.values() if finding["is_fatal"]]
+        case list(verdicts):
+            found = [json.dumps(each) for each in verdicts if not each["is_right"]]
+    return found or [f"it ended with status {outcome.status}", *outcome.log.strip().splitlines()[-3:]]
+
+
+def _left_out(outcome: PartOutcome) -> list[str]:
+    """What the product lacks, so that it was not checked."""
+    match outcome.result:
+        case []:
+            return ["there is nothing of it on this product"]
+        case list(verdicts):
+            return [f"without {each['name']}: {each['left_out']}" for each in verdicts if "left_out" in each]
+    return []
+
+
+def packed(folder: Path) -> Path:
+    """The folder as one file to send."""
+    target = folder.with_name(f"{folder.name}.tar.gz")
+    with tarfile.open(target, "w:gz") as file:
+        file.add(folder, folder.name)
+    return target
+
+
+def write(folder: Path, outcomes: Sequence[PartOutcome], *, virtual: bool) -> tuple[str, Path]:
+    """Write the report in words and as JSON into its folder; returns the words, and the packed folder."""
+    text = in_words(outcomes, virtual=virtual)
+    report = {
+        "is_right": is_right(outcomes),
+        "is_virtual": virtual,
+        "machine": versions.describe(),
+        "parts": [asdict(each) | {"is_right": each.is_right} for each in outcomes],
+    }
+    (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return text, packed(folder)

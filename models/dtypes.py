@@ -1,0 +1,13 @@
+"""Which type of torch does a configuration mean by its name? The configuration itself is free of torch."""
+
+from __future__ import annotations
+
+import torch
+
+from models.config import DType
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}

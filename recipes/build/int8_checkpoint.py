@@ -1,0 +1,83 @@
+"""How does a checkpoint become one of int8 weights?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.ops.int8 import quantize_rows
+from models.quantization import KEY, Quantization
+from models.weights import INDEX, checkpoint_files, open_checkpoint
+from recipes.build.families import decoder_config, read
+
+LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # weights of any format: not copied
+
+
+def quantize(source: Path, target: Path) -> tuple[int, int]:
+    """Write the quantised checkpoint; returns the bytes of all weights before and after.
+
+    `target` appears whole or not at all. Raises ValueError for a target that is not empty, and
+    for a source that is quantised or not supported.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is there and not empty; name a new directory")
+    config = decoder_config(read(source))
+    if config.quantization is not None:
+        raise ValueError(f"{source} is quantised already; name the original checkpoint")
+    scheme = Quantization()
+    names = {f"{name}.weight" for name, *_ in config.linears() if scheme.covers(name)}
+    files = checkpoint_files(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as room:
+        made = Path(room) / target.name
+        made.mkdir()
+        places: dict[str, str] = {}
+        sizes = {"before": 0, "after": 0}
+        for file in files:
+            tensors = dict(_quantized(file, names, sizes))
+            save_file(tensors, made / file.name, metadata={"format": "pt"})
+            shutil.copymode(file, made / file.name)
+            places |= dict.fromkeys(tensors, file.name)
+            del tensors
+        absent = sorted(names - set(places))
+        if absent:
+            raise ValueError(f"{source} lacks {', '.join(absent[:3])}{' ...' * (len(absent) > 3)}")
+        if (source / INDEX).is_file():
+            index = {"metadata": {"total_size": sizes["after"]}, "weight_map": places}
+            (made / INDEX).write_text(json.dumps(index, indent=2))
+        _copy_the_rest(source, made, scheme)
+        if target.exists():
+            target.rmdir()
+        os.replace(made, target)
+    return sizes["before"], sizes["after"]
+
+
+def _quantized(file: Path, names: set[str], sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file as they are to be written."""
+    with open_checkpoint(file) as opened:
+        for name in opened.keys():  # noqa: SIM118 - no mapping
+            tensor = opened.get_tensor(name)
+            sizes["before"] += tensor.nbytes
+            made = {name: tensor}
+            if name in names:
+                weight, scale = quantize_rows(tensor)
+                made = {name: weight, f"{name}_scale": scale}
+            sizes["after"] += sum(each.nbytes for each in made.values())
+            yield from made.items()
+
+
+def _copy_the_rest(source: Path, target: Path, scheme: Quantization) -> None:
+    """Tokenizer, chat template and whatever else lies beside the weights; config.json names the scheme."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix not in LEFT_OUT and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
+    said = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(said | {KEY: scheme.in_json()}, indent=2, ensure_ascii=False)
+    (target / "config.json").write_text(text + "\n", encoding="utf-8")
