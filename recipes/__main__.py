@@ -48,7 +48,8 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     ]
     _print_columns(rows)
 
-    from recipes.build import memory_plan, sizing  # here, because they bring torch, which takes a second
+    # here, because they bring torch, which takes a second
+    from recipes.build import machine, memory_plan, sizing
 
     config, planned_gib = sizing.model_config(reading.recipe), reading.recipe.device.memory_gib
     memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)
@@ -57,7 +58,8 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     except RecipeError as error:
         raise placed(error, reading.entries, path) from None
     print()
-    _print_columns(memory_plan.report(reading.recipe, config, sized))
+    decided = machine.decided(reading.recipe.device)
+    _print_columns([*memory_plan.report(reading.recipe, config, sized), *decided])
 
 
 def _shown(value: object) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from attention.cpu.tiles import Chunk, Prompt, Tiles
 from attention.reference import Attention, AttentionMetadata
 from continuous_batching.batch import Batch, ragged_ranges
-from devices.compiled import Compiled
+from devices.compiled import Compiled, CompileLimit
 from devices.onednn import product_dtype, products
 from devices.shapes import AttentionShape
 
@@ -46,10 +46,17 @@ class CpuMetadata(AttentionMetadata):
 
 
 class CpuAttention(Attention):
-    """Attention on a CPU. `compile` says whether to use a C++ compiler, without which decodes are slow."""
+    """Attention on a CPU. `compile` says whether to use a C++ compiler, within the `limit`; without it
+    decodes are slow.
+    """
 
     def __init__(
-        self, shape: AttentionShape, device: torch.device | str = "cpu", *, compile: bool = False
+        self,
+        shape: AttentionShape,
+        device: torch.device | str = "cpu",
+        *,
+        compile: bool = False,
+        limit: CompileLimit | None = None,
     ) -> None:
         super().__init__(shape, device)
         self.tile = max(1, math.gcd(shape.page_size, TILE))
@@ -61,14 +68,17 @@ class CpuAttention(Attention):
         self.compile = compile
         self._wide = product_dtype(shape.dtype)
         if compile:
-            self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)))
+            self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)), limit=limit)
             self._decode = Compiled(
-                self._decode_fused, ((0,), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1))
+                self._decode_fused,
+                ((0,), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1)),
+                limit=limit,
+                plain=self._decode,
             )
-            self._rows = Compiled(self._rows, ((0,), (0,)))
-            self._columns = Compiled(self._columns, ((0,), (0,), (0,)))
-            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,)))
-            self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)))
+            self._rows = Compiled(self._rows, ((0,), (0,)), limit=limit)
+            self._columns = Compiled(self._columns, ((0,), (0,), (0,)), limit=limit)
+            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,)), limit=limit)
+            self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)), limit=limit)
 
     def plan(self, batch: Batch, page_table: NDArray[np.int32]) -> CpuMetadata:
         """Make what all layers of this step need; `page_table` [N, max_pages] is the host's."""

@@ -78,6 +78,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> Engine
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     sizing = _measure(recipe, config, sizing, engine, runner, machine)
+    machine.settle(runner)
     _log(recipe, config, sizing, fused, attention)
     if recipe.scheduler.record is not None:
         limits = replace(limits, num_pages=sizing.num_pages)

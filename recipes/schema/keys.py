@@ -46,8 +46,8 @@ class Key:
         return types.NoneType in _alternatives(self.hint)
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        """The texts allowed, for a key that is one of several."""
+    def choices(self) -> tuple[str | bool, ...]:
+        """The texts and truth values allowed, for a key that is one of several."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
@@ -55,7 +55,8 @@ class Key:
         """What may stand here, in words."""
         kind = self.kind
         if self.choices:
-            words = " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
+            *others, last = map(in_yaml, self.choices)
+            words = " or ".join(filter(None, (", ".join(others), last)))
         elif kind in (int, float):
             words = f"{'an integer' if kind is int else 'a number'} from {self.least} to {self.most}"
         else:
@@ -67,7 +68,7 @@ class Key:
         if value is None:
             return self.nullable
         if self.choices:
-            return isinstance(value, str)
+            return type(value) in {type(each) for each in self.choices}
         if self.kind is float:
             return isinstance(value, (int, float)) and not isinstance(value, bool)
         if self.kind is int:
@@ -87,7 +88,7 @@ class Key:
     def check(self, value: object) -> None:
         """Raise RecipeError for a value of a wrong type or out of range."""
         if not (self.accepts(value) and self.contains(value)):
-            near = nearest(str(value), self.choices)
+            near = nearest(str(value), map(in_yaml, self.choices))
             text = f"{self.name}: {in_words(value)} is not allowed; it must be {self.allowed}{near}"
             raise RecipeError(text, self.name)
 

@@ -23,7 +23,7 @@ from serving.offline import Record
 from tests.devices import stand_in_alone
 from virtual_npu.verify import main as verify_operators
 
-ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0"]
+ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0", "device.compile=false"]
 WELL = Part("tokens", "are they?", ("scripts.doctor", "--help"))
 BROKEN = Part("operators", "do they?", ("scripts.nothing",))
 UNFIT = Part("environment", "is it?", ("scripts.nothing",), counts=False)

@@ -34,6 +34,7 @@ def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
         "model.path": path,
         "model.dtype": "float32",
         "device.attention": attention,
+        "device.compile": "false" if kind == "cpu" else "auto",
         "device.graphs": graphs,
         "cache.page_size": 16,
         "cache.num_pages": 70,

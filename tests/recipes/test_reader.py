@@ -144,7 +144,7 @@ def test_a_wrong_key_or_value_is_one_line(recipe, old, new, line):
         ("- model\n", "r.yaml: not a recipe; it must be a mapping of cache, device, model, scheduler"),
         ("", "r.yaml: device.kind: required, and missing; it must be cpu, cuda or npu"),
         ("a: \x07", "r.yaml: not YAML: unacceptable character #x0007"),
-        ("model: " + "[" * 600 + "]" * 600, "r.yaml: nested too deeply for a recipe"),
+        ("model: " + "[" * 3000 + "]" * 3000, "r.yaml: nested too deeply for a recipe"),
     ],
 )
 def test_what_is_no_recipe_at_all(recipe, text, line):
