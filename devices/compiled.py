@@ -6,8 +6,14 @@ beforehand what may vary, and a call takes 5. A decoder makes some 70 calls a st
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+import sysconfig
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+log = logging.getLogger(__name__)
 
 # Per function, never process-wide: other users of torch's compiler keep their own settings.
 OPTIONS: dict[str, Any] = {
@@ -27,7 +35,76 @@ OPTIONS: dict[str, Any] = {
 # What ends a compilation where there is no compiler, or no Python headers
 NO_COMPILER = ("InvalidCxxCompiler", "CppCompileError")
 
+LIMIT_S = 60.0  # what all functions of an engine may take to compile where nobody asked for it
+
 Dimensions = tuple[int, ...] | None
+
+
+def missing_for_compiling() -> str | None:
+    """What a compilation needs and this machine lacks; None where it has a compiler and Python's headers."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler {compiler}"
+    headers = Path(sysconfig.get_path("include"))
+    return None if (headers / "Python.h").is_file() else f"there is no Python.h in {headers}"
+
+
+def keep_results() -> Path | None:
+    """Let compilations be kept for the next start, and say where; None: in torch's own temporary folder.
+
+    A folder of the user that survives a restart of the machine, unless TORCHINDUCTOR_CACHE_DIR names another.
+    """
+    said = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if said:
+        return Path(said)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "continuous_batching/compiled"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_usable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        is_usable = False
+    if not is_usable:
+        log.info("compile: %s cannot be written, so results are kept in torch's temporary folder", folder)
+        return None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return folder
+
+
+class CompileLimit:
+    """Until when functions are compiled: until they took `limit_s` in all, or until one cannot be compiled.
+
+    It is looked at before each function, so the last one may take longer than what was left.
+    """
+
+    def __init__(self, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s, self.clock = limit_s, clock
+        self.spent_s = 0.0
+        self.is_over = False
+
+    def attempt(self, compiling: Callable[[], Callable[..., Any]], name: str) -> Callable[..., Any] | None:
+        """What `compiling` gives; None where it fails for want of a compiler, or the time is over."""
+        if self.is_over:
+            return None
+        if self.spent_s >= self.limit_s:
+            return self._give_up(
+                f"compiling took {self.spent_s:.0f} s of at most {self.limit_s:.0f}; {name} and what follows"
+                " run uncompiled, and the next start goes on from here; device.compile=true waits for all"
+            )
+        begin_s = self.clock()
+        try:
+            return compiling()
+        except NoCompiler as error:
+            return self._give_up(f"{error}; going on without")
+        finally:
+            self.spent_s += self.clock() - begin_s
+
+    def _give_up(self, why: str) -> None:
+        self.is_over = True
+        log.warning("compile: %s", why)
+
+
+class NoCompiler(ValueError):
+    """A function cannot be compiled, because there is no compiler that works."""
 
 
 class Compiled:
@@ -39,11 +116,23 @@ class Compiled:
 
     Dimensions that vary must be at least 2, for the code may take a 1 as a constant; where the first
     argument's first such dimension is 1, the function itself is called.
+
+    With a `limit`, what cannot be compiled within it is done by `plain`, or else by the function itself;
+    without one, a missing compiler is an error.
     """
 
-    def __init__(self, function: Callable[..., Any], dynamic: tuple[Dimensions, ...]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        dynamic: tuple[Dimensions, ...],
+        *,
+        limit: CompileLimit | None = None,
+        plain: Callable[..., Any] | None = None,
+    ) -> None:
         self._function = function
         self._dynamic = dynamic
+        self._limit = limit
+        self._plain = plain or function
         self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     @property
@@ -64,8 +153,15 @@ class Compiled:
                 kind += (each.dtype, each.is_contiguous())
         call = self._calls.get(tuple(kind))
         if call is None:
-            call = self._calls[tuple(kind)] = self._compile(args)
+            call = self._calls[tuple(kind)] = self._made(args)
         return call(*[each for each in args if isinstance(each, Tensor)])
+
+    def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """A function of the tensors among `args`, compiled if it may be."""
+        if self._limit is None:
+            return self._compile(args)
+        call = self._limit.attempt(lambda: self._compile(args), self._function.__name__)
+        return call or _of_tensors(self._plain, args)
 
     def _compile(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
@@ -75,12 +171,8 @@ class Compiled:
         ]
         tensors = [each for each in stand_ins if isinstance(each, Tensor)]
 
-        def of_tensors(*given: Tensor) -> Any:
-            rest = iter(given)
-            return self._function(*[next(rest) if isinstance(each, Tensor) else each for each in args])
-
         with mode:
-            graph = make_fx(of_tensors)(*tensors)
+            graph = make_fx(_of_tensors(self._function, args))(*tensors)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of parts of its own
@@ -89,16 +181,27 @@ class Compiled:
                 call = compile_fx(graph, tensors, config_patches=OPTIONS)
         except Exception as error:
             if any(word in f"{type(error).__name__} {error}" for word in NO_COMPILER):
-                raise ValueError(
-                    f"device.compile is true, but {self._function.__name__} cannot be compiled "
-                    f"({str(error).splitlines()[0]}); install g++ and Python's headers, "
-                    "or set device.compile=false"
+                raise NoCompiler(
+                    f"{self._function.__name__} cannot be compiled ({str(error).splitlines()[0]}); install"
+                    " g++ and Python's headers, or set device.compile=false"
                 ) from error
             raise
         for stand_in, dimensions in zip(stand_ins, self._dynamic):
             fixed = [d for d in dimensions or () if _is_fixed(stand_in.shape[d])]
             assert not fixed, f"{self._function.__name__} makes constants of dimensions {fixed}"
         return call
+
+
+def _of_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """`function` of the tensors alone, every other argument being as in `args`."""
+    others = [None if isinstance(each, Tensor) else each for each in args]
+    is_tensor = [isinstance(each, Tensor) for each in args]
+
+    def of_tensors(*given: Tensor) -> Any:
+        rest = iter(given)
+        return function(*[next(rest) if found else other for found, other in zip(is_tensor, others)])
+
+    return of_tensors
 
 
 def _stand_in(mode: FakeTensorMode, tensor: Tensor, dimensions: tuple[int, ...]) -> Tensor:

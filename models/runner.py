@@ -29,8 +29,11 @@ from models.sampling.sampler import Chosen
 class RowSampler(Protocol):
     """Chooses one token for each row, as models/sampling/sampler.py does."""
 
-    def start(self, logits: Tensor, rows: Index, slots: SlotPool) -> Chosen:
-        """From logits [R, V] of slot rows [R], begin to choose their tokens; does not wait for the device."""
+    def start(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Chosen:
+        """From logits [R, V] of slot rows [R], begin to choose tokens for their positions `targets` [R].
+
+        It does not wait for the device.
+        """
         ...
 
 
@@ -86,7 +89,7 @@ class ModelRunner:
             logits = self.decoder.logits(hidden) if len(hidden) else hidden
         chosen = Chosen(self._last[:0], lambda: Sampled(np.empty(0, np.int64)))
         if len(logits):
-            chosen = self.sampler.start(logits, batch.owners, self.slots)
+            chosen = self.sampler.start(logits, batch.owners, batch.targets, self.slots)
         if scored is None:
             return chosen
         return Chosen(chosen.tokens, lambda: replace(chosen.wait(), prompt_logprobs=scored()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from continuous_batching.batch import Batch, Index
 from models.runner import ModelRunner
 
+DECODES = 16  # of a step that is timed
 PROMPT = 40  # tokens: longer than what any device computes as a decode
 
 
@@ -29,6 +31,17 @@ def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
     ):
         runner.run(_batch(rows, starts, np.full_like(rows, stop)))
     runner.cache.clear_null_page()
+
+
+def decode_step(runner: ModelRunner) -> Callable[[], object]:
+    """A step of some decodes, to be timed. The slots must be free.
+
+    It writes into the null page, which the caller clears after the last step.
+    """
+    slots = runner.slots
+    rows = np.arange(min(DECODES, slots.num_slots), dtype=np.int64)
+    stops = np.full_like(rows, max(1, min(PROMPT, slots.max_tokens)))
+    return lambda: runner.run(_batch(rows, stops - 1, stops))
 
 
 def capture(runner: ModelRunner, most: int) -> int:

@@ -46,11 +46,8 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     """Prints the keys of a recipe, their origins and the memory that it takes; raises ValueError."""
     loaded = read(path, overrides, profile)
 
-    from recipes.build import (  # here, because they bring torch, which takes a second
-        families,
-        memory_plan,
-        sizing,
-    )
+    # here, because they bring torch, which takes a second
+    from recipes.build import families, machine, memory_plan, sizing
 
     config, planned_gib = families.model_config(loaded.recipe), loaded.recipe.device.memory_gib
     memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)
@@ -61,7 +58,8 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
         raise placed(error, loaded.entries, path) from None
     _print_columns(_rows(loaded, plan.longest_tokens))
     print()
-    _print_columns(memory_plan.report(loaded.recipe, config, plan))
+    decided = machine.decided(loaded.recipe.device)
+    _print_columns([*memory_plan.report(loaded.recipe, config, plan), *decided])
 
 
 def _rows(loaded: LoadedRecipe, longest_tokens: int | None) -> Iterator[tuple[str, str, str]]:

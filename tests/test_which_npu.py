@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import devices
+from tests import device_kinds
 from tests.attention.test_attention import shape
 
 has_module = importlib.util.find_spec
@@ -26,14 +26,14 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             return beside_torch or None if name == "torch_npu" else has_module(name)
 
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-        monkeypatch.setattr(devices, "STAND_IN", tmp_path if has_stand_in else tmp_path / "nothing")
+        monkeypatch.setattr(device_kinds, "STAND_IN", tmp_path if has_stand_in else tmp_path / "nothing")
         monkeypatch.setitem(sys.modules, "virtual_npu.device", SimpleNamespace(_started=["it"] * started))
         # None is how a module that cannot be imported stands there: as torch_npu without CANN
         module = None if finds is None else ModuleType("torch_npu")
         monkeypatch.setitem(sys.modules, "torch_npu", module)
         monkeypatch.setattr(torch, "npu", SimpleNamespace(is_available=lambda: bool(finds)), raising=False)
-        chosen = devices.npu.__wrapped__()
-        monkeypatch.setattr(devices, "npu", lambda: chosen)
+        chosen = device_kinds.npu.__wrapped__()
+        monkeypatch.setattr(device_kinds, "npu", lambda: chosen)
         return chosen
 
     return choose
@@ -41,10 +41,10 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_a_real_npu_is_used_where_torch_npu_finds_one(found: Any) -> None:
     assert found(beside_torch=True, finds=True, has_stand_in=True) == "real"
-    assert not devices.section("npu").virtual
-    assert devices.settings("npu") == ["device.kind=npu", "model.dtype=bfloat16"]
+    assert not device_kinds.section("npu").virtual
+    assert device_kinds.settings("npu") == ["device.kind=npu", "model.dtype=bfloat16"]
     with pytest.raises(pytest.skip.Exception, match="no float32"):
-        devices.operators("npu", "fused", shape())
+        device_kinds.operators("npu", "fused", shape())
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,11 @@ def test_a_real_npu_is_used_where_torch_npu_finds_one(found: Any) -> None:
 )
 def test_else_the_stand_in_is(found: Any, here: dict[str, Any]) -> None:
     assert found(**here) == "virtual"
-    assert devices.section("npu").virtual
-    assert devices.settings("npu") == ["device.kind=npu", "device.virtual=true", "device.virtual_fp32=true"]
+    assert device_kinds.section("npu").virtual
+    fp32 = ["device.kind=npu", "device.virtual=true", "device.virtual_fp32=true"]
+    assert device_kinds.settings("npu") == fp32
 
 
 def test_and_without_torch_npu_neither(found: Any) -> None:
     assert found(beside_torch=False, finds=None, has_stand_in=False) is None
-    assert not devices.has_npu()
+    assert not device_kinds.has_npu()

@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.cpu.tiles import DecodeTiles, PromptSpan, QueryChunk
 from attention.reference import Attention, AttentionMetadata
 from continuous_batching.batch import Batch, ragged_ranges
-from devices.compiled import Compiled
+from devices.compiled import Compiled, CompileLimit
 from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
 
@@ -45,10 +45,18 @@ class CpuMetadata(AttentionMetadata):
 
 
 class CpuAttention(Attention):
-    """Attention on a CPU; with `compile` a C++ compiler makes its loops, without it decodes are slow."""
+    """Attention on a CPU; with `compile` a C++ compiler makes its loops, within the `limit` of time.
+
+    Without it decodes are slow.
+    """
 
     def __init__(
-        self, shape: AttentionShape, device: torch.device | str = "cpu", *, compile: bool = False
+        self,
+        shape: AttentionShape,
+        device: torch.device | str = "cpu",
+        *,
+        compile: bool = False,
+        limit: CompileLimit | None = None,
     ) -> None:
         super().__init__(shape, device)
         self.tile = max(1, math.gcd(shape.page_size, TILE))
@@ -60,14 +68,17 @@ class CpuAttention(Attention):
         self.compile = compile
         self._product_dtype = product_dtype(shape.dtype)
         if compile:
-            self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)))
+            self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)), limit=limit)
             self._decode = Compiled(
-                self._decode_fused, ((0,), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1))
+                self._decode_fused,
+                ((0,), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1)),
+                limit=limit,
+                plain=self._decode,
             )
-            self._rows = Compiled(self._rows, ((0,), (0,)))
-            self._columns = Compiled(self._columns, ((0,), (0,), (0,)))
-            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,)))
-            self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)))
+            self._rows = Compiled(self._rows, ((0,), (0,)), limit=limit)
+            self._columns = Compiled(self._columns, ((0,), (0,), (0,)), limit=limit)
+            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,)), limit=limit)
+            self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)), limit=limit)
 
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]

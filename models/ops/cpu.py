@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from devices.compiled import Compiled
+from devices.compiled import Compiled, CompileLimit
 from devices.onednn import product_dtype
 from models.ops.reference import Ops, Packed
 
@@ -23,10 +22,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _FEW_ROWS, _MANY_ROWS = 8, 64  # how the rows of a step are rounded up, below 64 and above
 
 
-def tune_process(threads: int | None) -> None:
-    """Set this process's threads (None: one for each core it may use) and let its allocator keep memory."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    torch.set_num_threads(threads or (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1))
+def keep_memory() -> None:
+    """Let this process's allocator keep memory from step to step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         log.info("this C library has no mallopt: memory goes back and forth between process and kernel")
@@ -37,20 +34,22 @@ def tune_process(threads: int | None) -> None:
 
 
 class CpuOps(Ops):
-    """Linears packed for oneDNN; `compile` joins each small operator into one loop by a C++ compiler."""
+    """Linears packed for oneDNN; `compile` joins each small operator into one loop by a C++ compiler, within
+    the `limit`.
+    """
 
-    def __init__(self, *, compile: bool = False) -> None:
+    def __init__(self, *, compile: bool = False, limit: CompileLimit | None = None) -> None:
         self.compile = compile
         self._has_told = False
         plain = Ops()
         self._rms_norm, self._add_rms_norm = plain.rms_norm, plain.add_rms_norm
         self._rotary, self._swiglu, self._greedy = plain.rotary, plain.swiglu, plain.greedy
         if compile:
-            self._rms_norm = Compiled(plain.rms_norm, ((0,), (), None))
-            self._add_rms_norm = Compiled(plain.add_rms_norm, ((0,), (0,), (), None))
-            self._rotary = Compiled(_rotary, ((0,), (0,), (0,), (0,)))
-            self._swiglu = Compiled(plain.swiglu, ((0,),))
-            self._greedy = Compiled(_greedy, ((0,),))
+            self._rms_norm = Compiled(plain.rms_norm, ((0,), (), None), limit=limit)
+            self._add_rms_norm = Compiled(plain.add_rms_norm, ((0,), (0,), (), None), limit=limit)
+            self._rotary = Compiled(_rotary, ((0,), (0,), (0,), (0,)), limit=limit, plain=plain.rotary)
+            self._swiglu = Compiled(plain.swiglu, ((0,),), limit=limit)
+            self._greedy = Compiled(_greedy, ((0,),), limit=limit, plain=plain.greedy)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""

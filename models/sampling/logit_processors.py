@@ -21,22 +21,27 @@ from kv_cache.pages import Index
 from kv_cache.transfer import Arrays
 
 
-def changes_logits(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:
-    """Which of the rows have their logits changed in this step."""
+def changes_logits(rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.bool_]:
+    """Which of the rows have their logits changed, for a token at position `targets`."""
     needed: NDArray[np.bool_] = slots.repetition_penalty[rows] != 1
     needed |= slots.presence_penalty[rows] != 0
     needed |= slots.frequency_penalty[rows] != 0
-    needed |= slots.num_tokens[rows] < slots.min_total[rows]
+    needed |= targets < slots.min_total[rows]
     for index in np.flatnonzero(~needed & ~slots.plain[rows]).tolist():
         needed[index] = bool(slots.requests[rows[index]].params.logit_bias)
     return needed
 
 
-def gather_changes(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int) -> Arrays:
-    """The changes as flat arrays on the host: the row (an index into `rows`), token and value of each."""
-    arrays = _biases(rows, slots, eos_token_ids, vocab_size)
-    arrays |= _repetitions(rows, slots, vocab_size)
-    arrays |= _occurrences(rows, slots, vocab_size)
+def gather_changes(
+    rows: Index, targets: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int
+) -> Arrays:
+    """The changes as flat arrays on the host: the row (an index into `rows`), token and value of each.
+
+    Tokens before position `targets` of a row are known: of its drafts those that a token would follow.
+    """
+    arrays = _biases(rows, targets, slots, eos_token_ids, vocab_size)
+    arrays |= _repetitions(rows, targets, slots, vocab_size)
+    arrays |= _occurrences(rows, targets, slots, vocab_size)
     return arrays
 
 
@@ -57,7 +62,9 @@ def apply_changes(scores: Tensor, changes: dict[str, Tensor]) -> None:
         scores[at] = -float("inf")
 
 
-def _biases(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int) -> Arrays:
+def _biases(
+    rows: Index, targets: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int
+) -> Arrays:
     """logit_bias, and the tokens that would end a request before its min_tokens.
 
     With ignore_eos the model's EOS ends nothing and may come at any time; the request's own stop tokens
@@ -65,7 +72,7 @@ def _biases(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_
     """
     biased: list[tuple[int, int, float]] = []
     barred: list[tuple[int, int]] = []
-    too_short = slots.num_tokens[rows] < slots.min_total[rows]
+    too_short = targets < slots.min_total[rows]
     for index, row in enumerate(rows.tolist()):
         params = slots.requests[row].params
         biased += [(index, token, bias) for token, bias in params.logit_bias.items()]
@@ -84,9 +91,9 @@ def _biases(rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_
     }
 
 
-def _repetitions(rows: Index, slots: SlotPool, vocab_size: int) -> Arrays:
+def _repetitions(rows: Index, targets: Index, slots: SlotPool, vocab_size: int) -> Arrays:
     asking = np.flatnonzero(slots.repetition_penalty[rows] != 1)
-    seen = np.unique(_keys(rows, asking, np.zeros_like(asking), slots, vocab_size))
+    seen = np.unique(_keys(rows, asking, np.zeros_like(asking), targets[asking], slots, vocab_size))
     owner, token = np.divmod(seen, vocab_size)
     return {
         "seen_row": owner,
@@ -95,19 +102,18 @@ def _repetitions(rows: Index, slots: SlotPool, vocab_size: int) -> Arrays:
     }
 
 
-def _occurrences(rows: Index, slots: SlotPool, vocab_size: int) -> Arrays:
+def _occurrences(rows: Index, targets: Index, slots: SlotPool, vocab_size: int) -> Arrays:
     presence, frequency = slots.presence_penalty[rows], slots.frequency_penalty[rows]
     asking = np.flatnonzero((presence != 0) | (frequency != 0))
-    keys = _keys(rows, asking, slots.num_prompt[rows[asking]], slots, vocab_size)
+    keys = _keys(rows, asking, slots.num_prompt[rows[asking]], targets[asking], slots, vocab_size)
     seen, counts = np.unique(keys, return_counts=True)
     owner, token = np.divmod(seen, vocab_size)
     penalty = presence[owner] + frequency[owner] * counts.astype(np.float32)
     return {"answer_row": owner, "answer_token": token, "answer_penalty": penalty}
 
 
-def _keys(rows: Index, asking: Index, starts: Index, slots: SlotPool, vocab_size: int) -> Index:
-    """owner * vocab_size + token for every known token from `starts` on; owner indexes `rows`."""
-    stops = slots.num_tokens[rows[asking]]
+def _keys(rows: Index, asking: Index, starts: Index, stops: Index, slots: SlotPool, vocab_size: int) -> Index:
+    """owner * vocab_size + token for the tokens from `starts` to `stops`; owner indexes `rows`."""
     owner = np.repeat(asking, stops - starts)
     tokens = slots.token_ids[rows[owner], ragged_ranges(starts, stops)]
     return owner * np.int64(vocab_size) + tokens

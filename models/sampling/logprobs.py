@@ -62,23 +62,29 @@ def token_logprobs(tokens: Index, up: Arrays, num_tops: Index) -> list[TokenLogp
 class BeamRows:
     """The sampled rows that are beams, and how many candidates each needs."""
 
-    def __init__(self, rows: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(
+        self,
+        rows: Index,
+        targets: Index,
+        slots: SlotPool,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+    ) -> None:
         self._slots, self._eos_token_ids, self._vocab_size = slots, eos_token_ids, vocab_size
         at = np.flatnonzero(slots.beam_width[rows])
         counts = np.array([self._count(row) for row in rows[at].tolist()], dtype=np.int64)
         order = np.argsort(counts, kind="stable")  # beams with the same count are neighbours
         self.at, self._counts = at[order], counts[order]
-        self._rows = rows[self.at]
+        self._rows, self._targets = rows[self.at], targets[self.at]
 
     def __len__(self) -> int:
         return len(self.at)
 
     def arrays(self) -> Arrays:
         """What the device needs to know about them."""
-        edited = len(self) and changes_logits(self._rows, self._slots).any()
-        changes = (
-            gather_changes(self._rows, self._slots, self._eos_token_ids, self._vocab_size) if edited else {}
-        )
+        asked = self._rows, self._targets, self._slots
+        is_changed = len(self) and changes_logits(*asked).any()
+        changes = gather_changes(*asked, self._eos_token_ids, self._vocab_size) if is_changed else {}
         return {"beams": self.at} | {f"beams {name}": array for name, array in changes.items()}
 
     def candidates(self, logits: Tensor, sent: Tensors) -> Tensors:

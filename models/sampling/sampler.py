@@ -78,18 +78,18 @@ class Sampler:
         self._ops = ops or Ops()
         self._tile = tile_size(vocab_size)
 
-    def run(self, logits: Tensor, rows: Index, slots: SlotPool) -> Sampled:
-        """Tokens for logits [R, V] of the slot rows [R], each for position `slots.num_tokens` of its row."""
-        return self.start(logits, rows, slots).wait()
+    def run(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Sampled:
+        """Tokens for logits [R, V] of the slot rows [R], each for position `targets` [R] of its row."""
+        return self.start(logits, rows, targets, slots).wait()
 
-    def start(self, logits: Tensor, rows: Index, slots: SlotPool) -> Chosen:
+    def start(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Chosen:
         """The same, without waiting for the device; `Chosen.wait` does."""
         assert logits.shape == (len(rows), self._vocab_size), f"logits are {tuple(logits.shape)}"
         drawn = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
         plain = bool(slots.plain[rows].all())
-        changed = np.zeros_like(drawn) if plain else changes_logits(rows, slots)
+        changed = np.zeros_like(drawn) if plain else changes_logits(rows, targets, slots)
         asked = [] if plain else rows_with_logprobs(rows, slots)
-        beams = None if plain else BeamRows(rows, slots, self._eos_token_ids, self._vocab_size)
+        beams = None if plain else BeamRows(rows, targets, slots, self._eos_token_ids, self._vocab_size)
         if beams:
             changed[beams.at] = False  # their log-probabilities are changed, not their logits
         work = np.flatnonzero(drawn | changed)
@@ -100,9 +100,10 @@ class Sampler:
             arrival = to_host(tokens)
             return Chosen(tokens, lambda: Sampled(arrival()))
         host: Arrays = {"work": work, "asked": np.array([index for index, _ in asked], dtype=np.int64)}
-        host |= self._parameters(rows[work], drawn[work], slots)
+        host |= self._parameters(rows[work], targets[work], drawn[work], slots)
         if changed.any():
-            host |= gather_changes(rows[work], slots, self._eos_token_ids, self._vocab_size)
+            asking = rows[work], targets[work], slots
+            host |= gather_changes(*asking, self._eos_token_ids, self._vocab_size)
         if beams:
             host |= beams.arrays()
         sent = all_to_device(host, logits.device)
@@ -124,7 +125,7 @@ class Sampler:
 
         return Chosen(up["tokens"], wait)
 
-    def _parameters(self, rows: Index, drawn: NDArray[np.bool_], slots: SlotPool) -> Arrays:
+    def _parameters(self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool) -> Arrays:
         """What drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""
         if not drawn.any():
             return {}
@@ -132,7 +133,7 @@ class Sampler:
         has_k = drawn & (top_k > 0) & (top_k < self._vocab_size)
         k_rows, p_rows = np.flatnonzero(has_k), np.flatnonzero(drawn & ~has_k & (top_p < 1))
         arrays: Arrays = {
-            "uniform": uniforms(slots.seed[rows], slots.num_tokens[rows]),
+            "uniform": uniforms(slots.seed[rows], targets),
             "sharpness": 1 / np.where(drawn, slots.temperature[rows], np.float32(1)),
             "drawn": drawn.astype(np.int64),
         }

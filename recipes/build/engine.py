@@ -85,6 +85,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     memory = _measure(recipe, config, memory, engine, runner, machine)
+    machine.settle(runner)
     _log(recipe, config, memory, ops, attention)
     if recipe.scheduler.record is not None:
         limits = replace(limits, num_pages=memory.num_pages)

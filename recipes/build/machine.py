@@ -5,20 +5,29 @@ The libraries of a kind are imported only where a recipe asks for it.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from attention.reference import Attention
+from devices.compiled import CompileLimit, keep_results, missing_for_compiling
+from devices.cpu_threads import Threads
+from devices.openmp import barriers
 from devices.products import PRODUCTS, product
 from devices.shapes import AttentionShape
 from models.ops.reference import Ops
+from models.runner import ModelRunner
+from models.warm_up import decode_step
 from recipes.schema.recipe import DeviceSection
-from recipes.schema.recipe_error import RecipeError
+from recipes.schema.recipe_error import RecipeError, in_yaml
+
+log = logging.getLogger(__name__)
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -44,11 +53,19 @@ class Machine(ABC):
     def memory_bytes(self) -> int:
         """The bytes of the device's memory that this process may use."""
 
+    @abstractmethod
+    def settle(self, runner: ModelRunner) -> None:
+        """Choose what only the model's own steps can show; its slots must be free."""
+
 
 class Cpu(Machine):
     """The host's processor. `operators` sets the number of its threads and its allocator."""
 
     device = torch.device("cpu")
+
+    def __init__(self, asked: DeviceSection) -> None:
+        super().__init__(asked)
+        self.threads = Threads(asked.threads, barriers())
 
     @property
     def name(self) -> str:
@@ -56,17 +73,43 @@ class Cpu(Machine):
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.cpu.attention import CpuAttention
-        from models.ops.cpu import CpuOps, tune_process
+        from models.ops.cpu import CpuOps, keep_memory
 
-        # torch's own number heeds OMP_NUM_THREADS
-        tune_process(self.asked.threads or torch.get_num_threads())
-        compiles = self.asked.compile
+        keep_memory()
+        self.threads.use(self.threads.patient)
+        compiles, why = self._compiles()
+        folder = keep_results() if compiles else None
+        kept = f"; results are kept in {folder}" if folder else ""
+        log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
+        limit = CompileLimit() if self.asked.compile == "auto" else None
         plain = self.asked.attention == "reference"
-        attention = Attention(shape) if plain else CpuAttention(shape, compile=compiles)
-        return CpuOps(compile=compiles), attention
+        attention = Attention(shape) if plain else CpuAttention(shape, compile=compiles, limit=limit)
+        return CpuOps(compile=compiles, limit=limit), attention
+
+    def settle(self, runner: ModelRunner) -> None:
+        self.threads.settle(decode_step(runner), runner.decoder)
+        runner.cache.clear_null_page()
+
+    def decided(self) -> Iterator[tuple[str, str]]:
+        """What keys that leave it to the machine come to here, and why."""
+        if self.asked.compile == "auto":
+            compiles, why = self._compiles()
+            yield "device.compile", f"{in_yaml(compiles)}, since {why}"
+        candidates = [str(way) for way in self.threads.candidates]
+        if len(candidates) > 1:
+            yield "device.threads", f"{' or '.join(candidates)}, whichever is measured faster at start-up"
 
     def memory_bytes(self) -> int:
         return host_memory_bytes()
+
+    def _compiles(self) -> tuple[bool, str]:
+        """Whether functions are compiled, and why."""
+        if self.asked.compile != "auto":
+            return self.asked.compile, "as device.compile says"
+        if self.asked.attention == "reference":
+            return False, "device.attention is reference, the plain torch"
+        missing = missing_for_compiling()
+        return missing is None, missing or "there is a C++ compiler"
 
 
 class Accelerator(Machine):
@@ -76,6 +119,9 @@ class Accelerator(Machine):
         """The bytes that are free or held by this process's allocator already."""
         memory = torch.get_device_module(self.device)
         return memory.mem_get_info(self.device)[0] + memory.memory_reserved(self.device)
+
+    def settle(self, runner: ModelRunner) -> None:
+        """Nothing is left to choose."""
 
 
 class Cuda(Accelerator):
@@ -160,6 +206,11 @@ def start(asked: DeviceSection) -> Machine:
     """The machine of a recipe, ready to be used; raises RecipeError where there is none."""
     kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
     return kinds[asked.kind](asked)
+
+
+def decided(asked: DeviceSection) -> list[tuple[str, str]]:
+    """What keys that leave it to the machine come to here, and why; no device is started for it."""
+    return list(Cpu(asked).decided()) if asked.kind == "cpu" else []
 
 
 def _stand_in(asked: DeviceSection) -> None:

@@ -36,7 +36,7 @@ class Key:
         return types.NoneType in _alternatives(self.hint)
 
     @property
-    def choices(self) -> tuple[str, ...]:
+    def choices(self) -> tuple[str | bool, ...]:
         """The values that are allowed, for a key that chooses among some."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
@@ -45,7 +45,8 @@ class Key:
         """The values that are allowed, in words."""
         kind = self.kind
         if self.choices:
-            words = " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
+            *others, last = map(in_yaml, self.choices)
+            words = " or ".join(filter(None, (", ".join(others), last)))
         elif kind in (int, float):
             words = f"{'an integer' if kind is int else 'a number'} from {self.least} to {self.most}"
         else:
@@ -57,7 +58,7 @@ class Key:
         if value is None:
             return self.nullable
         if self.choices:
-            return isinstance(value, str)
+            return type(value) in {type(each) for each in self.choices}
         if self.kind is float:
             return isinstance(value, (int, float)) and not isinstance(value, bool)
         if self.kind is int:
@@ -77,7 +78,7 @@ class Key:
     def check(self, value: object) -> None:
         """Raise RecipeError for a value of a wrong type or out of range."""
         if not (self.accepts(value) and self.contains(value)):
-            near = nearest(str(value), self.choices)
+            near = nearest(str(value), map(in_yaml, self.choices))
             raise RecipeError(
                 self.name,
                 f"{in_words(value)} is not allowed",

@@ -67,14 +67,16 @@ class DeviceSection:
         default="fused",
     )
     threads: int | None = key(
-        "cpu: threads that compute; null: `OMP_NUM_THREADS`, or one for each core",
+        "cpu: threads that compute; null: `OMP_NUM_THREADS`, or one for each core unless a short measurement"
+        " at start-up finds one thread faster",
         default=None,
         least=1,
         most=1024,
     )
-    compile: bool = key(
-        "cpu: compile what gains by it, which needs a C++ compiler and up to a minute at start-up",
-        default=False,
+    compile: Literal["auto", True, False] = key(
+        "cpu: compile what gains by it, which needs a C++ compiler; auto: where there is one, for a minute at"
+        " the first start at most",
+        default="auto",
     )
     graphs: int = key(
         "cuda, npu: steps of only decodes, up to this many, run as captured graphs; 0: none",
@@ -219,7 +221,7 @@ class Recipe:
         device = self.device
         for leaf, kinds in KINDS_OF.items():
             said = getattr(device, leaf)
-            if said not in (None, False, 0) and device.kind not in kinds:
+            if said not in (None, False, 0, "auto") and device.kind not in kinds:
                 yield RecipeError(
                     (f"device.{leaf}", "device.kind"),
                     f"read only where device.kind is {' or '.join(kinds)}, and it is {device.kind}",

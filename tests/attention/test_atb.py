@@ -19,7 +19,7 @@ from devices.shapes import AttentionShape
 from kv_cache.pages import PageCopy
 from kv_cache.storage import KVCache
 from tests.attention.test_attention import ROWS, Bench, shape
-from tests.devices import machine, stand_in_alone
+from tests.device_kinds import machine, stand_in_alone
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 

@@ -19,7 +19,7 @@ from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from tests.attention.planned import planned
-from tests.devices import Kind, Way, on_each, operators
+from tests.device_kinds import Kind, Way, on_each, operators
 
 Pair = tuple[Kind, Way]
 

@@ -32,6 +32,7 @@ OVERRIDES = {
     "model.weights": "random",
     "model.dtype": "float32",
     "device.threads": "1",
+    "device.compile": "false",
     "cache.page_size": str(PAGE_SIZE),
     "cache.num_pages": "20",
     "cache.memory_gib": "null",

@@ -14,7 +14,7 @@ import pytest
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.devices import stand_in_alone
+from tests.device_kinds import stand_in_alone
 from tests.models.test_npu import serve
 
 pytestmark = [pytest.mark.npu, stand_in_alone]

@@ -31,6 +31,7 @@ def make_engine(path: Path, **overrides: object) -> Engine:
         "model.path": path,
         "model.dtype": "float32",
         "device.threads": 1,
+        "device.compile": "false",
         "cache.page_size": 8,
         "cache.num_pages": 42,
         "cache.memory_gib": "null",

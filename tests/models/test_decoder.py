@@ -22,7 +22,7 @@ from models.dtypes import TORCH_DTYPES
 from models.runner import ModelRunner
 from models.sampling.sampler import Chosen
 from recipes.build import families as recipe_families
-from tests.devices import Kind, Way, on_each, operators
+from tests.device_kinds import Kind, Way, on_each, operators
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make, wide
 
 LENGTHS = (1, 17, 96, 150)
@@ -34,11 +34,10 @@ class Recorder:
     """Stands in for the sampler: keeps log-probabilities by (row, position)."""
 
     seen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    stops: dict[int, int] = field(default_factory=dict)
 
-    def start(self, logits: Tensor, rows: np.ndarray, slots: SlotPool) -> Chosen:
-        for row, line in zip(rows.tolist(), logits):
-            self.seen[row, self.stops[row] - 1] = line.float().log_softmax(-1).cpu()
+    def start(self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool) -> Chosen:
+        for row, target, line in zip(rows.tolist(), targets.tolist(), logits):
+            self.seen[row, target - 1] = line.float().log_softmax(-1).cpu()
         return Chosen(logits[:, 0].long(), lambda: Sampled(np.zeros(len(rows), np.int64)))
 
 
@@ -92,7 +91,6 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict
         most = rng.choice([1, 2, 40, 200], len(rows))
         starts = slots.num_computed[rows]
         stops = starts + np.minimum(missing[rows], rng.integers(1, most + 1))
-        recorder.stops = dict(zip(rows.tolist(), stops.tolist()))
         runner.run(Batch(rows, starts, stops, np.arange(len(rows)), rows, stops))
         slots.num_computed[rows] = stops
     return recorder.seen

@@ -19,7 +19,7 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.devices import Kind, Way, on_each, settings
+from tests.device_kinds import Kind, Way, on_each, settings
 from tests.models.families import VARIANTS, VOCABULARY, Variant, fresh_rope, make, wide
 
 Pair = tuple[Kind, Way]
@@ -34,6 +34,7 @@ def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
         "model.path": path,
         "model.dtype": "float32",
         "device.attention": attention,
+        "device.compile": "false" if kind == "cpu" else "auto",
         "device.graphs": graphs,
         "cache.page_size": 16,
         "cache.num_pages": 70,

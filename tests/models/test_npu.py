@@ -25,7 +25,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention.test_atb import answering_as_310p, atb
 from tests.attention.test_attention import Bench, shape
-from tests.devices import has_npu, operators, section, settings, stand_in_alone
+from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
 

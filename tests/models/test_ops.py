@@ -17,7 +17,7 @@ from torch import Tensor
 from models.ops.cuda import CudaOps
 from models.ops.reference import Ops
 from tests.attention.test_attention import shape
-from tests.devices import machine, on_each, operators
+from tests.device_kinds import machine, on_each, operators
 from tests.interpreter import DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

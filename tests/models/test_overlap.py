@@ -9,7 +9,7 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.devices import Kind, Way, on_each, settings
+from tests.device_kinds import Kind, Way, on_each, settings
 
 SMALL = ["cache.num_pages=200", "scheduler.num_slots=6", "scheduler.max_batch_tokens=24"]
 

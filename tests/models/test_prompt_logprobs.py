@@ -21,7 +21,7 @@ from recipes.build.scheduler import scheduler_from
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving.text.tokenizer import Text
-from tests.devices import Kind, Way, npu, on_each, settings
+from tests.device_kinds import Kind, Way, npu, on_each, settings
 
 WEIGHTS = ROOT / "recipes/tiny/weights"
 SETTINGS = {

@@ -20,8 +20,8 @@ from models.ops.int8 import quantize_rows
 from models.ops.reference import Ops
 from models.quantization import ACTIVATIONS, WEIGHTS, Quantization, quantization
 from recipes.build.families import decoder_config, read
-from tests import devices
-from tests.devices import Kind, Way, on_each
+from tests import device_kinds
+from tests.device_kinds import Kind, Way, on_each
 from tests.models.families import VARIANTS, make
 from tests.models.test_weights import bare
 
@@ -118,7 +118,7 @@ def test_each_device_multiplies_as_it_is_defined(
     device: tuple[Kind, Way], dtype: torch.dtype, has_bias: bool
 ) -> None:
     shape = AttentionShape(4, 2, 64, 128, 1.0, dtype, (None,))
-    (ops, attention), plain = devices.operators(*device, shape), Ops()
+    (ops, attention), plain = device_kinds.operators(*device, shape), Ops()
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(7, 192, generator=generator).to(dtype)
     (weight, scale), bias = weight_of(96, 192), torch.randn(96, generator=generator).to(dtype)

@@ -15,7 +15,7 @@ from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.continuous_batching.recount import recount
-from tests.devices import Kind, Way, on_each, settings
+from tests.device_kinds import Kind, Way, on_each, settings
 
 Pair = tuple[Kind, Way]
 

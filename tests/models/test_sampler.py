@@ -46,7 +46,8 @@ def sample(rows: list[Row], order: list[int] | None = None, vocab_size: int = V)
         taken.append(slots.take(request))
     order = list(range(len(rows))) if order is None else order
     logits = torch.stack([rows[index].logits for index in order])
-    return Sampler((EOS,), vocab_size).run(logits, np.array([taken[index] for index in order]), slots)
+    at = np.array([taken[index] for index in order])
+    return Sampler((EOS,), vocab_size).run(logits, at, slots.num_tokens[at], slots)
 
 
 def token(row: Row) -> int:
@@ -231,7 +232,7 @@ def edited(row: Row) -> Tensor:
     request.tokens = np.array(row.prompt + row.answer, dtype=np.int32)
     at = np.array([slots.take(request)])
     scores = row.logits[None].clone()
-    host = gather_changes(at, slots, (EOS,), V)
+    host = gather_changes(at, slots.num_tokens[at], slots, (EOS,), V)
     apply_changes(scores, {name: torch.from_numpy(array) for name, array in host.items()})
     return scores[0]
 
@@ -397,7 +398,7 @@ def test_the_callers_logits_stay_as_they_are(dtype: torch.dtype) -> None:
         taken.append(slots.take(request))
     logits = torch.stack([row.logits for row in rows]).T.contiguous().T  # not contiguous either
     before = logits.clone()
-    tokens = Sampler((EOS,), V).run(logits, np.array(taken), slots).tokens
+    tokens = Sampler((EOS,), V).run(logits, np.array(taken), slots.num_tokens[taken], slots).tokens
     assert torch.equal(logits, before)
     assert tokens.dtype == np.int64
     assert ((tokens >= 0) & (tokens < V)).all()

@@ -34,8 +34,8 @@ class TableRunner:
 
     def run(self, batch: Batch) -> Sampled:
         rows = batch.owners
-        last = self.slots.token_ids[rows, self.slots.num_tokens[rows] - 1]
-        return self.sampler.run(TABLE[torch.from_numpy(last).long()], rows, self.slots)
+        last = self.slots.token_ids[rows, batch.targets - 1]
+        return self.sampler.run(TABLE[torch.from_numpy(last).long()], rows, batch.targets, self.slots)
 
 
 def make_engine(num_slots: int, num_pages: int) -> Engine:

@@ -19,7 +19,7 @@ from recipes.build.memory_plan import GIB, report
 from recipes.build.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.devices import stand_in_alone
+from tests.device_kinds import stand_in_alone
 from tests.recipes import published
 
 RECIPES = sorted(path for chip in ("310p", "910") for path in ROOT.glob(f"recipes/*/*_{chip}*.yaml"))

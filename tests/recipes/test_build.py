@@ -39,7 +39,7 @@ PROMPTS = [np.arange(3, 3 + length) for length in (1, 7, 20, 33)]
 def made(*, config: dict[str, Any] | None = None, seed: int = 0, pages: int = 64, **device: Any) -> Recipe:
     return Recipe(
         model=ModelSection(config={**CONFIG, **(config or {})}, weights="random", seed=seed),
-        device=DeviceSection(kind="cpu", threads=1, **device),
+        device=DeviceSection(kind="cpu", threads=1, compile=False, **device),
         cache=CacheSection(page_size=8, num_pages=pages),
         scheduler=SchedulerSection(num_slots=3, max_batch_tokens=16),
     )

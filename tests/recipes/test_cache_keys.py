@@ -21,6 +21,7 @@ model:
 device:
   kind: cpu
   threads: 1
+  compile: false
 cache:
   page_size: 8
   num_pages: 10

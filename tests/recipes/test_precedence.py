@@ -117,7 +117,7 @@ def test_show_says_what_a_policy_takes_and_why(capsys, monkeypatch):
     assert "scheduler.max_wait_ms 100.0 default of static" in static
     assert (
         "scheduler.max_batch_tokens 2048 default of orca: the longest request, up to 8192 tokens;"
-        " recipes/tiny/cpu.yaml:16 said 256, which gives way to scheduler.policy orca"
+        " recipes/tiny/cpu.yaml:17 said 256, which gives way to scheduler.policy orca"
     ) in shown("scheduler.policy=orca")
     both = shown("scheduler.policy=orca", "scheduler.max_batch_tokens=256")
     assert "longest request 256 tokens (one step, in which orca computes a prompt)" in both

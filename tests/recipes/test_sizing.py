@@ -22,7 +22,7 @@ from recipes.build.memory_plan import GIB, report
 from recipes.build.sizing import estimate, max_positions, plan_memory
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
-from tests.devices import has_npu, operators, section
+from tests.device_kinds import has_npu, operators, section
 
 LLAMA = {
     "model_type": "llama",

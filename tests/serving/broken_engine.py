@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import recipes.build.engine
+from continuous_batching.batch import Batch
+from models.decoder import StepInputs
 from recipes.build.engine import BuiltEngine
 from recipes.schema.recipe import Recipe
 from serving.engine import main
@@ -29,22 +30,30 @@ def broken(build: Callable[[Recipe], BuiltEngine], folder: Path) -> Callable[[Re
 
     def build_broken(recipe: Recipe) -> BuiltEngine:
         built = build(recipe)
-        slots, forward = built.engine.slots, built.runner._forward
+        slots, decoder = built.engine.slots, built.runner.decoder
+        forward, inputs = decoder.forward, built.runner._inputs
+        batches: list[Batch] = []
 
-        def poisoned(batch: Any, unknown: Any) -> torch.Tensor:
+        def noted(batch: Batch, unknown: torch.Tensor | None) -> StepInputs:
+            batches.append(batch)
+            return inputs(batch, unknown)
+
+        def poisoned(step: StepInputs) -> torch.Tensor:
+            batch = batches.pop()
             prompts = [slots.requests[row].prompt.tolist() for row in batch.slots.tolist()]
             held = {token for prompt in prompts for token in prompt}
             if ALWAYS in held or (ONCE in held and not (folder / "broken").exists()):
                 (folder / "broken").touch()
                 raise RuntimeError("this step was to fail")
-            hidden = forward(batch, unknown)
+            hidden = forward(step)
             ends = (batch.stops - batch.starts).cumsum() - 1
             for end, prompt in zip(ends.tolist(), prompts):
                 if NAN in prompt:
                     hidden[end] = torch.nan
             return hidden
 
-        built.runner._forward = poisoned
+        built.runner._inputs = noted
+        decoder.forward = poisoned
         return built
 
     return build_broken

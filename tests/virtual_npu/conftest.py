@@ -7,7 +7,7 @@ import os
 import pytest
 
 import virtual_npu
-from tests.devices import npu
+from tests.device_kinds import npu
 from virtual_npu import libraries
 
 

@@ -15,7 +15,7 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.devices import settings
+from tests.device_kinds import settings
 from virtual_npu.contract import Conditions
 
 pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("device")]

@@ -60,7 +60,7 @@ def own(kind: Kind) -> dict[str, Any]:
     """What a recipe's device says in tests, beside its kind."""
     if kind == "npu":
         return {"virtual": True, "virtual_fp32": True} if npu() == "virtual" else {}
-    return {"threads": 1} if kind == "cpu" else {}
+    return {"threads": 1, "compile": False} if kind == "cpu" else {}
 
 
 def section(kind: Kind, attention: Way = "fused", **more: Any) -> DeviceSection:

@@ -1,0 +1,201 @@
+"""How many threads compute on a CPU, and how do they wait for each other?
+
+Every operator ends at a barrier. Threads that spin there are fastest while each has a core of its own; beside
+other busy processes they spin for a thread that the system has taken away. So the ways are measured on the
+model's own step at start-up, and spinning is given up when threads get much less processor time than then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from devices.openmp import Barriers
+
+log = logging.getLogger(__name__)
+
+# torch's own number, which heeds OMP_NUM_THREADS, before any engine of this process sets another
+USUAL_THREADS = torch.get_num_threads()
+
+ROUNDS, ROUND_S, LIMIT_S = 3, 0.06, 4.0  # of the measurement: rounds of each way, at least; all, about
+CLEARLY_FASTER = 0.9  # of the usual way's time: a smaller gain may be chance
+SLOW = 3.0  # times the best: such a way is not measured again
+WINDOW_S = 0.5  # of computing, over which processor time is watched
+STARVED = 0.7  # of the processor time that was measured: less says that others use these cores
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A number of threads, and whether they sleep at barriers."""
+
+    threads: int
+    sleeps: bool = False
+
+    def __str__(self) -> str:
+        if self.threads == 1:
+            return "1 thread"
+        return f"{self.threads} threads that {'sleep' if self.sleeps else 'spin'} at barriers"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A step in one way: how long it takes, and the share of `threads` cores that it gets meanwhile."""
+
+    way: Way
+    step_s: float
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.way} {1e3 * self.step_s:.2f} ms"
+
+
+def ways(threads: int, *, may_be_fewer: bool, may_sleep: bool) -> list[Way]:
+    """What may be chosen from; the usual way is the first."""
+    found = [Way(threads)]
+    if threads > 1 and may_sleep:
+        found.append(Way(threads, sleeps=True))
+    if threads > 1 and may_be_fewer:
+        found.append(Way(1))
+    return found
+
+
+def choose(measured: Sequence[Measured]) -> Measured:
+    """The usual way, which is the first, unless another is clearly faster."""
+    usual, best = measured[0], min(measured, key=lambda each: each.step_s)
+    return best if best.step_s < CLEARLY_FASTER * usual.step_s else usual
+
+
+def measure(
+    candidates: Sequence[Way],
+    step: Callable[[], object],
+    use: Callable[[Way], None],
+    clock: Callable[[], float] = time.perf_counter,
+    processor_clock: Callable[[], float] = time.process_time,
+) -> list[Measured]:
+    """The mean time of a step in each way, in rounds side by side, of which the median counts.
+
+    The mean, because a step that waits for a thread takes a hundred times longer than the others.
+    """
+    begin_s = clock()
+    rounds: dict[Way, list[Measured]] = {way: [] for way in candidates}
+    for number in range(ROUNDS):
+        for way, done in rounds.items():
+            best_s = min((each.step_s for before in rounds.values() for each in before), default=0.0)
+            if done and (clock() - begin_s > LIMIT_S or done[-1].step_s > SLOW * best_s):
+                continue
+            use(way)
+            for _ in range(1 if number else 2):  # operators prepare their code for a number of threads
+                step()
+            start_s, used_s, count = clock(), processor_clock(), 0
+            while count == 0 or clock() - start_s < ROUND_S:
+                step()
+                count += 1
+            took_s = clock() - start_s
+            share = (processor_clock() - used_s) / (took_s * way.threads)
+            done.append(Measured(way, took_s / count, share))
+    return [
+        Measured(way, statistics.median(each.step_s for each in done), max(each.share for each in done))
+        for way, done in rounds.items()
+    ]
+
+
+class Threads:
+    """The threads of this process: chosen by a measurement, and changed once if others take their cores.
+
+    The number is `asked`, or OMP_NUM_THREADS; where neither is said, one thread may be chosen in its place.
+    """
+
+    def __init__(self, asked: int | None, barriers: Barriers) -> None:
+        self.barriers = barriers
+        may_be_fewer = asked is None and not os.environ.get("OMP_NUM_THREADS")
+        self.candidates = ways(
+            asked or USUAL_THREADS,
+            may_be_fewer=may_be_fewer,
+            may_sleep=asked is None and barriers.may_sleep,
+        )
+
+    @property
+    def patient(self) -> Way:
+        """The way of the least harm beside others, for what is computed before any is measured."""
+        return next((way for way in self.candidates if way.sleeps), self.candidates[0])
+
+    def use(self, way: Way) -> None:
+        """Compute in this way from now on."""
+        torch.set_num_threads(way.threads)
+        self.barriers.sleep(way.sleeps)
+
+    def settle(self, step: Callable[[], object], decoder: nn.Module) -> None:
+        """Choose by the time of `step`, say so, and watch the decoder if its threads spin."""
+        if len(self.candidates) == 1:
+            return
+        measured = measure(self.candidates, step, self.use)
+        chosen = choose(measured)
+        self.use(chosen.way)
+        log.info("threads: %s; measured, a decode step: %s", chosen.way, ", ".join(map(str, measured)))
+        if chosen.way == self.candidates[0]:
+            Watch(self, chosen, min(measured[1:], key=lambda each: each.step_s).way).attach(decoder)
+
+
+class Watch:
+    """Sees when spinning threads lose their cores to others, and then goes over to the fallback, once.
+
+    It compares processor time instead of the time of steps, which depends on what is in a batch: threads that
+    spin use all of their cores while they have them.
+    """
+
+    def __init__(
+        self,
+        threads: Threads,
+        measured: Measured,
+        fallback: Way,
+        clock: Callable[[], float] = time.perf_counter,
+        processor_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self.threads, self.measured, self.fallback = threads, measured, fallback
+        self.clock, self.processor_clock = clock, processor_clock
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._begin_s = self._begin_used_s = 0.0
+        self._took_s = self._used_s = 0.0
+
+    def attach(self, decoder: nn.Module) -> None:
+        """Look at every pass through the decoder until the fallback is in use."""
+        self._hooks = [
+            decoder.register_forward_pre_hook(lambda *_: self.begin()),
+            decoder.register_forward_hook(lambda *_: self.end()),
+        ]
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._begin_s, self._begin_used_s = self.clock(), self.processor_clock()
+
+    def end(self) -> None:
+        """A pass has ended."""
+        self._took_s += self.clock() - self._begin_s
+        self._used_s += self.processor_clock() - self._begin_used_s
+        if self._took_s < WINDOW_S:
+            return
+        share = self._used_s / (self._took_s * self.measured.way.threads)
+        self._took_s = self._used_s = 0.0
+        if share < STARVED * self.measured.share:
+            self._give_way(share)
+
+    def _give_way(self, share: float) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.threads.use(self.fallback)
+        log.warning(
+            "threads: %s got %.0f %% of their cores (%.0f %% at start-up), because other processes use them;"
+            " from now on %s",
+            self.measured.way,
+            100 * share,
+            100 * self.measured.share,
+            self.fallback,
+        )

@@ -1,0 +1,146 @@
+"""Compiling ends when its time is over or no compiler works, and its results serve the next start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from devices.compiled import Compiled, CompileLimit, NoCompiler, keep_results, missing_for_compiling
+from recipes.build.machine import Cpu, decided
+from recipes.schema.recipe import ROOT, DeviceSection
+
+X = torch.ones(4, 8)
+GCC = shutil.which("g++")
+
+
+def plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+class Clock:
+    """One that a compilation moves on."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_what_is_not_compiled_in_time_is_done_plainly_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, compiled = Clock(), []
+
+    def compile_slowly(self: Compiled, args: tuple[Tensor, ...]) -> object:
+        clock.now_s += 40
+        compiled.append(self)
+        return lambda x: x + 2
+
+    monkeypatch.setattr(Compiled, "_compile", compile_slowly)
+    limit = CompileLimit(60.0, clock)
+    functions = [Compiled(plus_one, ((0,),), limit=limit, plain=lambda x: x + 3) for _ in range(4)]
+    assert [float(function(X)[0, 0]) for function in functions] == [3, 3, 4, 4]
+    assert compiled == functions[:2]
+    assert [line.partition(";")[0] for line in caplog.messages] == [
+        "compile: compiling took 80 s of at most 60"
+    ]
+
+
+def test_where_no_compiler_works_nothing_more_is_tried_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def fail(self: Compiled, args: tuple[Tensor, ...]) -> object:
+        tries.append(self)
+        raise NoCompiler("plus_one cannot be compiled")
+
+    monkeypatch.setattr(Compiled, "_compile", fail)
+    limit = CompileLimit()
+    functions = [Compiled(plus_one, ((0,),), limit=limit) for _ in range(3)]
+    assert [float(function(X)[0, 0]) for function in functions] == [2, 2, 2]
+    assert len(tries) == 1
+    assert caplog.messages == ["compile: plus_one cannot be compiled; going on without"]
+    with pytest.raises(NoCompiler):
+        Compiled(plus_one, ((0,),))(X)
+
+
+def test_other_arguments_than_tensors_reach_the_plain_function() -> None:
+    limit = CompileLimit(0.0)
+    function = Compiled(lambda x, y, scale: x + y * scale, ((0,), (0,), None), limit=limit)
+    assert float(function(X, X, 3.0)[0, 0]) == 4
+    assert float(function(X, X, 4.0)[0, 0]) == 5
+
+
+def test_auto_does_not_compile_where_the_path_has_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert missing_for_compiling() == "there is no C++ compiler g++"
+    said = dict(decided(DeviceSection(kind="cpu")))
+    assert said["device.compile"] == "false, since there is no C++ compiler g++"
+
+
+def test_auto_compiles_where_there_is_a_compiler_and_attention_is_the_devices_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("recipes.build.machine.missing_for_compiling", lambda: None)
+    assert Cpu(DeviceSection(kind="cpu"))._compiles() == (True, "there is a C++ compiler")
+    assert not Cpu(DeviceSection(kind="cpu", attention="reference"))._compiles()[0]
+    assert not Cpu(DeviceSection(kind="cpu", compile=False))._compiles()[0]
+    assert "device.compile" not in dict(decided(DeviceSection(kind="cpu", compile=True)))
+    assert decided(DeviceSection(kind="npu")) == []
+
+
+def test_results_are_kept_in_the_users_cache_unless_another_folder_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert keep_results() == Path("/elsewhere")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = keep_results()
+    assert folder == tmp_path / "continuous_batching/compiled"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.INFO, "devices.compiled"):
+        assert keep_results() is None
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert "cannot be written" in caplog.messages[0]
+
+
+@pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
+def test_the_second_start_calls_no_compiler(tmp_path: Path) -> None:
+    """The compiler in the PATH writes down what it is asked to make, but for headers that are only read."""
+    made = tmp_path / "made"
+    compiler = tmp_path / "g++"
+    noted = f'case "$*" in *" -E "*) ;; *" -o "*) echo "$*" >>{made};; esac'
+    compiler.write_text(f'#!/bin/sh\n{noted}\nexec {GCC} "$@"\n')
+    compiler.chmod(0o755)
+    code = (
+        "import torch; from devices.compiled import Compiled, keep_results; keep_results();"
+        "assert Compiled(lambda x: x * 2 + 1, ((0,),))(torch.ones(4, 8)).sum() == 96"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+
+    def num_made() -> int:
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+        return len(made.read_text().splitlines())
+
+    first = num_made()
+    assert first > 0
+    assert num_made() == first

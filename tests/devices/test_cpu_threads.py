@@ -1,0 +1,202 @@
+"""The way to compute is chosen from what was measured, and changed once when others take the cores."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from devices import cpu_threads
+from devices.cpu_threads import Measured, Threads, Watch, Way, choose, measure, ways
+from devices.openmp import Barriers
+
+SPIN, SLEEP, ONE = Way(2), Way(2, sleeps=True), Way(1)
+
+
+class Recorded(Barriers):
+    """Barriers that can sleep, and write down what they were asked."""
+
+    may_sleep = True
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def sleep(self, sleeps: bool) -> None:
+        self.asked.append(sleeps)
+
+
+class Machine:
+    """A clock that goes on by what a step takes in the way in use."""
+
+    def __init__(self, step_s: dict[Way, float], share: float = 1.0) -> None:
+        self.step_s, self.share = step_s, share
+        self.now_s = self.used_s = 0.0
+        self.way = SPIN
+        self.steps = dict.fromkeys(step_s, 0)
+
+    def use(self, way: Way) -> None:
+        self.way = way
+
+    def step(self) -> None:
+        self.steps[self.way] += 1
+        self.now_s += self.step_s[self.way]
+        self.used_s += self.step_s[self.way] * self.share * self.way.threads
+
+    def measure(self) -> dict[Way, Measured]:
+        found = measure(list(self.step_s), self.step, self.use, lambda: self.now_s, lambda: self.used_s)
+        return {each.way: each for each in found}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    """Two threads that may be one; torch keeps its own number."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cpu_threads, "USUAL_THREADS", 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    return Threads(None, Recorded())
+
+
+def measured(*times_ms: float) -> list[Measured]:
+    return [Measured(way, ms / 1e3, 1.0) for way, ms in zip((SPIN, SLEEP, ONE), times_ms)]
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "chosen"),
+    [
+        ((1.6, 3.0, 2.0), SPIN),  # quiet
+        ((155.0, 6.3, 4.4), ONE),  # beside a process that spins on each core, a small model
+        ((400.0, 60.0, 90.0), SLEEP),  # the same, a large one
+        ((2.0, 1.9, 1.95), SPIN),  # within chance: the usual way
+    ],
+)
+def test_the_usual_way_is_kept_unless_another_is_clearly_faster(
+    times_ms: tuple[float, ...], chosen: Way
+) -> None:
+    assert choose(measured(*times_ms)).way == chosen
+
+
+def test_a_number_that_was_said_stays() -> None:
+    assert ways(4, may_be_fewer=False, may_sleep=True) == [Way(4), Way(4, sleeps=True)]
+    assert ways(4, may_be_fewer=True, may_sleep=False) == [Way(4), Way(1)]
+    assert ways(1, may_be_fewer=True, may_sleep=True) == [Way(1)]
+
+
+def test_threads_of_the_recipe_and_of_the_environment_are_not_fewer(
+    monkeypatch: pytest.MonkeyPatch, threads: Threads
+) -> None:
+    assert threads.candidates == [SPIN, SLEEP, ONE]
+    assert Threads(3, Recorded()).candidates == [Way(3)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert Threads(None, Recorded()).candidates == [SPIN, SLEEP]
+
+
+def test_each_way_is_timed_by_the_mean_of_its_steps_and_its_share_of_the_cores() -> None:
+    machine = Machine({SPIN: 0.002, SLEEP: 0.003, ONE: 0.0025}, share=0.9)
+    found = machine.measure()
+    assert {way: each.step_s for way, each in found.items()} == pytest.approx(machine.step_s)
+    assert found[SPIN].share == pytest.approx(0.9)
+
+
+def test_a_way_that_is_far_slower_is_measured_only_once() -> None:
+    machine = Machine({SPIN: 0.3, SLEEP: 0.012, ONE: 0.01})
+    machine.measure()
+    assert machine.steps[SPIN] == 3  # two to prepare and one to time
+
+
+def test_the_measurement_of_slow_steps_ends() -> None:
+    machine = Machine({SPIN: 5.0, SLEEP: 6.0, ONE: 9.0})
+    found = machine.measure()
+    assert set(machine.steps.values()) == {3}
+    assert len(found) == 3
+
+
+def settle(threads: Threads, found: list[Measured], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    monkeypatch.setattr(cpu_threads, "measure", lambda *_: found)
+    decoder = nn.Identity()
+    threads.settle(lambda: None, decoder)
+    return decoder
+
+
+def test_what_was_chosen_is_said_with_what_was_measured(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "devices.cpu_threads"):
+        settle(threads, measured(155.0, 6.3, 4.4), monkeypatch)
+    assert caplog.messages == [
+        "threads: 1 thread; measured, a decode step: 2 threads that spin at barriers 155.00 ms,"
+        " 2 threads that sleep at barriers 6.30 ms, 1 thread 4.40 ms"
+    ]
+
+
+def test_a_single_way_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise AssertionError("there is nothing to choose")
+
+    with caplog.at_level(logging.INFO, "devices.cpu_threads"):
+        Threads(1, Recorded()).settle(fail, nn.Identity())
+    assert not caplog.messages
+
+
+class Watched:
+    """A watch over threads whose share of their cores can be set."""
+
+    def __init__(self, threads: Threads, fallback: Way = SLEEP) -> None:
+        self.now_s = self.used_s = 0.0
+        self.decoder = nn.Identity()
+        watch = Watch(threads, Measured(SPIN, 0.002, 0.98), fallback, lambda: self.now_s, lambda: self.used_s)
+        watch.attach(self.decoder)
+
+    def run(self, seconds: float, share: float, step_s: float = 0.01) -> None:
+        """Steps whose threads get this share of two cores."""
+
+        def compute(*_: object) -> None:
+            self.now_s += step_s
+            self.used_s += 2 * share * step_s
+
+        hook = self.decoder.register_forward_pre_hook(compute)
+        for _ in range(round(seconds / step_s)):
+            self.decoder(torch.zeros(1))
+            self.now_s += 1.0  # between steps nothing is computed, which is nobody's fault
+        hook.remove()
+
+
+@pytest.fixture
+def barriers(threads: Threads) -> Recorded:
+    assert isinstance(threads.barriers, Recorded)
+    return threads.barriers
+
+
+def test_threads_that_lose_their_cores_go_over_to_sleeping_once_and_say_so(
+    threads: Threads, barriers: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched(threads)
+    watched.run(3.0, share=0.97)
+    assert not barriers.asked
+    watched.run(2.0, share=0.4)
+    watched.run(2.0, share=0.3)
+    assert barriers.asked == [True]
+    assert [line.partition(",")[0] for line in caplog.messages] == [
+        "threads: 2 threads that spin at barriers got 40 % of their cores (98 % at start-up)"
+    ]
+    assert caplog.messages[0].endswith("from now on 2 threads that sleep at barriers")
+
+
+def test_a_short_loss_changes_nothing(threads: Threads, barriers: Recorded) -> None:
+    watched = Watched(threads)
+    for _ in range(5):
+        watched.run(0.1, share=0.3)
+        watched.run(0.9, share=0.97)
+    assert not barriers.asked
+
+
+def test_a_decoder_is_watched_only_while_its_threads_spin(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks: Callable[[nn.Module], int] = lambda decoder: len(decoder._forward_hooks)  # noqa: E731
+    assert hooks(settle(threads, measured(1.6, 3.0, 2.0), monkeypatch)) == 1
+    assert hooks(settle(threads, measured(155.0, 6.3, 4.4), monkeypatch)) == 0

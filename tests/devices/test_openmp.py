@@ -1,0 +1,65 @@
+"""The loaded OpenMP library is found, and its threads sleep and spin when asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from devices import openmp
+from devices.openmp import Barriers, GnuBarriers, IdleTeam, IntelBarriers, barriers
+from recipes.schema.recipe import ROOT
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="libraries are found in /proc")
+
+
+@pytest.mark.parametrize("name", openmp.SAID_BY)
+def test_a_way_of_waiting_that_the_environment_says_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    assert type(barriers()) is Barriers
+    assert not barriers().may_sleep
+
+
+@LINUX
+def test_an_idle_team_is_kept_while_threads_sleep_and_by_one_engine_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in openmp.SAID_BY:
+        monkeypatch.delenv(name, raising=False)
+    first, second = barriers(), barriers()
+    if not isinstance(first, GnuBarriers):
+        pytest.skip("this process has another OpenMP library than GNU's")
+
+    def teams() -> int:
+        return sum(isinstance(each, IdleTeam) for each in threading.enumerate())
+
+    before = len(os.listdir("/proc/self/task"))
+    first.sleep(True)
+    first.sleep(True)
+    assert teams() == 1
+    assert len(os.listdir("/proc/self/task")) > before + len(os.sched_getaffinity(0))
+    second.sleep(False)
+    second.sleep(False)
+    assert teams() == 0
+
+
+@LINUX
+def test_a_preloaded_library_of_intel_is_asked_by_its_own_function() -> None:
+    library = Path(sys.prefix) / "lib/libiomp5.so"
+    if not library.exists():
+        pytest.skip("intel-openmp is not installed")
+    code = (
+        "import torch; from devices.openmp import barriers, IntelBarriers; own = barriers();"
+        "assert type(own) is IntelBarriers; usual = own._library.kmp_get_blocktime(); own.sleep(True);"
+        "assert own._library.kmp_get_blocktime() == 0; own.sleep(False);"
+        "assert own._library.kmp_get_blocktime() == usual > 0"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in openmp.SAID_BY}
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, env=kept | {"LD_PRELOAD": str(library)}
+    )
+    assert IntelBarriers.may_sleep
