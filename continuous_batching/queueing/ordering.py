@@ -15,11 +15,6 @@ from continuous_batching.request import Request
 QueueOrder = Callable[[Request], float]  # the least goes first; ties go by arrival number
 
 
-def fcfs(request: Request) -> float:
-    """First come, first served: this order is all ties."""
-    return 0.0
-
-
 def shortest_first(request: Request) -> float:
     """By prompt and longest answer together. It does not age: a long request waits while short ones come."""
     return float(request.num_prompt_tokens + request.params.max_tokens)

@@ -6,14 +6,14 @@ import heapq
 
 from continuous_batching.policies.policy import ALL
 from continuous_batching.queueing.fair_share import FairShare
-from continuous_batching.queueing.ordering import QueueOrder, fcfs
+from continuous_batching.queueing.ordering import QueueOrder
 from continuous_batching.request import Request
 
 _Heap = list[tuple[float, int, Request]]
 
 
 class WaitingQueue:
-    """Waiting requests by a key; of equal keys the earlier arrival goes first.
+    """Waiting requests by the key of an order; of equal keys, or without one, the earlier arrival goes first.
 
     A preempted request keeps its arrival number, and with it its place. With `shares` tenants take turns by
     what they were served, and the order is that of each tenant's requests. A request of more than
@@ -21,7 +21,7 @@ class WaitingQueue:
     """
 
     def __init__(
-        self, order: QueueOrder = fcfs, shares: FairShare | None = None, long_tokens: int = ALL
+        self, order: QueueOrder | None = None, shares: FairShare | None = None, long_tokens: int = ALL
     ) -> None:
         self.shares = shares
         self.num_tokens = 0  # known of all that wait
@@ -75,7 +75,7 @@ class WaitingQueue:
 
     def place(self, request: Request) -> tuple[float, int]:
         """What a request is ordered by; it is the same at any time."""
-        return self._order(request), request.number
+        return 0.0 if self._order is None else self._order(request), request.number
 
     def is_long(self, request: Request) -> bool:
         """Whether a request may be passed over."""

@@ -17,7 +17,7 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.queueing.fair_share import FairShare
 from continuous_batching.queueing.limits import QueueLimits
-from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, fcfs, shortest_first
+from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, shortest_first
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_priority, youngest
@@ -166,11 +166,11 @@ def waiting(asked: SchedulerSection, slots: SlotPool) -> WaitingQueue:
     return WaitingQueue(order(asked), shares, asked.long_prompt_tokens or ALL)
 
 
-def order(asked: SchedulerSection) -> QueueOrder:
+def order(asked: SchedulerSection) -> QueueOrder | None:
     """The order in which requests are admitted."""
     match asked.queue:
         case "fcfs":
-            return fcfs
+            return None
         case "sjf":
             return shortest_first
         case "priority":

@@ -13,7 +13,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.queueing.fair_share import FairShare
-from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, fcfs, shortest_first
+from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, shortest_first
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -33,7 +33,7 @@ def make(
 ) -> Engine:
     slots = SlotPool(num_slots, 64, 4)
     shares = None if weights is None else FairShare(slots, weights)
-    order = options.pop("order", fcfs)
+    order = options.pop("order", None)
     scheduler = Scheduler(
         slots,
         PagePool(num_pages),
@@ -70,7 +70,7 @@ LOAD = {
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
-        (fcfs, ["long", "short", "urgent", "hasty"]),
+        (None, ["long", "short", "urgent", "hasty"]),
         (shortest_first, ["short", "long", "urgent", "hasty"]),
         (Aged(priority_s=10, length_s=0), ["urgent", "long", "short", "hasty"]),
         (Aged(priority_s=2.5, length_s=100), ["short", "urgent", "long", "hasty"]),

@@ -24,7 +24,7 @@ from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.queueing.fair_share import FairShare
-from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, fcfs, shortest_first
+from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, shortest_first
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.recording.format import Chain, read_entries
 from continuous_batching.recording.recorder import Recorder
@@ -40,7 +40,7 @@ from tests.thorough import cases
 
 LONGEST = 48
 ORDERS: dict[str, QueueOrder] = {
-    "fcfs": fcfs,
+    "fcfs": None,
     "sjf": shortest_first,
     "priority": Aged(priority_s=7.0, length_s=100.0),
     "deadline": EarliestDeadline(40.0),

@@ -13,7 +13,7 @@ from continuous_batching.policies.prefill_first import PrefillFirst
 from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
-from continuous_batching.queueing.ordering import Aged, EarliestDeadline, fcfs, shortest_first
+from continuous_batching.queueing.ordering import Aged, EarliestDeadline, shortest_first
 from continuous_batching.request import Request
 from recipes.build.scheduler import (
     SchedulerLimits,
@@ -151,7 +151,7 @@ def test_chunks_are_what_was_asked_for() -> None:
 
 
 def test_an_order_is_what_was_asked_for() -> None:
-    assert order(section()) is fcfs
+    assert order(section()) is None
     assert order(section(queue="sjf")) is shortest_first
     assert order(whole(queue="priority")) == Aged(10.0, 1.0)
     assert order(section(queue="priority", priority_s=0.0, length_s=3.0)) == Aged(0.0, 3.0)
