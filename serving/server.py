@@ -24,7 +24,7 @@ from serving.api.app import application
 from serving.api.protocol import Protocol
 from serving.async_llm import AsyncLLM
 from serving.metrics import logs
-from serving.metrics.pulse import report
+from serving.metrics.activity_log import report
 from serving.metrics.server_stats import ServerStats
 
 log = logging.getLogger("serve")

@@ -14,7 +14,7 @@ import numpy as np
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 from kv_cache.pages import Index
-from simulation.sketch import Sketch
+from simulation.quantile_sketch import Sketch
 
 Record = dict[str, Any]
 DONE = ("stop", "length")

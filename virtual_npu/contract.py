@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from virtual_npu.products import A2, PRODUCTS, Product
+from virtual_npu.simulated_products import A2, PRODUCTS, Product
 
 Capture = Literal["none", "stream", "group"]  # "group": a stream is captured and a task group is open
 Breach = tuple[str, object]  # the argument and the value that violate a rule

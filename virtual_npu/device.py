@@ -21,7 +21,7 @@ from virtual_npu.deferred_calls import CAPTURED, DeferredCalls
 from virtual_npu.kernels import Kernels
 from virtual_npu.memory import Memory
 from virtual_npu.operators import OPERATORS
-from virtual_npu.products import PRODUCTS
+from virtual_npu.simulated_products import PRODUCTS
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from virtual_npu.contract import Operator
 from virtual_npu.operators import OPERATORS, operator
-from virtual_npu.products import PRODUCTS
+from virtual_npu.simulated_products import PRODUCTS
 
 
 def described(each: Operator) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.operators import operator as contract_of
-from virtual_npu.products import A2, Product
+from virtual_npu.simulated_products import A2, Product
 
 MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # which sparse_mode 3 and 4 take
 ATB_MASK = MASK.half() * -10000  # which splitfuse adds to scores

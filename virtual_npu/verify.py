@@ -22,8 +22,8 @@ from torch import Tensor
 
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
-from virtual_npu.products import A2, PRODUCTS, Product
 from virtual_npu.sample_calls import FRACTAL_NZ, SampleCall, makers, sample_call
+from virtual_npu.simulated_products import A2, PRODUCTS, Product
 
 READ_ON_HOST = "seq_len"  # ATB's, of queries
 Runs = Callable[[str, Mapping[str, Any]], Any]  # an operator by name, on arguments

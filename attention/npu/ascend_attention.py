@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.reference import Attention
 from continuous_batching.batch import Batch
-from devices.products import AscendProduct
+from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from attention.npu.ascend_attention import MASK_SIDE, AscendAttention
 from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
-from devices.products import FRACTAL_NZ, AscendProduct
+from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from attention.npu.ascend_attention import MASK_SIDE, AscendAttention
 from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
-from devices.products import AscendProduct
+from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape
 
 CAUSAL, BAND = 3, 4  # sparse_mode: all keys up to a query's own, or the last pre_tokens + 1 of these

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from simulation.quantile_sketch import Sketch
 from simulation.run_totals import RunTotals
-from simulation.sketch import Sketch
 
 MOST_GROUPS = 30
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

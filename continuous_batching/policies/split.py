@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.policies.chunking import Chunks, Limit
 from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.policy import Busy
+from continuous_batching.policies.prefill_budget import Chunks, Limit
 from continuous_batching.policies.stall_free import StallFree
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.batch import Batch
-from continuous_batching.policies.chunking import Chunks, Limit
 from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.policy import ALL, NO_ROOM, Busy, Policy, Room, Waiting, in_order
+from continuous_batching.policies.prefill_budget import Chunks, Limit
 from continuous_batching.request import Request
 from kv_cache.pages import Index
 

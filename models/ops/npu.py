@@ -12,7 +12,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from devices.products import FRACTAL_NZ, AscendProduct
+from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.ops.reference import Ops, Packed
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes

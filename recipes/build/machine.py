@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from attention.reference import Attention
+from devices.ascend_limits import PRODUCTS, product
 from devices.compiled import CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads
 from devices.openmp import barriers
-from devices.products import PRODUCTS, product
 from devices.shapes import AttentionShape
 from models.ops.reference import Ops
 from models.runner import ModelRunner

@@ -6,11 +6,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from continuous_batching.policies.adaptive_chunking import AdaptiveChunks
-from continuous_batching.policies.chunking import Chunks, FixedChunks, StagedChunks
+from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
 from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.orca import Orca
 from continuous_batching.policies.policy import ALL, Policy
+from continuous_batching.policies.prefill_budget import Chunks, FixedChunks, StagedChunks
 from continuous_batching.policies.prefill_first import PrefillFirst
 from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from serving.api import errors, live, operations
+from serving.api import errors, live_page, operations
 from serving.api.access import AccessControl, ApiKeys, HeadAndOptions
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
@@ -41,7 +41,7 @@ def application(
     app.include_router(operations.router(llm, model))
     app.include_router(operations.text_router(llm, model))
     app.include_router(operations.metrics_router(llm, model))
-    app.include_router(live.router(llm))
+    app.include_router(live_page.router(llm))
     max_body_bytes = int(llm.recipe.server.max_body_mib * 2**20)
     on_response = llm.stats.responded
     guarded = AccessControl(HeadAndOptions(app), keys, max_body_bytes, on_response, is_local=is_local)

@@ -18,7 +18,7 @@ from recipes.schema.recipe import ROOT
 
 log = logging.getLogger(__name__)
 
-WORKER, SPARE = "serving.engine.main", "serving.engine.spare"
+WORKER, SPARE = "serving.engine.main", "serving.engine.spare_process"
 _LAST_WORDS_S = 1.0  # to read its last lines after its end
 _LONGEST_LINE = 1 << 16
 

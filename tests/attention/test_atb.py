@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from devices.products import FRACTAL_NZ, product
+from devices.ascend_limits import FRACTAL_NZ, product
 from devices.shapes import AttentionShape
 from kv_cache.pages import PageCopy
 from kv_cache.storage import KVCache
@@ -29,7 +29,7 @@ def answering_as_310p() -> Iterator[None]:
     """Let the stand-in's operators follow a 310P's contract in here."""
     machine("npu")
     import virtual_npu
-    from virtual_npu.products import P310
+    from virtual_npu.simulated_products import P310
 
     device = virtual_npu.start(fp32=True)
     before = device.conditions

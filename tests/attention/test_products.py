@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from devices.products import MOST_SPANS, PRODUCTS, product
+from devices.ascend_limits import MOST_SPANS, PRODUCTS, product
 from tests.attention.test_attention import shape
 
 NAMES = ["910B", "910C", "950"]

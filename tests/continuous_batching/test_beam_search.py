@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.chunking import FixedChunks
 from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.prefill_budget import FixedChunks
 from continuous_batching.policies.prefill_first import PrefillFirst
 from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuous_batching.policies.chunking import FixedChunks, StagedChunks
 from continuous_batching.policies.long_prompts import LongPrompts
 from continuous_batching.policies.orca import Orca
 from continuous_batching.policies.policy import NO_ROOM, Busy, Policy, Room, Waiting
+from continuous_batching.policies.prefill_budget import FixedChunks, StagedChunks
 from continuous_batching.policies.prefill_first import PrefillFirst
 from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from devices.products import product
+from devices.ascend_limits import product
 from doctor.verify import report as reporting
 from doctor.verify import tokens
 from doctor.verify.report import PartOutcome, VerifyPart

@@ -18,7 +18,7 @@ import torch
 from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.products import product
+from devices.ascend_limits import product
 from recipes.build.engine import build
 from recipes.build.machine import Npu, start
 from recipes.schema.reader import load

@@ -77,7 +77,7 @@ HOST_TESTS = (
 )
 QUEUE_TESTS = tuple(
     BATCHING + name
-    for name in ("test_policies.py", "test_ordering.py", "test_limits.py", "test_adaptive_chunking.py")
+    for name in ("test_policies.py", "test_ordering.py", "test_limits.py", "test_adaptive_prefill_budget.py")
 )
 PROMPT_TESTS = "tests/models/test_prompt_logprobs.py"
 DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py")

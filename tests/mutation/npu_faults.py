@@ -9,7 +9,7 @@ NPU, ATB, ASCEND = (
     "attention/npu/atb_attention.py",
     "attention/npu/ascend_attention.py",
 )
-PRODUCTS, FUSED = "devices/products.py", "models/ops/npu.py"
+PRODUCTS, FUSED = "devices/ascend_limits.py", "models/ops/npu.py"
 RULES = "virtual_npu/operators/"
 ARGUMENTS = RULES + "attention_arguments.py"
 SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULES + "spans.py"

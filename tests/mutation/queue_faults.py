@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 ROOM = "continuous_batching/"
-ADAPTIVE, CHUNKS = ROOM + "policies/adaptive_chunking.py", ROOM + "policies/chunking.py"
+ADAPTIVE, CHUNKS = ROOM + "policies/adaptive_prefill_budget.py", ROOM + "policies/prefill_budget.py"
 BOUNDS, LANES = ROOM + "queueing/limits.py", ROOM + "policies/long_prompts.py"
 ORDERS, OUTRANK, TENANTS = (
     ROOM + "queueing/ordering.py",

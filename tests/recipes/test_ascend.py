@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from devices.products import product
+from devices.ascend_limits import product
 from devices.shapes import AttentionShape
 from models.dtypes import TORCH_DTYPES
 from models.graphs import ladder

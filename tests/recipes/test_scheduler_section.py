@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from continuous_batching.policies.adaptive_chunking import AdaptiveChunks
-from continuous_batching.policies.chunking import StagedChunks
+from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
 from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.prefill_budget import StagedChunks
 from continuous_batching.policies.prefill_first import PrefillFirst
 from continuous_batching.policies.split import Split
 from continuous_batching.policies.stall_free import StallFree

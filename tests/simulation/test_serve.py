@@ -24,10 +24,10 @@ from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace
 from simulation.device import SimulatedDevice
+from simulation.quantile_sketch import Sketch
 from simulation.roofline import ModelPart, Roofline
 from simulation.run_totals import rounded
 from simulation.serve import serve
-from simulation.sketch import Sketch
 
 LLAMA_7B = decoder_config(
     {

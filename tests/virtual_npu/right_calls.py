@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.virtual_npu.batches import MASK, first_version, paged
 from virtual_npu.contract import Conditions
 from virtual_npu.operators.atb_call import in_tiles
-from virtual_npu.products import A2, A3, A5, P310
+from virtual_npu.simulated_products import A2, A3, A5, P310
 
 Arguments = dict[str, Any]
 HALVES = (torch.float16, torch.bfloat16)

@@ -12,7 +12,7 @@ import torch
 from tests.virtual_npu.batches import paged
 from virtual_npu.contract import Conditions, ContractError
 from virtual_npu.operators import operator
-from virtual_npu.products import A2, P310
+from virtual_npu.simulated_products import A2, P310
 
 FIA = "npu_fused_infer_attention_score_v2"
 BF16 = torch.bfloat16

@@ -9,7 +9,7 @@ import pytest
 
 from virtual_npu import ops
 from virtual_npu.operators import OPERATORS, operator
-from virtual_npu.products import PRODUCTS, Product, product
+from virtual_npu.simulated_products import PRODUCTS, Product, product
 
 
 def test_every_fact_has_its_source() -> None:

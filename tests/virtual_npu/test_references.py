@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import OPERATORS
-from virtual_npu.products import P310
+from virtual_npu.simulated_products import P310
 
 KERNELS = {each.qualified: partial(each, Conditions()) for each in OPERATORS}
 ON_310P = {each.qualified: partial(each, Conditions(product=P310)) for each in OPERATORS}

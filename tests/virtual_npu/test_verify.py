@@ -14,8 +14,8 @@ import torch
 
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
-from virtual_npu.products import A1, A2, P310, PRODUCTS, Product
 from virtual_npu.sample_calls import MAKERS, makers, sample_call
+from virtual_npu.simulated_products import A1, A2, P310, PRODUCTS, Product
 from virtual_npu.verify import in_words, main, on_device, product_of, verify
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from tests.virtual_npu.wrong_attention import ATTENTION, ATTENTION_BASES
 from tests.virtual_npu.wrong_calls import FAMILIES, PRODUCT, WANTED
 from virtual_npu.contract import Conditions, ContractError, Operator
 from virtual_npu.operators import OPERATORS
-from virtual_npu.products import PRODUCTS
+from virtual_npu.simulated_products import PRODUCTS
 
 
 def family(operator: Operator) -> list[Wrong]:

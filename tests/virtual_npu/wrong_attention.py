@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.virtual_npu.batches import MASK, paged
 from tests.virtual_npu.right_calls import Arguments, in_layout
 from tests.virtual_npu.wrong import Wrong, pages_but, put, spoil, strided, to
-from virtual_npu.products import A5
+from virtual_npu.simulated_products import A5
 
 LENS = [(1, 20), (5, 5), (30, 40)]
 

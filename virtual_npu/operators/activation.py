@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
-from virtual_npu.products import A2, A3, A5
+from virtual_npu.simulated_products import A2, A3, A5
 
 SWIGLU = "op-plugin npu_swiglu"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -12,7 +12,7 @@ from torch import Tensor
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
 from virtual_npu.operators.atb_call import AtbAttentionCall, attend, in_rows
 from virtual_npu.operators.paging import holding_rules, page_id_rule, unwritten
-from virtual_npu.products import A2, A3, P310, Product
+from virtual_npu.simulated_products import A2, A3, P310, Product
 
 PAGED = "CANN PagedAttentionOperation"
 PLACED = "ascend-transformer-boost PagedAttentionFusionVariantPackParam"

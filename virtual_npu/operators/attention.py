@@ -21,7 +21,7 @@ from virtual_npu.operators.attention_batch import BATCH, WRONG_PAST
 from virtual_npu.operators.attention_shapes import DOC, FIELD, SHAPES, head_dim
 from virtual_npu.operators.softmax import attend, forget_past, uniform
 from virtual_npu.operators.spans import LAYOUTS, FusedAttentionCall, in_order
-from virtual_npu.products import A2, A3, A5
+from virtual_npu.simulated_products import A2, A3, A5
 
 WORKSPACE = 16 * 2**20  # bytes that every call needs; workspace_bytes adds those for its query
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
 from virtual_npu.operators.paging import NULL_PAGE, holding_rules
-from virtual_npu.products import A2, A3, A5, P310
+from virtual_npu.simulated_products import A2, A3, A5, P310
 
 SCATTER = "op-plugin npu_scatter_pa_kv_cache"
 RESHAPE = "op-plugin _npu_reshape_and_cache; CANN ReshapeAndCacheOperation"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
-from virtual_npu.products import A2, A3, A5, P310
+from virtual_npu.simulated_products import A2, A3, A5, P310
 
 QUANT = "op-plugin npu_dynamic_quant"
 PRODUCT = "op-plugin npu_quant_matmul"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
-from virtual_npu.products import A2, A3, A5, P310
+from virtual_npu.simulated_products import A2, A3, A5, P310
 
 RMS = "op-plugin npu_rms_norm"
 ADD = "op-plugin npu_add_rms_norm"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
-from virtual_npu.products import A2, A3, A5, P310
+from virtual_npu.simulated_products import A2, A3, A5, P310
 
 APPLY = "CANN aclnnApplyRotaryPosEmbV2"
 FIELD = "vllm-ascend _310p/ops/rotary_embedding.py"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
-from virtual_npu.products import A2, A3
+from virtual_npu.simulated_products import A2, A3
 
 SOURCE = "op-plugin npu_top_k_top_p"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
-from virtual_npu.products import A2, A3, P310
+from virtual_npu.simulated_products import A2, A3, P310
 
 UPDATE = "op-plugin npu_scatter_nd_update_"
 TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64, torch.int8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.batch import Batch
-from continuous_batching.policies.chunking import Chunks, Limit
 from continuous_batching.policies.policy import Busy
+from continuous_batching.policies.prefill_budget import Chunks, Limit
 from continuous_batching.step_time import StepTime
 
 QUANTILE = 0.99  # of the times between tokens, that is held

@@ -1,6 +1,6 @@
 """How does a process prepare to replace an engine, without slowing the one that serves?
 
-    python -m serving.engine.spare DONE MODULE [ARGUMENT ...]
+    python -m serving.engine.spare_process DONE MODULE [ARGUMENT ...]
 
 It imports what is large in a thread of the lowest priority, creates the file DONE, and goes on as MODULE.
 Kernels that divide processor time by session (sched(7), autogroup) need the session's niceness as well.

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 from recipes.schema.recipe import ROOT
-from serving.engine.spare import AUTOGROUP, LAST
+from serving.engine.spare_process import AUTOGROUP, LAST
 
 TELL = """
 import importlib, os, threading
-from serving.engine import spare
+from serving.engine import spare_process
 
 def told(module):
     of_thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    print(module, of_thread, spare.AUTOGROUP.read_text().split()[-1] if spare.AUTOGROUP.exists() else "-")
+    group = spare_process.AUTOGROUP
+    print(module, of_thread, group.read_text().split()[-1] if group.exists() else "-")
 
 importlib.import_module = told
-spare.import_gently("large")
+spare_process.import_gently("large")
 told("after")
 """
 
@@ -43,7 +44,10 @@ def test_it_gives_way_while_it_imports() -> None:
 
 
 def test_it_goes_on_as_the_module_it_is_told(tmp_path: Path) -> None:
-    brief = "from serving.engine import spare; spare.LARGE = 'json'; import sys; spare.main(sys.argv[1:])"
+    brief = (
+        "from serving.engine import spare_process; spare_process.LARGE = 'json'; import sys;"
+        " spare_process.main(sys.argv[1:])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", brief, str(tmp_path / "done"), "serving.engine.main", "--help"],
         cwd=ROOT,

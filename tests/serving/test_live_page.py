@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.api.live import CACHED, FREE, HELD, SHARED, page_map
+from serving.api.live_page import CACHED, FREE, HELD, SHARED, page_map
 from serving.engine.messages import View
 from tests.serving.server import TINY, Server, started
 
