@@ -5,15 +5,15 @@ The faults stand with the tests (tests/mutation), which run in a process of thei
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
 
 from scripts import verb
 
 
 def main(argv: list[str]) -> int:
-    """Become that process."""
-    os.execv(sys.executable, [sys.executable, "-m", "tests.mutation", *argv])
+    """Run that process; its status is ours."""
+    return subprocess.run([sys.executable, "-m", "tests.mutation", *argv], check=False).returncode
 
 
 if __name__ == "__main__":
