@@ -49,7 +49,7 @@ class Batch:
         return rows
 
     @property
-    def is_decode(self) -> bool:
+    def is_one_token_each(self) -> bool:
         """Whether every span is one token."""
         return self.num_tokens == len(self.slots)
 

@@ -93,8 +93,10 @@ class SlotPool:
         return is_decoding
 
     def set_drafts(self, row: int, tokens: Index) -> None:
-        """Let guesses follow the known tokens of a row that decodes, until the next batch with them lands."""
+        """Let guesses follow the known tokens of a row that decodes and is no beam, for the next batch."""
         first = int(self.num_tokens[row])
+        assert self.num_computed[row] == first - 1 >= self.num_prompt[row], f"row {row} does not decode"
+        assert not self.beam_width[row], f"row {row} is a beam"
         assert first + len(tokens) < self.limit[row], "a draft stands where no token may follow it"
         self.token_ids[row, first : first + len(tokens)] = tokens
         self.num_drafts[row] = len(tokens)
@@ -187,7 +189,7 @@ class SlotPool:
 
     def inputs(self, batch: Batch) -> PackedTokens:
         """What the forward pass of this batch reads and where its keys and values go."""
-        if batch.is_decode:  # these arrays are only read
+        if batch.is_one_token_each:  # these arrays are only read
             positions, rows = batch.starts, batch.slots
         else:
             positions = ragged_ranges(batch.starts, batch.stops)

@@ -66,7 +66,7 @@ class DecodeGraphs:
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is decodes only, and not too many."""
-        return batch.is_decode and batch.num_spans <= self.sizes[-1]
+        return batch.is_one_token_each and batch.num_spans <= self.sizes[-1]
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -59,7 +59,7 @@ class Timeline:
                 num_ended=len(step.finished),
             )
         )
-        for row in batch.owners.tolist():
+        for row in step.owners.tolist():
             self.token_times_s.setdefault(slots.requests[row].id, []).append(step.end_s)
 
 

@@ -53,7 +53,7 @@ class AdaptiveChunks(Chunks):
 
     def observe(self, batch: Batch, took_s: float) -> None:
         """Fit the model; of the steps without a prompt, which are much alike, to one in eight."""
-        num_prompt_tokens = batch.num_tokens - batch.num_spans
+        num_prompt_tokens = batch.num_tokens - batch.num_spans - batch.num_drafts
         if not num_prompt_tokens:
             self._num_plain += 1
             if self._num_plain % 8:

@@ -75,7 +75,8 @@ class FairShare:
         slots = self._slots
         unknown = rows[self._row_number[rows] != slots.number[rows]]
         for row in unknown.tolist():
-            self._row_tenant[row] = self._tenant(slots.requests[row].tenant)
+            # without forgetting any: the indices of the rows before would be stale
+            self._row_tenant[row] = self._tenant(slots.requests[row].tenant, may_forget=False)
             self._row_number[row] = slots.number[row]
         self._served += np.bincount(self._row_tenant[rows], minlength=len(self._names)) / self._weight
 
@@ -83,9 +84,10 @@ class FairShare:
         """Tokens over weight, as they count."""
         return float(self._served[self._index[tenant]])
 
-    def _tenant(self, name: str) -> int:
+    def _tenant(self, name: str, *, may_forget: bool = True) -> int:
         if name not in self._index:
-            self._forget()
+            if may_forget:
+                self._forget()
             self._index[name] = len(self._names)
             self._names.append(name)
             self._served = np.append(self._served, self._floor)

@@ -77,7 +77,8 @@ class Copied(msgspec.Struct, array_like=True, frozen=True):
 class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
     """A batch was made. Its spans are left out where every row of the batch before goes on by one token,
     its samples where every span yields one token, at its end and for its own row. Where a span has drafts,
-    it has several samples, and a commit books as many of them as turn out right.
+    it has several samples, and a commit books as many of them as turn out right. The drafts themselves are
+    not recorded: who proposes them must depend on the rows alone, or needs an entry of its own.
     """
 
     now_s: float

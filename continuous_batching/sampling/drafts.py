@@ -9,28 +9,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
-from continuous_batching.paging.page_tables import PageTables
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle
+from continuous_batching.policies.policy import in_order
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
 
-def extend_by_drafts(slots: SlotPool, tables: PageTables, rows: Index, stops: Index) -> tuple[Index, int]:
-    """Let the spans that reach their row's last token go on over its drafts, if free pages hold them all.
+def extend_by_drafts(lifecycle: SlotLifecycle, rows: Index, stops: Index, left: int) -> tuple[Index, int]:
+    """Let the spans that reach their row's last token go on over its drafts; asked before pages are taken.
 
-    Nothing is evicted and no row is preempted for a guess. Returns where the spans stop, and the number of
-    drafts in them.
+    They take no more than the `left` tokens of the step's budget, oldest row first, and only pages that are
+    free and promised to nobody: nothing is evicted for a guess, and without room for all there are none.
+    Returns where the spans stop, and the number of drafts in them.
     """
-    drafts = np.where(stops == slots.num_tokens[rows], slots.num_drafts[rows], 0)
+    slots, tables = lifecycle.slots, lifecycle.tables
+    wanted = np.where(stops == slots.num_tokens[rows], slots.num_drafts[rows], 0)
+    drafts = in_order(wanted, max(0, left))
     longer: Index = stops + drafts
-    missing = int(tables.missing(rows, longer).sum()) + tables.num_copies(rows)
-    return (longer, int(drafts.sum())) if missing <= tables.pool.num_free else (stops, 0)
+    extra = int((tables.missing(rows, longer) - tables.missing(rows, stops)).sum())
+    if extra and extra > tables.pool.num_free - lifecycle.num_promised():
+        return stops, 0
+    return longer, int(drafts.sum())
 
 
 def book_drafts(slots: SlotPool, batch: Batch, tokens: Index, over: dict[int, str]) -> Index:
     """Which tokens of a batch count, as indices: those that follow right drafts, up to the end of a request.
 
     `over` are the indices of tokens that would end their row. Keys and values of wrong drafts no longer
-    count as computed, and no row has drafts any more.
+    count as computed.
     """
     ended: set[int] = set()
     kept = []
@@ -42,7 +48,6 @@ def book_drafts(slots: SlotPool, batch: Batch, tokens: Index, over: dict[int, st
                 ended.add(row)
     counted = np.array(kept, dtype=np.int64)
     slots.num_computed[batch.owners[counted]] = batch.targets[counted]
-    slots.drop_drafts()
     return counted
 
 

@@ -191,7 +191,9 @@ class Scheduler:
         if len(self.in_flight) != 1 or self._parallel_samples.leader_of or self._beam_searches.by_number:
             return False
         last = self.in_flight.last
-        if (self._outrank and len(self.waiting)) or last.num_drafts or not slots.plain[last.owners].all():
+        if slots.has_drafts or last.num_drafts or (self._outrank and len(self.waiting)):
+            return False
+        if not slots.plain[last.owners].all():
             return False
         missing = int(tables.missing(busy, slots.num_tokens[busy] + 1).sum())
         return missing + len(tables.forked) <= tables.num_available
@@ -229,7 +231,8 @@ class Scheduler:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
         num_drafts = 0
         if slots.has_drafts:
-            stops, num_drafts = extend_by_drafts(slots, self.tables, rows, stops)
+            left = self.max_batch_tokens - int((stops - starts).sum())
+            stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)
         if not self.tables.grow_to(rows, stops):
             rows, starts, stops = self.preemption.make_room(rows, starts, stops)
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
@@ -264,7 +267,8 @@ class Scheduler:
             counted = book_drafts(slots, batch, sampled.tokens, over)
             rows, positions, sampled = rows[counted], positions[counted], sampled.take(counted)
             over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
-        booked = rows, sampled
+        if slots.has_drafts:  # those that found no room, too: they stand one token too far ahead now
+            slots.drop_drafts()
         failed = rows[sampled.tokens < 0]
         # no other row may take over what a failed row computed, not even within this commit
         wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
@@ -272,9 +276,12 @@ class Scheduler:
             right = prompts[~np.isin(prompts, wrong)] if wrong else prompts
             self.lifecycle.matching.publish_prompts(right)
         ends = {int(rows[index]): reason for index, reason in over.items()}
-        if outrun or self._beam_searches.by_number:
+        if outrun:
             kept = np.flatnonzero(~np.isin(rows, list(outrun)))
             rows, positions, sampled = rows[kept], positions[kept], sampled.take(kept)
+            ends = {row: reason for row, reason in ends.items() if row not in outrun}
+        booked = rows, sampled
+        if self._beam_searches.by_number:
             single, of_searches = self._beam_searches.advance(rows, sampled, now_s)
             rows, positions, sampled = rows[single], positions[single], sampled.take(single)
             ends = of_searches | {row: ends[row] for row in rows.tolist() if row in ends}

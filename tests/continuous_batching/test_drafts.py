@@ -41,17 +41,20 @@ def draft(engine: Engine, stories: dict[str, list[int]], random: np.random.Gener
         known, story = int(slots.num_tokens[row]), stories[slots.requests[row].id]
         room = int(slots.limit[row]) - known - 1
         count = min(int(random.integers(0, 6)), room)
-        if slots.num_computed[row] < slots.num_prompt[row] or count < 1:
+        decodes = slots.num_computed[row] == known - 1 >= slots.num_prompt[row]
+        if not decodes or count < 1:
             continue
         guesses = [(story[known : known + count] + [0] * count)[at] for at in range(count)]
         wrong = random.random(count) < 0.3
         slots.set_drafts(row, np.where(wrong, VOCAB_SIZE - 1, guesses))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_drafts_bring_the_same_tokens_in_fewer_steps(seed: int) -> None:
+def test_drafts_bring_the_same_tokens_in_fewer_steps(seed: int, overlap: bool) -> None:
     random = np.random.default_rng(seed)
     engine = engine_of(num_pages=60 if seed % 2 else 24)
+    engine.overlap = overlap
     answers, stories = {}, {}
     for number in range(10):
         prompt = random.integers(0, VOCAB_SIZE, int(random.integers(1, 20))).tolist()
@@ -65,6 +68,7 @@ def test_drafts_bring_the_same_tokens_in_fewer_steps(seed: int) -> None:
         draft(engine, stories, random)
         step = engine.step()
         assert step is not None
+        assert step.batch.num_tokens <= engine.scheduler.max_batch_tokens
         for row, token in zip(step.owners.tolist(), step.sampled.tokens.tolist()):
             told[engine.slots.requests[row].id].append(token)
         most = max(most, int(np.bincount(step.owners).max(initial=0)))
@@ -72,7 +76,7 @@ def test_drafts_bring_the_same_tokens_in_fewer_steps(seed: int) -> None:
         recount(engine.scheduler)
     assert {each.id: each.answer.tolist() for each in ended} == answers
     assert told == answers, "what a step brings is what is booked"
-    assert most > 1, "no draft was right"
+    assert overlap or most > 1, "no draft was right"
     assert engine.scheduler.counters.sampled_tokens == sum(map(len, answers.values()))
 
 
@@ -85,7 +89,31 @@ def test_a_row_without_room_for_its_drafts_decodes_without_them() -> None:
     engine.slots.set_drafts(0, np.array([3, 3]))
     batch = engine.scheduler.schedule(0.0)
     assert (batch.stops.tolist(), batch.targets.tolist(), batch.num_drafts) == ([11], [11], 0)
+    engine.scheduler.commit(batch, engine.runner.run(batch), 0.0)
     engine.scheduler.pool.release(taken)
+    assert not engine.slots.has_drafts, "they stood for the tokens after another one"
+    batch = engine.scheduler.schedule(0.0)
+    assert (batch.stops.tolist(), batch.num_drafts) == ([12], 0)
+
+
+def test_drafts_take_what_the_budget_leaves_the_oldest_first() -> None:
+    engine = engine_of()
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    for number in range(3):
+        engine.add(Request(str(number), np.arange(number, number + 6), params))
+    engine.step()
+    for row in engine.slots.busy.tolist():
+        engine.slots.set_drafts(row, np.arange(9))
+    batch = engine.scheduler.schedule(0.0)
+    assert (batch.stops - batch.starts).tolist() == [10, 10, 4]  # of 24
+
+
+def test_only_what_decodes_may_have_drafts() -> None:
+    engine = engine_of()
+    engine.add(Request("a", np.arange(40), SamplingParams(max_tokens=9, temperature=0.0)))
+    engine.step()
+    with pytest.raises(AssertionError, match="does not decode"):
+        engine.slots.set_drafts(0, np.array([1]))
 
 
 def test_nobody_looks_ahead_of_drafts() -> None:

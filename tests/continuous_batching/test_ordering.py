@@ -188,6 +188,22 @@ def test_a_tenant_saves_up_no_turns() -> None:
     )
 
 
+def test_tenants_that_get_their_first_tokens_together_are_charged_each() -> None:
+    slots = SlotPool(110, 16, 4)
+    shares = FairShare(slots, {})
+    for number in range(62):  # they ended long ago, and would be forgotten for new ones
+        idle = ask(f"idle {number}", tenant=f"idle {number}")
+        shares.join(idle, False)
+        shares.leave(idle, False)
+    for number in range(110):
+        request = ask(str(number), tenant=f"tenant {number}")
+        request.number = number
+        slots.take(request)
+    shares.charge_answers(slots.busy)
+    shares.charge_answers(slots.busy)
+    assert [shares.served(f"tenant {number}") for number in range(110)] == [2.0] * 110
+
+
 def test_tenants_that_would_start_like_new_ones_are_forgotten() -> None:
     engine = make(num_slots=2, weights={})
     for number in range(400):

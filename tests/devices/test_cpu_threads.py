@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from devices import cpu_threads
-from devices.cpu_threads import Measured, Threads, Watch, Way, choose, measure, ways
+from devices.cpu_threads import Measured, Threads, Watch, Way, beside_others, choose, measure, ways
 from devices.openmp import Barriers
 
 SPIN, SLEEP, ONE = Way(2), Way(2, sleeps=True), Way(1)
@@ -76,6 +76,18 @@ def test_the_usual_way_is_kept_unless_another_is_clearly_faster(
     times_ms: tuple[float, ...], chosen: Way
 ) -> None:
     assert choose(measured(*times_ms)).way == chosen
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "chosen"), [((5.2, 5.3, 6.2), ONE), ((100.0, 110.0, 190.0), SLEEP), ((450.0, 8.0, 7.0), ONE)]
+)
+def test_beside_others_threads_do_not_spin_however_fast_they_seemed(
+    times_ms: tuple[float, float, float], chosen: Way
+) -> None:
+    crowded = [Measured(each.way, each.step_s, 0.5) for each in measured(*times_ms)]
+    assert choose(crowded).way == chosen
+    assert beside_others(crowded).way == chosen
+    assert choose([Measured(SPIN, 0.005, 0.5)]).way == SPIN, "there is no other"
 
 
 def test_a_number_that_was_said_stays() -> None:

@@ -59,7 +59,7 @@ def serve(
         before = 0 if calls is None else calls[FUSED_ATTENTION]
         step = engine.step()
         assert step is not None
-        only_decodes = step.batch.is_decode
+        only_decodes = step.batch.is_one_token_each
         steps.append((only_decodes, 0 if calls is None else calls[FUSED_ATTENTION] - before))
     return [request.answer.tolist() for request in made], steps
 

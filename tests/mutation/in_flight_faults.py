@@ -64,8 +64,8 @@ FLIGHT_FAULTS = (
     Fault(
         "ahead_of_what_edits_read",
         SCHEDULER,
-        "or not slots.plain[last.owners].all():",
-        "or False:",
+        "if not slots.plain[last.owners].all():",
+        "if False:",
         "a penalty counts a token that is not there yet",
     ),
     Fault(

@@ -39,8 +39,8 @@ SCHEDULE_FAULTS = (
     Fault(
         "drafts_evict",
         DRAFTS,
-        "missing <= tables.pool.num_free else",
-        "missing >= 0 else",
+        "if extra and extra > tables.pool.num_free - lifecycle.num_promised():",
+        "if False:",
         "a guess takes pages from a running request",
     ),
     Fault(
