@@ -182,20 +182,18 @@ class PrefixIndex:
                 lost.append(page)
         return lost
 
-    def remove(self, pages: Sequence[int]) -> list[bytes]:
-        """Take pages out; returns their keys."""
-        keys = [self._key_of.pop(page) for page in pages]
-        for page, key in zip(pages, keys):
-            del self._page_of[key]
+    def remove(self, pages: Sequence[int]) -> None:
+        """Take pages out."""
+        for page in pages:
+            del self._page_of[self._key_of.pop(page)]
             if page in self._salt_of:
                 tokens = self._tokens[page]
                 _less(self._num_firsts, (self._salt_of.pop(page), int(tokens[0])))
                 _less(self._num_equal, tokens.tobytes())
         self._serial[np.array(pages, dtype=np.int64)] = 0
-        return keys
 
-    def rename(self, sources: Index, targets: Index) -> list[bytes]:
-        """What was found in a source page is found in its target from now on; returns their keys."""
+    def rename(self, sources: Index, targets: Index) -> None:
+        """What was found in a source page is found in its target from now on."""
         for column in (self._tokens, self._serial, self._parent):
             column[targets] = column[sources]
         self._serial[sources] = 0
@@ -205,7 +203,6 @@ class PrefixIndex:
             self._page_of[key] = target
             if source in self._salt_of:
                 self._salt_of[target] = self._salt_of.pop(source)
-        return keys
 
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; pages that go are not here."""

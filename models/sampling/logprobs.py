@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from continuous_batching.batch import Candidates
-from continuous_batching.request import TokenLogprobs
+from continuous_batching.request import MOST_LOGPROBS, TokenLogprobs
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors
 from models.sampling.logit_processors import apply_changes, changes_logits, gather_changes
-
-NUM_TOP = 20  # most log-probabilities of a position that a request may ask for
 
 
 def rows_with_logprobs(rows: Index, slots: SlotPool) -> list[tuple[int, int]]:
@@ -32,7 +30,7 @@ def rows_with_logprobs(rows: Index, slots: SlotPool) -> list[tuple[int, int]]:
     return [(index, num_top) for index, num_top in wanted if num_top is not None]
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, num_top: int = NUM_TOP) -> Tensors:
+def top_logprobs(logits: Tensor, tokens: Tensor, num_top: int = MOST_LOGPROBS) -> Tensors:
     """Of logits [L, V]: the log-probabilities of tokens [L], and the most likely tokens with theirs.
 
     Every row gets the same number of these: the order of ties must not depend on what other rows want.

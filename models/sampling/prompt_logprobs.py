@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from continuous_batching.batch import Batch, ragged_ranges
-from continuous_batching.request import TokenLogprobs
+from continuous_batching.request import MOST_LOGPROBS, TokenLogprobs
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import all_to_host, to_device
 from models.decoder import Decoder
-from models.sampling.logprobs import NUM_TOP, token_logprobs, top_logprobs
+from models.sampling.logprobs import token_logprobs, top_logprobs
 
 _PIECE_BYTES = 2**26  # of float32 logits that are held at a time
 
@@ -62,7 +62,7 @@ def score(wanted: Wanted, hidden: Tensor, decoder: Decoder) -> Callable[[], dict
     """
     at, tokens = to_device(wanted.at, hidden.device), to_device(wanted.tokens, hidden.device)
     num_rows = max(1, _PIECE_BYTES // (4 * decoder.config.vocab_size))
-    num_top = NUM_TOP if wanted.num_tops.any() else 0
+    num_top = MOST_LOGPROBS if wanted.num_tops.any() else 0
     pieces = [
         top_logprobs(decoder.logits(hidden[some]), following, num_top)
         for some, following in zip(at.split(num_rows), tokens.split(num_rows))
