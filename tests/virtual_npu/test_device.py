@@ -19,11 +19,12 @@ def test_torch_sees_one_device_of_that_name(device):
 
 def test_memory_is_counted():
     torch.npu.synchronize()
-    before, (free, total) = torch.npu.memory_allocated(), torch.npu.mem_get_info()
+    before, (_, total) = torch.npu.memory_allocated(), torch.npu.mem_get_info()
     held = torch.empty(1 << 20, dtype=torch.uint8, device="npu")
     assert before + held.nbytes <= torch.npu.memory_allocated() <= before + held.nbytes + 512
     assert torch.npu.memory_reserved() >= torch.npu.memory_allocated()
-    assert torch.npu.mem_get_info()[0] <= free <= total
+    free, still = torch.npu.mem_get_info()  # of the host, of which other processes take and give back
+    assert 0 < free <= total == still
     assert torch.npu.max_memory_allocated() >= before + held.nbytes
     del held
     assert torch.npu.memory_allocated() == before
