@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -209,6 +208,9 @@ def test_a_short_loss_changes_nothing(threads: Threads, barriers: Recorded) -> N
 def test_a_decoder_is_watched_only_while_its_threads_spin(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hooks: Callable[[nn.Module], int] = lambda decoder: len(decoder._forward_hooks)  # noqa: E731
+
+    def hooks(decoder: nn.Module) -> int:
+        return len(decoder._forward_hooks)
+
     assert hooks(settle(threads, measured(1.6, 3.0, 2.0), monkeypatch)) == 1
     assert hooks(settle(threads, measured(155.0, 6.3, 4.4), monkeypatch)) == 0
