@@ -58,6 +58,9 @@ class Observer:
     def committed(self, sampled: Sampled, now_s: float) -> None:
         """The device answered, and what it answered was booked."""
 
+    def close(self) -> None:
+        """The engine makes no more steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

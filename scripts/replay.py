@@ -6,7 +6,8 @@
     python -m scripts.replay FILE --policy NAME [scheduler.KEY=VALUE ...]
                                                         what if another policy had served these requests
 
-A recording is made with `scheduler.record=FILE` in the recipe. Exit 1: a decision came out otherwise.
+A recording is made with `scheduler.record=FILE` in the recipe. Exit 1: a decision came out otherwise; 2: the
+recording is damaged; 3: its end is missing. What comes before the damage is replayed all the same.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
         except Divergence as divergence:
             print(f"{options.file}: {divergence}")
             return 1
-    return 0
+    return recording.status
 
 
 def act(

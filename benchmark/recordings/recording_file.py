@@ -6,19 +6,28 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
-from continuous_batching.recording.format import Added, DamagedRecording, Entry, Header, read_entries
+from continuous_batching.recording.format import FORMAT, Added, Entry, Header, read_entries
+from continuous_batching.recording.framing import CutShort, DamagedRecording
+
+DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a recording
 
 
 class Recording:
-    """The entries of a file up to its end, or to where it is damaged, which is reported on stderr."""
+    """The entries of a file up to its end, or to where it is damaged, which is reported on stderr.
+
+    Afterwards `status` is what the command that read it exits with: 0 for a recording that is whole.
+    """
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._entries = read_entries(file)
         self._name = name
+        self.status = 0
         try:
             header = next(self._entries)
         except (StopIteration, DamagedRecording) as error:
-            raise ValueError(f"{name} is no recording: {str(error) or 'it is empty'}") from error
+            raise ValueError(
+                f"{name} is no recording of format {FORMAT}: {str(error) or 'it is empty'}"
+            ) from error
         assert isinstance(header, Header), "a recording starts with its header"
         self.facts = header.facts
         self.added: list[Added] = []
@@ -30,4 +39,5 @@ class Recording:
                     self.added.append(entry)
                 yield entry
         except DamagedRecording as damage:
-            print(f"{self._name}: {damage}; what comes before it is replayed", file=sys.stderr)
+            self.status = CUT_SHORT if isinstance(damage, CutShort) else DAMAGED
+            print(f"{self._name}: {damage}; only what comes before is used", file=sys.stderr)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from continuous_batching.recording.format import Header, read_entries
+from benchmark.recordings.recording_file import Recording
 from recipes.build.scheduler import scheduler_from
 from simulation.fitted import NAMES, learn
 
 
-def fit_main(options: argparse.Namespace) -> None:
-    """Fit costs to a recording, write them, and print those that are not 0."""
+def fit_main(options: argparse.Namespace) -> int:
+    """Fit costs to a recording, write them, and print those that are not 0; returns the exit status."""
     with open(options.recording, "rb") as file:
-        entries = list(read_entries(file))
-    header = entries[0] if entries else None
-    if not isinstance(header, Header):
-        raise ValueError(f"{options.recording} is no recording; make one with scheduler.record=FILE")
-    fitted = learn(entries, scheduler_from(header.facts))
+        recording = Recording(file, options.recording)
+        fitted = learn(recording, scheduler_from(recording.facts))
     fitted.save(options.output)
     for name, cost_s in zip(NAMES, fitted.costs_s.tolist()):
         if cost_s:
             print(f"{name:22} {1e6 * cost_s:.4g} us")
+    return recording.status

@@ -1,13 +1,14 @@
 """What does a recording of an engine hold?
 
-A file of framed MessagePack entries, each behind its length (4 bytes, little-endian). It holds all inputs of
-the scheduler, so that it can be run again, and its decisions, so that a difference shows. Arrays
-are little-endian int32. A prompt is there as token ids, so a recording is as private as its prompts.
+A file of MessagePack entries, each a record as `framing` keeps it. It holds all inputs of the scheduler, so
+that it can be run again, and its decisions, so that a difference shows. Arrays are little-endian int32.
+A prompt is there as token ids, so a recording is as private as its prompts.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -16,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch, Candidates, Sampled
+from continuous_batching.recording.framing import CutShort, DamagedRecording, read_frames
 from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
-FORMAT = 2  # 1 held page-table entries, and one token at most for a row
-FRAME_BYTES = 4
-LONGEST_ENTRY = 2**30  # a longer one is no entry but damage
+FORMAT = 3  # 1 held page-table entries, and one token at most for a row; 2 had no checksums
+BEGIN = zlib.crc32(b"recording of format %d" % FORMAT)  # what the first record's checksum goes on from
 
 
 class Header(msgspec.Struct, tag="H", array_like=True, frozen=True):
@@ -111,38 +112,37 @@ class Committed(msgspec.Struct, tag="C", array_like=True, frozen=True):
     offers: list[Offer] = []
 
 
+class Closed(msgspec.Struct, tag="Z", array_like=True, frozen=True):
+    """The last entry: the recorder was closed in order, so nothing is missing behind it."""
+
+
 Entry = Header | Added | Ended | Resized | Scheduled | Looked | Committed
 
 
-class DamagedRecording(ValueError):
-    """A recording that cannot be read from some byte on; all entries before it were given out."""
-
-
 def read_entries(file: IO[bytes]) -> Iterator[Entry]:
-    """The entries of a recording, the header first.
+    """The entries of a recording, the header first, without the one that closes it.
 
-    Raises DamagedRecording at the first byte that cannot be read. A last entry that was cut short, as by
-    a crash while it was written, is such damage too.
+    Raises DamagedRecording at the first record that is not as it was written, with its place, and CutShort
+    where the file ends before it was closed: the engine was killed, the disk was full, or the rest is lost.
     """
-    decoder = msgspec.msgpack.Decoder(Entry)
-    at = 0
-    while frame := file.read(FRAME_BYTES):
-        size = int.from_bytes(frame, "little")
-        body = file.read(size) if size <= LONGEST_ENTRY else b""
-        if len(frame) < FRAME_BYTES or len(body) < size:
-            raise DamagedRecording(f"the entry at byte {at} is cut short")
+    decoder = msgspec.msgpack.Decoder(Entry | Closed)
+    entry: Entry | Closed | None = None
+    for place, body in read_frames(file, BEGIN):
+        if isinstance(entry, Closed):
+            raise DamagedRecording(f"{place} stands behind the one that closes the recording")
+        is_first = entry is None
         try:
             entry = decoder.decode(body)
         except msgspec.MsgspecError as error:
-            raise DamagedRecording(f"the entry at byte {at} is damaged: {error}") from error
-        if (at == 0) != isinstance(entry, Header):
-            raise DamagedRecording(
-                f"the entry at byte {at} is out of place: a recording starts with its header"
-            )
+            raise DamagedRecording(f"{place} is no entry of a recording: {error}") from error
+        if is_first != isinstance(entry, Header):
+            raise DamagedRecording(f"{place} is out of place: a recording starts with its header")
         if isinstance(entry, Header) and entry.format != FORMAT:
             raise DamagedRecording(f"this is format {entry.format}; format {FORMAT} can be read")
-        yield entry
-        at += FRAME_BYTES + size
+        if not isinstance(entry, Closed):
+            yield entry
+    if entry is not None and not isinstance(entry, Closed):
+        raise CutShort(f"it was never closed: its engine was killed, or what follows {place} is lost")
 
 
 def packed(array: NDArray[np.integer]) -> bytes:

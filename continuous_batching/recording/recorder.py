@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import numpy as np
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Observer
 from continuous_batching.recording.format import (
+    BEGIN,
     FORMAT,
-    FRAME_BYTES,
     Added,
     Chain,
+    Closed,
     Copied,
     Ended,
     Entry,
@@ -28,6 +31,7 @@ from continuous_batching.recording.format import (
     committed,
     packed,
 )
+from continuous_batching.recording.framing import framed
 from continuous_batching.request import Request
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.validation import GiveUp
@@ -36,21 +40,57 @@ from continuous_batching.slots import SlotPool
 log = logging.getLogger(__name__)
 
 
+class RecordingFile:
+    """A new file that entries are appended to, until it is closed or can no longer be written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failed: OSError | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._check = BEGIN  # the checksum of the record before
+        self._lock = threading.Lock()  # a process that is to end closes it from another thread
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def append(self, entry: Entry | Closed) -> None:
+        """Hand an entry to the system. An error ends the recording, and is one line in the log."""
+        with self._lock:
+            self._append(entry)
+
+    def close(self) -> None:
+        """Append that it was closed in order; nothing is appended afterwards."""
+        with self._lock:
+            if self._file is not None:
+                self._append(Closed())
+                os.close(self._file)
+                self._file = None
+
+    def _append(self, entry: Entry | Closed) -> None:
+        if self._file is None or self.failed is not None:
+            return
+        record, self._check = framed(self._encoder.encode(entry), self._check)
+        try:
+            while record:  # the system may take a part, and refuse the rest
+                record = record[os.write(self._file, record) :]
+        except OSError as error:
+            self.failed = error
+            log.error("recording to %s ended: %s; serving goes on without it", self.path, error)
+
+
 class Recorder(Observer):
     """Appends the inputs and decisions of an engine to a new file; `facts` say what the engine is made of.
 
     The file must not be there yet, and only its owner may read it. Each entry is handed to the system at
     once, so that it outlives this process. When the file can no longer be written (a full disk), recording
-    ends with one line in the log, and serving goes on: `failed` says so.
+    ends with one line in the log, and serving goes on. Unless it is closed before, the recording is closed
+    when nothing refers to its recorder, or at the end of the process: only one that is killed leaves it open.
     """
 
     def __init__(self, path: Path | str, facts: dict[str, Any]) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
         self._chain = Chain()
         self._last: Batch | None = None
-        self.path = Path(path)
-        self.failed: OSError | None = None
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        file = RecordingFile(Path(path))
+        self._write = file.append
+        self._close = weakref.finalize(self, file.close)
         self._write(Header(FORMAT, facts))
 
     def added(self, request: Request) -> None:
@@ -107,16 +147,4 @@ class Recorder(Observer):
 
     def close(self) -> None:
         """Nothing is recorded afterwards."""
-        os.close(self._file)
-
-    def _write(self, entry: Entry) -> None:
-        if self.failed is not None:
-            return
-        body = self._encoder.encode(entry)
-        frame = len(body).to_bytes(FRAME_BYTES, "little") + body
-        try:
-            while frame:  # the system may take a part, and refuse the rest
-                frame = frame[os.write(self._file, frame) :]
-        except OSError as error:
-            self.failed = error
-            log.error("recording to %s ended: %s; serving goes on without it", self.path, error)
+        self._close()

@@ -17,16 +17,22 @@ import threading
 
 import zmq
 
+from continuous_batching.engine import Engine
 from serving.engine.worker import Worker, facts_of
 
 log = logging.getLogger(__name__)
 
 
-def _end_with_parent() -> None:
-    """End when the parent does: only it holds our standard input, a pipe, open."""
+def _end_with_parent(engines: list[Engine]) -> None:
+    """End when the parent does, or when it says so: only it holds our standard input, a pipe, open.
+
+    What observes `engines` is closed before: a recording then says that nothing of it is missing.
+    """
 
     def wait() -> None:
         os.read(0, 1)  # unbuffered: a normal end would wait for the buffer's lock
+        for engine in engines:
+            engine.observer.close()
         os._exit(0)  # the engine may be in a step, and nobody waits for it
 
     threading.Thread(target=wait, daemon=True).start()
@@ -48,13 +54,15 @@ def main(argv: list[str]) -> int:
 
     if not os.read(0, 1):  # a spare process waits here, with all imports done
         return 0
-    _end_with_parent()
+    engines: list[Engine] = []
+    _end_with_parent(engines)
     try:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
         built = build(recipe)
     except (ValueError, OSError) as error:
         log.error("%s", error)
         return 2
+    engines.append(built.engine)
     gc.collect()
     gc.freeze()  # these objects stay: a collection that visits them delays a step by a tenth of a second
     socket = zmq.Context().socket(zmq.PAIR)

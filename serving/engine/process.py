@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import shutil
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 WORKER, SPARE = "serving.engine.main", "serving.engine.spare_process"
 _LAST_WORDS_S = 1.0  # to read its last lines after its end
+_CLOSING_S = 0.25  # for it to close its recording and end by itself
 _LONGEST_LINE = 1 << 16
 
 
@@ -111,10 +113,12 @@ class EngineProcess:
         raise EngineLost(f"the engine's process ended {how}")
 
     async def end(self) -> None:
-        """Kill the process if it still runs, and leave nothing behind."""
+        """Let the process end, kill it if it does not, and leave nothing behind."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _CLOSING_S)
             if self._process.returncode is None:
                 self._process.kill()
             await self._process.wait()

@@ -17,15 +17,17 @@ from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.recording.format import (
+    BEGIN,
     FORMAT,
+    Closed,
     Committed,
-    DamagedRecording,
     Entry,
     Header,
     Looked,
     Scheduled,
     read_entries,
 )
+from continuous_batching.recording.framing import DamagedRecording, framed
 from continuous_batching.recording.recorder import Recorder
 from continuous_batching.recording.replay import Divergence, Replayed, replay
 from continuous_batching.request import Request, SamplingParams
@@ -96,8 +98,11 @@ def entries(path: Path) -> list[Entry]:
 
 def write(path: Path, changed: list[Entry]) -> None:
     """A recording of these entries."""
-    bodies = [msgspec.msgpack.encode(entry) for entry in changed]
-    path.write_bytes(b"".join(len(body).to_bytes(4, "little") + body for body in bodies))
+    check, data = BEGIN, b""
+    for entry in [*changed, Closed()]:
+        record, check = framed(msgspec.msgpack.encode(entry), check)
+        data += record
+    path.write_bytes(data)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -129,6 +134,7 @@ def test_a_look_ahead_that_finds_nothing_is_replayed(tmp_path: Path) -> None:
         engine.step()
     while engine.has_work:
         engine.step()
+    engine.observer.close()
     recorded = entries(tmp_path / "file")
     assert any(isinstance(entry, Looked) for entry in recorded)
     steps = [each for each in replay(recorded, scheduler(num_pages=40)) if isinstance(each, Replayed)]
@@ -177,6 +183,7 @@ def test_why_the_head_of_the_queue_waits(tmp_path: Path) -> None:
         while engine.has_work:
             if engine.step() is None:
                 break
+        engine.observer.close()
         return {entry.held_back for entry in entries(path) if isinstance(entry, Scheduled)}
 
     assert reasons(scheduler(num_slots=1, budget=16), [3, 3]) == {"slots", None}
@@ -185,36 +192,21 @@ def test_why_the_head_of_the_queue_waits(tmp_path: Path) -> None:
     assert reasons(scheduler(num_slots=3, budget=64, static=True), [3, 3, 3], 1) == {"policy"}
 
 
-@pytest.mark.parametrize("cut", [1, 3, 5, 40])
-def test_a_recording_that_was_cut_short_is_read_up_to_there(tmp_path: Path, cut: int) -> None:
+def test_an_entry_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    record(path, scheduler(), seed=2, num_requests=5)
-    whole = entries(path)
-    path.write_bytes(path.read_bytes()[:-cut])
-    read: list[Entry] = []
-    with (
-        open(path, "rb") as file,
-        pytest.raises(DamagedRecording, match=r"the entry at byte \d+ is cut short"),
+    for wrong, reason in (
+        ([Committed(0.0, b"")], "record 1 at byte 0 is out of place: a recording starts with its header"),
+        ([Header(FORMAT, {})] * 2, r"record 2 at byte \d+ is out of place"),
+        ([Header(99, {})], "this is format 99"),
+        (
+            [Header(FORMAT, {}), Closed(), Committed(0.0, b"")],
+            "record 3 .* stands behind the one that closes",
+        ),
+        ([Header(FORMAT, {}), ["Q"]], r"record 2 at byte \d+ is no entry of a recording"),
     ):
-        read.extend(read_entries(file))  # which takes in what comes before the damage
-    assert read == whole[: len(read)]
-    assert len(read) >= len(whole) - 4
-
-
-def test_damage_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    record(path, scheduler(), seed=2, num_requests=5)
-    whole = path.read_bytes()
-    size = int.from_bytes(whole[:4], "little")
-    path.write_bytes(whole[: size + 8] + b"\xff" + whole[size + 9 :])
-    with pytest.raises(DamagedRecording, match=f"the entry at byte {size + 4} is damaged"):
-        entries(path)
-    path.write_bytes(whole[size + 4 :])
-    with pytest.raises(DamagedRecording, match="starts with its header"):
-        entries(path)
-    write(path, [Header(99, {})])
-    with pytest.raises(DamagedRecording, match="format 99"):
-        entries(path)
+        write(path, wrong)
+        with pytest.raises(DamagedRecording, match=reason):
+            entries(path)
 
 
 def test_a_commit_without_a_batch_is_found_out(tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_a_recording_is_decided_again_without_the_numbers(tmp_path: Path) -> Non
     path = tmp_path / "recording"
     engine = engine_of([*SETTINGS["few pages"], f"scheduler.record={path}"])
     serve(engine, requests())
+    engine.observer.close()
     assert engine.scheduler.counters.preemptions
     with path.open("rb") as file:
         header, *entries = read_entries(file)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from continuous_batching.recording.format import BEGIN, FORMAT, Closed, Header, read_entries
+from continuous_batching.recording.framing import framed
 from scripts.generate import main as generate
 from scripts.replay import main
+from scripts.simulate import main as simulate
 
 RECIPE = "recipes/tiny/cpu.yaml"
 SMALL = ["cache.num_pages=12", "scheduler.num_slots=4", "scheduler.max_batch_tokens=24", "device.threads=1"]
@@ -34,14 +39,40 @@ def test_every_decision_comes_out_the_same(recording: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.startswith("9 requests, ")
 
 
-def test_a_changed_answer_is_a_divergence(
+def test_another_scheduler_is_a_divergence(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = recording.read_bytes()
-    at = whole.index(b'"num_slots"' if b'"num_slots"' in whole else b"num_slots") + len(b"num_slots")
-    (tmp_path / "other").write_bytes(whole[:at] + bytes([2]) + whole[at + 1 :])  # two slots, not four
+    with recording.open("rb") as file:
+        header, *entries = read_entries(file)
+    assert isinstance(header, Header)
+    facts = header.facts | {"scheduler": header.facts["scheduler"] | {"num_slots": 2}}  # not four
+    data, check = b"", BEGIN
+    for entry in (Header(FORMAT, facts), *entries, Closed()):
+        record, check = framed(msgspec.msgpack.encode(entry), check)
+        data += record
+    (tmp_path / "other").write_bytes(data)
     assert main([str(tmp_path / "other")]) == 1
     assert "step " in capsys.readouterr().out
+
+
+def test_what_comes_before_damage_is_replayed_and_the_status_says_so(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, path = recording.read_bytes(), tmp_path / "other"
+    at = len(whole) * 3 // 4
+    damaged = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+    for data, status, reason in (
+        (damaged, 2, r"record \d+ at byte \d+ is damaged.*; only what comes before is used"),
+        (whole[:at], 3, r"record \d+ at byte \d+ is cut short: the file ends within it; only .*"),
+    ):
+        path.write_bytes(data)
+        for options in ([], ["--explain", "r0"], ["--trace", str(tmp_path / "line")], ["--policy", "orca"]):
+            assert main([str(path), *options]) == status
+            out, err = capsys.readouterr()
+            assert re.fullmatch(f"{re.escape(str(path))}: {reason}\n", err), err
+            assert out
+        assert simulate(["fit", str(path), "--output", str(tmp_path / "costs")]) == status
+        assert re.fullmatch(f"{re.escape(str(path))}: {reason}\n", capsys.readouterr().err)
 
 
 def test_explain_tells_of_waits_and_the_end(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,8 +137,8 @@ def test_what_if_serves_the_same_requests(recording: Path, capsys: pytest.Captur
 
 def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(ValueError, match="is no recording: it is empty"):
+    with pytest.raises(ValueError, match="is no recording of format 3: it is empty"):
         main([str(tmp_path / "empty")])
     (tmp_path / "text").write_text("once upon a time", encoding="utf-8")
-    with pytest.raises(ValueError, match="is no recording: the entry at byte 0"):
+    with pytest.raises(ValueError, match="is no recording of format 3: record 1 at byte 0"):
         main([str(tmp_path / "text")])

@@ -19,6 +19,8 @@ import aiohttp
 import httpx
 import pytest
 
+from continuous_batching.recording.format import read_entries
+from continuous_batching.recording.framing import CutShort
 from tests.serving.faults import HANG_S, Told, ask
 from tests.serving.server import TINY, Server
 from tests.test_imports import ROOT
@@ -161,8 +163,12 @@ def test_a_full_disk_ends_a_recording_and_nothing_else(tmp_path: Path) -> None:
     os.kill(server.engine_pid, signal.SIGKILL)
     server.wait_until("/health", 503)
     server.ready()
-    assert Path(f"{record}.2").exists()
+    httpx.post(f"{server.url}/v1/completions", json=body | {"max_tokens": 20}, timeout=60)
     assert server.close() == 0
+    with record.open("rb") as full, pytest.raises(CutShort):
+        list(read_entries(full))
+    with Path(f"{record}.2").open("rb") as whole:  # closed in order, when the server ended
+        assert len(list(read_entries(whole))) > 40
     assert sum("serving goes on without it" in line for line in server.log) == 1
 
 
