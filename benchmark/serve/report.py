@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmark.gate import names
 from benchmark.gate.gate import audit
+from benchmark.gate.printing import read_result
 from benchmark.serve import charts, html_page
 
 Result = dict[str, Any]
@@ -77,12 +78,10 @@ def rate_of(result: Mapping[str, Any]) -> float:
 
 
 def _result(path: Path) -> Result:
+    fields = read_result(path)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError("it holds no object")
         verdict = audit(fields).describe()  # again: the file may have been changed since
-    except (ValueError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is no result of a benchmark: {error}") from error
     itl_ms = names.latency(fields, "itl")  # which the gate passes over where nobody counted the gaps
     return {**({"itl_ms": itl_ms} if itl_ms else {}), **names.under_ours(fields), "verdict": verdict}

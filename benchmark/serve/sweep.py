@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import outputs
+from benchmark.gate.gate import audit
+from benchmark.gate.printing import read_result
 from benchmark.serve import command, settings
 
 Result = dict[str, Any]
@@ -85,10 +88,15 @@ def legs(options: argparse.Namespace) -> list[Leg]:
 
 
 def finished(path: Path, said: dict[str, object]) -> Result | None:
-    """The result that is there, or None; raises ValueError for one of other settings."""
+    """The result that is there, judged by the gate again, since the file may have been changed; None where
+    there is none that can be read. Raises ValueError for one of other settings.
+    """
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        result = read_result(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as damage:
+        print(f"{damage}; it is measured again", file=sys.stderr)
         return None
     if "verdict" not in result:
         return None
@@ -97,7 +105,7 @@ def finished(path: Path, said: dict[str, object]) -> Result | None:
         raise ValueError(
             f"{path} is of another sweep: its {', '.join(other)} differ; choose another --result-dir"
         )
-    return result
+    return {**result, "verdict": audit(result).describe()}
 
 
 def main(options: argparse.Namespace) -> None:
