@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,8 @@ from continuous_batching.recording.format import Entry
 from continuous_batching.recording.replay import Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from simulation.fit_trust import FitTrust, trust
+from simulation.spread import Spread, spread
 
 Vector = NDArray[np.float64]
 NAMES = (
@@ -30,7 +34,8 @@ NAMES = (
     "context of prompts",
     "pairs of prompts",  # query and key
 )
-MOST_KEPT = 10_000  # of the ratios between real and modelled times of steps
+MOST_KEPT = 10_000  # steps whose ratios between real and modelled times are kept
+BEYOND = 1.1  # times what was recorded
 
 
 def features(batch: Batch) -> Vector:
@@ -67,46 +72,74 @@ def features(batch: Batch) -> Vector:
 class Fitted:
     """A cost model: so many seconds for a unit of each feature, none negative.
 
-    With `ratios` of real to modelled times, in the order of the recorded steps, each step takes the next of
-    them, from a place that `seed` draws and round and round: a mean hides the tail, and slow steps come
-    together, so that one answer may meet many.
+    With a `spread`, each step goes as the next of the recorded steps went, from one that `seed` draws and
+    round and round.
     """
 
     costs_s: Vector
-    ratios: Vector | None = None
+    largest: Vector  # of each feature, among the recorded steps: what lies beyond is a guess
+    spread: Spread
+    trust: FitTrust
     seed: int = 0
     _at: int = field(init=False)
+    _num_steps: int = field(init=False, default=0)
+    _num_beyond: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        count = 1 if self.ratios is None else len(self.ratios)
-        self._at = int(np.random.default_rng(self.seed).integers(count))
+        self._at = int(np.random.default_rng(self.seed).integers(len(self.spread.ranks)))
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Seconds of a step."""
-        mean_s = float(features(batch) @ self.costs_s)
-        if self.ratios is None:
-            return mean_s
-        self._at = (self._at + 1) % len(self.ratios)
-        return mean_s * float(self.ratios[self._at])
+        of_step = features(batch)
+        mean_s = float(of_step @ self.costs_s)
+        self._num_steps += 1
+        self._num_beyond += bool((of_step > BEYOND * self.largest).any())
+        self._at = (self._at + 1) % len(self.spread.ranks)
+        return mean_s * self.spread.ratio(mean_s, self._at)
+
+    def describe(self) -> dict[str, Any]:
+        """May what was simulated so far be trusted? As JSON holds it, with the doubts in words."""
+        return self.trust.describe(self._num_beyond / max(1, self._num_steps))
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
         fields = {
             "costs_s": dict(zip(NAMES, self.costs_s.tolist())),
-            "ratios": None if self.ratios is None else self.ratios.tolist(),
+            "largest": dict(zip(NAMES, self.largest.tolist())),
+            "sizes": {
+                "up_to_s": self.spread.up_to_s.tolist(),
+                "ratios": [each.tolist() for each in self.spread.ratios],
+                "ranks": self.spread.ranks.tolist(),
+            },
+            "trust": asdict(self.trust),
         }
-        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({**fields, "crc32": _check(fields)}) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Fitted:
-        """Read it; raises ValueError for a file that holds no costs."""
+        """Read it; raises ValueError for a file that holds no costs, or others than were written."""
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-            costs_s = np.array([float(fields["costs_s"][name]) for name in NAMES])
-            ratios = None if fields["ratios"] is None else np.array(fields["ratios"], dtype=np.float64)
-            return cls(costs_s, ratios)
-        except (ValueError, KeyError, TypeError) as error:
+            if fields.pop("crc32") != _check(fields):
+                raise ValueError("it was changed since it was written")
+            sizes = fields["sizes"]
+            return cls(
+                np.array([float(fields["costs_s"][name]) for name in NAMES]),
+                np.array([float(fields["largest"][name]) for name in NAMES]),
+                Spread(
+                    np.array(sizes["up_to_s"], dtype=np.float64),
+                    tuple(np.array(each, dtype=np.float64) for each in sizes["ratios"]),
+                    np.array(sizes["ranks"], dtype=np.float64),
+                ),
+                FitTrust(**fields["trust"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} holds no costs ({error}); `scripts.simulate fit` makes them") from error
+
+
+def _check(fields: dict[str, Any]) -> int:
+    """A checksum of what a file says, however it is laid out."""
+    return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +169,23 @@ def learn(entries: Iterable[Entry], scheduler: Scheduler) -> Fitted:
 
 
 def fit(steps: Sequence[Timed]) -> Fitted:
-    """By least squares of relative errors, so that short steps count as long ones do; then scaled, so that
-    all steps together take what they took. Raises ValueError for no steps.
+    """By least squares of relative errors, so that short steps count as long ones do; the spread makes up for
+    what they leave. Raises ValueError for no steps.
     """
     if not steps:
         raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
     taken_s = np.array([each.taken_s for each in steps])
     seen = np.array([each.features for each in steps])
-    kept = np.ones(len(steps), dtype=np.bool_)
-    for _ in range(3):  # leave out steps that stalled: a page fault, another process, a compilation
-        weights = 1 / taken_s[kept]
-        costs_s = non_negative(seen[kept] * weights[:, None], np.ones(int(kept.sum())))
-        ratios = taken_s / np.maximum(seen @ costs_s, 1e-9)
-        kept = (ratios < 3 * np.median(ratios)) & (ratios > np.median(ratios) / 3)
-    last = np.clip(ratios[-MOST_KEPT:], *np.quantile(ratios, (0.005, 0.995)))
-    last *= taken_s.sum() / (seen @ costs_s).sum() / last.mean()
-    return Fitted(costs_s, last.round(5))
+    modelled_s = taken_s
+    for _ in range(6):
+        # by the modelled time: by the real one, short times would count for more than long ones. Steps that
+        # stalled (a page fault, another process, a compilation) count as if they had stalled less
+        weights = 1 / modelled_s
+        bounded_s = np.clip(taken_s, modelled_s / 3, modelled_s * 3)
+        costs_s = non_negative(seen * weights[:, None], bounded_s * weights)
+        modelled_s = np.maximum(seen @ costs_s, 1e-9)
+    kept = spread(taken_s[-MOST_KEPT:], modelled_s[-MOST_KEPT:])
+    return Fitted(costs_s, seen.max(axis=0), kept, trust(taken_s, modelled_s))
 
 
 def non_negative(left: Vector, right: Vector) -> Vector:

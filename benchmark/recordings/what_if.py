@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from continuous_batching.recording.replay import Event, Replayed, request_of
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.build.scheduler import changed, scheduler_from
+from simulation.fit_trust import in_words
 from simulation.fitted import Timed, fit, timed
 from simulation.recorded import Speaker
 from simulation.replica import Replica
@@ -124,11 +125,13 @@ def compare(
     section = recording.facts["scheduler"] | dict.fromkeys(BOUNDS)  # so that every request is served
     for name, scheduling in (("modelled", section), ("what if", changed(section, changes))):
         other = scheduler_from(recording.facts | {"scheduler": scheduling})
+        costs = replace(costs)  # from the same step on: the columns differ by nothing else
         fates = simulate(other, recorded, answered, costs)
         columns[f"{name}: {scheduling['policy']}"] = summary(fates)
     print(f"{'':18}" + "".join(f"{name:>24}" for name in columns))
     for row in columns["as recorded"]:
         print(f"{row:18}" + "".join(f"{column.get(row, float('nan')):24.2f}" for column in columns.values()))
+    print(f"the fit of the modelled columns {in_words(costs.describe())}")
     left_out = len(recording.added) - len(answered)
     if left_out:
         print(f"{left_out} requests (unanswered, searches, of one id) are left out of the modelled columns")

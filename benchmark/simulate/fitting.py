@@ -6,6 +6,7 @@ import argparse
 
 from benchmark.recordings.recording_file import Recording
 from recipes.build.scheduler import scheduler_from
+from simulation.fit_trust import in_words
 from simulation.fitted import NAMES, learn
 
 
@@ -18,4 +19,5 @@ def fit_main(options: argparse.Namespace) -> int:
     for name, cost_s in zip(NAMES, fitted.costs_s.tolist()):
         if cost_s:
             print(f"{name:22} {1e6 * cost_s:.4g} us")
+    print(f"{'the fit':22} {in_words(fitted.trust.describe())}")
     return recording.status

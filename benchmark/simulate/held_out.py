@@ -16,6 +16,7 @@ from dataclasses import replace
 from statistics import median
 
 from benchmark.simulate.deployment import SIMULATED, Result
+from benchmark.simulate.one_run import trust_of
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.engine import Engine, Step
@@ -101,16 +102,15 @@ def held_out(options: argparse.Namespace) -> Result:
             if each.has_work:
                 each.turn()
     fitted, real = fit(train.steps), held.totals.figures()
+    models = [replace(fitted, seed=seed) for seed in range(NUM_SIMULATED)]
     foretold = [
-        serve(
-            traces[1](), planned.scheduler(), replace(fitted, seed=seed), overlap=recipe.scheduler.overlap
-        ).figures()
-        for seed in range(NUM_SIMULATED)
+        serve(traces[1](), planned.scheduler(), model, overlap=recipe.scheduler.overlap).figures()
+        for model in models
     ]
-    result: Result = {"SIMULATED": f"{SIMULATED}; beside it the real engine's"}
+    result: Result = {"SIMULATED": f"{SIMULATED}; beside it the real engine's", **trust_of(models[0])}
     for name, part in (
         ("output_tokens_per_s", None),
-        *((name, part) for name in ("ttft_ms", "tpot_ms", "itl_ms") for part in ("p50", "p99")),
+        *((name, part) for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") for part in ("p50", "p99")),
     ):
         was, *are = (each[name] if part is None else each[name].get(part) for each in (real, *foretold))
         if was:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmark.simulate.trace_events import TraceEventFile
 from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.request import Request
 from recipes.schema.reader import read
+from simulation.fit_trust import in_words
 from simulation.fitted import Fitted
 
 MOST_RECORDS = 20_000  # kept in a result, for the gate to recount
@@ -53,10 +55,21 @@ def run(
         "warm_up_counted": 0,
         **figures,
         **own,
+        **trust_of(deployment.placement.fitted),
         "wall_s": round(took_s, 3),
         "simulated_output_tokens_per_wall_s": round(totals.output_tokens / took_s),
         **({"records": totals.records} if kept else {}),
     }
+
+
+def trust_of(fitted: Fitted | None) -> Result:
+    """Whether fitted costs may be trusted for the steps that were simulated; doubts are a warning, too."""
+    if fitted is None:
+        return {}
+    said = fitted.describe()
+    if said["doubts"]:
+        print(f"warning: the fit {in_words(said)}", file=sys.stderr)
+    return {"fit": said}
 
 
 def simulate(options: argparse.Namespace) -> Result:

@@ -251,5 +251,7 @@ def test_a_held_out_trace_is_told_beside_the_real_one(
     main(["held-out", "recipes/tiny/cpu.yaml", "device.threads=1", "--train", files[0], "--held", files[1]])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("SIMULATED")
-    assert len(lines) == 8
-    assert all("real" in line and "off" in line for line in lines[1:])
+    assert lines[1].startswith("fit ")
+    assert "are few; record at least 300" in lines[1]
+    assert len(lines) == 11
+    assert all("real" in line and "off" in line for line in lines[2:])

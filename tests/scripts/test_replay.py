@@ -72,7 +72,28 @@ def test_what_comes_before_damage_is_replayed_and_the_status_says_so(
             assert re.fullmatch(f"{re.escape(str(path))}: {reason}\n", err), err
             assert out
         assert simulate(["fit", str(path), "--output", str(tmp_path / "costs")]) == status
-        assert re.fullmatch(f"{re.escape(str(path))}: {reason}\n", capsys.readouterr().err)
+        out, err = capsys.readouterr()
+        assert re.fullmatch(f"{re.escape(str(path))}: {reason}\n", err)
+        assert "the fit                is not to be trusted: " in out, "it has few steps"
+
+
+def test_fitted_costs_give_the_same_figures_again_and_say_whether_to_trust_them(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs, trace = str(tmp_path / "costs.json"), tmp_path / "trace.jsonl"
+    assert simulate(["fit", str(recording), "--output", costs]) == 0
+    lines = [{"id": str(n), "prompt_token_ids": [1] * 40, "max_tokens": 9} for n in range(20)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    results = []
+    for _ in range(2):
+        capsys.readouterr()
+        simulate([RECIPE, "--trace", str(trace), "--costs", costs, "--json"])
+        out, err = capsys.readouterr()
+        results.append(json.loads(out))
+        assert err.startswith("warning: the fit is not to be trusted: ")
+        assert results[-1]["fit"]["larger_than_recorded"] > 0.05, "more slots than were recorded"
+    timeless = [{name: each for name, each in result.items() if "wall" not in name} for result in results]
+    assert timeless[0] == timeless[1]
 
 
 def test_explain_tells_of_waits_and_the_end(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ import pytest
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine, Step
 from continuous_batching.slots import SlotPool
-from simulation.fitted import NAMES, Fitted, Timed, features, fit, non_negative
+from simulation.fit_trust import in_words, trust
+from simulation.fitted import NAMES, Fitted, Timed, Vector, features, fit, non_negative
 from simulation.serve import serve
 from tests.simulation.test_serve import requests, scheduler
+from tests.thorough import cases
 
 
 class Made:
@@ -85,16 +89,98 @@ def test_the_least_squares_have_no_better_neighbour() -> None:
 
 
 def test_costs_are_kept(tmp_path: Path) -> None:
-    fitted = fit([Timed(np.arange(1.0, 12.0), 0.5), Timed(np.ones(11), 0.25)])
-    fitted.save(tmp_path / "costs.json")
-    again = Fitted.load(tmp_path / "costs.json")
+    path = tmp_path / "costs.json"
+    fitted = fit([Timed(np.arange(1.0, 12.0), 0.5), Timed(np.ones(11), 0.25)] * 150)
+    fitted.save(path)
+    again = Fitted.load(path)
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
     assert np.array_equal(again.costs_s, fitted.costs_s)
-    assert again.ratios is not None
-    assert np.array_equal(again.ratios, replace(fitted).ratios)
-    costs_s = dict.fromkeys(NAMES, 1e-3)
-    for other in ({}, {"costs_s": costs_s, "spread": [0.9, 1.1]}, {"costs_s": costs_s, "ratios": []}):
-        (tmp_path / "other.json").write_text(json.dumps(other), encoding="utf-8")
-        with pytest.raises(ValueError, match="holds no costs"):
-            Fitted.load(tmp_path / "other.json")
+    assert again.trust == fitted.trust
     with pytest.raises(ValueError, match="nothing was computed"):
         fit([])
+
+
+def test_costs_that_were_changed_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    fit([Timed(np.arange(1.0, 12.0), 0.5), Timed(np.ones(11), 0.25)]).save(path)
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), cases(13, 1)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with suppress(UnicodeDecodeError, json.JSONDecodeError):
+            if json.loads(data) == json.loads(whole):
+                continue  # a space became another
+        with pytest.raises(ValueError, match=r"costs\.json holds no costs \("):
+            Fitted.load(path)
+    for other in ("{}", "[]", "[" * 100_000, '{"crc32": 0}'):
+        path.write_text(other, encoding="utf-8")
+        with pytest.raises(ValueError, match="holds no costs"):
+            Fitted.load(path)
+
+
+class Pauses(Made):
+    """The same, where another process takes the core for 30 ms, once in 50 steps."""
+
+    def step_s(self, batch: Batch, slots: SlotPool) -> float:
+        return super().step_s(batch, slots) + (30e-3 if self.random.random() < 0.02 else 0.0)
+
+
+def test_a_pause_does_not_grow_with_the_step_that_it_falls_in() -> None:
+    """A ratio that a short step had would make a prompt's step take many times as long."""
+    real = serve(requests(300, 30.0, seed=1), scheduler(), Pauses()).figures()
+    fitted = fitted_to(Pauses())
+    foretold = [
+        serve(requests(300, 30.0, seed=1), scheduler(), replace(fitted, seed=seed)).figures()
+        for seed in range(5)
+    ]
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+        for part in ("p50", "p99"):
+            is_now = median(each[name][part] for each in foretold)
+            assert is_now == pytest.approx(real[name][part], rel=0.1), (name, part)
+
+
+def test_the_same_seed_gives_the_same_times() -> None:
+    fitted = fitted_to(Bursts())
+    once, again, other = (
+        serve(requests(100, 30.0, seed=1), scheduler(), replace(fitted, seed=seed)).figures()
+        for seed in (3, 3, 4)
+    )
+    assert once == again != other
+
+
+def judged(taken_s: Vector, modelled_s: Vector) -> list[str]:
+    return trust(taken_s, modelled_s).doubts()
+
+
+def test_a_fit_says_when_it_is_not_to_be_trusted() -> None:
+    random = np.random.default_rng(0)
+    modelled_s = random.uniform(1e-3, 2e-2, 1000)
+    taken_s = modelled_s * random.lognormal(0, 0.1, 1000)
+    assert judged(taken_s, modelled_s) == []
+    (few,) = judged(taken_s[:100], modelled_s[:100])
+    assert few == "100 steps are few; record at least 300"
+    slower = taken_s * np.where(np.arange(1000) < 500, 1.0, 1.4)
+    assert judged(slower, modelled_s)[0].startswith("steps took 38% longer for the same work in the second")
+    pauses = taken_s * np.where((np.arange(1000) >= 500) & (np.arange(1000) % 40 == 0), 5.0, 1.0)
+    (tail,) = judged(pauses, modelled_s)
+    assert "the slowest 1 % of steps took" in tail
+    noise = modelled_s * random.lognormal(0, 1.0, 1000)
+    assert "half of the steps are more than" in judged(noise, modelled_s)[0]
+    even = np.full(1000, 5e-3)
+    assert "explains only 0%" in judged(even * random.lognormal(0, 0.25, 1000), even)[0]
+    assert judged(even * random.lognormal(0, 0.02, 1000), even) == []
+
+
+def test_steps_beyond_the_recorded_ones_are_a_doubt() -> None:
+    fitted = fitted_to(Made())
+    serve(requests(100, 30.0, seed=1), scheduler(), fitted)
+    assert fitted.describe()["doubts"] == []
+    small = replace(fitted, largest=fitted.largest / 4)
+    serve(requests(100, 30.0, seed=1), scheduler(), small)
+    said = small.describe()
+    assert said["larger_than_recorded"] > 0.05
+    (doubt,) = said["doubts"]
+    assert doubt.endswith("of the simulated steps are larger than any recorded one")
+    assert in_words(said).startswith("is not to be trusted: ")

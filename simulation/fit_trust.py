@@ -1,0 +1,82 @@
+"""May a fit be trusted, and for which steps?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+FEWEST_STEPS = 300  # of fewer, p99 is one of the three slowest
+MOST_ERROR = 0.3  # median: half of the steps are further from their modelled time
+LEAST_EXPLAINED = (
+    0.5  # of the differences between steps, where their times differ much from the modelled ones
+)
+SMALL_ERROR = 0.1  # median: steps so near their modelled time need no explanation
+MOST_DRIFT = 0.1  # of the second half of the recording against the first
+MOST_TAIL_DRIFT = 0.25  # the same of p99, of which a recording has fewer cases
+MOST_BEYOND = 0.05  # share of simulated steps that are larger than any that was recorded
+
+
+@dataclass(frozen=True, slots=True)
+class FitTrust:
+    """How well the modelled times of a recording's own steps agree with the real ones."""
+
+    steps: int
+    median_error: float  # of a step, as a share of its modelled time
+    explained: float  # share of the variance of the logarithm of times
+    drift: float  # how much longer the same work took in the second half of the recording, as a share
+    tail_drift: float  # the same of the 99th percentile of steps
+
+    def describe(self, beyond: float | None = None) -> dict[str, Any]:
+        """As JSON holds it, with the doubts in words; `beyond`: share of simulated steps that are larger."""
+        said = {} if beyond is None else {"larger_than_recorded": round(beyond, 4)}
+        return {**asdict(self), **said, "doubts": self.doubts(beyond or 0.0)}
+
+    def doubts(self, beyond: float = 0.0) -> list[str]:
+        """Why predictions may be wrong; empty for a fit that can be trusted."""
+        found = []
+        if self.steps < FEWEST_STEPS:
+            found.append(f"{self.steps} steps are few; record at least {FEWEST_STEPS}")
+        if self.median_error > MOST_ERROR:
+            found.append(f"half of the steps are more than {self.median_error:.0%} from their modelled time")
+        elif self.explained < LEAST_EXPLAINED and self.median_error > SMALL_ERROR:
+            found.append(f"what a step computes explains only {self.explained:.0%} of its time's variance")
+        for drift, limit, what in (
+            (self.drift, MOST_DRIFT, "steps"),
+            (self.tail_drift, MOST_TAIL_DRIFT, "the slowest 1 % of steps"),
+        ):
+            if abs(drift) > limit:
+                took = f"took {abs(drift):.0%} {'longer' if drift > 0 else 'less'} for the same work"
+                found.append(f"{what} {took} in the second half of the recording")
+        if beyond > MOST_BEYOND:
+            found.append(f"{beyond:.0%} of the simulated steps are larger than any recorded one")
+        return found
+
+
+def trust(taken_s: Vector, modelled_s: Vector) -> FitTrust:
+    """Of a recording's steps, in their order."""
+    ratios = taken_s / modelled_s
+    middle = float(np.median(ratios))
+    spread, left = np.log(taken_s), np.log(ratios)
+    half = len(ratios) // 2
+    first, second = (ratios[:half], ratios[half:]) if half else (ratios, ratios)
+    return FitTrust(
+        steps=len(ratios),
+        median_error=round(float(np.median(np.abs(ratios / middle - 1))), 4),
+        explained=round(1 - float(left.var() / spread.var()), 4) if spread.var() > 1e-12 else 1.0,
+        drift=round(float(np.median(second) / np.median(first)) - 1, 4),
+        tail_drift=round(float(np.quantile(second, 0.99) / np.quantile(first, 0.99)) - 1, 4),
+    )
+
+
+def in_words(trust: dict[str, Any]) -> str:
+    """One line."""
+    doubts = "; ".join(trust["doubts"])
+    fits = (
+        f"{trust['steps']} steps, {trust['explained']:.0%} of the variance explained,"
+        f" median error {trust['median_error']:.0%}, drift {trust['drift']:+.0%}"
+    )
+    return f"is not to be trusted: {doubts} ({fits})" if doubts else f"can be trusted ({fits})"
