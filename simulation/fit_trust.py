@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 FEWEST_STEPS = 300  # of fewer, p99 is one of the three slowest
 MOST_ERROR = 0.3  # median: half of the steps are further from their modelled time
-LEAST_EXPLAINED = (
-    0.5  # of the differences between steps, where their times differ much from the modelled ones
-)
+LEAST_EXPLAINED = 0.2  # of the variance between steps, where many are far from their modelled times
 SMALL_ERROR = 0.1  # median: steps so near their modelled time need no explanation
-MOST_DRIFT = 0.1  # of the second half of the recording against the first
+MOST_DRIFT = 0.1  # of the second half of the recording against the first, or of a fifth against all
 MOST_TAIL_DRIFT = 0.25  # the same of p99, of which a recording has fewer cases
 MOST_BEYOND = 0.05  # share of simulated steps that are larger than any that was recorded
 
@@ -29,6 +27,7 @@ class FitTrust:
     explained: float  # share of the variance of the logarithm of times
     drift: float  # how much longer the same work took in the second half of the recording, as a share
     tail_drift: float  # the same of the 99th percentile of steps
+    unsteady: float  # the same of that fifth of the recording which differs most from all of it
 
     def describe(self, beyond: float | None = None) -> dict[str, Any]:
         """As JSON holds it, with the doubts in words; `beyond`: share of simulated steps that are larger."""
@@ -51,6 +50,11 @@ class FitTrust:
             if abs(drift) > limit:
                 took = f"took {abs(drift):.0%} {'longer' if drift > 0 else 'less'} for the same work"
                 found.append(f"{what} {took} in the second half of the recording")
+        if abs(self.unsteady) > MOST_DRIFT and not found:
+            found.append(
+                f"a fifth of the recording took {abs(self.unsteady):.0%}"
+                f" {'longer' if self.unsteady > 0 else 'less'} for the same work: the machine's load changed"
+            )
         if beyond > MOST_BEYOND:
             found.append(f"{beyond:.0%} of the simulated steps are larger than any recorded one")
         return found
@@ -62,6 +66,12 @@ def trust(taken_s: Vector, modelled_s: Vector) -> FitTrust:
     middle = float(np.median(ratios))
     spread, left = np.log(taken_s), np.log(ratios)
     half = len(ratios) // 2
+    bounded_s = np.clip(taken_s, modelled_s * middle / 3, modelled_s * middle * 3)  # one stall is no load
+    whole = bounded_s.sum() / modelled_s.sum()
+    fifths = [
+        bounded_s[part].sum() / modelled_s[part].sum() / whole - 1
+        for part in np.array_split(np.arange(len(ratios)), min(5, len(ratios)))
+    ]
     first, second = (ratios[:half], ratios[half:]) if half else (ratios, ratios)
     return FitTrust(
         steps=len(ratios),
@@ -69,6 +79,7 @@ def trust(taken_s: Vector, modelled_s: Vector) -> FitTrust:
         explained=round(1 - float(left.var() / spread.var()), 4) if spread.var() > 1e-12 else 1.0,
         drift=round(float(np.median(second) / np.median(first)) - 1, 4),
         tail_drift=round(float(np.quantile(second, 0.99) / np.quantile(first, 0.99)) - 1, 4),
+        unsteady=round(float(max(fifths, key=abs)), 4),
     )
 
 

@@ -1,9 +1,9 @@
 """How far off is a simulation, of a trace that its costs were not fitted to?
 
 Two engines serve two traces on this machine, a step of one and a step of the other in turn, so that both meet
-the same neighbours; each has a clock of the process's own CPU time, which runs while it is at work. Costs are
-fitted to the steps of the first, and the second is simulated with them: five times, each with its own seed of
-which steps are slow, and each figure is the median.
+the same neighbours; each has a clock of its own, which runs while it is at work, also where another process
+has the core: that is what its clients wait for. Costs are fitted to the steps of the first, and the second is
+simulated with them: five times, each with its own seed of which steps are slow. Each figure is the median.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from simulation.serve import in_order, serve
 NUM_SIMULATED = 5
 
 
-class CpuClock:
-    """Seconds of CPU while its engine is at work, and what passed without work."""
+class WorkClock:
+    """Seconds in which its engine is at work, and what passed without work."""
 
     def __init__(self) -> None:
         self.passed_s = 0.0
         self._since_s: float | None = None
 
     def __call__(self) -> float:
-        return self.passed_s + (0.0 if self._since_s is None else time.process_time() - self._since_s)
+        return self.passed_s + (0.0 if self._since_s is None else time.perf_counter() - self._since_s)
 
     def go(self) -> None:
         """Start counting: its engine goes to work."""
-        self._since_s = time.process_time()
+        self._since_s = time.perf_counter()
 
     def halt(self) -> None:
         """Stop counting: it is the other engine's turn."""
@@ -54,7 +54,7 @@ class Served:
     """One engine, the trace that it serves, and what its steps took."""
 
     def __init__(self, recipe: Recipe, trace: Iterator[Request]) -> None:
-        self.clock = CpuClock()
+        self.clock = WorkClock()
         self.engine: Engine = build(recipe, self.clock).engine
         self.totals = RunTotals()
         self.steps: list[Timed] = []

@@ -163,6 +163,10 @@ def test_a_fit_says_when_it_is_not_to_be_trusted() -> None:
     assert few == "100 steps are few; record at least 300"
     slower = taken_s * np.where(np.arange(1000) < 500, 1.0, 1.4)
     assert judged(slower, modelled_s)[0].startswith("steps took 38% longer for the same work in the second")
+    spell = taken_s * np.where((np.arange(1000) >= 400) & (np.arange(1000) < 600), 0.5, 1.0)
+    (changed,) = judged(spell, modelled_s)
+    assert changed.startswith("a fifth of the recording took 4")
+    assert changed.endswith(" less for the same work: the machine's load changed")
     pauses = taken_s * np.where((np.arange(1000) >= 500) & (np.arange(1000) % 40 == 0), 5.0, 1.0)
     (tail,) = judged(pauses, modelled_s)
     assert "the slowest 1 % of steps took" in tail
