@@ -35,26 +35,25 @@ class EngineProcess:
     It may be started long before it is used: it then imports what it needs, and waits for `wake`.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], *, is_spare: bool = False) -> None:
         self._arguments = arguments
+        self._is_spare = is_spare
         self._folder = Path(tempfile.mkdtemp(prefix="engine-"))  # only this user can enter it
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.PAIR)
         self.socket.set_hwm(0)  # bounded by the requests that are let in
         self.socket.setsockopt(zmq.LINGER, 0)
         self._process: asyncio.subprocess.Process | None = None
-        self._prepared_file: Path | None = None  # a spare process creates it
 
     @staticmethod
     async def started(arguments: Sequence[str], *, is_spare: bool = False) -> EngineProcess:
         """A process that waits for `wake`; raises EngineLost where the system has no room for it.
 
-        A spare one prepares beside an engine that serves.
+        A spare one prepares beside an engine that serves, and gives way to it until `wake`.
         """
         engine = None
         try:
-            engine = EngineProcess(arguments)
-            engine._prepared_file = engine._folder / "imported" if is_spare else None
+            engine = EngineProcess(arguments, is_spare=is_spare)
             await engine._start()
             return engine
         except (OSError, zmq.ZMQError) as error:
@@ -73,18 +72,13 @@ class EngineProcess:
         """Whether the process has not ended."""
         return self._process is not None and self._process.returncode is None
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether a spare process has imported what it needs; until then it gives way to all others."""
-        return self._prepared_file is None or self._prepared_file.exists()
-
     async def _start(self) -> None:
         address = f"ipc://{self._folder}/socket"
         self.socket.bind(address)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            *((SPARE, str(self._prepared_file)) if self._prepared_file else ()),
+            *((SPARE,) if self._is_spare else ()),
             WORKER,
             address,
             *self._arguments,
@@ -96,7 +90,7 @@ class EngineProcess:
         self._relaying = asyncio.ensure_future(self._relay())
 
     def wake(self) -> None:
-        """Let the process build its engine and serve."""
+        """Let the process build its engine and serve; a spare one that still imports gives way no longer."""
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
         self._process.stdin.write(b"!")

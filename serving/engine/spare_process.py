@@ -1,9 +1,11 @@
 """How does a process prepare to replace an engine, without slowing the one that serves?
 
-    python -m serving.engine.spare_process DONE MODULE [ARGUMENT ...]
+    python -m serving.engine.spare_process MODULE [ARGUMENT ...]
 
-It imports what is large in a thread of the lowest priority, creates the file DONE, and goes on as MODULE.
-Kernels that divide processor time by session (sched(7), autogroup) need the session's niceness as well.
+It imports what is large in a thread of the lowest priority, and goes on as MODULE. A byte in its standard
+input says that the engine is needed now: what is left of the import then has the usual priority. The byte
+stays there for MODULE. Kernels that divide processor time by session (sched(7), autogroup) need the session's
+niceness as well.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import runpy
+import select
 import sys
 import threading
 import time
@@ -20,27 +23,37 @@ LARGE = "recipes.build.engine"  # and torch with it
 LAST = 19  # niceness: runs only when no other process wants to
 AUTOGROUP = Path("/proc/self/autogroup")
 _TRIES = 40
+_LOOKS_S = 0.05  # between looks whether the import has ended, or the engine is needed
 
 
 def main(argv: list[str]) -> None:
     """Prepare, and go on as the module."""
-    done, *sys.argv = argv
+    sys.argv = argv
     import_gently(LARGE)
-    Path(done).touch()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def import_gently(module: str) -> None:
     """Import a module in a thread of the lowest priority, which on Linux each thread has for itself."""
-    importlib.import_module("numpy")  # its own threads start now, at normal priority
+    importlib.import_module("numpy")  # its own threads start now, at the usual priority
+    usual = session_niceness()
     thread = threading.Thread(target=_import, args=(module,))
-    give_way(LAST)
+    set_session_niceness(LAST)
     thread.start()
+    while thread.is_alive() and not select.select([0], [], [], _LOOKS_S)[0]:
+        pass
+    set_session_niceness(usual)
+    if thread.is_alive():
+        _hurry(thread)
     thread.join()
-    give_way(0)
 
 
-def give_way(niceness: int) -> None:
+def session_niceness() -> int:
+    """Of this session, where sessions have one; else 0."""
+    return int(AUTOGROUP.read_text().split()[-1]) if AUTOGROUP.exists() else 0
+
+
+def set_session_niceness(niceness: int) -> None:
     """Set this session's niceness, where sessions have one."""
     for _ in range(_TRIES if AUTOGROUP.exists() else 0):
         try:
@@ -53,6 +66,19 @@ def give_way(niceness: int) -> None:
             return
     if AUTOGROUP.exists():
         print(f"WARNING this session's niceness cannot be set to {niceness}", file=sys.stderr)
+
+
+def _hurry(thread: threading.Thread) -> None:
+    """Give the import the priority of this thread, where the system lets it rise again."""
+    if sys.platform != "linux":
+        return
+    assert thread.native_id is not None, "not started"
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread.native_id, os.getpriority(os.PRIO_PROCESS, 0))
+    except PermissionError:  # not without CAP_SYS_NICE; its session's niceness is the usual one already
+        return
+    except ProcessLookupError:  # it has just ended
+        return
 
 
 def _import(module: str) -> None:

@@ -118,6 +118,25 @@ def test_a_stopped_engine_is_ended(served: Served, number: int) -> None:
             asyncio.run(lose(served, signal.SIGSTOP, within_s=6.0))
 
 
+def test_a_spare_that_still_imports_serves_next(served: Served) -> None:
+    engine = served.llm.engine
+
+    async def begun() -> int | None:
+        await engine.until(lambda: engine.state == "ready")
+        while engine._spare is None:  # its process is started at once, and imports for seconds
+            await asyncio.sleep(0.01)
+        return engine._spare.pid
+
+    with served.five_checks(survives=False):
+        spare = served.call(begun(), 60)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        while engine.state == "ready":
+            time.sleep(0.01)
+        served.call(served.llm.ready(), 60)
+        assert engine.pid == spare
+
+
 def test_an_asked_abort_is_told_to_the_reader(served: Served) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +12,21 @@ from recipes.schema.recipe import ROOT
 from serving.engine.spare_process import AUTOGROUP, LAST
 
 TELL = """
-import importlib, os, threading
+import importlib, os, sys, threading, time
 from serving.engine import spare_process
 
-def told(module):
-    of_thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+def priorities():
     group = spare_process.AUTOGROUP
-    print(module, of_thread, group.read_text().split()[-1] if group.exists() else "-")
+    of_thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    return f"{of_thread} {group.read_text().split()[-1] if group.exists() else '-'}"
+
+def told(module):
+    print(module, priorities(), flush=True)
+    if module == "large" and "wait" in sys.argv:
+        gentle, until_s = priorities(), time.monotonic() + 60
+        while priorities().split() == gentle.split() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        print("hurried", priorities(), flush=True)
 
 importlib.import_module = told
 spare_process.import_gently("large")
@@ -26,31 +34,54 @@ told("after")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_it_gives_way_while_it_imports() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TELL],
+def spare(*arguments: str) -> subprocess.Popen[str]:
+    """A process that prepares, and whose import tells its priorities."""
+    return subprocess.Popen(
+        [sys.executable, "-c", TELL, *arguments],
         cwd=ROOT,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=True,
         start_new_session=True,  # as the engine's: the niceness of a session is set
     )
-    before, during, after = done.stdout.splitlines()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_it_gives_way_while_it_imports() -> None:
+    ours = os.getpriority(os.PRIO_PROCESS, 0)  # a process inherits it; a session begins at 0
+    with spare() as process:
+        assert process.stdout is not None
+        before, during, after = process.stdout.read().splitlines()
     has_group = AUTOGROUP.exists()
-    assert before == f"numpy 0 {0 if has_group else '-'}"
+    assert before == f"numpy {ours} {0 if has_group else '-'}"
     assert during == f"large {LAST} {LAST if has_group else '-'}"
-    assert after == f"after 0 {0 if has_group else '-'}"
+    assert after == f"after {ours} {0 if has_group else '-'}"
 
 
-def test_it_goes_on_as_the_module_it_is_told(tmp_path: Path) -> None:
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="without it, only root may raise a priority again")
+def test_it_gives_way_no_longer_once_it_is_needed() -> None:
+    with spare("wait") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(2):  # its import has begun, and does not end before its priority changes
+            line = process.stdout.readline()
+        assert line == f"large {LAST} {LAST}\n"
+        process.stdin.write("!")
+        process.stdin.flush()
+        hurried, after = process.stdout.read().splitlines()
+    assert (hurried.split()[0], hurried.split()[2]) == ("hurried", "0")
+    assert after.startswith("after ")
+
+
+def test_it_goes_on_as_the_module_it_is_told() -> None:
     brief = (
         "from serving.engine import spare_process; spare_process.LARGE = 'json'; import sys;"
         " spare_process.main(sys.argv[1:])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", brief, str(tmp_path / "done"), "serving.engine.main", "--help"],
+        [sys.executable, "-c", brief, "serving.engine.main", "--help"],
         cwd=ROOT,
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=True,
@@ -58,4 +89,3 @@ def test_it_goes_on_as_the_module_it_is_told(tmp_path: Path) -> None:
     )
     assert done.stdout.startswith("usage: python -m serving.engine.main")
     assert not done.stderr
-    assert (tmp_path / "done").exists()
