@@ -30,7 +30,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--served-model-name", dest="model_name", metavar="NAME", help="what clients call the model"
     )
-    top.add_argument("--api-keys", metavar="FILE", help="KEY or KEY TENANT a line; without one, all may ask")
+    top.add_argument(
+        "--api-keys", metavar="FILE", help="KEY, KEY TENANT or KEY * a line; see docs/serving.md"
+    )
     top.add_argument(
         "--cors-origin",
         action="append",

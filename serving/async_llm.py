@@ -44,6 +44,7 @@ from serving.text.tokenizer import Text
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
+Fields = Mapping[str, Any]  # those of `parse_request`
 _RETRY_S = 1.0  # the hint where nothing better is known
 
 
@@ -62,7 +63,6 @@ class AsyncLLM:
     ) -> None:
         self.recipe = load(recipe, overrides, profile)
         self.text = Text.load(self.recipe.model.path) if self.recipe.model.path else None
-        self.last_beat: Beat | None = None
         self.stats = stats or ServerStats()
         chosen = [] if profile is None else ["--profile", profile]
         self._arguments = [str(Path(recipe).resolve()), *overrides, *chosen]
@@ -127,12 +127,12 @@ class AsyncLLM:
             raise Unavailable(self.engine.why_not)
 
     async def ask(
-        self, fields: Mapping[str, Any], *, fill: bool = False, alone: bool = True, group: str = ""
+        self, fields: Fields, *, fill: bool = False, alone: bool = True, group: str = "", owner: str = ""
     ) -> AnswerStream:
         """Send a request to the engine, with the fields of `parse_request`; raises a Failure or BadRequest.
 
         With `fill`, its answer may be as long as model and cache allow; unless `alone`, others come with it,
-        which have the same `group`, by which clients know the request.
+        which have the same `group`, by which clients know the request; `owner` alone may find it.
         """
         self.check_ready()
         facts = self.facts
@@ -149,6 +149,7 @@ class AsyncLLM:
             num_answers=fields.get("n") or 1,
             max_unread_tokens=self.recipe.server.max_unread_tokens,
             group=group,
+            owner=owner,
         )
         answer.first_stream = self._next_stream
         self._next_stream += len(samples)
@@ -170,7 +171,7 @@ class AsyncLLM:
         self.stats.added(answer)
         return answer
 
-    def _parse(self, fields: Mapping[str, Any], facts: EngineFacts, *, fill: bool) -> Request:
+    def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool) -> Request:
         """The request, with the keys of its pages: hashing them in the engine would delay a step."""
         check_length(fields, facts.max_tokens, self.text)
         request = parse_request(fields, self.text, longest=facts.max_tokens if fill else None)
@@ -233,15 +234,15 @@ class AsyncLLM:
                 if end is None:
                     self.engine.send(Finish(stream, "abort"))
 
-    def find(self, group: str) -> list[AnswerStream]:
-        """The open answers to a request, by the id that its client knows."""
+    def find(self, group: str, owner: str = "") -> list[AnswerStream]:
+        """The open answers to a request of this owner, by the id that its client knows."""
         answers = {id(answer): answer for answer, _ in self._streams.values() if answer.is_open}.values()
-        return [each for each in answers if each.group == group]
+        return [each for each in answers if (each.group, each.owner) == (group, owner)]
 
-    def request_of(self, stream: int) -> Request | None:
-        """The request that a stream belongs to, while it is in the engine."""
+    def answer_of(self, stream: int) -> AnswerStream | None:
+        """The answer that a stream belongs to, while the engine works on it."""
         found = self._streams.get(stream)
-        return None if found is None else found[0].samples[found[1]].request
+        return None if found is None else found[0]
 
     async def look(self) -> View:
         """The engine's slots and pages now; raises Unavailable without an engine."""
@@ -277,7 +278,6 @@ class AsyncLLM:
             case Ready(facts):
                 self.stats.ready(facts, self.engine.start_s)
             case Beat():
-                self.last_beat = message
                 self.stats.beat(message)
             case AddRefused(stream):
                 self._refuse(stream, "refused", message.error())

@@ -173,7 +173,7 @@ class AnswerStream(SampleAnswers):
     """The answers to one prompt, from the engine to one reader.
 
     The reader calls `next`, the server the other methods. `group` is the id that the client knows the request
-    by, which the prompts of one HTTP request have in common.
+    by, which the prompts of one HTTP request have in common; `owner` is who alone may see and end it.
     """
 
     def __init__(
@@ -185,10 +185,12 @@ class AnswerStream(SampleAnswers):
         num_answers: int,
         max_unread_tokens: int,
         group: str = "",
+        owner: str = "",
     ) -> None:
         super().__init__(request, text, options, num_answers)
         self.request = request
         self.group = group or request.id
+        self.owner = owner
         self.is_chat = options.start
         self.arrival_s = time.monotonic()
         self.first_stream = -1

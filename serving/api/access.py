@@ -23,6 +23,7 @@ from pathlib import Path
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from continuous_batching.refusal import BadRequest, shown
 from serving.api.errors import DEFECT, error_response, response_of
 from serving.failures import ShutDown
 from serving.metrics.server_stats import TRACE_HEADERS
@@ -30,23 +31,44 @@ from serving.metrics.server_stats import TRACE_HEADERS
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/", "/health", "/ready")  # a page that asks for the key, and the paths of probes
+GATEWAY = "*"  # in the place of a key's tenant: it may name the tenant of each request
 _LOCAL = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who sent a request: its tenant ("" if its key names none), and the salt that separates its pages."""
+    """Who sent a request: its key, which alone may see and end it, the tenant whose share it counts against,
+    and the salt that separates its pages. Without keys, all of these are "".
+    """
 
+    owner: str
     tenant: str
     salt: str
+    names_tenants: bool  # as a gateway, which knows its own clients
+
+    def tenant_for(self, named: str | None, user: str | None) -> str:
+        """Whose share a request counts against that names a tenant, or a user, or neither.
+
+        Raises BadRequest where the key may not name another tenant than its own: it would dodge its share.
+        """
+        if self.names_tenants:
+            return named or user or self.tenant
+        if named and named != self.tenant:
+            raise BadRequest(
+                "tenant",
+                f"is {shown(named)}, and this key has a tenant of its own",
+                value=named,
+                fix=f"leave it out; a key whose tenant is {GATEWAY} in the keys file may name others",
+            )
+        return self.tenant
 
     def salted(self, own: str) -> str:
         """Its salt with the request's own, which is hashed so that the length is always the same."""
         return f"{self.salt}:{hashlib.sha256(own.encode()).hexdigest()[:32]}" if self.salt else own
 
 
-ANYBODY = Client("", "")
+ANYBODY = Client("", "", "", names_tenants=True)
 
 
 def can_be_sent(key: str) -> bool:
@@ -64,14 +86,19 @@ def key_of_environment() -> str:
 
 
 class ApiKeys:
-    """The keys that open the server; with none, it is open to all who reach it."""
+    """The keys that open the server; with none, it is open to all who reach it.
+
+    A key without a tenant is a tenant of its own, whose name no line of a keys file can hold.
+    """
 
     def __init__(self, tenant_of: Mapping[str, str], *, share_prefixes: bool = False) -> None:
         self._known = []
-        for key, tenant in tenant_of.items():
+        for number, (key, tenant) in enumerate(tenant_of.items(), 1):
             digest = hashlib.sha256(key.encode()).digest()
             salt = "" if share_prefixes else hashlib.sha256(b"salt" + digest).hexdigest()[:32]
-            self._known.append((digest, Client(tenant, salt)))
+            owner, is_gateway = f"key {number}", tenant == GATEWAY
+            own = owner if is_gateway or not tenant else tenant
+            self._known.append((digest, Client(owner, own, salt, names_tenants=is_gateway)))
 
     @staticmethod
     def read(path: str) -> dict[str, str]:

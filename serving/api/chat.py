@@ -28,7 +28,7 @@ class ChatRoute:
         fields = generation.fields(body, request)
         name = f"chatcmpl-{uuid.uuid4().hex}"
         asked = {"id": name, "messages": body.messages, **fields}
-        answers = await generation.ask([asked], name, fill=True)
+        answers = await generation.ask([asked], name, request, fill=True)
         form = ChatFormat(generation.llm.text, answers[0], body)
         return await generation.respond(answers, form, body, request)
 

@@ -37,7 +37,7 @@ class CompletionRoute:
         ids = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
         try:
             answers = await generation.ask(
-                [{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)], name
+                [{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)], name, request
             )
         except BadRequest as bad:
             raise bad.of_field("prompt") if bad.field == "prompt_token_ids" else bad from None

@@ -66,7 +66,7 @@ class Generation:
             raise NotFound.of_model(body.model, self._model)
         fields = body.model_dump(exclude=_ONLY_HTTP, exclude_none=True)
         client: Client = request.state.client
-        tenant = client.tenant or request.headers.get(_TENANT_HEADER) or body.tenant or body.user
+        tenant = client.tenant_for(request.headers.get(_TENANT_HEADER) or body.tenant, body.user)
         if tenant:
             fields["tenant"] = tenant
         fields["cache_salt"] = client.salted(body.cache_salt or "")
@@ -90,11 +90,11 @@ class Generation:
             )
 
     async def ask(
-        self, requests: Sequence[dict[str, Any]], group: str, *, fill: bool = False
+        self, requests: Sequence[dict[str, Any]], group: str, request: Request, *, fill: bool = False
     ) -> list[AnswerStream]:
-        """Send all of these to the engine, or none; `group` is the id of their one response."""
-        alone = len(requests) == 1
-        works = [self.llm.ask(each, fill=fill, alone=alone, group=group) for each in requests]
+        """Send all of these to the engine, or none; `group` is the id of the one response to `request`."""
+        alone, owner = len(requests) == 1, request.state.client.owner
+        works = [self.llm.ask(each, fill=fill, alone=alone, group=group, owner=owner) for each in requests]
         done = await asyncio.gather(*works, return_exceptions=True)
         answers = [each for each in done if isinstance(each, AnswerStream)]
         for each in done:

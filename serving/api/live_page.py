@@ -2,7 +2,7 @@
 
 One plain page, and a stream of the engine's state: the request in each slot, the state of each page, the
 queue. All viewers share one query of the engine, a few times a second; without viewers there is none. It
-holds no text and no name of any request, because all keys see the same.
+holds no text and no name of any request; of the requests of other keys, it shows only that they are there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serving.api.generation import EventStream
@@ -42,11 +42,13 @@ class LivePage:
         self._llm = llm
         self._num_viewers = 0
         self._looking: asyncio.Task[None] | None = None
-        self._event = b""
+        self._seen: dict[str, Any] = {}
+        self._slots: list[tuple[str | None, dict[str, Any]] | None] = []  # and who may see what is in each
+        self._events: dict[str, bytes] = {}  # of the last query, by viewer's key
         self._news = asyncio.Event()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """One event for each query, for one viewer."""
+    async def events(self, owner: str) -> AsyncGenerator[bytes, None]:
+        """One event for each query, for a viewer with this key."""
         self._num_viewers += 1
         if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(self._look())
@@ -54,7 +56,7 @@ class LivePage:
         try:
             while True:
                 await self._news.wait()
-                yield self._event
+                yield self._event(owner)
                 if self._llm.state in ("draining", "dead"):
                     return  # a viewer must not keep the server from ending
         finally:
@@ -62,27 +64,38 @@ class LivePage:
 
     async def _look(self) -> None:
         while self._num_viewers:
-            event = msgspec.json.encode(await self._seen())
-            self._event = b"data: " + event + b"\n\n"
+            self._seen, self._slots = await self._query()
+            self._events.clear()
             self._news.set()
             self._news = asyncio.Event()
             await asyncio.sleep(_EVERY_S)
 
-    async def _seen(self) -> dict[str, Any]:
+    def _event(self, owner: str) -> bytes:
+        """What a viewer with this key may see, as an event."""
+        if owner not in self._events:
+            shown = self._seen
+            if self._slots:
+                slots = [slot and (slot[1] if slot[0] == owner else {}) for slot in self._slots]
+                shown = shown | {"slots": slots}
+            self._events[owner] = b"data: " + msgspec.json.encode(shown) + b"\n\n"
+        return self._events[owner]
+
+    async def _query(self) -> tuple[dict[str, Any], list[tuple[str | None, dict[str, Any]] | None]]:
+        """What all viewers may see, and what is in each slot."""
         llm = self._llm
         try:
             view = await llm.look()
         except Unavailable as failure:
-            return {"state": llm.state, "reason": str(failure)}
-        beat, facts = llm.last_beat, llm.facts
+            return {"state": llm.state, "reason": str(failure)}, []
+        beat, facts = llm.stats.last_beat, llm.facts
         if beat is None or facts is None:
-            return {"state": llm.state}
+            return {"state": llm.state}, []
         gauges, counters = beat.gauges, beat.counters
+        slots = [None if slot is None else self._slot(*slot) for slot in view.slots]
         return {
             "state": llm.state,
             "device": facts.device,
             "page_size": facts.page_size,
-            "slots": [None if slot is None else self._slot(*slot) for slot in view.slots],
             "pages": base64.b64encode(page_map(view).tobytes()).decode(),
             "num_pages": facts.num_pages - 1,
             "running": gauges.running_requests,
@@ -94,12 +107,15 @@ class LivePage:
             "sampled_tokens": counters.sampled_tokens,
             "computed_tokens": counters.computed_tokens,
             "preemptions": counters.preemptions,
-        }
+        }, slots
 
-    def _slot(self, stream: int, num_tokens: int, num_computed: int, num_pages: int) -> dict[str, Any]:
-        request = self._llm.request_of(stream)
-        num_prompt = num_tokens if request is None else request.num_prompt_tokens
-        return {
+    def _slot(
+        self, stream: int, num_tokens: int, num_computed: int, num_pages: int
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Who may see it, and what is in it."""
+        answer = self._llm.answer_of(stream)
+        num_prompt = num_tokens if answer is None else answer.request.num_prompt_tokens
+        return None if answer is None else answer.owner, {
             "stream": stream,
             "tokens": num_tokens,
             "computed": num_computed,
@@ -140,7 +156,7 @@ def router(llm: AsyncLLM) -> APIRouter:
         return Response(_PAGE, headers=_HEADERS, media_type="text/html")
 
     @routes.get("/live", include_in_schema=False)
-    async def stream() -> Response:
-        return EventStream(live.events(), lambda: None, asyncio.Event().wait)
+    async def stream(request: Request) -> Response:
+        return EventStream(live.events(request.state.client.owner), lambda: None, asyncio.Event().wait)
 
     return routes

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from continuous_batching.refusal import BadRequest
 from recipes.build import versions
+from serving.api.access import Client
 from serving.api.errors import NotFound
 from serving.api.schemas import DetokenizeBody, TokenizeBody
 from serving.async_llm import AsyncLLM
@@ -47,9 +48,9 @@ def router(llm: AsyncLLM, model: str) -> APIRouter:
         return {"version": VERSION, "python": platform.python_version(), "torch": metadata.version("torch")}
 
     @routes.get("/server_info")
-    async def server_info() -> dict[str, Any]:
+    async def server_info(request: Request) -> dict[str, Any]:
         """What should be noted beside a figure measured here."""
-        return _info(llm, model, described)
+        return _info(llm, model, described, request.state.client)
 
     def entry() -> dict[str, Any]:
         limits = {} if llm.facts is None else {"max_model_len": llm.facts.max_tokens}
@@ -70,9 +71,8 @@ def router(llm: AsyncLLM, model: str) -> APIRouter:
 
     @routes.post("/abort/{request_id}")
     async def abort(request_id: str, request: Request) -> dict[str, Any]:
-        """End a request by the id of its answer; a key with pages of its own ends only its own requests."""
-        salt = request.state.client.salt
-        answers = [each for each in llm.find(request_id) if each.request.cache_salt.startswith(salt)]
+        """End a request by the id of its answer; a key finds only its own requests."""
+        answers = llm.find(request_id, request.state.client.owner)
         if not answers:
             raise NotFound(f"there is no request {request_id[:128]!r}; it may have ended")
         for answer in answers:
@@ -126,13 +126,20 @@ def text_router(llm: AsyncLLM, model: str) -> APIRouter:
     return routes
 
 
-def _info(llm: AsyncLLM, model: str, described: dict[str, Any]) -> dict[str, Any]:
-    """The recipe, the machine and the versions; what only an engine knows is null without one."""
-    facts = llm.facts
+def _info(llm: AsyncLLM, model: str, described: dict[str, Any], client: Client) -> dict[str, Any]:
+    """The recipe, the machine and the versions; what only an engine knows is null without one.
+
+    Of the tenants that the recipe names, a key sees its own.
+    """
+    facts, recipe = llm.facts, llm.recipe.described()
+    weights = recipe["scheduler"]["tenant_weights"]
+    if weights is not None and not client.names_tenants:
+        own = {name: weight for name, weight in weights.items() if name == client.tenant}
+        recipe["scheduler"]["tenant_weights"] = own
     return {
         "model": model,
         "version": VERSION,
-        "recipe": llm.recipe.described(),
+        "recipe": recipe,
         "machine": described,
         "device": None if facts is None else facts.device,
         "num_slots": None if facts is None else facts.num_slots,

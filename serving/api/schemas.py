@@ -165,7 +165,7 @@ class GenerationBody(StrictBody):
     stream_options: StreamOptions | None = None
     user: Name | None = None
     tenant: Name | None = Field(
-        None, description="whose share it counts against, where the key names no tenant"
+        None, description="whose share it counts against; only without keys, or with a gateway's"
     )
     priority: int | None = Field(None, description="larger goes first, if the recipe's queue is ordered so")
     cache_salt: Name | None = Field(None, description="only requests of the same salt share pages")

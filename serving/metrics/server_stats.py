@@ -133,7 +133,7 @@ class ServerStats:
         self.is_idle = True
         self.num_lost_lines: Callable[[], int] = int  # of the log
         self._heard_s = self._beat_s = time.monotonic()
-        self._beat: Beat | None = None
+        self.last_beat: Beat | None = None  # of the engine that runs
         self._intervals_s: list[float] = []  # between tokens, not yet in the histogram
         self._make_histograms()
 
@@ -161,17 +161,17 @@ class ServerStats:
     @property
     def gauges(self) -> Usage:
         """As of the engine's last beat; all 0 without an engine."""
-        return NO_GAUGES if self._beat is None else self._beat.gauges
+        return NO_GAUGES if self.last_beat is None else self.last_beat.gauges
 
     @property
     def held_back(self) -> str | None:
         """What the head of the queue waits for."""
-        return None if self._beat is None else self._beat.held_back
+        return None if self.last_beat is None else self.last_beat.held_back
 
     @property
     def shared_pages(self) -> int:
         """Used by more than one sample."""
-        return 0 if self._beat is None else self._beat.shared_pages
+        return 0 if self.last_beat is None else self.last_beat.shared_pages
 
     @property
     def silent_s(self) -> float:
@@ -209,7 +209,7 @@ class ServerStats:
 
     def lost(self, reason: str) -> None:
         """An engine ended, or was ended."""
-        self.facts = self._beat = None
+        self.facts = self.last_beat = None
         self.is_idle = True
         self.ends["engine_lost"] += self.num_open
         self.num_open = 0
@@ -293,7 +293,7 @@ class ServerStats:
         self._heard_s = now_s = time.monotonic()
         if beat.held_back is not None:
             self.held_back_s[beat.held_back] += now_s - self._beat_s
-        self._beat, self._beat_s = beat, now_s
+        self.last_beat, self._beat_s = beat, now_s
         self.is_idle = not beat.gauges.running_requests
         self.counters.follow(asdict(beat.counters) | {"wrong_pages": beat.wrong_pages})
         self.lookups.follow(beat.gauges.lookups)

@@ -1,0 +1,161 @@
+"""Is each request its key's, and no other's, whatever its sender says?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from continuous_batching.counters import Counters
+from continuous_batching.inspection import Usage
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request, SamplingParams
+from serving.answers.answers import AnswerStream
+from serving.api.access import ANYBODY, ApiKeys, Client
+from serving.api.app import application
+from serving.api.live_page import LivePage
+from serving.async_llm import AsyncLLM
+from serving.engine.messages import Beat, EngineFacts, View
+from serving.failures import Unavailable
+from serving.metrics.server_stats import NO_GAUGES
+from serving.text.tokenizer import TextOptions
+from tests.serving.server import TINY
+
+KEYS = {"one": "a", "two": "a", "three": "", "gate": "*"}
+SHARED = "server.share_prefixes=true"
+
+
+def answer(group: str, owner: str, length: int = 8) -> AnswerStream:
+    """An answer to a request that the engine works on."""
+    request = Request(id=group, prompt=np.arange(300, 300 + length), params=SamplingParams())
+    return AnswerStream(
+        request, None, TextOptions(), num_answers=1, max_unread_tokens=9, group=group, owner=owner
+    )
+
+
+def client_of(key: str, *, share_prefixes: bool = False) -> Client:
+    client = ApiKeys(KEYS, share_prefixes=share_prefixes).client(f"Bearer {key}")
+    assert client is not None
+    return client
+
+
+def http(llm: AsyncLLM, key: str) -> httpx.AsyncClient:
+    """One who asks with a key; the server's keys share their pages."""
+    app = application(llm, "tiny", ApiKeys(KEYS, share_prefixes=True), is_local=False)
+    headers = {"authorization": f"Bearer {key}"}
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
+
+
+def test_a_key_ends_its_own_requests_alone_although_pages_are_shared() -> None:
+    async def statuses() -> list[tuple[str, int]]:
+        llm, told = AsyncLLM(TINY, [SHARED]), []
+        llm._streams[0] = answer("cmpl-a", client_of("one", share_prefixes=True).owner), 0
+        for key in ("two", "three", "gate", "one"):
+            async with http(llm, key) as client:
+                told.append((key, (await client.post("/abort/cmpl-a")).status_code))
+        return told
+
+    assert asyncio.run(statuses()) == [("two", 404), ("three", 404), ("gate", 404), ("one", 200)]
+
+
+def test_a_tenant_is_its_keys_and_only_a_gateway_names_others() -> None:
+    assert client_of("one").tenant_for(None, "somebody") == client_of("two").tenant_for("a", None) == "a"
+    alone = client_of("three").tenant_for(None, "somebody")
+    assert alone not in ("", "a", "somebody")
+    assert " " in alone, "a line of a keys file could name the same tenant"
+    for key in ("one", "three"):
+        with pytest.raises(BadRequest, match="leave it out") as refused:
+            client_of(key).tenant_for("other", None)
+        assert refused.value.field == "tenant"
+    for client in (client_of("gate"), ANYBODY):
+        assert client.tenant_for("other", "somebody") == "other"
+        assert client.tenant_for(None, "somebody") == "somebody"
+    assert client_of("gate").tenant_for(None, None) not in ("", "*")
+    assert ANYBODY.tenant_for(None, None) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "named", "expected"),
+    [
+        ("three", {}, "key 3"),
+        ("three", {"user": "somebody"}, "key 3"),
+        ("three", {"tenant": "a"}, None),
+        ("three", {"x-tenant": "a"}, None),
+        ("one", {"x-tenant": "b"}, None),
+        ("one", {"tenant": "a"}, "a"),
+        ("gate", {"x-tenant": "b"}, "b"),
+        ("gate", {"user": "c"}, "c"),
+    ],
+)
+def test_what_a_request_counts_against(key: str, named: dict[str, str], expected: str | None) -> None:
+    asked: list[Any] = []
+
+    async def status() -> httpx.Response:
+        llm = AsyncLLM(TINY, [SHARED])
+
+        async def ask(fields: Mapping[str, Any], **more: Any) -> AnswerStream:
+            asked.append((fields.get("tenant"), more["owner"]))
+            raise Unavailable("there is no engine")
+
+        llm.ask = ask  # type: ignore[method-assign]
+        async with http(llm, key) as client:
+            header = {name: value for name, value in named.items() if name == "x-tenant"}
+            body = {name: value for name, value in named.items() if name != "x-tenant"}
+            return await client.post("/v1/completions", json={"prompt": "1+1=", **body}, headers=header)
+
+    response = asyncio.run(status())
+    if expected is None:
+        assert (response.status_code, response.json()["error"]["param"], asked) == (400, "tenant", [])
+    else:
+        assert (response.status_code, asked) == (503, [(expected, client_of(key).owner)])
+
+
+def test_a_viewer_sees_of_other_keys_requests_only_that_they_are_there() -> None:
+    class Engine:
+        """Two requests run, of two keys."""
+
+        state = "ready"
+        facts = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None)
+
+        def __init__(self) -> None:
+            self.stats = self
+            gauges: Usage = NO_GAUGES
+            self.last_beat = Beat(gauges, Counters(), None, 0, 0)
+
+        async def look(self) -> View:
+            return View([(0, 20, 19, 2), None, (1, 345, 344, 22)], bytes(64), bytes(64))
+
+        def answer_of(self, stream: int) -> AnswerStream:
+            return (answer("a", "key 1", 17), answer("b", "key 2", 333))[stream]
+
+    async def events() -> list[dict[str, Any]]:
+        live = LivePage(Engine())  # type: ignore[arg-type]
+
+        async def first(owner: str) -> dict[str, Any]:
+            stream: AsyncIterator[bytes] = live.events(owner)
+            return json.loads((await anext(stream)).removeprefix(b"data: "))
+
+        return list(await asyncio.gather(first("key 1"), first("key 2"), first("key 3")))
+
+    one, two, three = (each["slots"] for each in asyncio.run(events()))
+    assert (one[0]["prompt"], one[1], one[2]) == (17, None, {})
+    assert (two[0], two[1], two[2]["prompt"]) == ({}, None, 333)
+    assert three == [{}, None, {}]
+
+
+def test_a_key_is_shown_no_other_tenants_names() -> None:
+    async def shown(key: str) -> Any:
+        weights = "scheduler.tenant_weights={a: 2, b: 3}"
+        llm = AsyncLLM(TINY, [SHARED, "scheduler.fair_tenants=true", weights])
+        async with http(llm, key) as client:
+            return (await client.get("/server_info")).json()["recipe"]["scheduler"]["tenant_weights"]
+
+    assert asyncio.run(shown("one")) == {"a": 2}
+    assert asyncio.run(shown("three")) == {}
+    assert asyncio.run(shown("gate")) == {"a": 2, "b": 3}
