@@ -93,7 +93,8 @@ class Engine:
     With `overlap`, the next step is scheduled while the device runs this one, wherever it does not depend on
     it; a token that a request turns out not to need is then dropped. Answers are the same.
 
-    An `observer` must be there before the first request.
+    An `observer` must be there before the first request. `on_finish` gets each request that `finish` or
+    `abort` has ended: such a one is in no step's `finished`.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Engine:
         self.clock = clock
         self.overlap = overlap
         self.observer = Observer()
+        self.on_finish: Callable[[Request], None] = _ignore
         self._started: Started | None = None
         self._landed: list[Step] = []  # done, and not yet given out
 
@@ -132,6 +134,7 @@ class Engine:
         if request is not None:
             request.finish_s = self.clock()
             self.observer.ended(request_id, reason, request.finish_s)
+            self.on_finish(request)
         return request
 
     def abort(self, request_id: str) -> Request | None:
@@ -185,3 +188,7 @@ class Engine:
         booked = self.scheduler.commit(batch, sampled, end_s)
         self.observer.committed(sampled, end_s)
         return Step(batch, booked.owners, booked.sampled, booked.finished, started.start_s, end_s)
+
+
+def _ignore(request: Request) -> None:
+    """Nobody follows the requests that end."""

@@ -97,6 +97,7 @@ class JobRun:
         self._patient = patient
         self._pending = deque(sorted(jobs, key=lambda job: job.request.arrival_s))
         self._running: dict[str, tuple[_Running, int]] = {}  # by a sample's id: its job, its index there
+        self._finished: deque[Request] = deque()  # that somebody ended in the engine
         self._reading: set[str] = set()  # the ids of those that stop strings may end
         for job in self._pending:  # now, so that no step has to wait for it
             job.request.page_keys = engine.scheduler.page_keys(job.request)
@@ -106,16 +107,22 @@ class JobRun:
                 request.arrival_s += self.origin_s
 
     def answers(self, observe: Callable[[Step], None] | None = None) -> Iterator[JobAnswer | JobRefused]:
-        """Each when it is known. `observe` sees every step; until it returns, the slots stay as the step
-        left them.
+        """Each when it is known, also of a job that somebody else ends in the engine. `observe` sees every
+        step; until it returns, the slots stay as the step left them.
         """
-        while self._pending or self._engine.has_work:
-            yield from self._admit()
-            step = self._step()
-            if step is not None:
-                if observe is not None:
-                    observe(step)
-                yield from self._follow(step)
+        before, self._engine.on_finish = self._engine.on_finish, self._finished.append
+        try:
+            while self._pending or self._engine.has_work or self._finished:
+                yield from self._admit()
+                step = None if self._finished else self._step()
+                if step is not None:
+                    if observe is not None:
+                        observe(step)
+                    yield from self._follow(step)
+                while self._finished:
+                    yield from self._end(self._finished.popleft())
+        finally:
+            self._engine.on_finish = before
 
     def abort(self) -> None:
         """End all that still runs."""
@@ -163,8 +170,7 @@ class JobRun:
         if self._reading:
             yield from self._read_along(step)
         for request in step.finished:
-            if request.id in self._running:
-                yield from self._end(request)
+            yield from self._end(request)
 
     def _read_along(self, step: Step) -> Iterator[JobAnswer]:
         """Read the new tokens of those with stop strings, and end the requests whose text has come to one."""
@@ -185,7 +191,9 @@ class JobRun:
             yield from running.take(deltas)
 
     def _end(self, request: Request) -> Iterator[JobAnswer]:
-        """The answers that are whole now that a sample ended."""
+        """The answers that are whole now that a sample ended, unless it ended before, by its text."""
+        if request.id not in self._running:
+            return
         (running, index), reason = self._running.pop(request.id), request.finish_reason
         assert reason is not None, f"{request.id} has not ended"
         self._reading.discard(request.id)

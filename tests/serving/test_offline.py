@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -162,6 +164,44 @@ def test_what_ended_an_answer_may_be_a_part_of_its_text(
     ends_by_token = stop != "two?"
     assert record["token_ids"] == (answer if ends_by_token else answer[:-1])
     assert record["text"] == "one two?" + ("<|im_end|>" if ends_by_token and not skip else "")
+
+
+ABORTED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stop": {"stop": "zzz"},
+    "n": {"n": 2, "temperature": 1},
+    "best_of": {"n": 2, "best_of": 3, "temperature": 1},
+    "beams": {"beam_width": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_step"),
+    [*itertools.product(("plain", "stop", "n", "best_of"), (1, 2, 4)), ("beams", 1)],
+)
+def test_a_job_that_somebody_aborts_has_its_record(texts: dict[str, Text], kind: str, at_step: int) -> None:
+    """At step 1 the long one has a part of its prompt, and the last one waits for a slot."""
+    text = texts["byte_level"]
+    engine, clock = make_engine(defaultdict(lambda: [9] * 40))
+    names = ["long", "a", "b", "c", "last", "other"]
+    lines = [line("long", max_tokens=8, prompt_token_ids=[5] * 20, **ABORTED[kind])]
+    lines += [line(name, max_tokens=8) for name in names[1:]]
+    steps: list[Step] = []
+
+    def observe(step: Step) -> None:
+        steps.append(step)
+        if len(steps) == at_step:
+            for name in ("long", "last", "nobody", "last"):
+                engine.abort(name)
+
+    jobs = read_jobs(map(json.dumps, lines), text)
+    records = list(run_jobs(engine, text, jobs, observe=observe, sleep=clock.sleep))
+    assert {each["id"] for each in records} == set(names)
+    reasons = {each["id"]: each["finish_reason"] for each in records if not each.get("index")}
+    assert reasons["last"] == "abort"
+    assert reasons["long"] == "abort"
+    assert {reasons[name] for name in ("a", "b", "c", "other")} == {"length"}
+    assert not engine.has_work
 
 
 def test_control_tokens_are_shown_if_wanted(texts: dict[str, Text]) -> None:
