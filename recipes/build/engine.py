@@ -41,6 +41,7 @@ class BuiltEngine:
     config: DecoderConfig
     memory: MemoryPlan  # as it was planned; a resize changes the engine's pools alone
     device_name: str
+    largest_step_s: float  # as measured before serving
 
 
 def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltEngine:
@@ -84,14 +85,14 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
-    memory = _measure(recipe, config, memory, engine, runner, machine)
+    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine)
     machine.settle(runner)
     _log(recipe, config, memory, ops, attention)
     if recipe.scheduler.record is not None:
         limits = replace(limits, num_pages=memory.num_pages)
         facts = facts_of(recipe.scheduler, recipe.cache, limits)
         engine.observer = Recorder(recipe.scheduler.record, facts)
-    return BuiltEngine(engine, runner, config, memory, machine.name)
+    return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s)
 
 
 def _measure(
@@ -101,8 +102,9 @@ def _measure(
     engine: Engine,
     runner: ModelRunner,
     machine: Machine,
-) -> MemoryPlan:
-    """Capture graphs, run the largest step, and plan again if they take more memory than was estimated.
+) -> tuple[MemoryPlan, float]:
+    """Capture graphs, run the largest step, and plan again if they take more memory than was estimated; how
+    long that step took, in seconds, besides.
 
     A smaller figure does not change the plan: an earlier engine of this process may have left memory that is
     used again and does not show.
@@ -110,14 +112,16 @@ def _measure(
     budget = engine.scheduler.max_batch_tokens
     warm_up(runner, budget)
     captured = capture(runner, recipe.device.graphs) if recipe.device.graphs else 0
+    start_s = time.perf_counter()
     measured = largest_step_bytes(runner, budget)
+    step_s = time.perf_counter() - start_s
     if measured is None or measured + captured <= estimated.activation_bytes:
-        return estimated
+        return estimated, step_s
     memory = plan_memory(recipe, config, machine.memory_bytes(), measured + captured)
     if memory.num_pages != estimated.num_pages:
         engine.resize(memory.num_pages)
         warm_up(runner, budget)
-    return memory
+    return memory, step_s
 
 
 def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:

@@ -46,9 +46,10 @@ class ServerSection:
         least=0,
         most=_DAY_S,
     )
-    step_timeout_s: float = key(
-        "an engine that does not answer for this long is ended and started again",
-        default=60.0,
+    step_timeout_s: float | None = key(
+        "an engine that does not answer for this long is ended and started again; null: 5 times the longest"
+        " silence so far (that of 5 minutes ago counts half), at least 5 s, and 20 s on an accelerator",
+        default=None,
         least=1,
         most=_DAY_S,
     )

@@ -31,6 +31,7 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _EVERY_S = 0.25
+_LATE_S = 2.0  # after which an engine that does not answer is shown as such
 _MOST_CELLS = 4096  # of the map of pages; of more pages, a cell stands for several
 FREE, CACHED, HELD, SHARED = range(4)
 
@@ -84,7 +85,9 @@ class LivePage:
         """What all viewers may see, and what is in each slot."""
         llm = self._llm
         try:
-            view = await llm.look()
+            view = await asyncio.wait_for(llm.look(), _LATE_S)
+        except asyncio.TimeoutError:
+            return {"state": llm.engine.status, "reason": f"silent for {llm.engine.silent_s:.0f} s"}, []
         except Unavailable as failure:
             return {"state": llm.state, "reason": str(failure)}, []
         beat, facts = llm.stats.last_beat, llm.facts

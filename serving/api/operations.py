@@ -32,10 +32,15 @@ def router(llm: AsyncLLM, model: str) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        """200 while the engine runs, starts for the first time, or ends on purpose; else 503."""
-        bad = llm.state in ("lost", "dead")
-        state = {"status": llm.state} | ({"reason": llm.engine.trouble} if bad else {})
-        return JSONResponse(state, 503 if bad else 200)
+        """200 while the engine runs, starts for the first time, or ends on purpose; else 503.
+
+        `slow`: it should have ended its step by now. It may: so only the body warns, until it is ended.
+        """
+        engine = llm.engine
+        if llm.state in ("lost", "dead"):
+            return JSONResponse({"status": llm.state, "reason": engine.trouble}, 503)
+        times = {"silent_s": round(engine.silent_s, 3), "limit_s": round(engine.silence.limit_s, 3)}
+        return JSONResponse({"status": engine.status} | times)
 
     @routes.get("/ready")
     async def ready() -> Response:

@@ -60,6 +60,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     prefix_sharing: bool
     max_shared_tokens: int | None  # of a prompt; longer prompts share no pages
+    expected_step_s: float  # a step may well take so long
 
 
 class Ready(Message):

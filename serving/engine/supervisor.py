@@ -22,6 +22,7 @@ from serving.engine.messages import (
     encode,
 )
 from serving.engine.process import EngineLost, EngineProcess
+from serving.engine.silence import HUNG, Silence
 from serving.failures import Unavailable
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Supervisor:
         self._has_worked = False  # this engine has made a step
         self._lives = itertools.count(1)
         self._life: asyncio.Task[None] | None = None
-        self._heard_s = 0.0  # when the engine's last message came
+        self.silence = Silence(time.monotonic(), limits.start_timeout_s)  # of the engine, or the next one
         self._changed = asyncio.Event()
 
     def start(self) -> None:
@@ -88,6 +89,17 @@ class Supervisor:
     def pid(self) -> int | None:
         """Of the engine's process, if there is one."""
         return None if self._engine is None else self._engine.pid
+
+    @property
+    def silent_s(self) -> float:
+        """How long the engine has sent nothing."""
+        return time.monotonic() - self.silence.heard_s
+
+    @property
+    def status(self) -> str:
+        """The state, or `slow` where the engine should have ended a step or sent a beat by now."""
+        is_slow = self.state == "ready" and self.silent_s > self.silence.slow_s
+        return "slow" if is_slow else self.state
 
     @property
     def why_not(self) -> str:
@@ -157,7 +169,7 @@ class Supervisor:
 
     async def _attend(self, engine: EngineProcess, born_s: float) -> None:
         """Let a process serve, and pass on what it sends; raises EngineLost at its end."""
-        self._heard_s = time.monotonic()
+        self.silence = Silence(time.monotonic(), self._limits.start_timeout_s)
         engine.wake()
         works = (self._listen(engine, born_s), engine.ended(), self._watch())
         tasks = [asyncio.ensure_future(each) for each in works]
@@ -173,16 +185,18 @@ class Supervisor:
     async def _listen(self, engine: EngineProcess, born_s: float) -> None:
         while True:
             message = decode_from_engine(await engine.socket.recv())
-            self._heard_s = time.monotonic()
+            self.silence.hear(time.monotonic())
             if isinstance(message, Ready):
                 engine.hide()
-                self._begin(message, self._heard_s - born_s)
+                self._begin(message, self.silence.heard_s - born_s)
             elif isinstance(message, Stepped) and message.times.num_spans > 0:
                 self._has_worked = True
             self._hear(message)
 
     def _begin(self, message: Ready, start_s: float) -> None:
         self.facts, self.start_s = message.facts, start_s
+        expected_s = message.facts.expected_step_s
+        self.silence = Silence(self.silence.heard_s, self._limits.step_timeout_s, expected_s)
         log.info("ready after %.1f s, process %s", start_s, self.pid)
         if self.state in ("starting", "lost"):
             self.become("ready")
@@ -192,11 +206,14 @@ class Supervisor:
         num_silent = 0  # checks in a row; between two of them, messages that waited for us can be read
         while num_silent < 2:
             await asyncio.sleep(_CHECKS_S)
-            silent_s = time.monotonic() - self._heard_s
-            key = "start_timeout_s" if self.facts is None else "step_timeout_s"
-            limit_s: float = getattr(self._limits, key)
-            num_silent = num_silent + 1 if silent_s > limit_s else 0
-        raise EngineLost(f"the engine has sent nothing for {silent_s:.1f} s (server.{key} is {limit_s:g})")
+            num_silent = num_silent + 1 if self.silent_s > self.silence.limit_s else 0
+        key = "start_timeout_s" if self.facts is None else "step_timeout_s"
+        fixed_s, limit_s = self.silence.fixed_s, self.silence.limit_s
+        why = f"{HUNG} times the longest silence to be expected; server.{key} can fix it"
+        raise EngineLost(
+            f"the engine has sent nothing for {self.silent_s:.1f} s; it may be silent for {limit_s:.3g} s"
+            f" ({f'server.{key}' if fixed_s else why})"
+        )
 
     async def _next(self) -> EngineProcess:
         """The spare process, if it is there, or another.

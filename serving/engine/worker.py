@@ -41,6 +41,7 @@ from serving.engine.messages import (
     decode_to_engine,
     encode,
 )
+from serving.engine.silence import COMPILER_S, SHORTEST_S
 
 BEAT_S = 0.25  # between beats
 _IDLE_MS = 1  # between checks of a queue that waits for a fuller batch
@@ -271,6 +272,7 @@ def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
     """What the server needs to know of an engine."""
     engine, config, memory = built.engine, built.config, built.memory
     scheduler = engine.scheduler
+    shortest_s = SHORTEST_S if built.runner.attention.device.type == "cpu" else COMPILER_S
     return EngineFacts(
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
@@ -285,4 +287,5 @@ def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
         max_batch_tokens=scheduler.max_batch_tokens,
         prefix_sharing=prefix_sharing,
         max_shared_tokens=config.max_shared_positions,
+        expected_step_s=max(shortest_s, built.largest_step_s),
     )

@@ -130,6 +130,12 @@ ENGINE = (
     Metric("engine_up", "gauge", "1 while an engine can serve", lambda t: t.facts is not None),
     Metric("engine_step_age_seconds", "gauge", "Since the last sign of life", lambda t: t.silent_s),
     Metric(
+        "engine_step_age_limit_seconds",
+        "gauge",
+        "An engine without a sign of life for longer is ended",
+        lambda t: t.silence_limit_s(),
+    ),
+    Metric(
         "engine_restarts_total", "counter", "Engines after the first", lambda t: max(0, t.num_engines - 1)
     ),
     Metric("engine_start_seconds", "gauge", "How long the last start took", lambda t: t.start_s),

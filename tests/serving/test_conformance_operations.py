@@ -32,7 +32,7 @@ def test_health_and_readiness(http: httpx.Client) -> None:
     for path in ("/health", "/ready"):
         response = http.get(path)
         assert response.status_code == 200
-        assert response.json() == {"status": "ready"}
+        assert response.json()["status"] in ("ready", "slow")
 
 
 def test_the_model_is_listed(client: openai.OpenAI) -> None:

@@ -11,7 +11,7 @@ from serving.engine.messages import EngineFacts, Ready, encode
 from serving.engine.process import EngineLost, EngineProcess
 from serving.engine.supervisor import Supervisor
 
-FACTS = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None)
+FACTS = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0)
 
 
 class Short:
