@@ -98,7 +98,7 @@ async def lose(served: Served, number: signal.Signals, within_s: float) -> None:
             assert health.status == 503
         refused = await ask(session, served.url, prompt="1+1=")
         assert (refused.status, "started anew" in str(refused.error)) == (503, True)
-    served.call(served.llm.ready(), 60)
+    served.call(served.llm.ready(), 180)
 
 
 COUNTS = [1, pytest.param(20, marks=pytest.mark.slow)]
@@ -133,7 +133,7 @@ def test_a_spare_that_still_imports_serves_next(served: Served) -> None:
         os.kill(engine.pid, signal.SIGKILL)
         while engine.state == "ready":
             time.sleep(0.01)
-        served.call(served.llm.ready(), 60)
+        served.call(served.llm.ready(), 180)
         assert engine.pid == spare
 
 
@@ -215,7 +215,7 @@ def test_a_step_that_raises_ends_the_engine(served: Served) -> None:
         async with aiohttp.ClientSession() as session:
             told = await ask(session, served.url, prompt=[300, ONCE, 301])
             assert (told.status, "ended with status 1" in str(told.error)) == (503, True)
-            await asyncio.to_thread(served.call, served.llm.ready(), 60)
+            await asyncio.to_thread(served.call, served.llm.ready(), 180)
             assert (await ask(session, served.url, prompt=[300, ONCE, 301])).is_whole
 
     with served.five_checks(survives=False):
@@ -238,7 +238,7 @@ def test_an_engine_that_always_fails_is_started_ever_more_rarely(
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             for _ in range(3):
-                await asyncio.to_thread(served.call, served.llm.ready(), 60)
+                await asyncio.to_thread(served.call, served.llm.ready(), 180)
                 assert (await ask(session, served.url, prompt=[300, ALWAYS, 301])).status == 503
 
     with served.five_checks(survives=False, neighbours=0):
