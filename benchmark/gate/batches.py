@@ -8,11 +8,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmark.gate.clocks import DRIFT, MOST_OFF, READ_S
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, finite, first
 from benchmark.gate.summary import SLACK
 
 LEAST_BATCHES = 10
 ROUNDING_S = 2e-6  # of latencies given in microseconds
+ROUNDING_MS = 0.15  # of latencies given in tenths of milliseconds
+COUNTED = ("completed", "prompt_tokens", "output_tokens")
 
 
 def batches_of(figures: Figures) -> NDArray[np.float64]:
@@ -44,7 +47,7 @@ def recount(figures: Figures) -> str | None:
         raise NotCheckable("neither a mean, a percentile nor a duration is given")
     wrongs = []
     for name, value in stated.items():
-        slack = SLACK / 2 * expected[name] + ROUNDING_S
+        slack = 1e-3 * expected[name] + ROUNDING_S
         wrongs.append(differs(name, value, "that of the latencies", expected[name], slack))
     return first(wrongs)
 
@@ -59,17 +62,70 @@ def whole_batches(figures: Figures) -> str | None:
     return first(
         [
             differs("completed", completed, "batches x batch_size", size * len(found_s), 0),
+            differs("requests", figures.number("requests"), "batches x batch_size", size * len(found_s), 0),
             differs("output_tokens", stated, "completed x output_len", completed * length, 0),
             exceeds("TPOT x (output_len - 1), in ms,", tokens_ms, "a batch", batch_ms, SLACK / 2 * batch_ms),
         ]
     )
 
 
-LAWS = tuple(
-    Law(name, statement, check, "latencies")
-    for name, statement, check in (
-        ("batches", f"at least {LEAST_BATCHES} batches", enough),
-        ("recount, batches", "mean, percentiles and duration are those of the batches", recount),
-        ("whole batches", "all requests of all batches have their tokens, in their time", whole_batches),
-    )
+def one_by_one(figures: Figures) -> str | None:
+    """Each batch had its requests, tokens and steps, and took as long as its parts, by two clocks."""
+    names = ("latency_s", "first_step_s", "wall_s", "ttft_ms", "e2e_ms", "steps", "mean_batch", *COUNTED)
+    found = {name: figures.column(name, "batches") for name in names}
+    latency_s, first_s, count = found["latency_s"], found["first_step_s"], len(found["latency_s"])
+    size, length = figures.number("batch_size"), figures.number("output_len")
+    expected = {"completed": size, "prompt_tokens": size * figures.number("input_len")}
+    expected["output_tokens"] = size * length
+    wrongs = [
+        differs(f"{name} of a batch", float(value), "what each was asked for", expected[name], 0)
+        for name in COUNTED
+        for value in found[name]
+        if value != expected[name]
+    ][:1]
+    if not np.array_equal(latency_s, batches_of(figures)):
+        wrongs.append("latencies are not those of the batches, in their order")
+    off_s = np.abs(latency_s - first_s - found["wall_s"])
+    allowed_s = READ_S + DRIFT * latency_s
+    if (off_s > allowed_s).mean() > MOST_OFF:
+        at = int(np.argmax(off_s - allowed_s))
+        by_wall_s = float(first_s[at] + found["wall_s"][at])
+        what, slack_s = f"latency_s of batch {at + 1}", float(allowed_s[at])
+        wrongs.append(differs(what, float(latency_s[at]), "first_step_s + wall_s", by_wall_s, slack_s))
+    for name, below, above in (
+        ("first_step_s before ttft_ms", 1e3 * first_s, found["ttft_ms"]),
+        ("e2e_ms", found["e2e_ms"], 1e3 * latency_s),
+        ("output_len", np.full(count, length), found["steps"]),
+        ("output_tokens", found["output_tokens"], found["steps"] * (found["mean_batch"] + 0.006)),
+        ("mean_batch", found["mean_batch"], np.full(count, size)),
+    ):
+        if (wrong := np.flatnonzero(below > above + ROUNDING_MS)).size:
+            at = int(wrong[0])
+            what = f"{name} of batch {at + 1}"
+            wrongs.append(exceeds(what, float(below[at]), "its bound", float(above[at]), ROUNDING_MS))
+    if length > 1:
+        tpot_ms = figures.column("tpot_ms", "batches")
+        sums_ms = found["ttft_ms"] + tpot_ms * (length - 1)
+        slack_ms = 1e-3 * length + 1e-3 * found["e2e_ms"]
+        if (wrong := np.flatnonzero(np.abs(sums_ms - found["e2e_ms"]) > slack_ms)).size:
+            at = int(wrong[0])
+            what, slack = f"TTFT + TPOT x gaps of batch {at + 1}", float(slack_ms[at])
+            wrongs.append(differs(what, float(sums_ms[at]), "e2e_ms", float(found["e2e_ms"][at]), slack))
+        stated = figures.given("tpot_ms.mean")
+        if stated is not None:
+            mean_ms = float(tpot_ms.mean())
+            wrongs.append(differs("tpot_ms.mean", stated, "that of the batches", mean_ms, 0.002))
+    return first(wrongs)
+
+
+LAWS = (
+    *tuple(
+        Law(name, statement, check, "latencies")
+        for name, statement, check in (
+            ("batches", f"at least {LEAST_BATCHES} batches", enough),
+            ("recount, batches", "mean, percentiles and duration are those of the batches", recount),
+            ("whole batches", "all requests of all batches have their tokens, in their time", whole_batches),
+        )
+    ),
+    Law("each batch", "its steps and tokens, and its time by two clocks", one_by_one, "batches"),
 )

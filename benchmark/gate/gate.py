@@ -6,7 +6,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.gate import batches, claims, names, records, served, summary
+from benchmark.gate import (
+    batches,
+    claims,
+    clocks,
+    facts,
+    machine,
+    micro,
+    names,
+    readings,
+    records,
+    runs,
+    served,
+    summary,
+    table,
+)
 from benchmark.gate.law import Fields, Law, Outcome, Ruling, rule
 from benchmark.gate.names import under_ours
 
@@ -17,7 +31,11 @@ LAWS: tuple[Law, ...] = (
     *batches.LAWS,
     *names.LAWS,
     *claims.LAWS,
+    *table.LAWS,
+    *readings.LAWS,
+    *runs.LAWS,
 )
+ANYWHERE: tuple[Law, ...] = (*clocks.LAWS, *machine.LAWS, *facts.LAWS)  # of every verb's results
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +62,26 @@ class Verdict:
         }
 
 
-def audit(fields: Fields, laws: Iterable[Law] = LAWS) -> Verdict:
+def laws_for(fields: Fields) -> tuple[Law, ...]:
+    """The laws of what was measured: small benchmarks have figures, and laws, of their own."""
+    return (*micro.LAWS.get(str(fields.get("benchmark")), LAWS), *ANYWHERE)
+
+
+def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
     """Check a result against the laws, under our names or vllm's. Raises ValueError if a figure cannot be
     read, or if there is no figure that a law could check."""
-    fields = under_ours(fields)
-    met = [law for law in laws if not law.about or fields.get(law.about) is not None]
-    verdict = Verdict([rule(law, fields) for law in met])
+    laws = laws_for(fields) if laws is None else laws
+    known = under_ours(fields)
+    met = [law for law in laws if not law.about or known.get(law.about) is not None]
+    verdict = Verdict([rule(law, known, fields) for law in met])
     if len(verdict.of("not checkable")) == len(verdict.rulings):
         raise ValueError("no law can be checked: the result has no figure that is known by its name")
     return verdict
 
 
 def with_verdict(result: dict[str, object]) -> dict[str, object]:
-    """The result with what the gate says of it, and its records last."""
-    kept = result.pop("records", None)
-    verdict = audit(result if kept is None else {**result, "records": kept}).describe()
-    return {**result, "verdict": verdict, **({} if kept is None else {"records": kept})}
+    """The result with its facts' digests, with what the gate says of it, and its records last."""
+    whole = {**result, "facts": facts.digests(result)}
+    kept = whole.pop("records", None)
+    verdict = audit(whole if kept is None else {**whole, "records": kept}).describe()
+    return {**whole, "verdict": verdict, **({} if kept is None else {"records": kept})}

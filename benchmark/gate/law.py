@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 Outcome = Literal["pass", "refused", "not checkable"]
 Fields = Mapping[str, Any]
 
@@ -22,8 +25,9 @@ class NotCheckable(Exception):
 class Figures:
     """The figures of one result; a dotted name reaches into it, as in `ttft_ms.p50`."""
 
-    def __init__(self, fields: Fields) -> None:
+    def __init__(self, fields: Fields, stated: Fields | None = None) -> None:
         self.fields = fields
+        self.stated = fields if stated is None else stated  # as the file has them, under its own names
         self.used: dict[str, float] = {}
 
     def number(self, name: str) -> float:
@@ -68,6 +72,19 @@ class Figures:
             raise ValueError("records must be a list of objects, one for each request")
         return kept
 
+    def column(self, name: str, series: str = "metrics") -> NDArray[np.float64]:
+        """One column of the readings; raises NotCheckable if it is absent, or has gaps."""
+        columns, rows = self.raw(f"{series}.columns"), self.raw(f"{series}.readings")
+        if not isinstance(columns, list) or not isinstance(rows, list) or name not in columns or not rows:
+            raise NotCheckable(f"{series} has no readings of {name}")
+        at = columns.index(name)
+        if not all(isinstance(row, list) and len(row) == len(columns) for row in rows):
+            raise ValueError(f"{series}.readings must be lists of {len(columns)} numbers, as its columns")
+        if any(row[at] is None for row in rows):
+            raise NotCheckable(f"{series} has readings without {name}")
+        self.used[f"last {name}"] = finite(name, rows[-1][at])
+        return np.array([finite(f"{name} of a reading", row[at]) for row in rows])
+
 
 def finite(name: str, value: Any) -> float:
     """A number; raises ValueError for anything else."""
@@ -102,9 +119,10 @@ class Ruling:
     used: dict[str, float] = field(default_factory=dict)
 
 
-def rule(law: Law, fields: Fields) -> Ruling:
-    """Check one result against one law; raises ValueError for a figure that cannot be read."""
-    figures = Figures(fields)
+def rule(law: Law, fields: Fields, stated: Fields | None = None) -> Ruling:
+    """Check one result against one law; `stated` is the result before other names were added. Raises
+    ValueError for a figure that cannot be read."""
+    figures = Figures(fields, stated)
     try:
         wrong = law.check(figures)
     except NotCheckable as reason:
@@ -117,7 +135,7 @@ def exceeds(what: str, value: float, bound: str, most: float, slack: float) -> s
     if value <= most + slack:
         return None
     times = f", {value / most:.3g} times" if most > 0 else ""
-    return f"{what} is {value:.6g}, above {bound}, {most:.6g}{times}"
+    return f"{what} is {value:.6g}, above {bound}, {most:.6g}{times}{_tolerance(slack)}"
 
 
 def differs(what: str, value: float, other: str, expected: float, slack: float) -> str | None:
@@ -125,7 +143,11 @@ def differs(what: str, value: float, other: str, expected: float, slack: float) 
     if abs(value - expected) <= slack:
         return None
     times = f", {value / expected:.3g} times" if expected > 0 else ""
-    return f"{what} is {value:.6g}, but {other} is {expected:.6g}{times}"
+    return f"{what} is {value:.6g}, but {other} is {expected:.6g}{times}{_tolerance(slack)}"
+
+
+def _tolerance(slack: float) -> str:
+    return f" (tolerance {slack:.3g})" if slack else ""
 
 
 def first(wrongs: Sequence[str | None]) -> str | None:

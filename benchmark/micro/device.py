@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from attention.reference import Attention
+from benchmark.gate.gate import with_verdict
 from benchmark.micro import cuda_candidates as candidates
 from benchmark.micro.device_table import print_table
 from benchmark.micro.kv import seconds
 from benchmark.micro.step_loads import StepLoad, cached_bytes, operations, pair, read_bytes
 from benchmark.options import add_json, add_recipe, at_least, show
+from benchmark.run_clock import RunClock
 from continuous_batching.batch import Batch
 from models.dtypes import TORCH_DTYPES
 from models.runner import ModelRunner
@@ -246,5 +248,6 @@ def main(options: argparse.Namespace) -> None:
     if unknown := set(others) - set(candidates.NAMES):
         known = ", ".join(candidates.NAMES)
         raise ValueError(f"--candidates: {', '.join(sorted(unknown))} is not known; choose of {known}")
+    clock = RunClock()
     result = run(options.recipe, options.overrides, alone, mixed, options.repeats, others)
-    show(result, options, print_table)
+    show(with_verdict({"benchmark": "device", "clock": clock.read(), **result}), options, print_table)

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.gate.gate import with_verdict
 from benchmark.micro import queues
 from benchmark.options import add_json, at_least, numbers, show
+from benchmark.run_clock import RunClock
 from continuous_batching.batch import Sampled
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
@@ -65,7 +67,7 @@ def step_us(scheduler: Scheduler) -> float:
     return 1e6 * (time.perf_counter() - computed + scheduled - start)
 
 
-def measure(num_slots: int, page_size: int, chunk_tokens: int, num_steps: int) -> dict[str, float]:
+def measure(num_slots: int, page_size: int, chunk_tokens: int, num_steps: int) -> dict[str, Any]:
     """Percentiles over the steps, of decode alone (`chunk_tokens` 0) or with a chunk of a new prompt."""
     random = np.random.default_rng(1)
     scheduler = full_scheduler(num_slots, page_size, num_steps, chunk_tokens)
@@ -77,7 +79,8 @@ def measure(num_slots: int, page_size: int, chunk_tokens: int, num_steps: int) -
             scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
         times_us.append(step_us(scheduler))
     p50, p99 = np.percentile(times_us, [50, 99])
-    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+    times_us = [round(each, 1) for each in times_us]
+    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1), "times_us": times_us}
 
 
 def run(
@@ -121,10 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
+    described, clock = {"benchmark": "host", "machine": versions.describe()}, RunClock()
     if options.waiting is None:
         rows = run(options.slots, options.page_sizes, options.chunk, options.steps)
-        show({"machine": versions.describe(), "host": rows}, options, print_table)
+        show(with_verdict({**described, "clock": clock.read(), "host": rows}), options, print_table)
         return
-    waited = {each: list(queues.run(each, options.waiting, options.steps)) for each in options.slots}
-    result = {"machine": versions.describe(), "waiting": options.waiting, "slots": waited}
+    waited = {str(each): list(queues.run(each, options.waiting, options.steps)) for each in options.slots}
+    timed = {"clock": clock.read(), "waiting": options.waiting, "slots": waited}
+    result = with_verdict({**described, **timed})
     show(result, options, lambda each: queues.print_table(each["slots"], options.waiting))

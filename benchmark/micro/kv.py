@@ -9,7 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from benchmark.gate.gate import with_verdict
 from benchmark.options import add_json, at_least, numbers, show
+from benchmark.run_clock import RunClock
 from continuous_batching.batch import Sampled
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
@@ -190,5 +192,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
+    clock = RunClock()
     pages = run(options.page_sizes, options.repeats, options.requests)
-    show({"machine": versions.describe(), **pages}, options, print_table)
+    described = {"benchmark": "kv", "machine": versions.describe(), "clock": clock.read()}
+    show(with_verdict({**described, **pages}), options, print_table)

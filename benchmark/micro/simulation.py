@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.gate.gate import with_verdict
 from benchmark.options import add_json, at_least, show
+from benchmark.run_clock import RunClock
 from benchmark.simulate.placement import Placement, place
 from benchmark.workloads.lengths import Draw, lengths
 from continuous_batching.request import Request, SamplingParams
@@ -89,13 +91,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     """Measure the three."""
+    clock = RunClock()
     slots = f"scheduler.num_slots={options.slots}"
     planned = place(read(RECIPE, ["model.dtype=float16", slots], None).recipe, DEVICE, NUM_DEVICES)
     asked = options.requests, options.rate, options.prompt_tokens, options.output_tokens
     runs = {"decode": measure(planned, decodes(options.slots), sharing=False)}
     for name, sharing in (("trace", False), ("trace, sharing", True)):
         runs[name] = measure(planned, drawn(*asked, planned.config.vocab_size), sharing=sharing)
-    show({"machine": versions.describe(), "simulation": runs}, options, print_table)
+    described = {"benchmark": "simulation", "machine": versions.describe(), "clock": clock.read()}
+    show(with_verdict({**described, "simulation": runs}), options, print_table)
 
 
 @lru_cache(maxsize=4096)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from benchmark.offline.timeline import StepRecord, Timeline
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
-from models.config import DecoderConfig
+from recipes.build.engine import BuiltEngine
+from recipes.schema.recipe import Recipe
 from simulation.device_profile import named
 from simulation.run_totals import rounded
 
@@ -32,21 +35,43 @@ def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, du
     return {
         "offered_per_s": rounded((len(requests) - 1) / spread_s, 4) if spread_s > 0 else None,
         "slots": engine.slots.num_slots,
+        "num_pages": engine.scheduler.pool.num_pages - 1,
+        "counters": {"before": asdict(timeline.before), "after": asdict(engine.scheduler.counters)},
         "max_tokens_per_step": 1,
         "least_output_tokens": min(lens, default=None),
         "most_output_tokens": max(lens, default=None),
+        **(_asked(requests) if plain else {}),
         **(means_over_time(steps, arrivals_s, duration_s) if plain and in_steps else {}),
         **({"records": records(requests, timeline.token_times_s)} if plain else {}),
     }
 
 
-def hardware(config: DecoderConfig, machine: Mapping[str, object], *, on_host: bool) -> Result:
-    """What a step reads, and from which memory; the profile is None for a device that has none."""
+def _asked(requests: Sequence[Request]) -> Result:
+    """How answers ended, and how many tokens they might have had, of requests whose records are kept."""
+    ended_by = Counter(sorted(str(each.finish_reason) for each in requests))
+    asked = sum(each.params.max_tokens for each in requests)
+    return {"ended_by": dict(ended_by), "asked_output_tokens": asked}
+
+
+def hardware(built: BuiltEngine, recipe: Recipe, machine: Mapping[str, object]) -> Result:
+    """What computed, what a step reads, and from which memory; the profile is None for a device that has
+    none."""
+    attention, on_host = type(built.runner.attention), recipe.device.kind == "cpu"
     return {
+        "computed_on": {
+            "kind": recipe.device.kind,
+            "count": 1,
+            "virtual": recipe.device.virtual,
+            "attention": f"{attention.__module__}.{attention.__qualname__}",
+            "memory_gib": round(built.memory.memory_bytes / 2**30, 3),
+        },
         "device_profile": named(str(machine["cpu" if on_host else "device"])),
         "num_devices": 1,
-        "weight_bytes_per_step": config.step_weight_bytes,
-        "kv_bytes_per_token": config.growing_kv_bytes_per_token,
+        "weight_bytes_per_step": built.config.step_weight_bytes,
+        "kv_bytes_per_token": built.config.growing_kv_bytes_per_token,
+        "page_size": recipe.cache.page_size,
+        "page_bytes": built.memory.page_bytes,
+        "settings": recipe.described(),
     }
 
 

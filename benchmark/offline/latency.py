@@ -7,6 +7,7 @@ the last has ended, in seconds.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,8 +15,10 @@ from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.offline.accounts import hardware
 from benchmark.offline.throughput import jobs
-from benchmark.offline.timeline import summarise
+from benchmark.offline.timeline import Timeline, summarise
 from benchmark.options import add_json, add_recipe, at_least, show
+from benchmark.run_clock import RunClock
+from continuous_batching.request import Request
 from recipes.build import versions
 from recipes.build.engine import build
 from recipes.schema.reader import read
@@ -41,7 +44,8 @@ def main(options: argparse.Namespace) -> None:
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     built = build(recipe)
     engine = built.engine
-    runs = []
+    runs: list[dict] = []
+    clock = RunClock()
     for number in range(options.num_iters_warmup + options.num_iters):
         size = (options.batch_size, options.input_len, options.output_len)
         batch = jobs(built, *size, options.seed)
@@ -50,9 +54,11 @@ def main(options: argparse.Namespace) -> None:
         if refused:
             raise ValueError(f"{options.recipe} cannot serve such a batch: {refused[0]}")
         offline.forget_prefixes(engine)
+        if number == options.num_iters_warmup - 1:
+            clock = RunClock()
         if number >= options.num_iters_warmup:
             requests = [job.request for job in batch if isinstance(job, Job)]
-            runs.append(summarise(engine, requests, timeline))
+            runs.append(summarise(engine, requests, timeline) | by_the_wall(requests, timeline))
     where = versions.describe(built.device_name)
     result: dict[str, object] = {
         "recipe": options.recipe,
@@ -62,12 +68,40 @@ def main(options: argparse.Namespace) -> None:
         "input_len": options.input_len,
         "output_len": options.output_len,
         **figures(runs),
+        "clock": clock.read(),
+        "batches": batches(runs),
         "warm_up_runs": options.num_iters_warmup,
         "warm_up_counted": 0,
         "max_tokens_per_step": 1,
-        **hardware(built.config, where, on_host=recipe.device.kind == "cpu"),
+        **hardware(built, recipe, where),
     }
     show(with_verdict(result), options, offline.print_table)
+
+
+COLUMNS = (  # of one batch
+    *("latency_s", "first_step_s", "wall_s", "ttft_ms", "tpot_ms", "e2e_ms"),
+    *("steps", "mean_batch", "prompt_tokens", "output_tokens", "completed"),
+)
+
+
+def by_the_wall(requests: Sequence[Request], timeline: Timeline) -> dict[str, float]:
+    """From the arrival to the end of the first step, and from there to that of the last on another clock."""
+    first, last = timeline.steps[0], timeline.steps[-1]
+    arrival_s = min(request.arrival_s for request in requests)
+    return {
+        "first_step_s": round(first.end_s - arrival_s, 6),
+        "wall_s": round(last.wall_s - first.wall_s, 6),
+    }
+
+
+def batches(runs: list[dict]) -> dict[str, object]:
+    """One reading for each batch, which the figures of all of them are held to."""
+
+    def cell(run: dict, name: str) -> object:
+        found = run["duration_s"] if name == "latency_s" else run[name]
+        return found.get("mean") if isinstance(found, dict) else found
+
+    return {"columns": list(COLUMNS), "readings": [[cell(run, name) for name in COLUMNS] for run in runs]}
 
 
 def figures(runs: list[dict]) -> dict[str, object]:

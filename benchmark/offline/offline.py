@@ -13,6 +13,7 @@ from benchmark.gate.gate import with_verdict
 from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
 from benchmark.options import add_json, add_recipe, at_least, show
+from benchmark.run_clock import RunClock
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
 from recipes.build import versions
@@ -89,7 +90,9 @@ def measure(
     results: list[tuple[dict[str, object], Timeline, float]] = []
     for number in range(1 + num_runs):
         jobs = load(built)
+        clock = RunClock()
         timeline, records = serve(engine, text, jobs)
+        passed = clock.read()
         refused = [record["error"] for record in records if "error" in record]
         if refused:
             raise ValueError(
@@ -101,7 +104,7 @@ def measure(
             requests = [job.request for job in jobs if isinstance(job, Job)]
             figures = summarise(engine, requests, timeline)
             duration_s = float(str(figures["duration_s"]))
-            figures |= accounts(engine, requests, timeline, duration_s)
+            figures |= {"clock": passed, **accounts(engine, requests, timeline, duration_s)}
             results.append((figures, timeline, min(request.arrival_s for request in requests)))
     results.sort(key=lambda result: float(str(result[0]["output_tokens_per_s"])))
     figures, timeline, origin_s = results[num_runs // 2]
@@ -115,12 +118,15 @@ def measure(
         **described,
         "machine": where,
         "runs_output_tokens_per_s": [each["output_tokens_per_s"] for each, _, _ in results],
+        "runs_output_tokens": [each["output_tokens"] for each, _, _ in results],
+        "runs_duration_s": [each["duration_s"] for each, _, _ in results],
         "cache_after_all_runs": cache,
+        "counters_after_all_runs": asdict(engine.scheduler.counters),
         "metrics": readings(timeline, origin_s, num_pages),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         "warm_up_runs": 1,
         "warm_up_counted": 0,
-        **hardware(built.config, where, on_host=recipe.device.kind == "cpu"),
+        **hardware(built, recipe, where),
         **figures,
     }
     return with_verdict(result)
@@ -129,8 +135,8 @@ def measure(
 def print_table(result: dict[str, object]) -> None:
     """Figures of one run, one a line."""
     for name, value in result.items():
-        if name in ("records", "metrics"):
-            continue  # one line for each request, or moment, is for programs
+        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings"):
+            continue  # one line for each request, moment or key is for programs
         if name == "verdict" and isinstance(value, dict):
             value = "; ".join([value["outcome"], *(f"{law}: {why}" for law, why in value["refused"].items())])
         elif isinstance(value, dict):

@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.offline.timeline import percentiles
 from benchmark.options import add_json, add_recipe, show
+from benchmark.run_clock import RunClock
 from continuous_batching.request import Request, SamplingParams
 from recipes.build import versions
 from recipes.build.engine import build
@@ -65,15 +67,21 @@ class StallLoad:
 
 def run(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str, Any]:
     """Figures of both ways, and how many times those of the whole prompts the chunks' are."""
+    clock = RunClock()
     figures = {name: _serve(recipe_path, [*overrides, *keys], load) for name, keys in load.ways().items()}
     whole, chunked = figures["whole"], figures["chunked"]
-    return {
+    result = {
+        "benchmark": "stall",
         "recipe": recipe_path,
+        "overrides": list(overrides),
+        "load": asdict(load),
+        "clock": clock.read(),
         "machine": versions.describe(start(read(recipe_path, overrides).recipe.device).name),
         **figures,
         "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
         "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),
     }
+    return with_verdict(result)
 
 
 def _serve(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str, Any]:
@@ -100,6 +108,7 @@ def _serve(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[
         "itl_ms": percentiles(gaps_s),
         "ttft_of_long_prompts_ms": percentiles(waits_s),
         "total_tokens_per_s": round(tokens / (last_s - first_s), 2),
+        "computed_tokens": tokens,
         "steps": len(timeline.steps),
     }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,6 +31,10 @@ class StepRecord:
     num_running: int  # requests in slots, those that this step ended among them
     num_waiting: int
     num_ended: int
+    num_sampled: int = 0
+    counters: Counters = field(default_factory=Counters)  # the engine's after this step
+    wall_s: float = 0.0  # of the wall's clock when it ended
+    cpu_s: float = 0.0  # of all threads of this process
 
 
 @dataclass(slots=True)
@@ -42,6 +47,8 @@ class Timeline:
 
     def record(self, engine: Engine, step: Step) -> None:
         """Record one step; call it before the next step is made."""
+        # The step's end on the wall's clock: both are read in one breath, however late this is called
+        wall_s = time.time() - (engine.clock() - step.end_s)
         slots, batch = engine.slots, step.batch
         ids = [slots.requests[row].id for row in batch.slots.tolist()]
         pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
@@ -57,27 +64,71 @@ class Timeline:
                 num_running=len(slots.busy) + len(step.finished),
                 num_waiting=len(engine.scheduler.waiting),
                 num_ended=len(step.finished),
+                num_sampled=len(step.owners),
+                counters=replace(engine.scheduler.counters),
+                wall_s=wall_s,
+                cpu_s=time.process_time(),
             )
         )
         for row in step.owners.tolist():
             self.token_times_s.setdefault(slots.requests[row].id, []).append(step.end_s)
 
 
+COLUMNS = (  # of a reading: three of the moment; then sums since the run began
+    *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s"),
+    *("steps", "spans", "tokens", "sampled", "ended", "page_steps", "running_s"),
+    *("prompt_tokens", "hit_tokens", "preemptions"),
+)
+
+
 def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
-    """Usage at the ends of at most MOST_READINGS steps, evenly chosen, as a server's metrics are kept."""
-    steps = timeline.steps[:: -(-len(timeline.steps) // MOST_READINGS) or 1]
-    return {
-        "columns": ["at_s", "running", "waiting", "kv_usage"],
-        "readings": [
+    """Usage at the ends of at most MOST_READINGS steps and of the last, as a server's metrics are kept.
+
+    Beside it stand the clocks of the wall and of the processor, and what was counted up to there, so that
+    each figure of the run, and each time of a request, has a second source.
+    """
+    steps, before = timeline.steps, timeline.before
+    ends_s = np.array([step.end_s for step in steps])
+    sums = {
+        "spans": np.cumsum([len(step.rows) for step in steps]),
+        "tokens": np.cumsum([sum(step.num_tokens) for step in steps]),
+        "sampled": np.cumsum([step.num_sampled for step in steps]),
+        "ended": np.cumsum([step.num_ended for step in steps]),
+        "page_steps": np.cumsum([step.held_pages for step in steps]),
+        "running_s": np.cumsum([step.num_running * taken_s for step, taken_s in zip(steps, _taken_s(steps))]),
+    }
+    every = -(-len(steps) // MOST_READINGS) or 1
+    chosen = sorted({*range(0, len(steps), every), len(steps) - 1}) if steps else []
+    rows = []
+    for number in chosen:
+        step, counters = steps[number], steps[number].counters
+        rows.append(
             [
-                round(step.end_s - origin_s, 4),
+                round(float(ends_s[number]) - origin_s, 6),
                 step.num_running,
                 step.num_waiting,
                 round(step.held_pages / num_pages, 4),
+                step.held_pages,
+                round(step.wall_s, 6),
+                round(step.cpu_s - steps[0].cpu_s, 6),
+                number + 1,
+                *(int(sums[name][number]) for name in ("spans", "tokens", "sampled", "ended", "page_steps")),
+                round(float(sums["running_s"][number]), 6),
+                counters.prompt_tokens - before.prompt_tokens,
+                counters.hit_tokens - before.hit_tokens,
+                counters.preemptions - before.preemptions,
             ]
-            for step in steps
-        ],
-    }
+        )
+    return {"columns": list(COLUMNS), "readings": rows}
+
+
+def _taken_s(steps: Sequence[StepRecord]) -> list[float]:
+    """The time since the step before, or since its own start where nobody was left then."""
+    taken_s, before_s, left = [], 0.0, 0
+    for step in steps:
+        taken_s.append(step.end_s - (before_s if left else step.start_s))
+        before_s, left = step.end_s, step.num_running + step.num_waiting - step.num_ended
+    return taken_s
 
 
 def percentiles(values_s: Sequence[float]) -> Figures:

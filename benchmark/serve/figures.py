@@ -8,6 +8,7 @@ when the request was sent.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,6 +66,7 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
     num_input = sum(each.prompt_tokens or 0 for each in done)
     num_output = sum(each.output_tokens for each in done)
     lens = [each.output_tokens for each in done]
+    asked = [each.ask.max_tokens for each in answers]
     figures, num_gaps = latencies(done, sorted({*PERCENTILES, *parts}))
     due_s = sorted(each.ask.due_s for each in answers)
     spread_s = due_s[-1] - due_s[0]
@@ -80,6 +82,7 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
         "failed": len(answers) - len(done),
         "rejected": sum(each.rejected for each in answers),
         "retried": sum(each.retries > 0 for each in answers),
+        "ended_by": dict(Counter(sorted(str(each.finish_reason) for each in done))),
         "errors": kinds([each.error for each in answers if each.error is not None]),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
@@ -102,6 +105,7 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
         "offered_per_s": round((len(answers) - 1) / spread_s, 4) if spread_s > 0 else None,
         "least_output_tokens": min(lens, default=None),
         "most_output_tokens": max(lens, default=None),
+        "asked_output_tokens": None if None in asked else sum(filter(None, asked)),
         "client": client(run),
     }
 
@@ -134,17 +138,21 @@ def records(run: ClientRun) -> list[Result]:
 
 
 def _record(answer: ClientAnswer, origin_s: float) -> Result:
-    record: Result = {"id": answer.ask.id, "arrival_s": round(answer.sent_s - origin_s, 6)}
+    record: Result = {
+        "id": answer.ask.id,
+        "arrival_s": round(answer.sent_s - origin_s, 6),
+        "end_s": round(answer.end_s - origin_s, 6),
+        "late_ms": _ms(answer.late_s),
+        "held_ms": _ms(answer.held_s),
+        "max_tokens": answer.ask.max_tokens,
+    }
     if answer.error is not None:
-        end_s = round(answer.end_s - origin_s, 6)
-        record |= {"end_s": end_s, "max_tokens": answer.ask.max_tokens}
         return {**record, "finish_reason": "error", "error": answer.error}
     times_s = [round(each - origin_s, 6) for each in answer.piece_times_s]
     record |= {
         "first_token_s": times_s[0],
         "finish_s": times_s[-1],
         "prompt_tokens": answer.prompt_tokens,
-        "max_tokens": answer.ask.max_tokens,
         "output_tokens": answer.output_tokens,
         "finish_reason": answer.finish_reason,
         "piece_times_s": times_s,

@@ -23,11 +23,22 @@ COUNTERS = {
     "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_queries"),
     "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
     "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+    "requests": ("vllm:request_success_total", "vllm:request_success"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "vllm:prompt_tokens", "sglang:prompt_tokens_total"),
+    "output_tokens": (
+        "vllm:generation_tokens_total",
+        "vllm:generation_tokens",
+        "sglang:generation_tokens_total",
+    ),
 }
 TIMES = {  # histograms in seconds, of requests that have ended
     "queue": "vllm:request_queue_time_seconds",
     "prefill": "vllm:request_prefill_time_seconds",
+    "ttft": "vllm:time_to_first_token_seconds",
+    "e2e": "vllm:e2e_request_latency_seconds",
 }
+NAMED_TIMES = ("queue", "prefill")  # means of the others would not be the client's, who waits longer
+SETTLE_S = 2.0  # for counters that a server updates a moment after its answers
 COUNTERS |= {f"{name}_s": (f"{metric}_sum",) for name, metric in TIMES.items()}
 COUNTERS |= {f"{name}_count": (f"{metric}_count",) for name, metric in TIMES.items()}
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
@@ -56,7 +67,7 @@ class MetricsReadings:
 
     session: aiohttp.ClientSession
     url: str
-    readings: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    readings: list[tuple[float, float, dict[str, float]]] = field(default_factory=list)  # and the wall's
 
     async def look(self) -> bool:
         """Take one reading; whether there was one. A server without metrics has none."""
@@ -66,7 +77,7 @@ class MetricsReadings:
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
             return False  # it may be busy; the next look may find it, and a run without any says so
         if figures:
-            self.readings.append((time.perf_counter(), figures))
+            self.readings.append((time.perf_counter(), time.time(), figures))
         return bool(figures)
 
     async def go_on(self) -> None:
@@ -75,8 +86,19 @@ class MetricsReadings:
             await asyncio.sleep(EVERY_S)
             await self.look()
 
+    async def settle(self) -> None:
+        """Take the last reading once the server has nothing left to do, or does not come to rest."""
+        until_s = time.perf_counter() + SETTLE_S
+        while await self.look() and time.perf_counter() < until_s:
+            figures = self.readings[-1][2]
+            if not figures.get("running") and not figures.get("waiting"):
+                return
+            self.readings.pop()
+            await asyncio.sleep(SETTLE_S / 10)
+
     def describe(self, origin_s: float) -> dict[str, object] | None:
-        """Means of the gauges, growth of the counters, and the readings; None without any.
+        """Means of the gauges, growth of the counters, the counters themselves, and the readings; None
+        without any.
 
         What a client waits for its first token beyond `mean_queue_ms` and `mean_prefill_ms` is no engine's:
         HTTP, texts and the way between processes and machines.
@@ -87,24 +109,33 @@ class MetricsReadings:
         means = {
             f"mean_{name}": round(float(np.mean(values)), 4)
             for name in GAUGES
-            if (values := [figures[name] for _, figures in within if name in figures])
+            if (values := [figures[name] for _, _, figures in within if name in figures])
         }
-        first, last = self.readings[0][1], self.readings[-1][1]
-        grown = {name: last[name] - first[name] for name in COUNTERS if name in first and name in last}
+        first, last = self.readings[0][2], self.readings[-1][2]
+        counted = [name for name in COUNTERS if name in first and name in last]
+        grown = {name: last[name] - first[name] for name in counted}
         queries, hits = grown.pop("prefix_queries", 0), grown.pop("prefix_hits", None)
         if hits is not None and queries > 0:
             grown["prefix_hit_rate"] = round(hits / queries, 4)
+        for name in ("requests", "prompt_tokens", "output_tokens"):
+            grown.pop(name, None)  # the client has its own, and the gate holds them to these counters
         for name in TIMES:
             taken_s, count = grown.pop(f"{name}_s", 0.0), grown.pop(f"{name}_count", 0)
-            if count:
+            if count and name in NAMED_TIMES:
                 means[f"mean_{name}_ms"] = round(1e3 * taken_s / count, 3)
-        columns = [name for name in GAUGES if name in self.readings[0][1]]
+        columns = [name for name in GAUGES if name in self.readings[0][2]]
         return {
             **means,
             **grown,
-            "columns": ["at_s", *columns],
+            "before": {name: round(first[name], 6) for name in counted},
+            "after": {name: round(last[name], 6) for name in counted},
+            "columns": ["at_s", "wall_s", *columns],
             "readings": [
-                [round(at_s - origin_s, 3), *(figures.get(name) for name in columns)]
-                for at_s, figures in self.readings
+                [
+                    round(at_s - origin_s, 6),
+                    round(wall_s, 6),
+                    *(figures.get(name) for name in columns),
+                ]
+                for at_s, wall_s, figures in self.readings
             ],
         }

@@ -348,7 +348,7 @@ def test_figures_are_those_of_their_closed_forms() -> None:
     assert kept[1]["piece_tokens"] == [1, 2]
     assert "piece_tokens" not in kept[0]
     failed = {"end_s": 4.0, "max_tokens": 5, "finish_reason": "error", "error": "broke"}
-    assert kept[2] == {"id": "c", "arrival_s": 2.0, **failed}
+    assert kept[2] == {"id": "c", "arrival_s": 2.0, "late_ms": 2.0, "held_ms": 0.0, **failed}
 
 
 def test_errors_that_differ_in_ids_are_one_kind() -> None:

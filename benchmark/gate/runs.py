@@ -1,0 +1,78 @@
+"""Is the reported run one of those that were made, on an engine that counts all of them?"""
+
+from __future__ import annotations
+
+from benchmark.gate import elsewhere as other
+from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, finite, first
+
+RUNS = ("runs_output_tokens_per_s", "runs_output_tokens", "runs_duration_s")
+
+
+def lists(figures: Figures) -> list[list[float]]:
+    """Of each counted run its rate, its tokens and its seconds."""
+    found = []
+    for name in RUNS:
+        stated = figures.raw(name)
+        if stated is None:
+            raise NotCheckable(f"{name} is absent")
+        if not isinstance(stated, list) or not stated:
+            raise ValueError(f"{name} is {stated!r}; it must be a list of numbers")
+        found.append([finite(name, each) for each in stated])
+    if len({len(each) for each in found}) > 1:
+        raise ValueError(f"{', '.join(RUNS)} must be of as many runs")
+    return found
+
+
+def reported(figures: Figures) -> str | None:
+    """Each run's rate is its tokens over its seconds, and what is reported is the median run."""
+    rates, tokens, seconds = lists(figures)
+    wrongs = []
+    for number, (rate, count, taken_s) in enumerate(zip(rates, tokens, seconds), 1):
+        slack = 1e-4 * rate * (1 + 1 / max(taken_s, 1e-4)) + 0.01
+        expected = count / taken_s if taken_s > 0 else 0.0
+        wrongs.append(differs(f"the rate of run {number}", rate, "its tokens / its seconds", expected, slack))
+    middle = sorted(range(len(rates)), key=lambda number: rates[number])[len(rates) // 2]
+    for name, values in (
+        ("output_tokens_per_s", rates),
+        ("output_tokens", tokens),
+        ("duration_s", seconds),
+    ):
+        stated = figures.number(name)
+        wrongs.append(differs(name, stated, "that of the median run", values[middle], 1e-9))
+    return first(wrongs)
+
+
+def counters(figures: Figures) -> str | None:
+    """Counters only grow, from before the run to after it to the end of all runs; the warm-ups, and the
+    runs before, have counted the same prompts."""
+    before, after = figures.raw("counters.before"), figures.raw("counters.after")
+    finally_ = figures.raw("counters_after_all_runs")
+    if not isinstance(before, dict) or not isinstance(after, dict) or not isinstance(finally_, dict):
+        raise NotCheckable("counters are absent")
+    num_runs = len(figures.raw("runs_output_tokens_per_s") or [0])
+    wrongs: list[str | None] = []
+    for name in after:
+        first_, then, last = (
+            finite(f"{name} of the counters", each.get(name)) for each in (before, after, finally_)
+        )
+        wrongs.append(exceeds(f"counters.before.{name}", first_, f"counters.after.{name}", then, 0))
+        if num_runs == 1:
+            wrongs.append(differs(f"counters.after.{name}", then, "counters_after_all_runs", last, 0))
+        else:
+            wrongs.append(exceeds(f"counters.after.{name}", then, "counters_after_all_runs", last, 0))
+    try:
+        other.plain(figures)
+    except NotCheckable:
+        return first(wrongs)
+    warm_ups, tokens = figures.number("warm_up_runs"), figures.positive("prompt_tokens")
+    whole = figures.number("counters_after_all_runs.prompt_tokens") / tokens
+    wrongs.append(
+        differs("warm_up_runs + counted runs", warm_ups + num_runs, "all prompts / a run's", whole, 0)
+    )
+    return first(wrongs)
+
+
+LAWS = (
+    Law("runs", "each rate is tokens / seconds, and the median run is reported", reported, "runs_duration_s"),
+    Law("counters of all runs", "counters only grow, and count every run", counters, "counters"),
+)
