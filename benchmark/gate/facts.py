@@ -41,6 +41,7 @@ FACTS = frozenset(
             "clock.started_at",
         ),
         *("metrics.columns", "batches.columns", "cache_after_all_runs.idle_pages"),
+        *(f"cache_after_all_runs.{name}_host_pages" for name in ("swapped", "resting", "free")),
         *("SIMULATED", "costs", "devices", "case", "threads", "waiting", "candidates", "load"),
     }
 )

@@ -55,7 +55,8 @@ def one_machine(figures: Figures) -> str | None:
 
 def same_machine(figures: Figures) -> str | None:
     """A server at a loopback address runs on the client's machine."""
-    url, theirs, ours = figures.raw("base_url"), figures.raw("server.machine"), figures.raw("machine")
+    url, server, ours = figures.raw("base_url"), figures.raw("server"), figures.raw("machine")
+    theirs = server.get("machine") if isinstance(server, dict) else None
     if not isinstance(theirs, dict) or not isinstance(ours, dict):
         raise NotCheckable("the server does not name its machine")
     if urlsplit(str(url)).hostname not in HERE:

@@ -35,6 +35,7 @@ TIMES = {  # histograms in seconds, of requests that have ended
     "queue": "vllm:request_queue_time_seconds",
     "prefill": "vllm:request_prefill_time_seconds",
     "ttft": "vllm:time_to_first_token_seconds",
+    "itl": "vllm:inter_token_latency_seconds",
     "e2e": "vllm:e2e_request_latency_seconds",
 }
 NAMED_TIMES = ("queue", "prefill")  # means of the others would not be the client's, who waits longer

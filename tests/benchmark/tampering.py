@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -26,11 +27,15 @@ LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e
 
 @dataclass(frozen=True)
 class Tampering:
-    """What was done, of which kind it is, and the result that came of it."""
+    """What is done, of which kind it is, and what makes the result of it: a copy of many numbers."""
 
     kind: str
     what: str
-    result: Result
+    make: Callable[[], Result]
+
+    @property
+    def result(self) -> Result:
+        return self.make()
 
 
 def leaves(value: Any, random: np.random.Generator, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -83,7 +88,7 @@ def numbers(result: Result, random: np.random.Generator) -> Iterator[Tampering]:
         for factor in FACTORS:
             new = type(value)(value * factor)
             if claims(name_of(result, path), value, new):
-                yield Tampering("a number scaled", f"{path} x {factor}", changed(result, path, new))
+                yield Tampering("a number scaled", f"{path} x {factor}", partial(changed, result, path, new))
 
 
 def swaps(result: Result, random: np.random.Generator) -> Iterator[Tampering]:
@@ -91,14 +96,21 @@ def swaps(result: Result, random: np.random.Generator) -> Iterator[Tampering]:
     found = [(p, v) for p, v in leaves(result, random) if type(v) in (int, float)]
     for (one, first), (two, second) in pairwise(found):
         if one[:-1] == two[:-1] and claims(name_of(result, one), first, second):
-            other = changed(changed(result, one, second), two, first)
-            yield Tampering("numbers swapped", f"{one} and {two}", other)
+            make = partial(swapped, result, one, two)
+            yield Tampering("numbers swapped", f"{one} and {two}", make)
+
+
+def swapped(result: Result, one: Path, two: Path) -> Result:
+    first, second = at(result, one), at(result, two)
+    return changed(changed(result, one, second), two, first)
 
 
 def words(result: Result, random: np.random.Generator) -> Iterator[Tampering]:
     for path, value in leaves(result, random):
         if isinstance(value, str):
-            yield Tampering("a string relabelled", f"{path}", changed(result, path, relabelled(value)))
+            yield Tampering(
+                "a string relabelled", f"{path}", partial(changed, result, path, relabelled(value))
+            )
 
 
 def relabelled(value: str) -> str:
@@ -106,30 +118,45 @@ def relabelled(value: str) -> str:
     return others.get(value, f"{value} 2" if not value[:1].isdigit() else f"9{value[1:]}")
 
 
+def dropped(result: Result, path: Path) -> Result:
+    other = copy.deepcopy(result)
+    del at(other, path[:-1])[path[-1]]
+    return other
+
+
+def doubled(result: Result, path: Path) -> Result:
+    other = copy.deepcopy(result)
+    at(other, path[:-1]).insert(path[-1], copy.deepcopy(at(other, path)))
+    return other
+
+
+def turned(result: Result, path: Path) -> Result:
+    other = copy.deepcopy(result)
+    at(other, path).reverse()
+    return other
+
+
 def entries(result: Result, random: np.random.Generator) -> Iterator[Tampering]:
     """Entries of objects dropped; entries of lists dropped, doubled and reordered."""
 
     def walk(value: Any, path: Path) -> Iterator[Tampering]:
         if isinstance(value, dict):
-            for name in value:
-                if (not path and name in NO_CLAIM) or path[:1] == ("facts",) or name == "id":
+            for name, each in value.items():
+                if (not path and name in NO_CLAIM) or name == "id":
                     continue
-                other = copy.deepcopy(result)
-                del at(other, path)[name]
-                if value[name] is not None:
-                    yield Tampering("an entry dropped", f"{(*path, name)}", other)
-                yield from walk(value[name], (*path, name))
+                if each is not None:
+                    yield Tampering(
+                        "an entry dropped", f"{(*path, name)}", partial(dropped, result, (*path, name))
+                    )
+                yield from walk(each, (*path, name))
         elif isinstance(value, list) and value:
             where = int(random.integers(len(value)))
-            less, more, turned = (copy.deepcopy(result) for _ in range(3))
-            del at(less, path)[where]
-            at(more, path).insert(where, copy.deepcopy(value[where]))
-            at(turned, path).reverse()
-            yield Tampering("an entry dropped", f"{(*path, where)}", less)
-            yield Tampering("an entry doubled", f"{(*path, where)}", more)
+            one = (*path, where)
+            yield Tampering("an entry dropped", f"{one}", partial(dropped, result, one))
+            yield Tampering("an entry doubled", f"{one}", partial(doubled, result, one))
             if value[::-1] != value and path != ("records",):  # records may stand in any order
-                yield Tampering("entries reordered", f"{path}", turned)
-            yield from walk(value[where], (*path, where))
+                yield Tampering("entries reordered", f"{path}", partial(turned, result, path))
+            yield from walk(value[where], one)
 
     yield from walk(result, ())
 
@@ -381,7 +408,9 @@ def groups(result: Result) -> Iterator[Tampering]:
             except (KeyError, ValueError):
                 continue  # the result has no such field
             if other != result:
-                yield Tampering("a group that agrees", f"{act.__name__} x {factor}", other)
+                yield Tampering(
+                    "a group that agrees", f"{act.__name__} x {factor}", partial(copy.copy, other)
+                )
 
 
 def all_of(result: Result, seed: int = 0) -> dict[str, list[Tampering]]:

@@ -96,8 +96,8 @@ def at_once() -> Result:
         ({}, None),
         ({"requests_per_s": 5.0, "duration_s": 20.0}, None),
         ({"tokens_per_second": 3000.0}, "all tokens"),
-        ({"requests_per_s": 50.0}, "both names, all at once"),
-        ({"duration_s": 2.0}, "both names, all at once"),
+        ({"requests_per_s": 50.0}, "both names"),
+        ({"duration_s": 2.0}, "both names"),
     ],
 )
 def test_the_names_of_throughput_are_known(fields: Result, law: str | None) -> None:

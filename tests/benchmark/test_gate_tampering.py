@@ -1,0 +1,257 @@
+"""Results that were really measured pass; whatever is changed in them is refused, alone or in agreement.
+
+Every verb is run here on the tiny model. A fixed sample of all tamperings is audited; THOROUGH=1 audits many
+more, of a hundred honest results.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.gate.facts import SMALL
+from benchmark.gate.gate import ANYWHERE, LAWS, Verdict, audit, laws_for, with_verdict
+from benchmark.gate.table import FIGURES
+from scripts.benchmark import main
+from tests.benchmark.openai_server import Stub, running
+from tests.benchmark.tampering import Tampering, all_of, recomputed, scale_readings_too
+
+Result = dict[str, Any]
+ENGINE = ["recipes/tiny/cpu.yaml", "device.compile=false", "device.threads=1"]
+THOROUGH = bool(os.environ.get("THOROUGH"))
+TAMPERINGS = (60, pytest.param(3000 if THOROUGH else 300, marks=pytest.mark.slow))
+LEAST_REFUSED = 0.95
+SETTINGS = (  # of the engine, and of the trace: tokens of prompts that are the same, and seconds between two
+    ([], 0, 0.005),
+    (["scheduler.overlap=true", "scheduler.num_slots=4"], 0, 0.0),
+    (["cache.num_pages=24", "scheduler.num_slots=6", "scheduler.max_batch_tokens=32"], 0, 0.002),
+    (["scheduler.policy=orca", "scheduler.num_slots=3"], 48, 0.001),
+    (["scheduler.policy=static", "scheduler.batch_size=4", "scheduler.max_wait_ms=5"], 0, 0.004),
+    (["scheduler.policy=prefill_first", "cache.prefix_sharing=false"], 32, 0.0),
+)
+SMALL_VERBS = {
+    "host": ["--slots", "4", "--page-sizes", "16", "--steps", "10", "--chunk", "16"],
+    "host, waiting": ["--slots", "4", "--waiting", "3", "--steps", "10"],
+    "device": [*ENGINE, "--decode", "2x32", "--prefill", "1x32", "--mixed", "1x32+1x32", "--repeats", "2"],
+    "kv": ["--page-sizes", "128", "--repeats", "2", "--requests", "10"],
+    "simulation": ["--slots", "4", "--requests", "8"],
+    "stall": [
+        *[*ENGINE, "--prompt-tokens", "100", "--every", "0.02", "--prompts", "2"],
+        *["--answers", "2", "--answer-tokens", "16", "--chunk", "32"],
+    ],
+}
+
+
+def trace(path: Path, shared: int, every_s: float, seed: int = 0) -> str:
+    """Requests whose prompts and answers differ in length."""
+    drawn = random.Random(seed)
+    lines = [
+        {
+            "id": f"r{number}",
+            "prompt_token_ids": [7] * shared
+            + [drawn.randrange(3, 900) for _ in range(drawn.randrange(5, 60))],
+            "max_tokens": drawn.randrange(2, 9),
+            "arrival_s": round(number * every_s, 4),
+            "temperature": 0,
+            "ignore_eos": bool(number % 2),
+        }
+        for number in range(31)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+class Measured:
+    """Runs verbs, and reads what they print."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def told(self, *arguments: str) -> Result:
+        with redirect_stdout(StringIO()) as printed:
+            main([*arguments, "--json"])
+        return json.loads(printed.getvalue())
+
+    def offline(self, number: int, seed: int = 0, runs: int = 1) -> Result:
+        overrides, shared, every_s = SETTINGS[number]
+        path = trace(self.folder / f"{number}-{seed}.jsonl", shared, every_s, seed)
+        return self.told("offline", *ENGINE, *overrides, "--trace", path, "--runs", str(runs))
+
+    def throughput(self, seed: int = 0) -> Result:
+        sizes = ("--num-prompts", "31", "--input-len", str(9 + seed % 7), "--output-len", "5")
+        return self.told("throughput", *ENGINE, *sizes, "--seed", str(seed))
+
+    def latency(self, seed: int = 0) -> Result:
+        sizes = ("--batch-size", str(3 + seed % 4), "--input-len", "9", "--output-len", "4")
+        counts = ("--num-iters", "10", "--num-iters-warmup", "1", "--seed", str(seed))
+        return self.told("latency", *ENGINE, *sizes, *counts)
+
+    def served(self, seed: int = 0) -> Result:
+        path = trace(self.folder / f"served-{seed}.jsonl", 0, 0.004, seed)
+        objectives = ("--goodput", "ttft:5000", "tpot:5000")
+        with running(Stub(first_s=0.01, gap_s=0.002)) as stub:
+            return self.told("serve", "--base-url", stub.url, "--trace", path, *objectives)
+
+    def small(self, name: str) -> Result:
+        return self.told(name.split(",")[0], *SMALL_VERBS[name])
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return Measured(tmp_path_factory.mktemp("results"))
+
+
+@pytest.fixture(scope="module")
+def results(measured: Measured) -> list[Result]:
+    """Of each verb that people quote."""
+    found = [measured.offline(0), measured.offline(3, runs=2), measured.served()]
+    return [*found, measured.throughput(), measured.latency()]
+
+
+@pytest.fixture
+def offline(results: list[Result]) -> Result:
+    return copy.deepcopy(results[0])
+
+
+def audited(result: Result) -> Verdict:
+    """By all laws but one: a busy machine makes a client late, and it is right to say so."""
+    return audit(result, [law for law in laws_for(result) if law.name != "client on time"])
+
+
+def refused(result: Result) -> Result:
+    return audited(result).describe()["refused"]
+
+
+def is_refused(tampering: Tampering) -> bool:
+    """By a law, or because it cannot be read: that ends with a status of its own."""
+    try:
+        return not audited(tampering.result).passed
+    except ValueError:
+        return True
+
+
+def sample(results: list[Result], count: int) -> list[Tampering]:
+    """As many of each kind, of all results."""
+    drawn, by_kind = random.Random(9), {}
+    for result in results:
+        for kind, made in all_of(result).items():
+            by_kind.setdefault(kind, []).extend(made)
+    each = -(-count // len(by_kind))
+    chosen = [one for made in by_kind.values() for one in drawn.sample(made, min(each, len(made)))]
+    return chosen[:count] if len(chosen) > count else chosen
+
+
+@pytest.mark.parametrize("count", TAMPERINGS)
+def test_measured_results_pass_and_tampered_ones_do_not(results: list[Result], count: int) -> None:
+    assert not [refused(result) for result in results if refused(result)]
+    made = sample(results, count)
+    passed = [each for each in made if not is_refused(each)]
+    assert len(made) >= 0.9 * count
+    assert len(passed) <= (1 - LEAST_REFUSED) * len(made), [(each.kind, each.what) for each in passed]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 5])
+def test_an_honest_result_of_each_setting_passes(measured: Measured, number: int) -> None:
+    result = measured.offline(number)
+    assert not refused(result)
+    assert {"readings", "counters", "settings", "cache", "clocks", "facts"} <= {*result["verdict"]["passed"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL_VERBS)
+def test_an_honest_result_of_each_small_verb_passes(measured: Measured, name: str) -> None:
+    result = measured.small(name)
+    assert not refused(result)
+    made = sample([result], 40)
+    assert not [each.what for each in made if not is_refused(each)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="a hundred runs take minutes; THOROUGH=1 makes them")
+def test_a_hundred_honest_results_pass(measured: Measured) -> None:
+    wrong = Counter()
+    for seed in range(10):
+        found = [measured.offline(number, seed) for number in range(len(SETTINGS))]
+        found += [measured.throughput(seed), measured.latency(seed)]
+        found += [measured.served(seed), measured.small("stall")]
+        wrong.update(law for result in found for law in refused(result))
+    assert not wrong
+
+
+def test_the_cases_that_a_stranger_found_are_refused(offline: Result) -> None:
+    """Each by a law, not by the digests: a forger would compute those again."""
+    at_once = [
+        {**each, "token_times_s": [each["first_token_s"]] + [each["finish_s"]] * (each["output_tokens"] - 1)}
+        for each in offline["records"]
+    ]
+    waits = [
+        {
+            **each,
+            "arrival_s": round(each["first_token_s"] - 0.6 * (each["first_token_s"] - each["arrival_s"]), 6),
+        }
+        for each in offline["records"]
+    ]
+    device = {"machine": {**offline["machine"], "device": "Ascend910B4"}, "device_profile": "ascend910b"}
+    cases: dict[str, tuple[Result, str]] = {
+        "mean batch": ({"mean_batch": 31.0}, "readings"),
+        "steps": ({"steps": 38}, "readings"),
+        "hits": ({"prefix_hit_rate": 0.99}, "counters"),
+        "pages": ({"mean_page_use": 0.9}, "readings"),
+        "alias": ({"mean_tpot_ms": 0.5 * offline["tpot_ms"]["mean"]}, "both names"),
+        "tokens": (recomputed({**offline, "records": at_once}), "steps of requests"),
+        "waits": (recomputed({**offline, "records": waits}), "offered, records"),
+        "device": ({**device, "num_devices": 8}, "machine"),
+    }
+    for name, (fields, law) in cases.items():
+        tampered = {**json.loads(json.dumps(offline)), **json.loads(json.dumps(fields))}
+        tampered.pop("verdict")
+        told = with_verdict(tampered)["verdict"]  # with digests that fit
+        assert law in told["refused"], (name, told["refused"])
+
+
+def test_each_refusal_says_both_sources_and_the_tolerance(offline: Result) -> None:
+    why = refused({**offline, "mean_batch": 31.0})["readings"]
+    assert "mean_batch is 31, but spans / steps (readings) is " in why
+    assert "(tolerance 0.006)" in why
+    assert "\n" not in why
+
+
+def test_a_clock_that_the_figures_do_not_know_says_how_long_it_was(offline: Result) -> None:
+    """All times of the run are scaled alike, in records, figures and readings, and the digests fit."""
+    for factor in (0.5, 0.8, 2.0):
+        faster = json.loads(json.dumps({name: each for name, each in offline.items() if name != "verdict"}))
+        scale_readings_too(faster, factor)
+        told = with_verdict(faster)["verdict"]["refused"]
+        assert {"clocks of readings", "clocks", "clocks of requests"} & {*told}, (factor, told)
+
+
+def test_every_figure_is_held_to_something() -> None:
+    names = {law.name for law in (*LAWS, *ANYWHERE)}
+    for figure in FIGURES:
+        assert figure.ties or figure.laws or figure.alone, f"nothing holds {figure.name}"
+        assert not set(figure.laws) - names, f"{figure.name} names a law that there is not"
+    assert len({figure.name for figure in FIGURES}) == len(FIGURES)
+    for name in SMALL:
+        assert len(laws_for({"benchmark": name})) > len(ANYWHERE)
+
+
+def test_every_number_of_a_result_is_a_figure_a_fact_or_a_record(offline: Result) -> None:
+    """A figure that is added without a row in the table is named here."""
+    known = {figure.name for figure in FIGURES} | {alias for figure in FIGURES for alias in figure.aliases}
+    told = offline["facts"]
+    lists = ("records", "metrics.readings", "runs_")
+    unknown = [
+        name
+        for name, digest in told.items()
+        if digest is None and name not in known and not name.startswith((*lists, "clock."))
+    ]
+    assert not unknown
