@@ -67,11 +67,14 @@ def sums(figures: Figures) -> str | None:
         _worst("one step", np.ones(len(steps)), "the steps since the reading before", taken["steps"], 0),
         _worst("steps without spans", taken["steps"], "its spans", taken["spans"], 0),
         _worst("spans", taken["spans"], "its tokens", taken["tokens"], 0),
-        _worst("sampled tokens", taken["sampled"], "its spans", taken["spans"], 0),
-        _worst("ended", taken["ended"], "its sampled tokens", taken["sampled"], 0),
         _worst("hit_tokens", found["hit_tokens"], "prompt_tokens", found["prompt_tokens"], 0),
         _worst("held_pages", found["held_pages"], "what the steps held together", taken["page_steps"], 0),
     ]
+    if figures.given("mean_in_system") is not None:  # else a prompt may have several answers
+        wrongs += [
+            _worst("sampled tokens", taken["sampled"], "its spans", taken["spans"], 0),
+            _worst("ended", taken["ended"], "its sampled tokens", taken["sampled"], 0),
+        ]
     if slots is not None:
         wrongs.append(_worst("spans", taken["spans"], "steps x slots", slots * taken["steps"], 0))
         most = slots if in_step(figures) else 2 * slots

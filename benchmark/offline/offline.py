@@ -135,7 +135,7 @@ def measure(
 def print_table(result: dict[str, object]) -> None:
     """Figures of one run, one a line."""
     for name, value in result.items():
-        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings"):
+        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "facts"):
             continue  # one line for each request, moment or key is for programs
         if name == "verdict" and isinstance(value, dict):
             value = "; ".join([value["outcome"], *(f"{law}: {why}" for law, why in value["refused"].items())])

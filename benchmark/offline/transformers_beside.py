@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.options import show
 from models.dtypes import TORCH_DTYPES
@@ -39,11 +40,11 @@ def run(
     model = _model(recipe)
     rates = sorted(_serve(model, jobs) for _ in range(1 + num_runs))[:num_runs]  # less the coldest
     theirs = rates[num_runs // 2]
-    return {
-        **ours,
+    beside = {
         "transformers_output_tokens_per_s": round(theirs, 2),
         "times_transformers": round(float(str(ours["output_tokens_per_s"])) / theirs, 3),
     }
+    return with_verdict({**ours, **beside})
 
 
 def _give_back(recipe: Recipe) -> None:
