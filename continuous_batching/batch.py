@@ -62,6 +62,10 @@ _NONE: Index = np.empty(0, dtype=np.int64)
 NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
+NOT_FINITE = -1  # in place of a token
+NONE_LEFT = -2
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """The likeliest continuations of one beam: at least `beam_width` and one for each token that ends it."""
@@ -75,7 +79,7 @@ class Candidates:
 class Sampled:
     """What the device answers for one batch, aligned with `batch.sampled`."""
 
-    tokens: Index  # [R] token ids; -1 where the logits were not finite
+    tokens: Index  # [R] token ids; NOT_FINITE where the logits were not, NONE_LEFT where all are forbidden
     logprobs: dict[int, TokenLogprobs] = field(
         default_factory=dict
     )  # for those that asked, by index into tokens

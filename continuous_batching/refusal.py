@@ -14,7 +14,8 @@ class BadRequest(ValueError):
     `field` is the request's field at fault, or None where no single one is; `place` is where in it
     ("[3]", "[0].role"). `value` is what was given, `limit` what is allowed, and `fix` what to do.
     `str()` is one line: the field (or `subject`), what is wrong with it (`problem`, by default that its
-    value must be within the limit), and the fix.
+    value must be within the limit), and the fix. Whoever reads it may be a client, who knows neither the
+    engine's ids nor the recipe: it names what was sent. `code` is for programs, where OpenAI's API has one.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class BadRequest(ValueError):
         fix: str = "",
         place: str = "",
         subject: str = "",
+        code: str | None = None,
     ) -> None:
         super().__init__()
         self.field = field
@@ -36,6 +38,7 @@ class BadRequest(ValueError):
         self.fix = fix
         self.place = place
         self.subject = subject
+        self.code = code
 
     def __str__(self) -> str:
         subject = self.subject or f"{self.field or ''}{self.place}"
@@ -55,6 +58,7 @@ class BadRequest(ValueError):
             fix=self.fix,
             place=self.place,
             subject=self.subject,
+            code=self.code,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from continuous_batching.refusal import BadRequest
 
 TokenIds = NDArray[np.int32]
+TokenSequence = tuple[int, ...]
 MOST_LOGPROBS = 20  # of the likeliest tokens at a place
 
 
@@ -32,6 +34,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None  # None: the engine draws one
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: bytes | None = None  # int32, as `packed_ids` makes them; None: all
+    bad_words: tuple[TokenSequence, ...] = ()  # token ids that the answer never holds in this order
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
     stop: tuple[str, ...] = ()
@@ -70,6 +74,7 @@ class SamplingParams:
         num_biases, num_ends = len(self.logit_bias), len(self.stop_token_ids)
         _check("logit_bias", num_biases, num_biases <= _MOST_TOKENS, f"of at most {_MOST_TOKENS} tokens")
         _check("stop_token_ids", num_ends, num_ends <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens")
+        self._check_masks()
         for token, bias in self.logit_bias.items():
             _check("logit_bias", bias, -100 <= bias <= 100, "from -100 to 100", place=f"[{token}]")
         _check("stop", len(self.stop), len(self.stop) <= 16, "at most 16 strings")
@@ -77,6 +82,21 @@ class SamplingParams:
         longest = max(map(len, self.stop), default=0)
         _check("stop", longest, longest <= _LONGEST_STOP, f"strings of at most {_LONGEST_STOP} characters")
         self._check_beams()
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether some tokens may not come, now or ever."""
+        return self.allowed_token_ids is not None or bool(self.bad_words)
+
+    def _check_masks(self) -> None:
+        allowed, words = self.allowed_token_ids, self.bad_words
+        _check("allowed_token_ids", [], allowed != b"", "a list of at least one token id")
+        _check("bad_words", len(words), len(words) <= _MOST_BAD_WORDS, f"at most {_MOST_BAD_WORDS} spellings")
+        _check("bad_words", words, all(words), "words of at least one token each")
+        total = sum(map(len, words))
+        _check(
+            "bad_words", total, total <= _MOST_BAD_TOKENS, f"of at most {_MOST_BAD_TOKENS} tokens together"
+        )
 
     def _check_beams(self) -> None:
         width, penalty, early = self.beam_width, self.length_penalty, self.early_stopping
@@ -99,7 +119,14 @@ class SamplingParams:
 _MOST = 2**31 - 1  # of numbers that become columns and tensors
 _MOST_TOKENS = 1024  # that a request may name: each of its samples carries them
 _LONGEST_STOP = 1024  # an answer's text is held back by as much
+_MOST_BAD_WORDS = 256  # each is compared with the end of the answer in every step
+_MOST_BAD_TOKENS = 4096
 _NOT_DRAWN = "left out beside beam_width: beams are searched, not drawn"
+
+
+def packed_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as SamplingParams holds them: rising, each once; thousands cost a step nothing."""
+    return np.unique(np.fromiter(ids, dtype=np.int32)).tobytes()
 
 
 def _check(name: str, value: object, holds: bool, allowed: str, *, place: str = "") -> None:
@@ -165,6 +192,7 @@ class Request:
     finish_s: float | None = None
     finish_reason: str | None = None  # stop, length, abort, timeout, error
     error: str | None = None  # says why, when finish_reason is "error"
+    is_at_fault: bool = False  # it failed by what it asked for, not by the model
 
     def __post_init__(self) -> None:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)

@@ -58,7 +58,9 @@ class SlotPool:
         self.min_total = self._integers()  # no stop token while num_tokens is below
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stops = np.zeros(num_slots, dtype=np.bool_)  # the request has stop_token_ids
-        self.plain = np.ones(num_slots, dtype=np.bool_)  # no penalty, bias, logprobs, min_tokens or beams
+        self.plain = np.ones(
+            num_slots, dtype=np.bool_
+        )  # no penalty, bias, mask, logprobs, min_tokens or beams
 
         self.scoring = np.zeros(num_slots, dtype=np.bool_)  # log-probabilities of the prompt are wanted
 
@@ -141,6 +143,7 @@ class SlotPool:
             or params.presence_penalty
             or params.frequency_penalty
             or params.logit_bias
+            or params.masks_tokens
             or params.logprobs is not None
             or params.min_tokens
             or params.beam_width

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from continuous_batching.recording.format import (
     packed,
 )
 from continuous_batching.recording.framing import framed
-from continuous_batching.request import Request
+from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
@@ -95,7 +96,7 @@ class Recorder(Observer):
 
     def added(self, request: Request) -> None:
         """A request was accepted."""
-        samples = [SampleEntry(each.id, each.params) for each in (request, *request.followers)]
+        samples = [SampleEntry(each.id, _recorded(each.params)) for each in (request, *request.followers)]
         self._write(
             Added(
                 samples,
@@ -148,3 +149,8 @@ class Recorder(Observer):
     def close(self) -> None:
         """Nothing is recorded afterwards."""
         self._close()
+
+
+def _recorded(params: SamplingParams) -> SamplingParams:
+    """Parameters without the allowed tokens, which may be thousands: a replay chooses no tokens."""
+    return params if params.allowed_token_ids is None else replace(params, allowed_token_ids=None)

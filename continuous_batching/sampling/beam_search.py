@@ -12,7 +12,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.request import Hypothesis, Request, TokenIds, TokenLogprobs
 from continuous_batching.sampling.beam_scoring import Floats, choose, is_over, keep, place, score
-from continuous_batching.sampling.stopping import StopConditions
+from continuous_batching.sampling.stopping import StopConditions, failure
 from kv_cache.pages import Index
 
 # The log-probabilities of a beam's tokens, the last first: beams share what they have in common
@@ -148,7 +148,7 @@ class BeamSearches:
                 continue
             at, leader = [index_of[row] for row in search.rows], search.all_rows[0]
             if (sampled.tokens[at] < 0).any():
-                ends[leader] = "error"
+                ends[leader] = failure(int(sampled.tokens[at].min()))
                 self._slots.num_tokens[search.all_rows] += 1  # the failed token, which `leave` takes back
                 continue
             if search.leader.first_token_s is None:

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from continuous_batching.batch import NONE_LEFT
 from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+
+FAILURES = {  # what ends a row that got no token, and why
+    "error": "the model's logits were not finite",
+    "blocked": "allowed_token_ids, bad_words and min_tokens together leave no token that could come next",
+}
+
+
+def failure(token: int) -> str:
+    """Why there is no token, where it is below 0: the reason that ends the row."""
+    return "blocked" if token == NONE_LEFT else "error"
 
 
 class StopConditions:
@@ -24,7 +35,7 @@ class StopConditions:
         return np.array(sorted(stops), dtype=np.int64)
 
     def of(self, rows: Index, tokens: Index, positions: Index) -> dict[int, str]:
-        """Which of these tokens end their row, by index, with the reason; -1 stands for no token."""
+        """Which of these tokens end their row, by index, with the reason; below 0 there is no token."""
         slots = self._slots
         failed = tokens < 0
         stopped = self._stop_mask[tokens] & ~slots.ignore_eos[rows]
@@ -32,6 +43,6 @@ class StopConditions:
             stopped[index] |= int(tokens[index]) in slots.requests[rows[index]].params.stop_token_ids
         over = failed | stopped | (positions + 1 >= slots.limit[rows])
         return {
-            index: "error" if failed[index] else "stop" if stopped[index] else "length"
+            index: failure(int(tokens[index])) if failed[index] else "stop" if stopped[index] else "length"
             for index in over.nonzero()[0].tolist()
         }

@@ -17,7 +17,7 @@ from continuous_batching.request import Request
 from continuous_batching.sampling.beam_search import BeamSearches
 from continuous_batching.sampling.drafts import book_drafts, extend_by_drafts
 from continuous_batching.sampling.parallel_samples import ParallelSamples
-from continuous_batching.sampling.stopping import StopConditions
+from continuous_batching.sampling.stopping import FAILURES, StopConditions
 from continuous_batching.scheduling.admission import Admission, HeldBack
 from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.scheduling.preemption import Preemption
@@ -323,7 +323,7 @@ class Scheduler:
         tables.resize(num_pages)
 
     def _finish(self, row: int, reason: str) -> Request:
-        is_beam, failed = self.slots.beam_width[row] > 0, reason == "error"
+        is_beam, failed = self.slots.beam_width[row] > 0, reason in FAILURES
         rows = self._beam_searches.rows_of(row) if is_beam else [row]
         in_flight = any(self.in_flight.holds(each) for each in rows) if len(self.in_flight) else False
         for each in rows if in_flight else ():
@@ -331,9 +331,9 @@ class Scheduler:
         leave = self.lifecycle.settle if in_flight else self.lifecycle.leave
         request, *_ = [leave(each, failed=failed) for each in rows]
         self._part(request)
-        request.finish_reason = reason
-        if reason == "error":
-            request.error = f"request {request.id}: the model's logits were not finite"
+        request.finish_reason = "error" if failed else reason
+        if failed:
+            request.error, request.is_at_fault = FAILURES[reason], reason == "blocked"
         return request
 
     def _part(self, request: Request) -> None:

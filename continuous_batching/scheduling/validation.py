@@ -53,84 +53,90 @@ def check_request(
     """Raise BadRequest for a request whose tokens do not exist or that could never fit."""
     _check_tokens(request, vocab_size)
     if request.params.beam_width:
-        _check_beams(request, vocab_size, len(stop_tokens), slots)
-    subject, longest, width = f"request {request.id}", longest_tokens(request), request.params.beam_width
-    if longest > slots.max_tokens:
-        raise BadRequest(
-            None,
-            f"may grow to {longest} tokens; the limit is {slots.max_tokens} (scheduler.max_request_tokens)",
-            value=longest,
-            limit=slots.max_tokens,
-            fix="shorten the prompt or max_tokens",
-            subject=subject,
+        _check_beams(request, vocab_size, stop_tokens, slots)
+    limit = longest_allowed(slots, pool)
+    if longest_tokens(request) > limit:
+        raise too_long(
+            request.num_prompt_tokens,
+            f"you requested {longest_tokens(request)} tokens ({request.num_prompt_tokens} in the prompt,"
+            f" {request.params.max_tokens} in the completion)",
+            limit,
+            value=longest_tokens(request),
         )
-    capacity = _capacity(slots, pool)
-    if longest > capacity:
-        raise BadRequest(
-            None,
-            f"may grow to {longest} tokens; the cache holds {capacity}",
-            value=longest,
-            limit=capacity,
-            fix="shorten the prompt or max_tokens, or give the cache more pages",
-            subject=subject,
-        )
-    needed, usable = most_pages(request, slots.page_size), pool.num_pages - 1
+    width, needed, usable = (
+        request.params.beam_width,
+        most_pages(request, slots.page_size),
+        pool.num_pages - 1,
+    )
     if needed > usable:
+        size = slots.page_size
         raise BadRequest(
             "beam_width",
-            f"may need {needed} pages for {width} beams; the cache has {usable}",
-            value=needed,
-            limit=usable,
-            fix="lower beam_width or max_tokens, or give the cache more pages",
-            subject=subject,
+            f"is {width}, and so many beams may need room for {needed * size} tokens; there is room for"
+            f" {usable * size}",
+            value=width,
+            limit=usable * size,
+            fix="lower beam_width or max_tokens",
         )
+
+
+def too_long(num_prompt: int, asked: str, limit: int, *, value: int) -> BadRequest:
+    """The refusal of a request that is longer than any may be, in the words that clients know."""
+    return BadRequest(
+        "prompt" if num_prompt >= limit else "max_tokens",
+        f"is {limit} tokens. However, {asked}",
+        value=value,
+        limit=limit,
+        fix="shorten the prompt" if num_prompt >= limit else "shorten the prompt or lower max_tokens",
+        subject="This model's maximum context length",
+        code="context_length_exceeded",
+    )
 
 
 def _check_tokens(request: Request, vocab_size: int) -> None:
-    """Every token id of the prompt and of the biases is one of the model's."""
-    subject, prompt, last_id = f"request {request.id}", request.prompt, vocab_size - 1
+    """Every token id of the prompt and of the parameters is one of the model's."""
+    prompt, params = request.prompt, request.params
     if not len(prompt):
-        raise BadRequest("prompt", "has an empty prompt; it needs at least one token", subject=subject)
-    known = f"the model's go from 0 to {last_id}"
-    outside = (prompt < 0) | (prompt > last_id)
-    if outside.any():
-        token = int(prompt[outside.argmax()])
-        raise BadRequest(
-            "prompt", f"holds the token id {token}; {known}", value=token, limit=last_id, subject=subject
-        )
-    for token in request.params.logit_bias:
-        if not 0 <= token <= last_id:
-            raise BadRequest(
-                "logit_bias",
-                f"biases the token id {token}; {known}",
-                value=token,
-                limit=last_id,
-                subject=subject,
-            )
+        raise BadRequest("prompt", "is empty; it must hold at least one token")
+    allowed = np.frombuffer(params.allowed_token_ids or b"", dtype=np.int32)
+    biased = np.fromiter(params.logit_bias, dtype=np.int64, count=len(params.logit_bias))
+    banned = np.array([token for word in params.bad_words for token in word], dtype=np.int64)
+    for field, tokens in (
+        ("prompt", prompt),
+        ("allowed_token_ids", allowed),
+        ("logit_bias", biased),
+        ("bad_words", banned),
+    ):
+        outside = (tokens < 0) | (tokens >= vocab_size)
+        if outside.any():
+            token = int(tokens[outside.argmax()])
+            problem = f"holds the token id {token}; the model's go from 0 to {vocab_size - 1}"
+            raise BadRequest(field, problem, value=token, limit=vocab_size - 1)
 
 
-def _check_beams(request: Request, vocab_size: int, num_stops: int, slots: SlotPool) -> None:
+def _check_beams(request: Request, vocab_size: int, stop_tokens: Index, slots: SlotPool) -> None:
     """There are slots for all beams, and enough tokens to go on with."""
-    subject, width = f"request {request.id}", request.params.beam_width
+    params = request.params
+    width = params.beam_width
     if width > slots.num_slots:
         raise BadRequest(
             "beam_width",
-            f"searches with {width} beams; {slots.num_slots} requests run at once (scheduler.num_slots), and"
-            " each beam counts as one",
+            f"is {width}; {slots.num_slots} requests run at once, and each beam counts as one",
             value=width,
             limit=slots.num_slots,
             fix="lower beam_width",
-            subject=subject,
         )
-    if width + num_stops > vocab_size:
+    going_on = vocab_size - len(stop_tokens)
+    if params.allowed_token_ids is not None:
+        going_on = len(np.setdiff1d(np.frombuffer(params.allowed_token_ids, dtype=np.int32), stop_tokens))
+    going_on -= len(params.bad_words)  # each bans one token at most
+    if width > going_on:
         raise BadRequest(
             "beam_width",
-            f"searches with {width} beams and {num_stops} tokens that end them; the vocabulary has"
-            f" {vocab_size}",
+            f"is {width}; there may be only {max(0, going_on)} tokens that go on and may come next",
             value=width,
-            limit=vocab_size - num_stops,
+            limit=max(0, going_on),
             fix="lower beam_width",
-            subject=subject,
         )
 
 

@@ -4,7 +4,7 @@ In this order: `logit_bias` is added; `repetition_penalty` divides the positive 
 logits of every token seen in prompt or answer (Keskar et al. 2019, arXiv 1909.05858; Hugging Face's
 RepetitionPenaltyLogitsProcessor); `presence_penalty` is subtracted once from every token of the answer,
 `frequency_penalty` as often as it occurs there (OpenAI's API reference, "Frequency and presence
-penalties"); tokens that may not come yet (`min_tokens`) become impossible.
+penalties"); tokens that may not come yet (`min_tokens`) or at all (token_masks.py) become impossible.
 
 Everything is read from the slot table in each step, so preemption has nothing to restore.
 """
@@ -19,6 +19,7 @@ from continuous_batching.batch import ragged_ranges
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays
+from models.sampling.token_masks import apply_masks, gather_masks
 
 
 def changes_logits(rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.bool_]:
@@ -28,7 +29,8 @@ def changes_logits(rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.b
     needed |= slots.frequency_penalty[rows] != 0
     needed |= targets < slots.min_total[rows]
     for index in np.flatnonzero(~needed & ~slots.plain[rows]).tolist():
-        needed[index] = bool(slots.requests[rows[index]].params.logit_bias)
+        params = slots.requests[rows[index]].params
+        needed[index] = bool(params.logit_bias) or params.masks_tokens
     return needed
 
 
@@ -42,6 +44,7 @@ def gather_changes(
     arrays = _biases(rows, targets, slots, eos_token_ids, vocab_size)
     arrays |= _repetitions(rows, targets, slots, vocab_size)
     arrays |= _occurrences(rows, targets, slots, vocab_size)
+    arrays |= gather_masks(rows, targets, slots)
     return arrays
 
 
@@ -60,6 +63,7 @@ def apply_changes(scores: Tensor, changes: dict[str, Tensor]) -> None:
     at = changes["barred_row"], changes["barred_token"]
     if len(at[0]):
         scores[at] = -float("inf")
+    apply_masks(scores, changes)
 
 
 def _biases(

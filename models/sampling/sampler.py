@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous_batching.batch import Sampled
+from continuous_batching.batch import NONE_LEFT, NOT_FINITE, Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
@@ -58,7 +58,7 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class Chosen:
     """What was chosen, on its way to the host."""
 
-    tokens: Tensor  # int64 [R] on the device; -1 where the logits were not finite
+    tokens: Tensor  # int64 [R] on the device; NOT_FINITE or NONE_LEFT where there is none
     wait: Callable[[], Sampled]
 
 
@@ -68,8 +68,8 @@ class Sampler:
     First logit_processors.py changes the logits. Then temperature 0 (or top_k 1) takes the best token; any
     other row draws from softmax(logits / temperature) under the thresholds of top_k_top_p.py.
     Log-probabilities are of the model's own distribution, before any of that. A row that holds NaN or +inf
-    gets token -1, and so does a row for which every token is forbidden; rows do not affect each other. A beam
-    gets candidates (logprobs.py).
+    gets NOT_FINITE for a token, and a row for which every token is forbidden NONE_LEFT; rows do not affect
+    each other. A beam gets candidates (logprobs.py).
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int, ops: Ops | None = None) -> None:
@@ -96,7 +96,7 @@ class Sampler:
 
         tokens, finite = self._ops.greedy(logits)
         if not len(work) and not asked and not beams:
-            tokens = torch.where(finite, tokens, -1)
+            tokens = torch.where(finite, tokens, NOT_FINITE)
             arrival = to_host(tokens)
             return Chosen(tokens, lambda: Sampled(arrival()))
         host: Arrays = {"work": work, "asked": np.array([index for index, _ in asked], dtype=np.int64)}
@@ -109,9 +109,8 @@ class Sampler:
         sent = all_to_device(host, logits.device)
         if len(work):
             chosen, possible = self._choose(logits, tokens, host, sent)
-            tokens[sent["work"]] = chosen
-            finite[sent["work"]] &= possible
-        up = {"tokens": torch.where(finite, tokens, -1)}
+            tokens[sent["work"]] = torch.where(possible, chosen, NONE_LEFT)
+        up = {"tokens": torch.where(finite, tokens, NOT_FINITE)}
         if asked:
             up |= top_logprobs(logits[sent["asked"]], tokens[sent["asked"]])
         if beams:

@@ -249,7 +249,8 @@ class AnswerStream(SampleAnswers):
         if self.samples[index].finish_reason is not None:
             return
         if end.reason == "error":
-            self.fail(RequestFailed(end.error or "the request failed"))
+            why = end.error or "the request failed"
+            self.fail(BadRequest(None, why) if end.is_at_fault else RequestFailed(why))
             return
         if end.hypotheses:
             self.num_cached_tokens = end.num_cached_tokens

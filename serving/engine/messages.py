@@ -25,7 +25,8 @@ class Add(Message):
     ids: list[str]  # of the samples
     prompt: bytes  # int32
     page_keys: bytes  # of the prompt's full pages, 32 bytes each; may be empty
-    samples: list[SamplingParams]
+    params: SamplingParams  # of all samples but for their seeds: they may name every token of the vocabulary
+    seeds: list[int | None]
     tenant: str
     cache_salt: str
     priority: int
@@ -80,12 +81,13 @@ class AddRefused(Message):
     fix: str
     place: str
     subject: str
+    code: str | None
 
     @staticmethod
     def of(stream: int, bad: BadRequest) -> AddRefused:
         """The message for an exception."""
         return AddRefused(
-            stream, bad.field, bad.problem, bad.value, bad.limit, bad.fix, bad.place, bad.subject
+            stream, bad.field, bad.problem, bad.value, bad.limit, bad.fix, bad.place, bad.subject, bad.code
         )
 
     def error(self) -> BadRequest:
@@ -98,6 +100,7 @@ class AddRefused(Message):
             fix=self.fix,
             place=self.place,
             subject=self.subject,
+            code=self.code,
         )
 
 
@@ -132,6 +135,7 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     prefill_s: float | None  # from there to its first token
     decode_s: float | None  # from there to its end
     hypotheses: list[BeamHypothesis]
+    is_at_fault: bool = False  # it failed by what it asked for
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,14 +145,14 @@ class Worker:
             Request(
                 id=name,
                 prompt=prompt,
-                params=params,
+                params=message.params if seed == message.params.seed else replace(message.params, seed=seed),
                 tenant=message.tenant,
                 cache_salt=message.cache_salt,
                 priority=message.priority,
                 arrival_s=arrival_s,
                 timeout_s=message.timeout_s,
             )
-            for name, params in zip(message.ids, message.samples)
+            for name, seed in zip(message.ids, message.seeds)
         )
         leader.followers, leader.page_keys = followers, page_keys
         try:
@@ -227,6 +228,7 @@ class Worker:
                 )
                 for each in request.hypotheses
             ],
+            request.is_at_fault,
         )
 
     def _beat(self) -> None:

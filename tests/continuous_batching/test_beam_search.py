@@ -248,12 +248,12 @@ def test_a_search_that_just_fits_finishes_without_losing_a_row() -> None:
 
 def test_what_can_never_fit_is_refused() -> None:
     engine = make(num_slots=4, num_pages=1 + 2 + 4 * 3)
-    with pytest.raises(ValueError, match="request a searches with 5 beams; 4 requests run at once"):
+    with pytest.raises(ValueError, match="beam_width is 5; 4 requests run at once"):
         engine.add(search("a", num_prompt=10, max_tokens=4, width=5))
-    with pytest.raises(ValueError, match="request b may need 18 pages for 4 beams; the cache has 14"):
+    with pytest.raises(ValueError, match=r"beam_width is 4, .* room for 72 tokens; there is room for 56"):
         engine.add(search("b", num_prompt=10, max_tokens=12, width=4))
     many = tuple(range(VOCAB_SIZE - 3))
-    with pytest.raises(ValueError, match="request c searches with 4 beams and 94 tokens that end them"):
+    with pytest.raises(ValueError, match="beam_width is 4; there may be only 3 tokens that go on"):
         engine.add(search("c", num_prompt=10, max_tokens=4, width=4, stop_token_ids=many))
     assert not engine.has_work
     assert not engine.scheduler._beam_searches.by_number
@@ -315,7 +315,7 @@ def test_one_beam_that_fails_ends_its_search_alone(num_steps: int) -> None:
     engine.runner.fail = {"bad"}
     run_out(engine)
     assert (bad.finish_reason, bad.hypotheses, bad.answer.tolist()) == ("error", (), [])
-    assert bad.error == "request bad: the model's logits were not finite"
+    assert bad.error == "the model's logits were not finite"
     check_search(good, set())
     assert not len(engine.scheduler.lifecycle.find(search("bad", num_prompt=11, max_tokens=8, width=3)))
 

@@ -7,7 +7,7 @@ import pytest
 
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.refusal import BadRequest
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
@@ -48,7 +48,15 @@ def test_a_place_within_a_field_is_no_part_of_its_name() -> None:
         (Request("a", np.array([5, 100])), "prompt", 100, 99),
         (Request("a", np.array([5]), SamplingParams(logit_bias={200: 1})), "logit_bias", 200, 99),
         (Request("a", np.array([5]), SamplingParams(beam_width=3)), "beam_width", 3, 2),
-        (Request("a", np.array([5]), SamplingParams(max_tokens=50)), None, 51, 32),
+        (Request("a", np.array([5]), SamplingParams(max_tokens=50)), "max_tokens", 51, 32),
+        (Request("a", np.full(40, 5)), "prompt", 56, 32),
+        (Request("a", np.array([5]), SamplingParams(bad_words=((5, 100),))), "bad_words", 100, 99),
+        (
+            Request("a", np.array([5]), SamplingParams(allowed_token_ids=packed_ids([7, 101]))),
+            "allowed_token_ids",
+            101,
+            99,
+        ),
         (Request("here", np.array([5])), "id", "here", None),
     ],
 )
@@ -57,7 +65,8 @@ def test_the_scheduler_says_what_is_wrong_and_by_how_much(
 ) -> None:
     bad = refused(request_)
     assert (bad.field, bad.value, bad.limit) == (field, value, limit)
-    assert str(bad).startswith(f"request {request_.id} ")
+    assert (request_.id in str(bad).split()) == (field == "id"), "a client does not know the engine's ids"
+    assert "scheduler." not in str(bad), "nor the recipe"
 
 
 def test_a_long_value_is_cut() -> None:

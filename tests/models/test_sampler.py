@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from continuous_batching.batch import Sampled
+from continuous_batching.batch import NONE_LEFT, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from models.sampling import sampler as sampler_module
@@ -350,7 +350,7 @@ def test_a_row_with_no_possible_token_fails() -> None:
     assert token(Row(torch.full((V,), -math.inf), SamplingParams(temperature=0))) == -1
     assert token(Row(torch.full((V,), -math.inf), SamplingParams())) == -1
     everything = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(V)))
-    assert token(Row(some_logits(), everything)) == -1
+    assert token(Row(some_logits(), everything)) == NONE_LEFT
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e-5, 1e-3])

@@ -61,7 +61,7 @@ def test_the_best_hypotheses_come_out_best_first() -> None:
     ]
     records = list(run_jobs(engine, text, list(read_jobs(map(json.dumps, lines), text))))
     (wide,) = (each for each in records if each["id"] == "wide")
-    assert "searches with 100 beams" in wide["error"]
+    assert "beam_width is 100; " in wide["error"]
     (one,) = (each for each in records if each["id"] == "one")
     assert one["text"] == "623"
     assert one["finish_reason"] == "stop"

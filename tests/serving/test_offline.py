@@ -262,7 +262,7 @@ def test_stop_strings_wait_for_min_tokens(texts: dict[str, Text]) -> None:
 def test_a_request_that_fails_ends_alone(texts: dict[str, Text]) -> None:
     lines = [line("bad", max_tokens=9, stop="x"), line("good", max_tokens=9)]
     records = serve(lines, {"bad": [9, 9, -1], "good": [9] * 9}, texts["byte_level"])
-    assert records["bad"] == {"id": "bad", "error": "request bad: the model's logits were not finite"}
+    assert records["bad"] == {"id": "bad", "error": "the model's logits were not finite"}
     assert records["good"]["token_ids"] == [9] * 9
 
 

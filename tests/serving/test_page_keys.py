@@ -44,9 +44,9 @@ class Served:
     def add(self, keys: list[bytes], salt: str = "") -> Request:
         """A request with these keys, which is in the engine."""
         name, self._num_added = str(self._num_added), self._num_added + 1
-        params = [SamplingParams(max_tokens=2, ignore_eos=True)]
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
         message = Add(
-            self._num_added, [name], PROMPT.tobytes(), b"".join(keys), params, "", salt, 0, None, 0.0
+            self._num_added, [name], PROMPT.tobytes(), b"".join(keys), params, [None], "", salt, 0, None, 0.0
         )
         self._theirs.send(encode(message))
         self._worker._take(1000)

@@ -95,7 +95,7 @@ def test_no_bytes_are_taken_for_a_message(data: bytes) -> None:
 @given(st.data())
 def test_no_damaged_message_is_taken_for_another_type(data: st.DataObject) -> None:
     sent = messages.Add(
-        1, ["a"], bytes(8), bytes(32), [messages.SamplingParams(seed=3)], "t", "s", 0, 1.5, 0.1
+        1, ["a"], bytes(8), bytes(32), messages.SamplingParams(seed=3), [3], "t", "s", 0, 1.5, 0.1
     )
     encoded = bytearray(messages.encode(sent))
     for _ in range(data.draw(st.integers(1, 4))):

@@ -77,7 +77,7 @@ def test_pages_are_free_within_two_steps(overlap: str) -> None:
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     for stream, num_tokens in enumerate((8, 300, 8)):
         prompt = np.arange(300, 300 + num_tokens, dtype=np.int32).tobytes()
-        theirs.send(encode(Add(stream, [str(stream)], prompt, b"", [params], "", "", 0, None, 0.0)))
+        theirs.send(encode(Add(stream, [str(stream)], prompt, b"", params, [None], "", "", 0, None, 0.0)))
     worker._take(1000)
     for _ in range(4):
         engine.step()
@@ -126,8 +126,8 @@ def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on() -> None:
         worker = Worker(built.engine, ours, facts_of(built, prefix_sharing=True))
         prompt = np.arange(300, 308, dtype=np.int32).tobytes()
         for stream in range(2):
-            params = [SamplingParams(max_tokens=4)]
-            theirs.send(encode(Add(stream, ["same"], prompt, b"", params, "", "", 0, None, 0.0)))
+            params = SamplingParams(max_tokens=4)
+            theirs.send(encode(Add(stream, ["same"], prompt, b"", params, [None], "", "", 0, None, 0.0)))
         worker._take(1000)
         refused = decode_from_engine(theirs.recv())
         assert isinstance(refused, AddRefused)

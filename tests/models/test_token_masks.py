@@ -1,0 +1,120 @@
+"""Does an answer hold only what its request allows, and none of its bad words?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import NoBadWordsLogitsProcessor, SuppressTokensLogitsProcessor
+
+from continuous_batching.request import Request, SamplingParams, packed_ids
+from models.sampling.token_masks import banned_tokens
+from tests.models.test_sampler import EOS, Row, V, edited, sample, some_logits, token
+from tests.models.test_sampler_engine import make_engine, requests, serve
+
+WORDS = ((4,), (5, 6), (5, 6, 7), (9, 9), (6, 5, 6))
+
+
+def changed(params: SamplingParams, answer: tuple[int, ...] = (), seed: int = 0) -> Tensor:
+    return edited(Row(some_logits(seed), params, (1, 5), answer))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bad_words_are_those_of_transformers_within_the_answer(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    answer = tuple(random.choice([4, 5, 6, 7, 9], size=int(random.integers(1, 8))).tolist())
+    logits = some_logits(seed)
+    expected = NoBadWordsLogitsProcessor([list(word) for word in WORDS])(torch.tensor([answer]), logits[None])
+    assert changed(SamplingParams(bad_words=WORDS), answer, seed).equal(expected[0])
+
+
+def test_the_prompt_is_no_beginning_of_a_bad_word() -> None:
+    assert math.isfinite(changed(SamplingParams(bad_words=((5, 6),)))[6])  # the prompt ends with 5
+    assert changed(SamplingParams(bad_words=((5, 6),)), (5,))[6] == -math.inf
+    assert banned_tokens(((5, 6),), np.array([], dtype=np.int32)) == []
+
+
+def test_what_is_not_allowed_is_suppressed_as_by_transformers() -> None:
+    allowed = [3, 11, 40, 47]
+    others = [each for each in range(V) if each not in allowed]
+    logits = some_logits()
+    expected = SuppressTokensLogitsProcessor(others)(torch.tensor([[1]]), logits[None])[0]
+    assert changed(SamplingParams(allowed_token_ids=packed_ids(reversed(allowed)))).equal(expected)
+
+
+def test_masks_hold_whatever_else_changes_the_logits() -> None:
+    """Neither a bias nor a penalty brings a masked token back, and min_tokens masks on its own."""
+    params = SamplingParams(
+        allowed_token_ids=packed_ids([4, 8, 9, EOS]),
+        bad_words=((8, 4),),
+        logit_bias={30: 100.0, 4: 100.0},
+        repetition_penalty=0.5,
+        presence_penalty=-2.0,
+        min_tokens=5,
+    )
+    scores = changed(params, (8,))
+    assert torch.isfinite(scores).nonzero().flatten().tolist() == [8, 9]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.9}])
+def test_only_allowed_tokens_are_chosen_and_log_probabilities_are_the_model_s(
+    fields: dict[str, float],
+) -> None:
+    allowed = [2, 9, 33]
+    params = SamplingParams(allowed_token_ids=packed_ids(allowed), logprobs=1, **fields)
+    found = sample([Row(some_logits(), params, seed=seed) for seed in range(40)])
+    assert set(found.tokens.tolist()) <= set(allowed)
+    logprobs = some_logits().log_softmax(-1)
+    for index, entry in found.logprobs.items():
+        assert entry.logprob == pytest.approx(float(logprobs[found.tokens[index]]), abs=1e-5)
+        assert entry.top[0][0] == int(logprobs.argmax()), "the likeliest of all, allowed or not"
+
+
+def test_sets_of_neighbours_do_not_mix() -> None:
+    sets = [[3, 5], [40], [3, 5], list(range(V)), [0]]
+    rows = [Row(some_logits(n), SamplingParams(temperature=0, allowed_token_ids=packed_ids(each)))
+            for n, each in enumerate(sets)]  # fmt: skip
+    rows.insert(2, Row(some_logits(9), SamplingParams(temperature=0)))
+    assert sample(rows).tokens.tolist() == [token(row) for row in rows]
+    for row, found in zip([*rows[:2], *rows[3:]], np.delete(sample(rows).tokens, 2)):
+        assert int(found) in np.frombuffer(row.params.allowed_token_ids or b"", dtype=np.int32)
+
+
+KINDS = [
+    {"allowed_token_ids": packed_ids(range(10, 30))},
+    {"bad_words": ((12,), (20, 21), (25, 25))},
+    {"allowed_token_ids": packed_ids(range(10, 16)), "bad_words": ((11, 12),), "temperature": 0.0},
+    {"allowed_token_ids": packed_ids(range(10, 16)), "min_tokens": 5, "frequency_penalty": 1.0},
+]
+
+
+def masked() -> list[Request]:
+    return [
+        Request(each.id, each.prompt, SamplingParams(max_tokens=30, seed=n, **KINDS[n % len(KINDS)]))
+        for n, each in enumerate(requests())
+    ]
+
+
+def test_masks_hold_through_preemption_and_beside_others() -> None:
+    together = serve(make_engine(8, 24), masked())
+    assert sum(request.num_preemptions for request in together) > 10
+    for request, alone in zip(together, masked()):
+        serve(make_engine(1, 17), [alone])
+        answer, params = request.answer.tolist(), request.params
+        assert answer == alone.answer.tolist()
+        if params.allowed_token_ids is not None:
+            assert set(answer) <= set(np.frombuffer(params.allowed_token_ids, dtype=np.int32).tolist())
+        for word in params.bad_words:
+            assert all(tuple(answer[at : at + len(word)]) != word for at in range(len(answer)))
+
+
+def test_a_request_that_leaves_itself_no_token_ends_alone_and_by_its_own_fault() -> None:
+    stuck = SamplingParams(allowed_token_ids=packed_ids([10]), bad_words=((10, 10),), max_tokens=9)
+    bad, good = serve(make_engine(2, 17), [Request("bad", np.array([5]), stuck), requests()[0]])
+    assert (bad.finish_reason, bad.is_at_fault, bad.answer.tolist()) == ("error", True, [10])
+    assert bad.error is not None
+    assert bad.error.startswith("allowed_token_ids, bad_words and min_tokens together leave no token")
+    assert (good.finish_reason, good.is_at_fault) == ("length", False)
