@@ -176,9 +176,9 @@ class AsyncLLM:
     def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool) -> Request:
         """The request, with the keys of its pages: hashing them in the engine would delay a step."""
         check_length(fields, facts.max_tokens, self.text)
-        request = parse_request(fields, self.text, longest=facts.max_tokens if fill else None)
-        most = facts.max_shared_tokens
-        if facts.prefix_sharing and (most is None or request.num_prompt_tokens <= most):
+        most, shared = facts.max_tokens, facts.max_shared_tokens
+        request = parse_request(fields, self.text, longest=most if fill else None, limit=most)
+        if facts.prefix_sharing and (shared is None or request.num_prompt_tokens <= shared):
             request.page_keys = page_keys(request.prompt, facts.page_size, request.cache_salt)
         return request
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,20 @@ class LLM:
         sampling_params: VllmSamplingParams | Sequence[VllmSamplingParams] | None = None,
         *,
         use_tqdm: Progress = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, with the model's own chat template; else as `generate`."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         given = [messages] if one else messages
-        return self._serve("messages", given, _conversation, sampling_params, use_tqdm)
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        form = partial(_conversation, options=options)
+        return self._serve("messages", given, form, sampling_params, use_tqdm)
 
     def _serve(
         self,
@@ -108,7 +118,8 @@ class LLM:
 
     def _job(self, prompt: dict[str, Any], params: VllmSamplingParams) -> Job:
         scheduler, given = self.engine.scheduler, params.asked() | prompt | {"id": str(next(self._ids))}
-        request = parse_request(given, self.text, longest=longest_allowed(scheduler.slots, scheduler.pool))
+        most = longest_allowed(scheduler.slots, scheduler.pool)
+        request = parse_request(given, self.text, longest=most, limit=most)
         scheduler.check(request)
         return Job(request, text_options(given), params.n, params.logprobs is not None)
 
@@ -131,7 +142,7 @@ class LLM:
 
     def _output(self, job: Job, prompt: str | None, answers: list[AnswerDelta]) -> RequestOutput:
         request = job.request
-        if prompt is None and job.options.start and self.text is not None:  # what the chat template made
+        if prompt is None and job.options.is_chat and self.text is not None:  # what the chat template made
             prompt = self.text.decode(request.prompt.tolist(), skip_special_tokens=False)
         return request_output(
             request,
@@ -145,5 +156,5 @@ class LLM:
         )
 
 
-def _conversation(messages: object) -> dict[str, Any]:
-    return {"messages": messages}
+def _conversation(messages: object, options: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": messages, **options}

@@ -15,10 +15,12 @@ from typing import IO, Any
 
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import TokenLogprobs
+from continuous_batching.scheduling.validation import longest_allowed
 from serving.answers.answers import finite
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
+from serving.text.truncation import fit
 
 Record = dict[str, Any]
 
@@ -38,6 +40,7 @@ def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]
                 text_options(fields),
                 num_answers=fields.get("n") or 1,
                 show_logprobs=fields.get("logprobs") is not None,
+                fits_prompt=fields.get("truncate_prompt_tokens") == -1,
             )
             ids = [each.id for each in (job.request, *job.request.followers)]
             if taken := [each for each in ids if each in line_of]:
@@ -81,6 +84,8 @@ def run_jobs(
     pending: list[Job] = []
     for job in jobs:
         if isinstance(job, Job):
+            if job.fits_prompt:
+                fit(job.request, longest_allowed(engine.slots, engine.scheduler.pool))
             pending.append(job)
         else:
             yield job

@@ -42,6 +42,9 @@ class VllmSamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False

@@ -23,13 +23,15 @@ _PLAIN = TextOptions()
 class Job:
     """A request, with its other samples as followers, of which `num_answers` are wanted.
 
-    `show_logprobs`: they were asked for, and are not only needed to rank samples.
+    `show_logprobs`: they were asked for, and are not only needed to rank samples. `fits_prompt`: its prompt
+    is to be cut to what fits, which is known where the engine is.
     """
 
     request: Request
     options: TextOptions = _PLAIN
     num_answers: int = 1
     show_logprobs: bool = True
+    fits_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from continuous_batching.refusal import BadRequest
 from recipes.build import versions
 from serving.api.access import Client
 from serving.api.errors import NotFound
-from serving.api.schemas import DetokenizeBody, TokenizeBody
+from serving.api.schemas import Conversation, DetokenizeBody, TokenizeBody
 from serving.async_llm import AsyncLLM
 from serving.failures import CutOff
 from serving.metrics.exposition import CONTENT_TYPE, Exposition
+from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text
 
 VERSION = "0.1.0"
@@ -163,7 +164,8 @@ def _text(llm: AsyncLLM, asked: str | None, model: str) -> Text:
 
 def _tokens(text: Text, body: TokenizeBody) -> dict[str, Any]:
     if body.messages is not None:
-        ids = text.chat(body.messages)
+        named = Conversation.model_fields.keys()
+        ids = text.chat(body.messages, ChatOptions(**body.model_dump(include={*named}, exclude_none=True)))
     else:
         assert body.prompt is not None
         ids = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serving.api.errors import whole
-from serving.text.request_fields import LONGEST_NAME
+from serving.text.field_types import LONGEST_NAME, MOST_ALLOWED
 
 _MOST_BIASES = 1024  # as in SamplingParams
 
@@ -68,12 +68,23 @@ def _bounded(given: Any) -> Any:
     return given
 
 
+def _few(given: Any) -> Any:
+    if isinstance(given, list) and len(given) > MOST_ALLOWED:
+        raise PydanticCustomError(
+            "too_many",
+            "it is of {count} tokens; it must be of at most {most}",
+            {"count": len(given), "most": MOST_ALLOWED},
+        )
+    return given
+
+
 Prompt = Annotated[
     str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt), WithJsonSchema(_SCHEMA)
 ]
 Integers = Annotated[list[int], BeforeValidator(_all(int))]
 Strings = Annotated[list[str], BeforeValidator(_all(str))]
 Biases = Annotated[dict[str, float], BeforeValidator(_bounded)]
+Allowed = Annotated[list[int], BeforeValidator(_all(int)), BeforeValidator(_few)]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 # Fields of the OpenAI API that ask for what this server does not do, and their values that ask for nothing
@@ -152,6 +163,11 @@ class GenerationBody(StrictBody):
     frequency_penalty: float | None = None
     seed: int | None = None
     logit_bias: Biases | None = Field(None, description="by token id, what to add to its logit")
+    allowed_token_ids: Allowed | None = Field(None, description="no other tokens may be chosen")
+    bad_words: Strings | None = Field(None, description="the answer never holds the tokens of these words")
+    truncate_prompt_tokens: int | None = Field(
+        None, description="keep only so many of the prompt's last tokens; -1: as many as fit"
+    )
     stop: str | Strings | None = None
     stop_token_ids: Integers | None = None
     include_stop_str_in_output: bool | None = None
@@ -196,6 +212,8 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _tells_prompts_once(self) -> CompletionBody:
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise _refused("echo", "echo must be left out beside truncate_prompt_tokens")
         if not self.echo or self.logprobs is None:
             return self
         if self.prompt_logprobs is not None:
@@ -205,7 +223,17 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class ChatBody(GenerationBody):
+class Conversation(StrictBody):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool | None = Field(None, description="null: true")
+    continue_final_message: bool | None = Field(
+        None, description="the answer continues the last message; needs add_generation_prompt: false"
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
+
+
+class ChatBody(GenerationBody, Conversation):
     """`POST /v1/chat/completions`."""
 
     messages: list[Any] = Field(description='each {"role": ..., "content": ...}')
@@ -214,7 +242,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
 
 
-class TokenizeBody(StrictBody):
+class TokenizeBody(Conversation):
     """`POST /tokenize`: a prompt or a conversation."""
 
     model: str | None = None

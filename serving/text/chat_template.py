@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from continuous_batching.refusal import BadRequest
+from serving.text.chat_options import ChatOptions
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FAILURES = (
@@ -29,8 +30,9 @@ _FAILURES = (
     LookupError,
     ArithmeticError,
     AttributeError,
-    RecursionError,
+    RuntimeError,
 )
+_AS_USUAL = ChatOptions()
 _MOST_S = 5.0  # of processor time to render a conversation
 
 _CHECK_TIME = "_check_the_time"
@@ -58,8 +60,8 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._most_s = most_s
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the assistant speaks next; BadRequest if the template refuses it."""
+    def render(self, messages: Sequence[Message], options: ChatOptions = _AS_USUAL) -> str:
+        """The conversation, by default up to where the assistant speaks next; BadRequest if it is refused."""
         until_s = time.thread_time() + self._most_s
 
         def check_time() -> str:
@@ -74,10 +76,12 @@ class ChatTemplate:
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=options.add_generation_prompt,
+                **options.chat_template_kwargs,
             )
         except _FAILURES as error:
-            problem = f"refuses these messages: {_line(error)}"
+            given = "messages and chat_template_kwargs" if options.chat_template_kwargs else "messages"
+            problem = f"refuses these {given}: {_line(error)}"
             raise BadRequest("messages", problem, subject="the chat template") from error
 
 

@@ -56,6 +56,30 @@ FIELDS = (
         allowed="a string; a list of `{role, content}`; a list of token ids",
         default="one is required",
     ),
+    RequestField(
+        ("truncate_prompt_tokens",),
+        "keep only so many of the prompt's last tokens; -1: as many as leave the answer its room",
+        allowed="-1, or 1 to the model's maximum context length",
+        default="none are cut",
+    ),
+    RequestField(
+        ("add_generation_prompt",),
+        "the template ends with what the assistant's turn begins with; needs `messages`",
+        allowed="true or false",
+        default="true",
+    ),
+    RequestField(
+        ("continue_final_message",),
+        "the answer continues the last message, which is left open; needs `add_generation_prompt: false`",
+        allowed="true or false",
+        default="false",
+    ),
+    RequestField(
+        ("chat_template_kwargs",),
+        "variables for the template, such as `enable_thinking`; none that the server itself gives it",
+        allowed="an object of up to 32 names, 16384 characters and 8 levels",
+        default="none",
+    ),
     RequestField(("arrival_s",), "seconds from the start until it arrives", 0, default="0"),
     RequestField(
         ("timeout_s",),
@@ -89,6 +113,18 @@ FIELDS = (
         ("logit_bias",),
         "added to the logits of these tokens",
         allowed="an object of up to 1024 token ids and -100 to 100",
+        default="none",
+    ),
+    RequestField(
+        ("allowed_token_ids",),
+        "no other tokens may be chosen; log-probabilities stay the model's own",
+        allowed="a list of 1 to 262144 of the model's token ids",
+        default="all",
+    ),
+    RequestField(
+        ("bad_words",),
+        "the answer never holds the tokens of such a word in a row, with or without a space before it",
+        allowed="a list of up to 128 strings, of up to 128 characters each",
         default="none",
     ),
     RequestField(

@@ -7,8 +7,7 @@ guessed: an unknown field, a wrong type and a value out of range are refused by 
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,21 +15,29 @@ import numpy as np
 
 from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import MOST_LOGPROBS, Request, SamplingParams
-from serving.text.tokenizer import Text, TextOptions, check_unicode
+from continuous_batching.scheduling.validation import too_long
+from serving.text import field_types as types
+from serving.text.bad_words import spellings
+from serving.text.chat_options import ChatOptions
+from serving.text.tokenizer import Text, TextOptions
+from serving.text.truncation import truncated
 
-_Reader = Callable[[str, Any], Any]
-_LAST_ID = 2**31 - 1
-LONGEST_NAME = 1024  # characters
 MOST_SAMPLES = 128  # each takes a slot: more samples of one request would crowd out the others
 _SHORT = 500  # characters, or tokens
-_LONG = ("messages", "logit_bias", "stop", "stop_token_ids", "n", "best_of")  # these may take longer to read
+_LONG = (  # these may take longer to read
+    *("messages", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
+    *("n", "best_of"),
+)
 
 
-def parse_request(fields: object, text: Text | None, *, longest: int | None = None) -> Request:
+def parse_request(
+    fields: object, text: Text | None, *, longest: int | None = None, limit: int | None = None
+) -> Request:
     """A request from a decoded JSON object; raises BadRequest.
 
     A field that is null counts as absent. `text` None: the model has no tokenizer, and prompts are token ids.
     With `longest`, an answer without max_tokens may be so long that prompt and answer come to that many.
+    `limit` is the most that they ever may come to; None: `truncation.fit` is for the caller, who learns it.
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {shown(fields)}")
@@ -46,9 +53,12 @@ def parse_request(fields: object, text: Text | None, *, longest: int | None = No
     if "stop" in values and text is None:
         raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
     prompt = np.array(_prompt(values, text), dtype=np.int32)
+    asked = values.get("truncate_prompt_tokens")
+    if asked is not None:
+        prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
         # Where too little room is left, the scheduler refuses the request as too long
-        values["max_tokens"] = max(1, longest - len(prompt), min(values.get("min_tokens", 0), _LAST_ID))
+        values["max_tokens"] = max(1, longest - len(prompt), min(values.get("min_tokens", 0), types.LAST_ID))
     leader, *followers = (
         Request(
             id=f"{values['id']}#{index}" if index else values["id"],
@@ -60,7 +70,7 @@ def parse_request(fields: object, text: Text | None, *, longest: int | None = No
             arrival_s=values.get("arrival_s", 0.0),
             timeout_s=values.get("timeout_s"),
         )
-        for index, params in enumerate(_samples(values))
+        for index, params in enumerate(_samples(values, text))
     )
     leader.followers = followers
     return leader
@@ -69,22 +79,22 @@ def parse_request(fields: object, text: Text | None, *, longest: int | None = No
 def text_options(fields: Mapping[str, Any]) -> TextOptions:
     """How the answers to a request that `parse_request` accepted become text."""
     given = {name: fields[name] for name in _SHOWING if fields.get(name) is not None}
-    return TextOptions(start=fields.get("messages") is not None, **given)
+    is_chat = fields.get("messages") is not None
+    is_turn = is_chat and not fields.get("continue_final_message")
+    return TextOptions(is_chat=is_chat, start=is_turn, **given)
 
 
 def check_length(fields: Mapping[str, Any], max_tokens: int, text: Text | None) -> None:
     """Raise BadRequest for a prompt that is too long however it is tokenised, before that work is done."""
     longest = 1 if text is None else text.longest_token
     ids, prompt = fields.get("prompt_token_ids") or (), fields.get("prompt") or ""
+    if fields.get("truncate_prompt_tokens") is not None:
+        return
     if len(ids) > max_tokens or len(prompt) > max_tokens * longest:
         held = f"{len(ids)} tokens" if ids else f"{len(prompt)} characters"
-        raise BadRequest(
-            "prompt_token_ids" if ids else "prompt",
-            f"holds {held}; model and cache hold {max_tokens} tokens",
-            value=len(ids) or len(prompt),
-            limit=max_tokens,
-            fix="shorten it",
-        )
+        asked = f"the prompt alone holds {held}"
+        bad = too_long(max_tokens, asked, max_tokens, value=len(ids) or len(prompt))
+        raise bad.of_field("prompt_token_ids") if ids else bad
 
 
 def is_short(fields: Mapping[str, Any]) -> bool:
@@ -99,25 +109,37 @@ def _prompt(values: dict[str, Any], text: Text | None) -> list[int]:
         found = " and ".join(forms) if forms else "none of them"
         problem = f"exactly one of prompt, messages and prompt_token_ids must be given, not {found}"
         raise BadRequest(None, problem)
+    options = {name: values[name] for name in _CHAT if name in values}
+    if options and forms[0] != "messages":
+        raise BadRequest(next(iter(options)), "needs messages; a prompt goes through no chat template")
     prompt = values[forms[0]]
     if not prompt:
         raise BadRequest(forms[0], "is empty; it must hold at least one token")
     if forms[0] == "prompt_token_ids":
         return list(prompt)
     if text is None:
-        raise BadRequest(forms[0], "needs a tokenizer, and this model has none; send prompt_token_ids")
-    return text.encode(prompt) if forms[0] == "prompt" else text.chat(prompt)
+        raise BadRequest(forms[0], "needs a tokenizer, and this model has none; send token ids")
+    return text.encode(prompt) if forms[0] == "prompt" else text.chat(prompt, ChatOptions(**options))
 
 
-def _params(values: dict[str, Any]) -> SamplingParams:
+def _least_answer(values: dict[str, Any], *, fills: bool) -> int:
+    """The tokens that a truncated prompt leaves for the answer."""
+    given = values.get("max_tokens", values.get("max_completion_tokens"))
+    if given is None:
+        given = max(1, values.get("min_tokens", 0)) if fills else SamplingParams().max_tokens
+    return int(given)
+
+
+def _params(values: dict[str, Any], text: Text | None) -> SamplingParams:
     named = {name: values[name] for name in _SAMPLING if name in values}
     if "max_completion_tokens" in values:
         named["max_tokens"] = values["max_completion_tokens"]
-    logprobs = _logprobs(values)
-    return SamplingParams(**named, logprobs=logprobs)
+    if "bad_words" in values:
+        named["bad_words"] = spellings(values["bad_words"], text)
+    return SamplingParams(**named, logprobs=_logprobs(values))
 
 
-def _samples(values: dict[str, Any]) -> list[SamplingParams]:
+def _samples(values: dict[str, Any], text: Text | None) -> list[SamplingParams]:
     """The parameters of each sample of the prompt: `best_of` of them, or `n`, each with its own seed.
 
     A beam search is one request, and its `n` best hypotheses are the answers.
@@ -125,17 +147,17 @@ def _samples(values: dict[str, Any]) -> list[SamplingParams]:
     num_answers = values.get("n", 1)
     num_samples = values.get("best_of", num_answers)
     if not 1 <= num_answers <= MOST_SAMPLES:
-        raise _wrong("n", num_answers, f"from 1 to {MOST_SAMPLES}")
+        raise types.wrong("n", num_answers, f"from 1 to {MOST_SAMPLES}")
     if not num_answers <= num_samples <= MOST_SAMPLES:
-        raise _wrong("best_of", num_samples, f"from n ({num_answers}) to {MOST_SAMPLES}")
-    params = _params(values)
+        raise types.wrong("best_of", num_samples, f"from n ({num_answers}) to {MOST_SAMPLES}")
+    params = _params(values, text)
     if params.beam_width:
         if "best_of" in values:
-            raise _wrong("best_of", num_samples, "left out beside beam_width")
+            raise types.wrong("best_of", num_samples, "left out beside beam_width")
         if params.beam_width > MOST_SAMPLES:
-            raise _wrong("beam_width", params.beam_width, f"at most {MOST_SAMPLES}")
+            raise types.wrong("beam_width", params.beam_width, f"at most {MOST_SAMPLES}")
         if num_answers > params.beam_width:
-            raise _wrong("n", num_answers, f"at most beam_width ({params.beam_width})")
+            raise types.wrong("n", num_answers, f"at most beam_width ({params.beam_width})")
         return [params]
     if num_samples > num_answers and params.logprobs is None:
         params = replace(params, logprobs=0)  # samples are ranked by their log-probabilities
@@ -149,7 +171,7 @@ def _logprobs(values: dict[str, Any]) -> int | None:
     logprobs, top = values.get("logprobs", False), values.get("top_logprobs")
     if logprobs is True:
         if top is not None and not 0 <= top <= MOST_LOGPROBS:
-            raise _wrong("top_logprobs", top, f"from 0 to {MOST_LOGPROBS}")
+            raise types.wrong("top_logprobs", top, f"from 0 to {MOST_LOGPROBS}")
         return top or 0
     if top is not None:
         raise BadRequest("top_logprobs", f"needs logprobs: true, not {shown(logprobs)}")
@@ -158,151 +180,60 @@ def _logprobs(values: dict[str, Any]) -> int | None:
 
 def _unknown(name: object) -> BadRequest:
     near = difflib.get_close_matches(str(name), _READERS, n=1)
-    rest = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(_READERS)}"
+    rest = f"did you mean {near[0]}?" if near else "docs/request_fields.md lists the fields"
     return BadRequest(str(name), f"{shown(name)}; {rest}", subject="unknown field")
 
 
-def _wrong(field: str, value: object, limit: str, *, place: str = "") -> BadRequest:
-    return BadRequest(field, value=value, limit=limit, place=place)
-
-
-def _string(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _wrong(name, value, "a string")
-    return value
-
-
-def _name(name: str, value: Any) -> str:
-    """A string that is stored, sent on, and may be shown."""
-    if len(_string(name, value)) > LONGEST_NAME:
-        raise _wrong(name, value, f"at most {LONGEST_NAME} characters long")
-    check_unicode(name, value)
-    return value
-
-
-def _integer(name: str, value: Any, *, place: str = "") -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _wrong(name, value, "an integer", place=place)
-    return value
-
-
-def _number(name: str, value: Any, *, place: str = "") -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
-        raise _wrong(name, value, "a number", place=place)
-    return float(value)
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "true or false")
-    return value
-
-
-def _early(name: str, value: Any) -> bool | str:
-    if value != "never" and not isinstance(value, bool):
-        raise _wrong(name, value, 'true, false or "never"')
-    return value
-
-
-def _top_k(name: str, value: Any) -> int:
-    return 0 if _integer(name, value) == -1 else int(value)  # -1 means off, as in vLLM
-
-
-def _count_or_boolean(name: str, value: Any) -> int | bool:
-    return value if isinstance(value, bool) else _integer(name, value)
-
-
-def _seconds(name: str, value: Any) -> float:
-    if (seconds := _number(name, value)) < 0:
-        raise _wrong(name, value, "0 or more seconds")
-    return seconds
-
-
-def _timeout(name: str, value: Any) -> float:
-    if (timeout_s := _number(name, value)) <= 0:
-        raise _wrong(name, value, "above 0 seconds")
-    return timeout_s
-
-
-def _priority(name: str, value: Any) -> int:
-    if abs(priority := _integer(name, value)) > _LAST_ID:
-        raise _wrong(name, value, f"an integer from {-_LAST_ID} to {_LAST_ID}")
-    return priority
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise _wrong(name, value, "a string or a list of strings")
-    for each in strings:
-        check_unicode(name, each)
-    return tuple(strings)
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise _wrong(name, value, "a list of token ids")
-    if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > _LAST_ID):
-        for index, token in enumerate(value):  # only to name the wrong one: long prompts are checked above
-            if _integer(name, token, place=f"[{index}]") not in range(_LAST_ID + 1):
-                raise _wrong(name, token, "a token id", place=f"[{index}]")
-    return tuple(value)
-
-
-def _biases(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, dict):
-        raise _wrong(name, value, 'an object of token ids and numbers, such as {"123": -1.5}')
-    for token in value:
-        if not re.fullmatch(r"[0-9]{1,10}", str(token)) or int(token) > _LAST_ID:
-            raise _wrong(name, value, f"an object whose keys are token ids; {shown(token)} is none")
-    return {int(token): _number(name, bias, place=f"[{token}]") for token, bias in value.items()}
-
-
-def _anything(name: str, value: Any) -> Any:
-    return value
-
-
-_SAMPLING: dict[str, _Reader] = {
-    "max_tokens": _integer,
-    "min_tokens": _integer,
-    "temperature": _number,
-    "top_k": _top_k,
-    "top_p": _number,
-    "min_p": _number,
-    "repetition_penalty": _number,
-    "presence_penalty": _number,
-    "frequency_penalty": _number,
-    "seed": _integer,
-    "logit_bias": _biases,
-    "prompt_logprobs": _integer,
-    "stop": _strings,
-    "stop_token_ids": _token_ids,
-    "ignore_eos": _boolean,
-    "beam_width": _integer,
-    "length_penalty": _number,
-    "early_stopping": _early,
+_SAMPLING: dict[str, types.Reader] = {
+    "max_tokens": types.integer,
+    "min_tokens": types.integer,
+    "temperature": types.number,
+    "top_k": types.top_k,
+    "top_p": types.number,
+    "min_p": types.number,
+    "repetition_penalty": types.number,
+    "presence_penalty": types.number,
+    "frequency_penalty": types.number,
+    "seed": types.integer,
+    "logit_bias": types.biases,
+    "allowed_token_ids": types.packed_token_ids,
+    "bad_words": types.string_list,
+    "prompt_logprobs": types.integer,
+    "stop": types.string_list,
+    "stop_token_ids": types.token_id_list,
+    "ignore_eos": types.boolean,
+    "beam_width": types.integer,
+    "length_penalty": types.number,
+    "early_stopping": types.early_stopping,
 }
-_SHOWING: dict[str, _Reader] = {
-    "skip_special_tokens": _boolean,
-    "include_stop_str_in_output": _boolean,
+_CHAT: dict[str, types.Reader] = {
+    "add_generation_prompt": types.boolean,
+    "continue_final_message": types.boolean,
+    "chat_template_kwargs": types.mapping,
 }
-_READERS: dict[str, _Reader] = {
-    "id": _name,
-    "prompt": _string,
-    "prompt_token_ids": _token_ids,
-    "messages": _anything,  # Text.chat checks them
+_SHOWING: dict[str, types.Reader] = {
+    "skip_special_tokens": types.boolean,
+    "include_stop_str_in_output": types.boolean,
+}
+_READERS: dict[str, types.Reader] = {
+    "id": types.label,
+    "prompt": types.string,
+    "prompt_token_ids": types.token_id_list,
+    "messages": types.anything,  # Text.chat checks them
+    **_CHAT,
+    "truncate_prompt_tokens": types.truncation,
     **_SAMPLING,
     **_SHOWING,
-    "max_completion_tokens": _integer,
-    "n": _integer,
-    "best_of": _integer,
-    "logprobs": _count_or_boolean,
-    "top_logprobs": _integer,
-    "arrival_s": _seconds,
-    "timeout_s": _timeout,
-    "tenant": _name,
-    "user": _name,
-    "cache_salt": _name,
-    "priority": _priority,
+    "max_completion_tokens": types.integer,
+    "n": types.integer,
+    "best_of": types.integer,
+    "logprobs": types.count_or_boolean,
+    "top_logprobs": types.integer,
+    "arrival_s": types.seconds,
+    "timeout_s": types.timeout,
+    "tenant": types.label,
+    "user": types.label,
+    "cache_salt": types.label,
+    "priority": types.priority,
 }
 FIELDS = frozenset(_READERS)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import codecs
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
+from serving.text.chat_options import ChatOptions, strings_in, with_strings, without_end
 from serving.text.chat_template import ChatTemplate, Message, check_messages
 from serving.text.vocabulary import (
     SPECIAL_KEYS,
@@ -26,6 +27,8 @@ from serving.text.vocabulary import (
     read_tokenizer_files,
     token_text,
 )
+
+_AS_USUAL = ChatOptions()
 
 
 class Text:
@@ -89,10 +92,15 @@ class Text:
         bos = [self._bos_token_id] if self._add_bos and self._bos_token_id is not None else []
         return bos + self._vocabulary.encode(text)
 
-    def chat(self, messages: object) -> list[int]:
-        """The ids of a conversation, up to where the assistant speaks next.
+    def encode_within(self, text: str) -> list[int]:
+        """The ids of a piece of text that stands behind other text."""
+        return self._vocabulary.encode(text, start=False)
 
-        Control tokens come from the template alone; those written in a message are encoded as text.
+    def chat(self, messages: object, options: ChatOptions = _AS_USUAL) -> list[int]:
+        """The ids of a conversation, by default up to where the assistant speaks next.
+
+        Control tokens come from the template alone; those written in a message, or in a value that was sent
+        for the template, are encoded as text.
         Raises BadRequest for messages that are malformed or that the template refuses.
         """
         if self._template is None:
@@ -103,8 +111,10 @@ class Text:
         for index, message in enumerate(checked):
             for key, value in message.items():
                 check_unicode("messages", value, place=f"[{index}].{key}")
-        shielded, spelt = _shield(checked, self._vocabulary.control)
-        parts = any_of(spelt).split(self._template.render(shielded))
+        for each in strings_in(options.chat_template_kwargs):
+            check_unicode("chat_template_kwargs", each)
+        (shielded, kwargs), spelt = _shield([checked, options.chat_template_kwargs], self._vocabulary.control)
+        parts = any_of(spelt).split(self._render(shielded, replace(options, chat_template_kwargs=kwargs)))
         literally = {mark: self._vocabulary.encode_literally(name) for mark, name in spelt.items()}
         ids: list[int] = []
         for index, part in enumerate(parts):
@@ -113,6 +123,12 @@ class Text:
             elif part:
                 ids += self._vocabulary.encode(part, start=not index)
         return ids
+
+    def _render(self, messages: list[Message], options: ChatOptions) -> str:
+        assert self._template is not None
+        rendered = self._template.render(messages, options)
+        final = messages[-1]["content"]
+        return without_end(rendered, final) if options.continue_final_message else rendered
 
     def decode(
         self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, start: bool = True
@@ -140,10 +156,12 @@ class Text:
 class TextOptions:
     """How an answer's tokens become its text; the engine does not know these.
 
-    `start`: the answer is a text of its own (a turn of a chat), not the continuation of its prompt.
+    `is_chat`: it answers a conversation. `start`: it is a text of its own (a turn of it), not the continuation
+    of its prompt.
     `include_stop_str_in_output`: the string or the token that ended the answer belongs to its text.
     """
 
+    is_chat: bool = False
     start: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -243,20 +261,17 @@ class Detokenizer:
         return shown
 
 
-def _shield(messages: list[Message], control: Iterable[str]) -> tuple[list[Message], dict[str, str]]:
-    """The messages with a mark in place of each control token in their text, and what each mark stands for.
+def _shield(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
+    """The values with a mark in place of each control token in their text, and what each mark stands for.
 
     The template cannot confuse them with its own control tokens, and sees all other text unchanged.
     """
-    written = "".join(value for message in messages for value in message.values())
+    written = "".join(strings_in(values))
     numbers = (number for number in itertools.count() if _mark(number) not in written)
     found = sorted(set(any_of(control).findall(written)))
     marks = {name: _mark(number) for name, number in zip(found, numbers)}
     pattern = any_of(marks)
-    shielded = [
-        {key: pattern.sub(lambda match: marks[match[0]], value) for key, value in message.items()}
-        for message in messages
-    ]
+    shielded = with_strings(values, lambda text: pattern.sub(lambda match: marks[match[0]], text))
     return shielded, {mark: name for name, mark in marks.items()}
 
 

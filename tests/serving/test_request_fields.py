@@ -115,7 +115,7 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
     [
         ({"temprature": 1}, 'unknown field "temprature"; did you mean temperature?'),
         ({"max_new_token": 1}, "did you mean max_tokens?"),
-        ({"zzz": 1}, 'unknown field "zzz"; the fields are id, prompt, '),
+        ({"zzz": 1}, 'unknown field "zzz"; docs/request_fields.md lists the fields'),
         ({"id": None}, "id is missing"),
         ({"id": ""}, "id is missing"),
         ({"id": 7}, "id is 7; it must be a string"),
@@ -217,9 +217,11 @@ def test_anything_else_is_a_request_or_a_refusal(
 def test_how_an_answer_is_shown_is_parted_from_what_is_computed(texts: dict[str, Text]) -> None:
     shown = {"skip_special_tokens": False, "include_stop_str_in_output": True}
     assert parse_request(IDS | shown, None).params == SamplingParams()
-    assert text_options(IDS | shown) == TextOptions(False, False, True)
+    assert text_options(IDS | shown) == TextOptions(
+        skip_special_tokens=False, include_stop_str_in_output=True
+    )
     chat = {"messages": [{"role": "user", "content": "Hi"}], "skip_special_tokens": None}
-    assert text_options(chat) == TextOptions(start=True)
+    assert text_options(chat) == TextOptions(is_chat=True, start=True)
     with pytest.raises(ValueError, match="skip_special_tokens is 1; it must be true or false"):
         parse_request(IDS | {"skip_special_tokens": 1}, None)
 

@@ -45,7 +45,7 @@ def asked(first_stream: int, num_samples: int = 1, name: str = "chatcmpl-1") -> 
     answer = AnswerStream(
         request,
         None,
-        TextOptions(start=name.startswith("chat")),
+        TextOptions(is_chat=name.startswith("chat")),
         num_answers=num_samples,
         max_unread_tokens=10,
     )

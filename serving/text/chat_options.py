@@ -1,0 +1,118 @@
+"""How may a request change the way its conversation becomes a prompt?
+
+By the fields that vLLM's users know. What `chat_template_kwargs` hold goes into the template's sandbox as
+plain values: they cannot stand for what the server itself gives a template.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from continuous_batching.refusal import BadRequest
+from serving.text.vocabulary import SPECIAL_KEYS
+
+MOST_KWARGS = 32
+LONGEST_KWARGS = 16 * 1024  # characters of JSON
+DEEPEST_KWARGS = 8
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_RESERVED = {  # the server's own, transformers' arguments that are no variables, and Jinja's globals
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+    *("conversation", "chat_template", "tokenize", "tool_choice", "raise_exception", "strftime_now"),
+    *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop", "self", "caller"),
+    *SPECIAL_KEYS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a request says of its conversation besides the messages. Raises BadRequest for what cannot be."""
+
+    add_generation_prompt: bool = True  # the prompt ends where the assistant begins to speak
+    continue_final_message: bool = False  # the prompt ends within the last message, which goes on
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise BadRequest(
+                "continue_final_message",
+                "excludes add_generation_prompt, which is true",
+                value=True,
+                fix="set add_generation_prompt to false",
+            )
+        _check_kwargs(self.chat_template_kwargs)
+
+
+def without_end(rendered: str, final: str) -> str:
+    """A rendered conversation up to the end of its final message's content, as transformers cuts it.
+
+    Raises BadRequest where the content is empty or does not come through the template.
+    """
+    bare = final.strip()
+    at = rendered.rfind(bare) if bare else -1
+    if at < 0:
+        raise BadRequest(
+            "continue_final_message",
+            "finds no content of the last message in what the chat template makes of it",
+            fix="let the last message have text, or leave this out",
+        )
+    kept = final.lstrip() if rendered.startswith(final.lstrip(), at) else bare  # the template may strip it
+    return rendered[: at + len(kept)]
+
+
+def strings_in(value: Any) -> list[str]:
+    """Every string within a JSON value, names of objects included."""
+    match value:
+        case str():
+            return [value]
+        case Mapping():
+            return [text for pair in value.items() for each in pair for text in strings_in(each)]
+        case list():
+            return [text for each in value for text in strings_in(each)]
+    return []
+
+
+def with_strings(value: Any, changed: Callable[[str], str]) -> Any:
+    """A JSON value with every string changed."""
+    match value:
+        case str():
+            return changed(value)
+        case Mapping():
+            return {changed(name): with_strings(each, changed) for name, each in value.items()}
+        case list():
+            return [with_strings(each, changed) for each in value]
+    return value
+
+
+def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
+    if len(kwargs) > MOST_KWARGS:
+        raise _wrong(f"has {len(kwargs)} names; it may have {MOST_KWARGS}", "leave some out")
+    for name in kwargs:
+        if not _NAME.fullmatch(name):
+            problem = "has a name that is none of a variable (up to 64 letters, digits and _)"
+            raise _wrong(problem, "rename it")
+        if name in _RESERVED:
+            raise _wrong(f"has {name}, which the server gives the template", "leave it out")
+    if _depth(kwargs) > DEEPEST_KWARGS:
+        raise _wrong(f"is nested more than {DEEPEST_KWARGS} deep", "flatten it")
+    try:
+        size = len(json.dumps(kwargs, ensure_ascii=False))
+    except (TypeError, ValueError) as error:
+        raise _wrong("holds what is not JSON", "send plain values") from error
+    if size > LONGEST_KWARGS:
+        raise _wrong(f"is {size} characters of JSON; it may be {LONGEST_KWARGS}", "shorten it")
+
+
+def _depth(value: Any, depth: int = 0) -> int:
+    """How deep a value is nested; it is looked at no deeper than is allowed."""
+    if not isinstance(value, (Mapping, list)) or depth > DEEPEST_KWARGS:
+        return depth
+    within = value.values() if isinstance(value, Mapping) else value
+    return max((_depth(each, depth + 1) for each in within), default=depth + 1)
+
+
+def _wrong(problem: str, fix: str) -> BadRequest:
+    return BadRequest("chat_template_kwargs", problem, fix=fix)
