@@ -12,6 +12,7 @@ class Failure(Exception):
     """A reason in one line that a client may read; `status` is HTTP's."""
 
     status = 500
+    code: str | None = None  # for programs, where the status does not say it all
     retry_after_s: float | None = None
 
 
@@ -36,7 +37,13 @@ class Unavailable(Failure):
 
 
 class CutOff(Failure):
-    """The answer ended before its time; `cause` is the label in the metrics: see `ServerStats.aborted`."""
+    """The answer ended before its time, because of who asked for it: a client that sends it again by itself,
+    as OpenAI's do after 408, 409, 429 and every 5xx, would undo that. `cause` is the label in the metrics:
+    see `ServerStats.aborted`.
+    """
+
+    status = 499
+    code: str | None = "aborted"
 
     def __init__(self, reason: str, cause: str) -> None:
         super().__init__(reason)
@@ -47,6 +54,7 @@ class ShutDown(CutOff):
     """The server ends before the answer does."""
 
     status = 503
+    code = None
     retry_after_s = 5.0
 
     def __init__(self) -> None:
@@ -55,8 +63,6 @@ class ShutDown(CutOff):
 
 class ClientGone(CutOff):
     """The client went away before the answer began: only the log shows this."""
-
-    status = 499
 
 
 class RequestFailed(Failure):

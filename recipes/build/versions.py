@@ -25,12 +25,12 @@ def describe(device: str | None = None) -> dict[str, str | int]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "python": platform.python_version(),
-        **_versions(),
+        **installed(),
         "preloaded": " ".join(preloaded) or "nothing",
     }
 
 
-def _versions() -> dict[str, str]:
+def installed() -> dict[str, str]:
     """The versions of those PACKAGES that are installed."""
     found = {}
     for package in PACKAGES:

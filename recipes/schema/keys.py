@@ -14,13 +14,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from recipes.schema.recipe_error import RecipeError, in_words, in_yaml, nearest
 
+NAMES = tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
     """A key of a recipe by its dotted name; `least` and `most` are part of the range."""
 
     name: str
-    hint: Any  # int, float, bool, Path, Literal[...] or dict, or one of these | None
+    hint: Any  # int, float, bool, Path, Literal[...], tuple[str, ...] or dict, or one of these | None
     meaning: str
     least: float | None
     most: float | None
@@ -50,7 +52,7 @@ class Key:
         elif kind in (int, float):
             words = f"{'an integer' if kind is int else 'a number'} from {self.least} to {self.most}"
         else:
-            words = {bool: "true or false", Path: "a path"}.get(kind, "a mapping")
+            words = {bool: "true or false", Path: "a path", NAMES: "a list of names"}.get(kind, "a mapping")
         return f"{words}, or null" if self.nullable else words
 
     def accepts(self, value: object) -> bool:
@@ -63,6 +65,8 @@ class Key:
             return isinstance(value, (int, float)) and not isinstance(value, bool)
         if self.kind is int:
             return isinstance(value, int) and not isinstance(value, bool)
+        if self.kind == NAMES:
+            return isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
         return isinstance(value, get_origin(self.kind) or self.kind)
 
     def contains(self, value: Any) -> bool:

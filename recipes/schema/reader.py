@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from recipes.schema.keys import Key, keys_of
+from recipes.schema.keys import NAMES, Key, keys_of
 from recipes.schema.precedence import BASE, COMMAND_LINE, FILE, PROFILE, Entry, settled
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError, in_words, nearest
@@ -162,6 +162,8 @@ def _converted(key: Key, located: Located, place: str) -> Any:
     value = located.plain
     if key.kind is Path and isinstance(value, str):
         return _path(value, key.name, place)
+    if key.kind == NAMES and isinstance(value, list):
+        value = tuple(value)
     if isinstance(value, int) and str(value) in key.choices:  # the product 950 is to YAML a number
         value = str(value)
     try:

@@ -53,6 +53,8 @@ def in_yaml(value: object) -> str:
     """A value as it would stand in a recipe."""
     if value is None:
         return "null"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(in_yaml, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

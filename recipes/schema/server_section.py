@@ -13,6 +13,10 @@ _DAY_S = 86_400
 class ServerSection:
     """How clients are served; the command line says at which address and under which name."""
 
+    model_names: tuple[str, ...] = key(
+        "further names that clients may call the model by, such as one that their programs have built in",
+        default=(),
+    )
     max_requests: int = key(
         "the most requests in the server at once, each sample counted; further ones are asked to try again"
         " later",

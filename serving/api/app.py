@@ -9,11 +9,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from serving import fingerprint
 from serving.api import errors, live_page, operations
 from serving.api.access import AccessControl, ApiKeys, HeadAndOptions
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.generation import Generation
+from serving.api.model_names import ModelNames
 from serving.async_llm import AsyncLLM
 
 
@@ -32,14 +34,15 @@ def application(
         redoc_url=None,
     )
     errors.install(app)
-    generation = Generation(llm, model)
+    names = ModelNames(model, llm.recipe.server.model_names)
+    generation = Generation(llm, names, fingerprint.of(llm.recipe, operations.VERSION))
     for path, route in (
         ("/v1/completions", CompletionRoute(generation).complete),
         ("/v1/chat/completions", ChatRoute(generation).chat),
     ):
         app.add_api_route(path, route, methods=["POST"], response_class=Response)
-    app.include_router(operations.router(llm, model))
-    app.include_router(operations.text_router(llm, model))
+    app.include_router(operations.router(llm, names))
+    app.include_router(operations.text_router(llm, names))
     app.include_router(operations.metrics_router(llm, model))
     app.include_router(live_page.router(llm))
     max_body_bytes = int(llm.recipe.server.max_body_mib * 2**20)

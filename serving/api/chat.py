@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from serving.answers.answers import AnswerDelta, AnswerStream
-from serving.api.generation import Generation
+from serving.api.generation import Generation, fields_as_sent
 from serving.api.logprobs import Json, PromptLogprobs, as_content
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text
@@ -28,9 +28,13 @@ class ChatRoute:
         fields = generation.fields(body, request)
         name = f"chatcmpl-{uuid.uuid4().hex}"
         asked = {"id": name, "messages": body.messages, **fields}
-        answers = await generation.ask([asked], name, request, fill=True)
-        form = ChatFormat(generation.llm.text, answers[0], body)
-        return await generation.respond(answers, form, body, request)
+        names = {"prompt": "messages"}
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        with fields_as_sent(names):
+            answers = await generation.ask([asked], name, request, fill=True)
+            form = ChatFormat(generation.llm.text, answers[0], body)
+            return await generation.respond(answers, form, body, request)
 
 
 class ChatFormat:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from continuous_batching.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream
-from serving.api.generation import Generation
+from serving.api.generation import Generation, fields_as_sent
 from serving.api.logprobs import Json, PromptLogprobs, TextOffset, as_lists
 from serving.api.schemas import CompletionBody
 from serving.text.tokenizer import Text
@@ -35,15 +35,13 @@ class CompletionRoute:
             fields["max_tokens"] = 1  # an engine answers at least one token; the client does not see it
         name = f"cmpl-{uuid.uuid4().hex}"
         ids = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
-        try:
+        with fields_as_sent({"prompt_token_ids": "prompt"}):
             answers = await generation.ask(
                 [{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)], name, request
             )
-        except BadRequest as bad:
-            raise bad.of_field("prompt") if bad.field == "prompt_token_ids" else bad from None
-        echoes = [self._echoed(prompt) for prompt in prompts] if body.echo else []
-        form = CompletionFormat(generation.llm.text, answers, echoes, body)
-        return await generation.respond(answers, form, body, request, hides_tokens=is_hidden)
+            echoes = [self._echoed(prompt) for prompt in prompts] if body.echo else []
+            form = CompletionFormat(generation.llm.text, answers, echoes, body)
+            return await generation.respond(answers, form, body, request, hides_tokens=is_hidden)
 
     def _echoed(self, prompt: dict[str, Any]) -> str:
         """A prompt as text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ _KINDS = {  # other than OpenAI's usual types for mistakes of a client and of th
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
+    499: "aborted_error",
     503: "service_unavailable_error",
 }
 DEFECT = "a defect of the server; its log tells more"
@@ -31,17 +33,17 @@ class NotFound(Failure):
     status = 404
 
     @classmethod
-    def of_model(cls, asked: str, served: str) -> NotFound:
+    def of_model(cls, asked: str, served: Sequence[str]) -> NotFound:
         """No such model."""
-        return cls(f"there is no model {asked!r}; this server serves {served!r}")
+        return cls(f"there is no model {asked!r}; this server serves {', '.join(map(repr, served))}")
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
     """The JSON of an error."""
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."
     kind = _KINDS.get(status, "internal_error" if status >= 500 else "invalid_request_error")
-    body = {"error": {"message": whole(shown), "type": kind, "param": param and whole(param), "code": status}}
-    return msgspec.json.encode(body)
+    error = {"message": whole(shown), "type": kind, "param": param and whole(param), "code": code or status}
+    return msgspec.json.encode({"error": error})
 
 
 def whole(text: str) -> str:
@@ -50,25 +52,31 @@ def whole(text: str) -> str:
 
 
 def error_response(
-    status: int, message: str, param: str | None = None, retry_after_s: float | None = None
+    status: int,
+    message: str,
+    param: str | None = None,
+    retry_after_s: float | None = None,
+    code: str | None = None,
 ) -> Response:
     """An error as the whole answer."""
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-    return Response(error_body(status, message, param), status, headers, "application/json")
+    return Response(error_body(status, message, param, code), status, headers, "application/json")
 
 
 def body_of(failure: Failure | BadRequest) -> bytes:
     """The JSON of a failure within a stream."""
     if isinstance(failure, BadRequest):
-        return error_body(400, str(failure), failure.field)
-    return error_body(failure.status, str(failure))
+        return error_body(400, str(failure), failure.field, failure.code)
+    return error_body(failure.status, str(failure), code=failure.code)
 
 
 def response_of(failure: Failure | BadRequest) -> Response:
     """The response for a failure before anything of the answer was sent."""
     if isinstance(failure, BadRequest):
-        return error_response(400, str(failure), failure.field)
-    return error_response(failure.status, str(failure), retry_after_s=failure.retry_after_s)
+        return error_response(400, str(failure), failure.field, code=failure.code)
+    return error_response(
+        failure.status, str(failure), retry_after_s=failure.retry_after_s, code=failure.code
+    )
 
 
 def install(app: FastAPI) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -21,8 +21,9 @@ from starlette.types import Receive, Scope, Send
 from continuous_batching.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.access import Client
-from serving.api.errors import NotFound, body_of
+from serving.api.errors import body_of
 from serving.api.logprobs import Json
+from serving.api.model_names import ModelNames
 from serving.api.schemas import GenerationBody
 from serving.async_llm import AsyncLLM
 from serving.failures import ClientGone, CutOff, Failure
@@ -30,11 +31,25 @@ from serving.text.request_fields import MOST_SAMPLES
 
 Value = TypeVar("Value")
 
-_ONLY_HTTP = {"model", "stream", "stream_options", "prompt", "messages", "echo", "return_token_ids", "user"}
+_ONLY_HTTP = {
+    *("model", "stream", "stream_options", "prompt", "messages", "echo", "return_token_ids", "user"),
+    "service_tier",
+}
 _TENANT_HEADER = "x-tenant"
 _DONE = b"data: [DONE]\n\n"
 _LAST_S = 5.0  # that a client which is cut off has to read why
 _to_json = msgspec.json.Encoder().encode
+
+
+@contextlib.contextmanager
+def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """A refusal within it names the field as the client sent it, which may differ from the engine's name."""
+    try:
+        yield
+    except BadRequest as bad:
+        if bad.field not in names:
+            raise
+        raise bad.of_field(names[bad.field]) from None
 
 
 class ResponseFormat(Protocol):
@@ -54,16 +69,16 @@ class ResponseFormat(Protocol):
 
 
 class Generation:
-    """Sends requests to the engine; `model` is the name that clients call the model by."""
+    """Sends requests to the engine. `system_fingerprint` is what every answer tells of the server."""
 
-    def __init__(self, llm: AsyncLLM, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, names: ModelNames, system_fingerprint: str) -> None:
         self.llm = llm
-        self._model = model
+        self._names = names
+        self._fingerprint = system_fingerprint
 
     def fields(self, body: GenerationBody, request: Request) -> dict[str, Any]:
         """What `parse_request` reads besides the prompt; raises NotFound for another model."""
-        if body.model not in (None, self._model):
-            raise NotFound.of_model(body.model, self._model)
+        self._names.asked(body.model)
         fields = body.model_dump(exclude=_ONLY_HTTP, exclude_none=True)
         client: Client = request.state.client
         tenant = client.tenant_for(request.headers.get(_TENANT_HEADER) or body.tenant, body.user)
@@ -114,7 +129,10 @@ class Generation:
         hides_tokens: bool = False,
     ) -> Response:
         """The response to one request: whole, or a stream of events."""
-        writer = _Writer(answers, form, self._model, self.llm.abort, hides_tokens)
+        head = {"model": self._names.asked(body.model), "system_fingerprint": self._fingerprint}
+        if body.service_tier is not None:
+            head["service_tier"] = "default"
+        writer = _Writer(answers, form, head, self.llm.abort, hides_tokens)
         return await writer.stream(request, body) if body.stream else await writer.whole(request)
 
 
@@ -125,7 +143,7 @@ class _Writer:
         self,
         answers: Sequence[AnswerStream],
         form: ResponseFormat,
-        model: str,
+        head: dict[str, str],
         abort: Callable[[AnswerStream], None],
         hides_tokens: bool,
     ) -> None:
@@ -133,7 +151,7 @@ class _Writer:
         self._form = form
         self._abort = abort
         self._hides_tokens = hides_tokens
-        self._head = {"id": answers[0].group, "created": int(time.time()), "model": model}
+        self._head = {"id": answers[0].group, "created": int(time.time()), **head}
 
     async def whole(self, request: Request) -> Response:
         """All of it as one JSON object."""

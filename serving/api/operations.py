@@ -16,6 +16,7 @@ from continuous_batching.refusal import BadRequest
 from recipes.build import versions
 from serving.api.access import Client
 from serving.api.errors import NotFound
+from serving.api.model_names import ModelNames
 from serving.api.schemas import Conversation, DetokenizeBody, TokenizeBody
 from serving.async_llm import AsyncLLM
 from serving.failures import CutOff
@@ -26,7 +27,7 @@ from serving.text.tokenizer import Text
 VERSION = "0.1.0"
 
 
-def router(llm: AsyncLLM, model: str) -> APIRouter:
+def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     """The routes for those who operate the server."""
     routes = APIRouter()
     born_s, described = int(time.time()), versions.describe()
@@ -56,24 +57,22 @@ def router(llm: AsyncLLM, model: str) -> APIRouter:
     @routes.get("/server_info")
     async def server_info(request: Request) -> dict[str, Any]:
         """What should be noted beside a figure measured here."""
-        return _info(llm, model, described, request.state.client)
+        return _info(llm, names.name, described, request.state.client)
 
-    def entry() -> dict[str, Any]:
+    def entry(name: str) -> dict[str, Any]:
         limits = {} if llm.facts is None else {"max_model_len": llm.facts.max_tokens}
-        named = {"id": model, "object": "model", "created": born_s, "owned_by": "local", "root": model}
+        named = {"id": name, "object": "model", "created": born_s, "owned_by": "local", "root": names.name}
         return named | limits
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served, and its limits."""
-        return {"object": "list", "data": [entry()]}
+        """The model that is served, by each of its names, and its limits."""
+        return {"object": "list", "data": [entry(name) for name in names.all]}
 
     @routes.get("/v1/models/{name:path}")
     async def retrieve(name: str) -> dict[str, Any]:
-        """The same, by its name."""
-        if name != model:
-            raise NotFound.of_model(name, model)
-        return entry()
+        """The same, by one of its names."""
+        return entry(names.asked(name))
 
     @routes.post("/abort/{request_id}")
     async def abort(request_id: str, request: Request) -> dict[str, Any]:
@@ -102,14 +101,14 @@ def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
     return routes
 
 
-def text_router(llm: AsyncLLM, model: str) -> APIRouter:
+def text_router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     """The routes of the tokenizer."""
     routes = APIRouter()
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         """The tokens of a prompt or a conversation."""
-        text = _text(llm, body.model, model)
+        text = _text(llm, body.model, names)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest(None, "exactly one of prompt and messages must be given")
         answer = await llm.apart(partial(_tokens, text, body))
@@ -118,7 +117,7 @@ def text_router(llm: AsyncLLM, model: str) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, str]:
         """The text of some tokens."""
-        text = _text(llm, body.model, model)
+        text = _text(llm, body.model, names)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < text.vocab_size:
             raise BadRequest("tokens", f"must be ids from 0 to {text.vocab_size - 1}")
         decode = partial(text.decode, body.tokens, skip_special_tokens=False)
@@ -127,7 +126,7 @@ def text_router(llm: AsyncLLM, model: str) -> APIRouter:
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         """What a remote tokenizer needs to know."""
-        return _text(llm, None, model).describe()
+        return _text(llm, None, names).describe()
 
     return routes
 
@@ -154,9 +153,8 @@ def _info(llm: AsyncLLM, model: str, described: dict[str, Any], client: Client) 
     }
 
 
-def _text(llm: AsyncLLM, asked: str | None, model: str) -> Text:
-    if asked not in (None, model):
-        raise NotFound.of_model(asked, model)
+def _text(llm: AsyncLLM, asked: str | None, names: ModelNames) -> Text:
+    names.asked(asked)
     if llm.text is None:
         raise BadRequest(None, "this model has no tokenizer; it reads and writes token ids")
     return llm.text

@@ -9,7 +9,7 @@ list entries in: they are checked in one pass in C, and refused together, not wi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serving.api.errors import whole
+from serving.api.ignored_fields import IGNORED, problem_of
 from serving.text.field_types import LONGEST_NAME, MOST_ALLOWED
 
 _MOST_BIASES = 1024  # as in SamplingParams
@@ -87,30 +88,6 @@ Biases = Annotated[dict[str, float], BeforeValidator(_bounded)]
 Allowed = Annotated[list[int], BeforeValidator(_all(int)), BeforeValidator(_few)]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
-# Fields of the OpenAI API that ask for what this server does not do, and their values that ask for nothing
-UNSUPPORTED: dict[str, Sequence[Any]] = {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-
 
 def _refused(field: str, message: str) -> PydanticCustomError:
     """The error of a whole body, with the field that it is about."""
@@ -128,11 +105,10 @@ class StrictBody(BaseModel):
         if not isinstance(given, dict):
             return given
         for name in given.keys() - cls.model_fields.keys():
-            value = given[name]
-            if name in UNSUPPORTED and (value is None or value in UNSUPPORTED[name]):
+            if name in IGNORED:
+                if (problem := problem_of(name, given)) is not None:
+                    raise _refused(name, problem)
                 continue
-            if name in UNSUPPORTED:
-                raise _refused(name, f"{name} is not supported; leave it out")
             shown = whole(name if len(name) <= 60 else f"{name[:57]}...")
             near = difflib.get_close_matches(shown, cls.model_fields, n=1)
             hint = f"did you mean {near[0]}?" if near else "leave it out"
@@ -179,6 +155,7 @@ class GenerationBody(StrictBody):
     early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    service_tier: Literal["auto", "default"] | None = Field(None, description="there is one: the default")
     user: Name | None = None
     tenant: Name | None = Field(
         None, description="whose share it counts against; only without keys, or with a gateway's"

@@ -156,7 +156,7 @@ class Text:
 class TextOptions:
     """How an answer's tokens become its text; the engine does not know these.
 
-    `is_chat`: it answers a conversation. `start`: it is a text of its own (a turn of it), not the continuation
+    `is_chat`: it answers a conversation. `start`: it is a text of its own (a turn), not the continuation
     of its prompt.
     `include_stop_str_in_output`: the string or the token that ended the answer belongs to its text.
     """

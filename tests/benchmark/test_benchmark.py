@@ -193,7 +193,7 @@ def test_percentiles_are_in_milliseconds() -> None:
 def test_a_trace_that_the_recipe_cannot_serve_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"id": "a", "prompt_token_ids": [5]}\n{"id": "b", "prompt_token_ids": [5000000]}\n')
-    with pytest.raises(ValueError, match=r"1 of 2 requests failed: request b holds the token id 5000000"):
+    with pytest.raises(ValueError, match=r"1 of 2 requests failed: prompt holds the token id 5000000"):
         main(["offline", RECIPE, "device.compile=false", "--trace", str(trace)])
 
 

@@ -52,7 +52,7 @@ def test_sums_chats_and_token_ids_are_answered_and_bad_lines_are_named(tmp_path:
     assert records["late"]["first_token_s"] >= records["late"]["arrival_s"] == 0.2
     assert len(records["ids"]["token_ids"]) == len(records["ids"]["logprobs"]) == 3
     assert "max_tokens" in records["typo"]["error"]
-    assert "may grow to" in records["long"]["error"]
+    assert "maximum context length is" in records["long"]["error"]
 
 
 def test_answers_do_not_depend_on_how_they_are_scheduled(tmp_path: Path) -> None:

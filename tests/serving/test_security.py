@@ -127,7 +127,7 @@ def test_nesting_is_refused_at_any_depth(server: Server, depth: int) -> None:
         ({"prompt": [-1]}, "-1"),
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": [5] * 5000}, "prompt holds 5000 tokens; model and cache hold 2048"),
+        ({"prompt": [5] * 5000}, "length is 2048 tokens. However, the prompt alone holds 5000 tokens"),
         ({"prompt": "a" * 100_000}, "prompt holds 100000 characters"),
         ({"prompt": [1, "a"]}, "a list of token ids"),
         ({"prompt": [[1], [True]]}, "a list of token ids"),

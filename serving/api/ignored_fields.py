@@ -1,0 +1,94 @@
+"""Which fields of the OpenAI API are accepted although nothing here reads them?
+
+Those that ask for nothing which changes an answer: notes for a store that this server does not have, hints
+about speed, and values that mean "none". Any other value is refused, with what would be accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from serving.text.field_types import LONGEST_NAME
+
+Fields = Mapping[str, Any]
+MOST_NOTES = 16
+LONGEST_NOTE_NAME = 64
+LONGEST_NOTE = 512
+MOST_TOOLS = 128
+
+
+def _never(_: Any, __: Fields) -> bool:
+    return False
+
+
+def _one_of(*values: Any) -> Callable[[Any, Fields], bool]:
+    return lambda given, _: any(type(given) is type(each) and given == each for each in values)
+
+
+def _label(given: Any, _: Fields) -> bool:
+    return isinstance(given, str) and len(given) <= LONGEST_NAME
+
+
+def _notes(given: Any, _: Fields) -> bool:
+    return (
+        isinstance(given, dict)
+        and len(given) <= MOST_NOTES
+        and all(len(name) <= LONGEST_NOTE_NAME for name in given)
+        and all(isinstance(each, str) and len(each) <= LONGEST_NOTE for each in given.values())
+    )
+
+
+def _unused(choice: str) -> Callable[[Any, Fields], bool]:
+    """Tools that may not be called."""
+
+    def allows(given: Any, beside: Fields) -> bool:
+        if not isinstance(given, list) or len(given) > MOST_TOOLS:
+            return False
+        return not given or (beside.get(choice) == "none" and all(isinstance(each, dict) for each in given))
+
+    return allows
+
+
+def _prediction(given: Any, _: Fields) -> bool:
+    return isinstance(given, dict) and given.keys() == {"type", "content"} and given["type"] == "content"
+
+
+def _choice(given: Any, beside: Fields) -> bool:
+    return given == "none" or (given == "auto" and not beside.get("tools"))
+
+
+_STRING = f"a string of at most {LONGEST_NAME} characters"
+_NOTES = f"up to {MOST_NOTES} strings of {LONGEST_NOTE} characters, by names of {LONGEST_NOTE_NAME}"
+# What may be sent, and in words; empty where nothing may
+IGNORED: dict[str, tuple[Callable[[Any, Fields], bool], str]] = {
+    "audio": (_never, ""),
+    "function_call": (_one_of("none"), '"none"'),
+    "functions": (_unused("function_call"), f'up to {MOST_TOOLS} beside function_call: "none"'),
+    "metadata": (_notes, _NOTES),
+    "modalities": (_one_of(["text"]), '["text"]'),
+    "moderation": (_never, ""),
+    "parallel_tool_calls": (_one_of(True, False), "true or false"),
+    "prediction": (_prediction, '{"type": "content", "content": ...}'),
+    "prompt_cache_key": (_label, _STRING),
+    "prompt_cache_options": (_never, ""),
+    "prompt_cache_retention": (_one_of("in_memory", "in-memory", "24h"), '"in_memory" or "24h"'),
+    "reasoning_effort": (_one_of("none"), '"none"'),
+    "response_format": (_one_of({"type": "text"}), '{"type": "text"}'),
+    "safety_identifier": (_label, _STRING),
+    "store": (_one_of(True, False), "true or false"),
+    "suffix": (_one_of(""), '""'),
+    "tool_choice": (_choice, '"none", or "auto" without tools'),
+    "tools": (_unused("tool_choice"), f'up to {MOST_TOOLS} beside tool_choice: "none"'),
+    "verbosity": (_one_of("low", "medium", "high"), '"low", "medium" or "high"'),
+    "web_search_options": (_never, ""),
+}
+
+
+def problem_of(name: str, fields: Fields) -> str | None:
+    """Why one of these fields cannot be accepted as it was sent; None if it can."""
+    allows, allowed = IGNORED[name]
+    if fields[name] is None or allows(fields[name], fields):
+        return None
+    accepted = f"; only {allowed} is accepted" if allowed else ""
+    return f"{name} is not supported{accepted}: leave it out"

@@ -1,0 +1,54 @@
+"""Did two answers come from the same model, served in the same way?
+
+`system_fingerprint` is a digest of what the tokens of an answer may depend on: the recipe without its paths
+and without how clients are served, the model's files, and the versions that compute. It is the same on every
+start and on every machine with the same of these, and nothing can be read from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.build import versions
+from recipes.schema.keys import keys_of
+from recipes.schema.recipe import Recipe
+
+_FILES = ("*.json", "*.model", "*.safetensors")
+_PIECE_BYTES = 2**16
+_MOST_PIECES = 64  # of a file, evenly spaced: weights are too large to be read twice
+
+
+def of(recipe: Recipe, server_version: str) -> str:
+    """The fingerprint of a server."""
+    keys = {
+        each.name: recipe.value(each.name)
+        for each in keys_of(Recipe)
+        if not each.name.startswith("server.") and each.kind is not Path
+    }
+    digest = hashlib.sha256(json.dumps([server_version, versions.installed(), keys], default=str).encode())
+    for path in (recipe.model.path, recipe.model.config):
+        for file in _files(path):
+            digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
+            for piece in _pieces(file):
+                digest.update(piece)
+    return f"fp_{digest.hexdigest()[:16]}"
+
+
+def _files(path: Path | None) -> list[Path]:
+    if path is None or path.is_file():
+        return [] if path is None else [path]
+    return sorted({file for pattern in _FILES for file in path.glob(pattern)})
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    """The beginning of a file, its end, and pieces between; all of a small one."""
+    size = file.stat().st_size
+    last = max(0, size - _PIECE_BYTES)
+    step = max(_PIECE_BYTES, -(-last // (_MOST_PIECES - 1)))
+    with file.open("rb") as data:
+        for at in [*range(0, last, step), last]:
+            data.seek(at)
+            yield data.read(_PIECE_BYTES)

@@ -1,0 +1,186 @@
+"""Is every field that OpenAI's client can send served, accepted for asking for nothing, or refused?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.resources.chat.completions import Completions as ChatCompletions
+from openai.resources.completions import Completions
+
+from recipes.schema.reader import load
+from serving import fingerprint
+from serving.api.ignored_fields import IGNORED, problem_of
+from serving.api.schemas import ChatBody, CompletionBody
+from serving.failures import ClientGone, CutOff, ShutDown
+from tests.serving.server import TINY, Server
+
+OWN = {"self", "extra_body", "extra_headers", "extra_query", "timeout"}  # of the client, never sent
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(("create", "body"), [(ChatCompletions, ChatBody), (Completions, CompletionBody)])
+def test_no_field_of_openai_s_client_is_unknown(create: Any, body: Any) -> None:
+    sent = set(inspect.signature(create.create).parameters) - OWN
+    assert not sent - body.model_fields.keys() - IGNORED.keys()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {f"{n:064}": "x" * 512 for n in range(16)}},
+        {"store": True},
+        {"prompt_cache_key": "a", "safety_identifier": "b", "prompt_cache_retention": "24h"},
+        {"verbosity": "low"},
+        {"prediction": {"type": "content", "content": "Hello"}},
+        {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": True},
+        {"functions": [{"name": "f"}], "function_call": "none"},
+        {"tools": [], "tool_choice": "auto"},
+        {"modalities": ["text"], "reasoning_effort": "none", "response_format": {"type": "text"}},
+        dict.fromkeys(IGNORED),
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
+    assert ChatBody(**HELLO, **fields).messages == HELLO["messages"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "beside"),
+    [
+        ("metadata", {str(n): "x" for n in range(17)}, {}),
+        ("metadata", {"a" * 65: "x"}, {}),
+        ("metadata", {"a": "x" * 513}, {}),
+        ("metadata", {"a": 1}, {}),
+        ("metadata", [], {}),
+        ("store", 1, {}),
+        ("verbosity", "none", {}),
+        ("safety_identifier", "a" * 1025, {}),
+        ("tools", [TOOL], {}),
+        ("tools", [TOOL], {"tool_choice": "auto"}),
+        ("tools", [TOOL] * 129, {"tool_choice": "none"}),
+        ("tool_choice", "required", {}),
+        ("tool_choice", "auto", {"tools": [TOOL]}),
+        ("functions", [TOOL], {"tool_choice": "none"}),
+        ("response_format", {"type": "json_object"}, {}),
+        ("modalities", ["text", "audio"], {}),
+        ("reasoning_effort", "low", {}),
+        ("prediction", "Hello", {}),
+        ("web_search_options", {}, {}),
+        ("audio", {}, {}),
+    ],
+)
+def test_what_would_change_an_answer_is_refused(field: str, value: Any, beside: dict[str, Any]) -> None:
+    problem = problem_of(field, {field: value} | beside)
+    assert problem is not None
+    assert problem.startswith(f"{field} is not supported")
+
+
+def test_a_cut_off_answer_is_not_sent_again_by_openai_s_clients() -> None:
+    client = openai.OpenAI(base_url="http://127.0.0.1:1", api_key="none")
+    with client:
+        gone = ClientGone("b", "disconnect")
+        for failure, comes_again in ((CutOff("a", "asked"), False), (gone, False), (ShutDown(), True)):
+            assert client._should_retry(httpx.Response(failure.status)) == comes_again
+            assert failure.code == (None if comes_again else "aborted")
+
+
+def test_a_fingerprint_is_of_what_tokens_depend_on() -> None:
+    plain = fingerprint.of(load(TINY), "1")
+    assert plain == fingerprint.of(load(TINY, ["server.max_requests=3", "server.model_names=[a]"]), "1")
+    assert plain != fingerprint.of(load(TINY, ["cache.page_size=4"]), "1")
+    assert plain != fingerprint.of(load(TINY), "2")
+
+
+@pytest.fixture(scope="module")
+def named() -> Iterator[Server]:
+    server = Server(TINY, "server.model_names=[gpt-4o, tiny, 'org/other']").ready()
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture
+def client(named: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{named.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_an_alias_is_listed_and_answers_by_its_name(client: openai.OpenAI) -> None:
+    assert [each.id for each in client.models.list()] == ["tiny", "gpt-4o", "org/other"]
+    assert client.models.retrieve("org/other").id == "org/other"
+    marks = set()
+    for name in ("tiny", "gpt-4o", "org/other"):
+        answer = client.chat.completions.create(model=name, service_tier="auto", **HELLO)
+        assert (answer.model, answer.service_tier) == (name, "default")
+        streamed = list(client.chat.completions.create(model=name, stream=True, **HELLO))
+        assert {each.model for each in streamed} == {name}
+        marks |= {answer.system_fingerprint, *(each.system_fingerprint for each in streamed)}
+    assert marks == {fingerprint.of(load(TINY), "0.1.0")}
+    with pytest.raises(openai.NotFoundError, match="serves 'tiny', 'gpt-4o', 'org/other'"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"max_tokens": 10**6}, "max_tokens"), ({"max_completion_tokens": 10**6}, "max_completion_tokens")],
+)
+def test_too_long_an_answer_is_refused_in_the_words_that_clients_know(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(model="tiny", messages=HELLO["messages"], **fields)
+    error = refusal.value
+    assert (error.code, error.param, error.type) == (
+        "context_length_exceeded",
+        param,
+        "invalid_request_error",
+    )
+    assert "This model's maximum context length is 2048 tokens. However, you requested 10000" in error.message
+    assert "chatcmpl" not in error.message
+    assert "scheduler." not in error.message
+
+
+@pytest.mark.parametrize("prompt", ["a " * 2100, "a" * 10**6, [5] * 2048, [[5] * 5000]], ids=len)
+def test_too_long_a_prompt_is_refused_so_too(client: openai.OpenAI, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens") as refusal:
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    assert (refusal.value.code, refusal.value.param) == ("context_length_exceeded", "prompt")
+    cut = {"truncate_prompt_tokens": -1}
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=cut)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 2047
+
+
+def test_an_aborted_answer_ends_with_a_status_of_its_own(named: Server, client: openai.OpenAI) -> None:
+    body = {"model": "tiny", "prompt": "One day", "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(stream=True, **body)
+    first = next(iter(stream))
+    assert httpx.post(f"{named.url}/abort/{first.id}").json()["aborted"] == 1
+    with pytest.raises(openai.APIError) as cut:
+        list(stream)
+    assert (cut.value.code, cut.value.message) == ("aborted", "the request was aborted")
+
+
+def test_a_request_that_forbids_itself_every_token_is_a_mistake_of_its_own(client: openai.OpenAI) -> None:
+    nothing = {"allowed_token_ids": [300], "min_tokens": 2, "stop_token_ids": [300]}
+    with pytest.raises(openai.BadRequestError, match="together leave no token that could come next"):
+        client.completions.create(model="tiny", prompt="a", max_tokens=4, extra_body=nothing)
+    only = {"allowed_token_ids": [300, 301], "bad_words": ["x"], "return_token_ids": True}
+    answer = client.completions.create(model="tiny", prompt="a", max_tokens=4, extra_body=only)
+    assert set(answer.choices[0].model_extra["token_ids"]) <= {300, 301}  # type: ignore[index]
+
+
+def test_a_message_can_be_continued(client: openai.OpenAI) -> None:
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
+    asked = {"continue_final_message": True, "add_generation_prompt": False}
+    create = client.chat.completions.create
+    opened = create(model="tiny", messages=talk, max_tokens=2, extra_body=asked)  # type: ignore[arg-type]
+    closed = create(model="tiny", messages=talk, max_tokens=2)  # type: ignore[arg-type]
+    assert opened.usage is not None and closed.usage is not None  # noqa: PT018
+    assert opened.usage.prompt_tokens < closed.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="set add_generation_prompt to false"):
+        create(model="tiny", messages=talk, extra_body={"continue_final_message": True})  # type: ignore[arg-type]
