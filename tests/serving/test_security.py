@@ -128,12 +128,17 @@ def test_nesting_is_refused_at_any_depth(server: Server, depth: int) -> None:
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": [5] * 5000}, "length is 2048 tokens. However, the prompt alone holds 5000 tokens"),
-        ({"prompt": "a" * 100_000}, "prompt holds 100000 characters"),
+        ({"prompt": "a" * 100_000}, "the prompt alone holds 100000 characters"),
         ({"prompt": [1, "a"]}, "a list of token ids"),
         ({"prompt": [[1], [True]]}, "a list of token ids"),
         ({"prompt_embeds": "AAAA"}, "unknown field"),
         ({"chat_template": "{{ 1 }}"}, "unknown field"),
-        ({"chat_template_kwargs": {"chat_template": "x", "tokenize": False}}, "unknown field"),
+        ({"chat_template_kwargs": {"chat_template": "x", "tokenize": False}}, "unknown field"),  # of chats
+        ({"allowed_token_ids": [5] * (2**18 + 1)}, "it is of 262145 tokens; it must be of at most 262144"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids holds the token id 99999"),
+        ({"bad_words": ["a"] * 129}, "bad_words is 129; it must be at most 128 words"),
+        ({"truncate_prompt_tokens": 2049}, "or from 1 to 2048"),
+        ({"metadata": {"a" * 65: "x"}}, "metadata is not supported; only up to 16 strings"),
         ({"response_format": {"type": "regex", "pattern": "(a+)+$"}}, "response_format is not supported"),
         ({"guided_regex": "(a+)+$"}, "unknown field"),
         ({"b" * 100_000: 1}, "unknown field"),
@@ -148,7 +153,10 @@ def test_limits(server: Server, body: dict[str, Any], said: str) -> None:
 
 def test_a_chat_brings_no_template_and_no_place_to_fetch_from(server: Server) -> None:
     messages = [{"role": "user", "content": "1+1="}]
-    for name in ("chat_template", "chat_template_kwargs", "documents", "add_generation_prompt"):
+    for kwargs in ({"chat_template": "x"}, {"messages": []}, {"documents": []}, {"raise_exception": 1}):
+        body = {"messages": messages, "chat_template_kwargs": kwargs}
+        assert "which the server gives the template" in refused(ask(server, CHAT, body))
+    for name in ("chat_template", "documents", "tokenizer"):
         assert "unknown field" in refused(ask(server, CHAT, {"messages": messages, name: "{{ 1 }}"}))
     image = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}}]
     assert "this model reads text" in refused(
