@@ -121,7 +121,7 @@ def test_without_a_longest_answer_it_takes_what_there_is(llm: LLM) -> None:
         (["a", ""], {}, r"prompts\[1\]: prompt is empty"),
         (["a", 7], {}, r'prompts\[1\]: 7 is no prompt; give a string, {"prompt"'),
         (["a", {"text": "a"}], {}, r"prompts\[1\]: {'text': 'a'} is no prompt"),
-        (["a", {"prompt_token_ids": [1, 99999]}], {}, r"prompts\[1\]: request \d+ holds the token id 99999"),
+        (["a", {"prompt_token_ids": [1, 99999]}], {}, r"prompts\[1\]: prompt holds the token id 99999"),
         (["a", "a " * 3000], {}, r"prompts\[1\]: This model's maximum context length is"),
         (["a", "a " * 3000], {"max_tokens": None}, r"prompts\[1\]: This model's maximum context length is"),
         (["a"], {"temperature": -1}, r"prompts\[0\]: temperature is -1.0; it must be from 0 to 100"),

@@ -285,8 +285,8 @@ def test_refused_lines_are_answered_and_the_others_run(texts: dict[str, Text]) -
     assert errors[1] == ("b", 'line 5: unknown field "temprature"; did you mean temperature?')
     assert errors[2] == (None, "line 6: NaN is not JSON")
     assert errors[3][0] == "long"
-    assert "may grow to 103 tokens" in errors[3][1]
-    assert errors[4] == ("d", "request d holds the token id 20000; the model's go from 0 to 9999")
+    assert "you requested 103 tokens" in errors[3][1]
+    assert errors[4] == ("d", "prompt holds the token id 20000; the model's go from 0 to 9999")
     assert [record["id"] for record in records if "error" not in record] == ["a", "e"]
 
 
