@@ -118,3 +118,21 @@ def test_a_request_that_leaves_itself_no_token_ends_alone_and_by_its_own_fault()
     assert bad.error is not None
     assert bad.error.startswith("allowed_token_ids, bad_words and min_tokens together leave no token")
     assert (good.finish_reason, good.is_at_fault) == ("length", False)
+
+
+def test_masks_hold_in_beams_which_are_refused_where_too_few_tokens_go_on() -> None:
+    allowed, words = [10, 11, 12, 13, 14, 15, 3], ((11, 12), (14,), (13, 13))  # 3 ends answers
+    params = SamplingParams(
+        max_tokens=12, beam_width=3, allowed_token_ids=packed_ids(allowed), bad_words=words
+    )
+    (found,) = serve(make_engine(4, 40), [Request("a", np.array([5, 11]), params)])
+    assert len(found.hypotheses) == 3
+    for each in found.hypotheses:
+        tokens = each.tokens.tolist()
+        assert set(tokens) <= set(allowed)
+        assert math.isfinite(each.score)
+        for word in words:
+            assert all(tuple(tokens[at : at + len(word)]) != word for at in range(len(tokens)))
+    few = SamplingParams(beam_width=4, allowed_token_ids=packed_ids(allowed), bad_words=words)
+    with pytest.raises(ValueError, match="beam_width is 4; there may be only 3 tokens that go on"):
+        make_engine(4, 40).add(Request("b", np.array([5]), few))
