@@ -29,7 +29,14 @@ from recipes.schema.recipe_error import RecipeError, in_yaml
 
 log = logging.getLogger(__name__)
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Where the limits of control groups lie, of version 2 and of version 1
+CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max"),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+    ),
+)
 
 
 class Machine(ABC):
@@ -233,5 +240,25 @@ def one_line(error: Exception) -> str:
 def host_memory_bytes() -> int:
     """The bytes that this process may use: the host's memory, or less where a control group limits it."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [path.read_text().strip() for path in map(Path, CGROUP_LIMITS) if path.is_file()]
-    return min([whole, *(int(limit) for limit in limits if limit.isdigit())])
+    of_this = Path("/proc/self/cgroup")
+    names = of_this.read_text(encoding="utf-8") if of_this.is_file() else ""
+    return min(
+        [whole, *(limit for root, file in CONTROL_GROUPS for limit in group_limits(names, root, file))]
+    )
+
+
+def group_limits(names: str, root: Path, file: str) -> list[int]:
+    """The memory limits of a process's control groups, and of those that hold them.
+
+    `names` is its /proc/PID/cgroup, `file` the limit's name in the folder of each group below `root`. In a
+    container, the folder of its own group may be `root` itself, and the name that of the host.
+    """
+    folders = {root}
+    for line in names.splitlines():
+        _, controllers, name = line.split(":", 2)
+        of_memory = not controllers if file == "memory.max" else "memory" in controllers.split(",")
+        if of_memory and ".." not in name:
+            group = root / name.lstrip("/")
+            folders |= {group, *(each for each in group.parents if each.is_relative_to(root))}
+    found = [(each / file).read_text().strip() for each in folders if (each / file).is_file()]
+    return [int(limit) for limit in found if limit.isdigit()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from recipes.build.families import model_config
-from recipes.build.machine import host_memory_bytes
+from recipes.build.machine import group_limits, host_memory_bytes
 from recipes.build.memory_plan import GIB, report
 from recipes.build.sizing import estimate, max_positions, plan_memory
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
@@ -185,6 +186,30 @@ def test_the_report_says_what_was_counted():
 
 def test_this_machine_has_memory():
     assert 2**28 < host_memory_bytes() < 2**50
+
+
+V2, V1 = (
+    ("memory.max", "0::/a.slice/b.service\n"),
+    (
+        "memory.limit_in_bytes",
+        "4:memory,x:/a.slice/b.service\n2:cpu:/other\n0::/\n",
+    ),
+)
+
+
+@pytest.mark.parametrize(("file", "names"), [V2, V1], ids=["version 2", "version 1"])
+def test_the_limits_of_all_groups_around_a_process_are_found(tmp_path: Path, file: str, names: str) -> None:
+    for folder, limit in {".": "max", "a.slice": "3000", "a.slice/b.service": "2000", "other": "1"}.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / file).write_text(limit + "\n")
+    assert sorted(group_limits(names, tmp_path, file)) == [2000, 3000]
+    assert group_limits("", tmp_path, file) == []
+
+
+@pytest.mark.parametrize("name", ["/docker/0123", "/../../elsewhere"], ids=["the host's", "outside"])
+def test_within_a_container_its_group_lies_at_the_root(tmp_path: Path, name: str) -> None:
+    (tmp_path / "memory.max").write_text("4000\n")
+    assert group_limits(f"0::{name}\n", tmp_path, "memory.max") == [4000]
 
 
 def test_a_part_of_the_memory_holds_what_all_else_leaves():
