@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from serving.metrics.server_stats import ABORTS, ENDS, HELD_BACK, LOOKUPS, REJECTS, Histogram, ServerStats
+from serving.metrics.server_stats import (
+    ABORTS,
+    ENDS,
+    HELD_BACK,
+    LOOKUPS,
+    REJECTS,
+    RESPONSES,
+    Histogram,
+    ServerStats,
+)
 
 Value = float | Histogram | Mapping[str, float]
 
@@ -47,7 +56,13 @@ REQUESTS = (
     Metric("sample_ends_total", "counter", "Ends", lambda t: all_of(ENDS, t.ends), "reason"),
     Metric("rejects_total", "counter", "Not taken", lambda t: all_of(REJECTS, t.rejects), "reason"),
     Metric("aborts_total", "counter", "Cut off", lambda t: all_of(ABORTS, t.aborts), "reason"),
-    Metric("http_responses_total", "counter", "By status; 499: client gone", lambda t: t.responses, "code"),
+    Metric(
+        "http_responses_total",
+        "counter",
+        "By status; 499: client gone",
+        lambda t: all_of(RESPONSES, t.responses),
+        "code",
+    ),
     Metric(
         "requests_waiting_for",
         "gauge",

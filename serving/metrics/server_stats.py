@@ -26,6 +26,7 @@ NO_GAUGES = Usage(*[0] * 5, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
 REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
 ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
 ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")
+RESPONSES = ("200", "400", "401", "404", "413", "429", "499", "500", "503")
 HELD_BACK = ("slots", "tokens", "policy", "pages")
 LOOKUPS = ("whole", "too_short", "other_salt", "evicted", "unaligned", "unseen")
 

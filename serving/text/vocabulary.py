@@ -64,12 +64,10 @@ class FastVocabulary:
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
         # This library has no such option; it matters only after a control token that a message spells out
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return _ids(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def encode_literally(self, text: str) -> list[int]:
-        ids: list[int] = self._literal.encode(text, add_special_tokens=False).ids
-        return ids
+        return _ids(self._literal, text, add_special_tokens=False)
 
     def find(self, token: str) -> int | None:
         index: int | None = self._tokenizer.token_to_id(token)
@@ -91,6 +89,13 @@ class FastVocabulary:
         tokenizer = _read_tokenizer(self._path)
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    # `encode` would hold the interpreter's lock, and so all other threads, until a long text is done
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 class SentencePieceVocabulary:

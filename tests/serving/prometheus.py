@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -57,12 +57,17 @@ class Prometheus:
         )[1]
         self.url = f"http://127.0.0.1:{port}"
 
-    def until(self, found: Callable[[], Value | None], timeout_s: float = 120) -> Value:
-        """What it finds, once it finds something."""
+    def until(
+        self,
+        found: Callable[[], Value | None],
+        timeout_s: float = 120,
+        so_far: Callable[[], object] = lambda: None,
+    ) -> Value:
+        """What it finds, once it finds something; `so_far` says how near it is where it does not."""
         until_s = time.monotonic() + timeout_s
         while not (value := found()):
             assert self._process.poll() is None, (self._folder / "log").read_text()
-            assert time.monotonic() < until_s, "nothing was found"
+            assert time.monotonic() < until_s, f"nothing was found: {so_far()}"
             time.sleep(0.2)
         return value
 
@@ -72,10 +77,12 @@ class Prometheus:
         assert response["status"] == "success", (expression, response)
         return {str(each["metric"]): float(each["value"][1]) for each in response["data"]["result"]}
 
-    def firing(self) -> dict[str, dict[str, Any]]:
-        """The alerts that fire now, by name."""
+    def firing(self) -> dict[str, dict[str, str]]:
+        """The annotations of the alerts that fire now, by name."""
         alerts = httpx.get(f"{self.url}/api/v1/alerts", timeout=10).json()["data"]["alerts"]
-        return {each["labels"]["alertname"]: each for each in alerts if each["state"] == "firing"}
+        return {
+            each["labels"]["alertname"]: each["annotations"] for each in alerts if each["state"] == "firing"
+        }
 
     def close(self) -> None:
         """End it."""
