@@ -26,6 +26,6 @@ def num_turns(text: Text) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_others_run_while_a_long_text_is_tokenised(kind: str, texts: dict[str, Text]) -> None:
-    # A library that keeps the interpreter to itself leaves two to five turns, before and after, and one that does
-    # not a hundred and more; three tries, because the machine may have other work
+    # A library that keeps the interpreter to itself leaves two to five turns, before and after; one that does
+    # not, a hundred and more. Three tries, because the machine may have other work
     assert any(num_turns(texts[kind]) > 30 for _ in range(3))
