@@ -45,7 +45,7 @@ class Stages:
 
     def pass_through(self, batch: Batch, slots: SlotPool, now_s: float, number: int) -> float:
         """When a batch that this scheduler launches now has passed all stages."""
-        has_prompt = bool((batch.stops - batch.starts > 1).any())
+        has_prompt = bool((batch.starts < slots.num_prompt[batch.slots]).any())
         at_s, last_s = now_s, self._free_s[-1]
         for stage, costs in enumerate(self.costs):
             since_s = self._free_s[stage]

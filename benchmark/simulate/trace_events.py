@@ -36,8 +36,8 @@ class TraceEventFile:
         batch, slots = step.batch, engine.slots
         if not batch.num_spans:
             return
-        decodes = int(np.count_nonzero(batch.stops - batch.starts == 1))
-        args = {"spans": batch.num_spans, "tokens": batch.num_tokens, "one-token spans": decodes}
+        prompts = int(np.count_nonzero(batch.starts < slots.num_prompt[batch.slots]))
+        args = {"spans": batch.num_spans, "tokens": batch.num_tokens, "spans of prompts": prompts}
         self.lane("step", 0, step.start_s, step.end_s, args)
         for name, count in (("tokens", batch.num_tokens), ("waiting", len(engine.scheduler.waiting))):
             self._write(

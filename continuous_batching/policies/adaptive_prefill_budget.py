@@ -52,11 +52,14 @@ class AdaptiveChunks(Chunks):
         return Limit(int(sizes[num_fitting - 1]) if num_fitting else self._min_tokens)
 
     def observe(self, batch: Batch, took_s: float) -> None:
-        """Fit the model; of the steps without a prompt, which are much alike, to one in eight."""
-        num_prompt_tokens = batch.num_tokens - batch.num_spans - batch.num_drafts
-        if not num_prompt_tokens:
+        """Fit the model; of the steps whose spans have one token, which are much alike, to one in eight.
+
+        The shape of a step is what counts here: a prompt of one token costs what a decode does.
+        """
+        num_chunk_tokens = batch.num_tokens - batch.num_spans - batch.num_drafts
+        if not num_chunk_tokens:
             self._num_plain += 1
             if self._num_plain % 8:
                 return
-        self._most_seen = max(self._most_seen, num_prompt_tokens)
+        self._most_seen = max(self._most_seen, num_chunk_tokens)
         self.step_time.observe(batch, took_s)

@@ -147,3 +147,13 @@ def test_chunks_make_bubbles_small() -> None:
         shares[budget] = lost_s / (lost_s + two.busy_s)
         assert min(two.bubbles_s.values()) > 0
     assert shares[8] < 0.8 * shares[128]
+
+
+def test_a_pipeline_knows_a_prompt_of_one_token() -> None:
+    """Where all steps hold prompts, no bubble lies between decodes."""
+    totals, two = RunTotals(), stages(2)
+    alone = [
+        Request(f"{each}", np.arange(1), SamplingParams(max_tokens=1), arrival_s=each) for each in range(4)
+    ]
+    Pipeline([scheduler() for _ in range(2)], two, totals).serve(alone)
+    assert two.bubbles_s["PB3"] == 0
