@@ -27,16 +27,6 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
-def add_recipe(parser: argparse.ArgumentParser, *, profile: bool = False) -> None:
-    """Which engine is built in this process."""
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    if profile:
-        parser.add_argument(
-            "--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency"
-        )
-
-
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Whether programs read the result."""
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.schema.command_line import add_recipe
 from recipes.schema.keys import keys_of, table
 from recipes.schema.reader import LoadedRecipe, placed, read
 from recipes.schema.recipe import Recipe, from_root
@@ -25,11 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("keys", help="every key that a recipe may have, as a Markdown table")
     show_verb = verbs.add_parser("show", help="a recipe's keys, where each was set, and the memory it takes")
-    show_verb.add_argument("recipe", help="a YAML file, such as recipes/tiny/cpu.yaml")
-    show_verb.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
-    show_verb.add_argument(
-        "--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency"
-    )
+    add_recipe(show_verb)
     options = parser.parse_args(arguments)
     try:
         if options.verb == "keys":

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     module.add_arguments(parser)
-    module.main(parser.parse_args(argv[1:]))
+    module.main(parser.parse_intermixed_args(argv[1:]))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from tqdm import tqdm
 
 from recipes.build.engine import build
+from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import read
 from scripts import verb
 from serving.offline import lines_in, opened, read_jobs, run_jobs, write_record
@@ -33,9 +34,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m scripts.generate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    top.add_argument("recipe", help="a YAML file, such as recipes/tiny/cpu.yaml")
-    top.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
-    top.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
+    add_recipe(top)
     source = top.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", metavar="FILE.jsonl", help="requests, one a line; - for standard input")
     source.add_argument("--prompt", metavar="TEXT", help="the one request's prompt")

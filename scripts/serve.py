@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from recipes.schema.command_line import add_recipe
 from scripts import verb
 from serving.metrics.logs import FORMATS
 from serving.server import ServerOptions, run_server
@@ -22,9 +23,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m scripts.serve", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    top.add_argument("recipe", help="a YAML file, such as recipes/tiny/cpu.yaml")
-    top.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
-    top.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
+    add_recipe(top)
     top.add_argument("--host", default="127.0.0.1", help="the address to listen at")
     top.add_argument("--port", type=int, default=8000, help="0: any that is free, which is logged")
     top.add_argument(

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from doctor.verify.report import is_right, parts, run, write
+from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from scripts import verb
@@ -25,15 +26,15 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.verify", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("recipe", help="of the tiny model: recipes/tiny/npu.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as device.virtual=true")
+    add_recipe(parser)
     parser.add_argument("--output", type=Path, default=ROOT / "out", metavar="DIR")
     parser.add_argument("--calls", type=int, default=50, metavar="N", help="of each operator")
     options = parser.parse_intermixed_args(argv)
     if options.calls < 1:
         raise ValueError(f"--calls is {options.calls}; it must be at least 1")
-    recipe = [options.recipe, *options.overrides]
-    device = load(options.recipe, options.overrides).device
+    chosen = ["--profile", options.profile] if options.profile else []
+    recipe = [options.recipe, *options.overrides, *chosen]
+    device = load(options.recipe, options.overrides, options.profile).device
     kind = "virtual" if device.virtual else device.kind
     folder = options.output.absolute() / f"verify-{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder.mkdir(parents=True)

@@ -51,13 +51,14 @@ _RETRY_S = 1.0  # the hint where nothing better is known
 class AsyncLLM:
     """A model that answers many requests at once. Raises ValueError for a recipe that cannot be used.
 
-    `start` and `close` it within the same event loop.
+    `overrides` are as on the command line: "cache.page_size=32". `start` and `close` it within the same event
+    loop.
     """
 
     def __init__(
         self,
         recipe: str | Path,
-        overrides: Sequence[str] = (),
+        *overrides: str,
         profile: str | None = None,
         stats: ServerStats | None = None,
     ) -> None:

@@ -87,7 +87,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
     tenant_of = options.tenant_of()
     stats, close = _stats(options.otlp_endpoint)
-    llm = AsyncLLM(options.recipe, options.overrides, options.profile, stats)
+    llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
     stats.num_lost_lines = lambda: lines.num_lost
     keys = ApiKeys(tenant_of, share_prefixes=llm.recipe.server.share_prefixes)
     stats.model = model = options.model_name or _name_of(llm, options.recipe)

@@ -22,7 +22,7 @@ from benchmark.micro import cuda_candidates as candidates
 from benchmark.micro.device_table import print_table
 from benchmark.micro.kv import seconds
 from benchmark.micro.step_loads import StepLoad, cached_bytes, operations, pair, read_bytes
-from benchmark.options import add_json, add_recipe, at_least, show
+from benchmark.options import add_json, at_least, show
 from benchmark.run_clock import RunClock
 from continuous_batching.batch import Batch
 from models.dtypes import TORCH_DTYPES
@@ -31,6 +31,7 @@ from recipes.build import versions
 from recipes.build.engine import build
 from recipes.build.families import model_config
 from recipes.build.machine import start
+from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 
@@ -132,6 +133,7 @@ def attention_s(runner: ModelRunner, load: StepLoad, repeats: int, candidate: st
 def run(
     recipe_path: str,
     overrides: Sequence[str],
+    profile: str | None,
     loads: Sequence[StepLoad],
     mixed: Sequence[StepLoad],
     repeats: int,
@@ -141,10 +143,11 @@ def run(
 
     Attention of each load is timed with the kernels of `others` too.
     """
-    recipe = read(recipe_path, overrides).recipe
+    recipe = read(recipe_path, overrides, profile).recipe
     result: dict[str, object] = {
         "recipe": recipe_path,
         "overrides": list(overrides),
+        "profile": profile,
         "candidates": list(others),
     }
     try:
@@ -248,6 +251,7 @@ def main(options: argparse.Namespace) -> None:
     if unknown := set(others) - set(candidates.NAMES):
         known = ", ".join(candidates.NAMES)
         raise ValueError(f"--candidates: {', '.join(sorted(unknown))} is not known; choose of {known}")
+    given = (options.recipe, options.overrides, options.profile)
     clock = RunClock()
-    result = run(options.recipe, options.overrides, alone, mixed, options.repeats, others)
+    result = run(*given, alone, mixed, options.repeats, others)
     show(with_verdict({"benchmark": "device", "clock": clock.read(), **result}), options, print_table)

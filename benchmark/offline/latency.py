@@ -16,11 +16,12 @@ from benchmark.offline import offline
 from benchmark.offline.accounts import hardware
 from benchmark.offline.throughput import jobs
 from benchmark.offline.timeline import Timeline, summarise
-from benchmark.options import add_json, add_recipe, at_least, show
+from benchmark.options import add_json, at_least, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request
 from recipes.build import versions
 from recipes.build.engine import build
+from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import read
 from serving.offline import Job
 
@@ -29,7 +30,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `latency`."""
-    add_recipe(parser, profile=True)
+    add_recipe(parser)
     add = parser.add_argument
     add("--batch-size", type=at_least(1), default=8, metavar="N")
     add("--input-len", type=at_least(1), default=32, metavar="TOKENS")

@@ -12,12 +12,13 @@ from benchmark import outputs
 from benchmark.gate.gate import with_verdict
 from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
-from benchmark.options import add_json, add_recipe, at_least, show
+from benchmark.options import add_json, at_least, show
 from benchmark.run_clock import RunClock
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
 from recipes.build import versions
 from recipes.build.engine import BuiltEngine, build
+from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.offline import Job, Record, read_jobs, run_jobs
@@ -152,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """What is served by what, and how often."""
-    add_recipe(parser, profile=True)
+    add_recipe(parser)
     add = parser.add_argument
     add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
     add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is reported")

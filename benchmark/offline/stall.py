@@ -17,12 +17,13 @@ import numpy as np
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.offline.timeline import percentiles
-from benchmark.options import add_json, add_recipe, show
+from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request, SamplingParams
 from recipes.build import versions
 from recipes.build.engine import build
 from recipes.build.machine import start
+from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import read
 from serving.offline import Job
 
@@ -65,18 +66,21 @@ class StallLoad:
         return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
 
 
-def run(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str, Any]:
+def run(recipe_path: str, overrides: Sequence[str], profile: str | None, load: StallLoad) -> dict[str, Any]:
     """Figures of both ways, and how many times those of the whole prompts the chunks' are."""
     clock = RunClock()
-    figures = {name: _serve(recipe_path, [*overrides, *keys], load) for name, keys in load.ways().items()}
+    figures = {
+        name: _serve(recipe_path, [*overrides, *keys], profile, load) for name, keys in load.ways().items()
+    }
     whole, chunked = figures["whole"], figures["chunked"]
     result = {
         "benchmark": "stall",
         "recipe": recipe_path,
         "overrides": list(overrides),
+        "profile": profile,
         "load": asdict(load),
         "clock": clock.read(),
-        "machine": versions.describe(start(read(recipe_path, overrides).recipe.device).name),
+        "machine": versions.describe(start(read(recipe_path, overrides, profile).recipe.device).name),
         **figures,
         "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
         "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),
@@ -84,8 +88,10 @@ def run(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str
     return with_verdict(result)
 
 
-def _serve(recipe_path: str, overrides: Sequence[str], load: StallLoad) -> dict[str, Any]:
-    recipe = read(recipe_path, overrides).recipe
+def _serve(
+    recipe_path: str, overrides: Sequence[str], profile: str | None, load: StallLoad
+) -> dict[str, Any]:
+    recipe = read(recipe_path, overrides, profile).recipe
     built = build(recipe)
     gc.collect()
     jobs = load.jobs(built.config.vocab_size)
@@ -135,4 +141,4 @@ def main(options: argparse.Namespace) -> None:
         options.answer_tokens,
         options.chunk,
     )
-    show(run(options.recipe, options.overrides, load), options, offline.print_table)
+    show(run(options.recipe, options.overrides, options.profile, load), options, offline.print_table)

@@ -10,10 +10,11 @@ import argparse
 
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
-from benchmark.options import add_json, add_recipe, at_least, show
+from benchmark.options import add_json, at_least, show
 from benchmark.workloads.lengths import lengths
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from recipes.build.engine import BuiltEngine
+from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import read
 from serving.offline import Job, Record
 from serving.text.request_fields import parse_request
@@ -42,7 +43,7 @@ def at_once(found: list[Job | Record]) -> list[Job | Record]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `throughput`."""
-    add_recipe(parser, profile=True)
+    add_recipe(parser)
     add = parser.add_argument
     add("--trace", metavar="FILE.jsonl", help="requests, as `generate` reads them; if not, random ones:")
     add("--num-prompts", type=at_least(1), metavar="N", help=str(NUM_PROMPTS))

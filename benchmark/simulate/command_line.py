@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 from benchmark import outputs
-from benchmark.options import at_least
+from benchmark.options import add_json, at_least
 from benchmark.workloads.lengths import lengths
+from recipes.schema.command_line import add_recipe
 from simulation.fleet import ROUTERS
 
 
@@ -106,7 +107,8 @@ def fleet_parser() -> argparse.ArgumentParser:
         " fleet", "What would thousands of engines make of millions of requests? Nothing is measured."
     )
     add = top.add_argument
-    _add_recipe(top)
+    add_recipe(top)
+    add_json(top)
     _add_device(top)
     add("--requests", type=positive, required=True, metavar="N")
     add(
@@ -130,7 +132,8 @@ def fleet_parser() -> argparse.ArgumentParser:
 def held_out_parser() -> argparse.ArgumentParser:
     """The options of a fit that is held against another trace."""
     top = _parser(" held-out", "How far off is a simulation, of a trace that its costs were not fitted to?")
-    _add_recipe(top)
+    add_recipe(top)
+    add_json(top)
     top.add_argument("--train", required=True, metavar="FILE", help="the trace that costs are fitted to")
     top.add_argument("--held", required=True, metavar="FILE", help="the trace that is simulated")
     return top
@@ -154,17 +157,10 @@ def _parser(verb: str, doc: str) -> argparse.ArgumentParser:
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    _add_recipe(parser)
+    add_recipe(parser)
+    add_json(parser)
     add("--trace", required=True, metavar="FILE", help="requests, as `generate` reads them")
     add("--skip-bad", action="store_true", help="leave out lines that are no requests")
-
-
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("recipe")
-    add("overrides", nargs="*", metavar="key=value")
-    add("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
-    add("--json", action="store_true", help="print JSON rather than a table")
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from recipes.build.engine import build
 from recipes.build.machine import Npu, start
+from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 from recipes.tiny.corpus import held_out_sums
 from serving.offline import Record, read_jobs, run_jobs
@@ -45,9 +46,9 @@ class Comparison:
         return self.num_same >= LEAST_SAME * self.num_answers and self.mean_apart <= MOST_APART
 
 
-def answers(recipe: str, overrides: Sequence[str]) -> dict[str, Record]:
+def answers(recipe: str, overrides: Sequence[str], profile: str | None = None) -> dict[str, Record]:
     """The records of the held-out sums, by their prompts."""
-    read = load(recipe, overrides)
+    read = load(recipe, overrides, profile)
     assert read.model.path is not None, "the tiny model has weights"
     text = Text.load(read.model.path)
     lines = [
@@ -83,10 +84,9 @@ def main(argv: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("recipe", help="of the tiny model, on the device in question")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as device.virtual=true")
-    options = parser.parse_args(argv)
-    recipe = load(options.recipe, options.overrides)
+    add_recipe(parser)
+    options = parser.parse_intermixed_args(argv)
+    recipe = load(options.recipe, options.overrides, options.profile)
     machine = start(recipe.device)
     found: list[dict[str, Any]] = []
     for name, scheme in ((recipe.model.dtype, "auto"), ("W8A8", "w8a8")):
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
             found.append({"name": name, "left_out": reason, "is_right": True})
             continue
         how = [f"model.quantization={scheme}"]
-        ours = answers(options.recipe, [*options.overrides, *how])
+        ours = answers(options.recipe, [*options.overrides, *how], options.profile)
         cpus = answers(CPU[0], [*CPU[1], f"model.dtype={recipe.model.dtype}", *how])
         one = compare(name, ours, cpus)
         found.append(asdict(one) | {"is_right": one.is_right})

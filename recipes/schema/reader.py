@@ -51,6 +51,8 @@ def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = 
 
     The keys of a profile, a name in `recipes/profiles`, replace the file's, and overrides replace both.
     """
+    if isinstance(overrides, str):  # an iterable of letters
+        raise RecipeError((), f"the overrides are one text, {in_words(overrides)}", "give a list of texts")
     document, name = _document(Path(path)), str(path)
     entries: dict[str, Entry] = {}
     base = document.pop("base", None)

@@ -18,6 +18,7 @@ import threading
 import zmq
 
 from continuous_batching.engine import Engine
+from recipes.schema.command_line import add_recipe
 from serving.engine.worker import Worker, facts_of
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,7 @@ def main(argv: list[str]) -> int:
     """Build the engine and serve; 2 for a recipe that cannot be used."""
     options = argparse.ArgumentParser(prog="python -m serving.engine.main")
     options.add_argument("socket")
-    options.add_argument("recipe")
-    options.add_argument("overrides", nargs="*")
-    options.add_argument("--profile")
+    add_recipe(options)
     asked = options.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # they are for the server, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

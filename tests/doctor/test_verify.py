@@ -141,7 +141,7 @@ def test_a_product_without_int8_is_not_asked_for_it(
 ) -> None:
     asked: list[str] = []
 
-    def answers(recipe: str, overrides: list[str]) -> dict[str, Record]:
+    def answers(recipe: str, overrides: list[str], profile: str | None = None) -> dict[str, Record]:
         asked.extend(overrides)
         return records()
 

@@ -31,7 +31,7 @@ class Served:
 
     def __init__(self, *overrides: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self.llm = AsyncLLM(TINY, overrides)
+        self.llm = AsyncLLM(TINY, *overrides)
         self._listener = listener_at("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         app = application(self.llm, "tiny", ApiKeys({}), is_local=True)

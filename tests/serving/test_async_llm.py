@@ -27,7 +27,7 @@ def with_llm(use: Callable[[AsyncLLM], Awaitable[Value]]) -> Value:
     """What `use` makes of an engine that is ready."""
 
     async def run() -> Value:
-        llm = AsyncLLM(RECIPE, SMALL)
+        llm = AsyncLLM(RECIPE, *SMALL)
         llm.start()
         try:
             await llm.ready()

@@ -107,7 +107,7 @@ def test_keys_of_another_salt_find_no_page(served: Served) -> None:
 
 def test_the_server_makes_the_keys_that_the_engine_would(served: Served) -> None:
     async def keys_of(**fields: Any) -> list[bytes]:
-        llm = AsyncLLM(TINY, SETTINGS)
+        llm = AsyncLLM(TINY, *SETTINGS)
         facts = replace_facts(served, **fields)
         asked = {"id": "a", "prompt_token_ids": PROMPT.tolist(), "cache_salt": "mine", "n": 2}
         request = llm._parse(asked, facts, fill=False)
