@@ -22,14 +22,18 @@ from recipes.schema.scheduler_defaults import completed
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; 0, or 2 for a recipe that cannot be used."""
-    parser = argparse.ArgumentParser(prog="python -m recipes", description="Look at recipes.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("keys", help="every key that a recipe may have, as a Markdown table")
-    show_verb = verbs.add_parser("show", help="a recipe's keys, where each was set, and the memory it takes")
-    add_recipe(show_verb)
-    options = parser.parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("verb", choices=("show", "keys"))
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    verb = parser.parse_args(given[:1]).verb
+    one = argparse.ArgumentParser(prog=f"{parser.prog} {verb}")
+    if verb == "show":
+        add_recipe(one)
+    options = one.parse_intermixed_args(given[1:])
     try:
-        if options.verb == "keys":
+        if verb == "keys":
             print(table(Recipe), end="")
         else:
             show(options.recipe, options.overrides, options.profile)

@@ -117,7 +117,14 @@ def _measure(
     step_s = time.perf_counter() - start_s
     if measured is None or measured + captured <= estimated.activation_bytes:
         return estimated, step_s
-    memory = plan_memory(recipe, config, machine.memory_bytes(), measured + captured)
+    memory = plan_memory(
+        recipe,
+        config,
+        machine.memory_bytes(),
+        measured + captured,
+        num_host_pages=estimated.num_host_pages,  # they are allocated, and stay
+    )
+    memory = replace(memory, host_because=estimated.host_because)
     if memory.num_pages != estimated.num_pages:
         engine.resize(memory.num_pages)
         warm_up(runner, budget)
@@ -140,6 +147,8 @@ def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, ops: Ops, at
     lines = dict(report(recipe, config, memory))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
     log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])
+    if memory.host_because:
+        log.info("host tier: %s", lines["host tier"])
     section, sources = completed(recipe.scheduler, memory.longest_tokens)
     for key, source in sources.items():
         log.info("scheduler.%s: %s, %s", key, getattr(section, key), source)

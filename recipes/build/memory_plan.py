@@ -20,6 +20,7 @@ class MemoryPlan:
     num_pages: int  # allocated, the null page among them
     num_pages_fitting: int  # that would fit beside all else
     num_host_pages: int  # the null page among them; 0: no host tier
+    host_because: str  # what bounds the host tier below `cache.host_gib`; empty: nothing
     host_is_device: bool  # the host tier lies in the device's memory, as on a CPU
     cache_tokens: int  # the longest request that the cache alone would allow
     longest_tokens: int  # a request's prompt and answer
@@ -71,7 +72,7 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
         ),
         ("pages", f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {memory}"),
         ("cache", f"{in_gib(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),
-        ("host tier", f"{in_gib(sizing.host_bytes)}, {max(0, sizing.num_host_pages - 1):,} pages"),
+        ("host tier", host_tier(sizing)),
         ("slot table", in_gib(sizing.slot_bytes)),
         ("activations", f"{in_gib(sizing.activation_bytes)} in the largest step, {how}"),
         ("reserve", in_gib(sizing.reserve_bytes)),
@@ -82,6 +83,12 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
             f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
         ),
     ]
+
+
+def host_tier(sizing: MemoryPlan) -> str:
+    """What the host tier takes, and why it is no more."""
+    because = f" ({sizing.host_because})" if sizing.host_because else ""
+    return f"{in_gib(sizing.host_bytes)}, {max(0, sizing.num_host_pages - 1):,} pages{because}"
 
 
 def in_gib(count: int) -> str:

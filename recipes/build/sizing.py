@@ -11,7 +11,7 @@ from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
 from recipes.build.machine import host_memory_bytes, start
 from recipes.build.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
-from recipes.build.memory_plan import GIB, MemoryPlan
+from recipes.build.memory_plan import GIB, MemoryPlan, in_gib
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
@@ -30,12 +30,14 @@ def plan_memory(
     tensor: int = 1,
     stages: int = 1,
     host_memory: int | None = None,
+    num_host_pages: int | None = None,
 ) -> MemoryPlan:
     """The plan of a recipe; raises RecipeError, with what is missing and the key to change, if it cannot fit.
 
     `memory_bytes` None: what the recipe's device has. `activation_bytes` None: estimated. `host_memory` None:
-    what this machine has. The model lies on `stages` groups of `tensor` devices that share each layer, all
-    with this memory; then the sizing is that of all devices together, and so is what the cache may take.
+    what this machine has. `num_host_pages` None: as many as the recipe says. The model lies on `stages`
+    groups of `tensor` devices that share each layer, all with this memory; then the sizing is that of all
+    devices together, and so is what the cache may take.
     """
     cache, num_devices = recipe.cache, tensor * stages
     page_bytes = cache.page_size * tensor * config.kv_bytes_per_token(tensor)
@@ -48,7 +50,8 @@ def plan_memory(
         page_bytes=page_bytes,
         num_pages=0,
         num_pages_fitting=0,
-        num_host_pages=_num_host_pages(recipe, page_bytes, host_bytes),
+        num_host_pages=0,
+        host_because="",
         host_is_device=recipe.device.kind == "cpu",
         cache_tokens=0,
         longest_tokens=0,
@@ -59,6 +62,10 @@ def plan_memory(
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
         memory_bytes=num_devices * device_bytes,
     )
+    if num_host_pages is None:
+        sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
+    else:
+        sizing = replace(sizing, num_host_pages=num_host_pages)
     num_pages = _num_pages(recipe, sizing, num_devices)
     cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
     longest_tokens, longest_because = _longest(recipe, config, cache_tokens)
@@ -153,16 +160,37 @@ def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
     return min(num_pages, 2**31 - 1)
 
 
-def _num_host_pages(recipe: Recipe, page_bytes: int, host_bytes: int) -> int:
-    host_gib = recipe.cache.host_gib
+def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_devices: int) -> MemoryPlan:
+    """The plan with its host tier: as large as the recipe says, or as its share of the host allows."""
+    host_gib, share, page_bytes = recipe.cache.host_gib, recipe.cache.host_fraction, sizing.page_bytes
     if not host_gib:
-        return 0
-    num_pages = int(host_gib * GIB) // page_bytes
-    if num_pages < 2:
-        raise too_few_pages("cache.host_gib", host_gib, num_pages, page_bytes)
-    if host_gib * GIB > host_bytes and recipe.device.kind != "cpu":
-        raise too_much_of_the_host(host_gib, host_bytes)
-    return min(num_pages, 2**31 - 1)
+        return sizing
+    wanted = int(host_gib * GIB) // page_bytes
+    if wanted < 2:
+        raise too_few_pages("cache.host_gib", host_gib, wanted, page_bytes)
+    if share is None:
+        if host_gib * GIB > host_bytes and recipe.device.kind != "cpu":
+            raise too_much_of_the_host(host_gib, host_bytes)
+        return replace(sizing, num_host_pages=min(wanted, 2**31 - 1))
+    left = max(0, _left_for_the_host(recipe, sizing, num_devices) if sizing.host_is_device else host_bytes)
+    allowed = int(share * left) // page_bytes
+    if wanted <= allowed:
+        return replace(sizing, num_host_pages=min(wanted, 2**31 - 1))
+    allows = f"cache.host_fraction allows {share:g} of the {in_gib(left)} left"
+    because = f"cache.host_gib is {host_gib:g}, and {allows}"
+    return replace(sizing, num_host_pages=allowed if allowed >= 2 else 0, host_because=because)
+
+
+def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
+    """Bytes of a memory that also holds the cache, where the host tier is still to be sized.
+
+    A cache that takes a share of all takes what the host tier leaves of that share.
+    """
+    fraction = recipe.cache.memory_fraction
+    if fraction is not None:
+        return int(fraction * sizing.memory_bytes) - sizing.beside_bytes
+    num_pages = _num_pages(recipe, sizing, num_devices)
+    return sizing.memory_bytes - sizing.beside_bytes - num_pages * sizing.page_bytes
 
 
 def _longest(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:

@@ -53,6 +53,7 @@ def settled(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     for names in ALTERNATIVES:
         _settle_alternatives(kept, names)
     _settle_unread(kept)
+    _settle_host(kept)
     _settle_step(kept)
     return kept
 
@@ -67,6 +68,13 @@ def _settle_alternatives(entries: dict[str, Entry], names: tuple[str, ...]) -> N
             note = f"{winner.note}, in place of {name} ({old.place})"
             entries[winners[0]] = replace(winner, note=note)
             entries[name] = old.giving_way(winners[0], None, last)
+
+
+def _settle_host(entries: dict[str, Entry]) -> None:
+    """Drop the share that bounds a host tier where a later place says how large the tier is."""
+    size, share = entries.get("cache.host_gib"), entries.get("cache.host_fraction")
+    if size is not None and share is not None and share.value is not None and share.level < size.level:
+        entries["cache.host_fraction"] = share.giving_way("cache.host_gib", None, size.level)
 
 
 def _settle_unread(entries: dict[str, Entry]) -> None:

@@ -138,6 +138,13 @@ class CacheSection:
         least=0,
         most=2**20,
     )
+    host_fraction: float | None = key(
+        "take no more for `cache.host_gib` than this share of the host's memory that all else leaves; null:"
+        " all of it must fit",
+        default=None,
+        least=0.01,
+        most=1.0,
+    )
     prefix_sharing: bool = key(
         "let requests whose prompts begin alike share the pages of that beginning", default=True
     )
@@ -200,6 +207,13 @@ class Recipe:
                 "read only where cache.compact_every_steps is set, and it is 0",
                 "set it, or leave this out",
                 value=self.cache.compact_pages_per_step,
+            )
+        if self.cache.host_fraction is not None and not self.cache.host_gib:
+            yield RecipeError(
+                ("cache.host_fraction", "cache.host_gib"),
+                "read only where cache.host_gib is set, and it is not",
+                "set it, or leave this out",
+                value=self.cache.host_fraction,
             )
         yield from self._device_contradictions()
         yield from contradictions(self.scheduler)
