@@ -7,11 +7,11 @@ python -m recipes keys                                           every key that 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.keys import keys_of, table
 from recipes.schema.reader import LoadedRecipe, placed, read
@@ -20,27 +20,21 @@ from recipes.schema.recipe_error import RecipeError, in_yaml
 from recipes.schema.scheduler_defaults import completed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; 0, or 2 for a recipe that cannot be used."""
+def main(given: list[str]) -> None:
+    """Run one verb; raises ValueError or OSError for a recipe that cannot be used."""
     parser = argparse.ArgumentParser(
         prog="python -m recipes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("verb", choices=("show", "keys"))
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    verb = parser.parse_args(given[:1]).verb
-    one = argparse.ArgumentParser(prog=f"{parser.prog} {verb}")
-    if verb == "show":
+    asked = parser.parse_args(given[:1]).verb
+    one = argparse.ArgumentParser(prog=f"{parser.prog} {asked}")
+    if asked == "show":
         add_recipe(one)
     options = one.parse_intermixed_args(given[1:])
-    try:
-        if verb == "keys":
-            print(table(Recipe), end="")
-        else:
-            show(options.recipe, options.overrides, options.profile)
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    if asked == "keys":
+        print(table(Recipe), end="")
+    else:
+        show(options.recipe, options.overrides, options.profile)
 
 
 def show(path: str, overrides: Sequence[str], profile: str | None = None) -> None:
@@ -90,4 +84,4 @@ def _print_columns(columns: Iterable[tuple[str, ...]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    verb.run(main)

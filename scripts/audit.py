@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmark.gate.gate import LAWS, audit
 from benchmark.gate.printing import print_sources, print_verdict, read_result
 from benchmark.gate.sources import rows
-from scripts import verb
+from recipes.schema import verb
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-from scripts import verb
+from recipes.schema import verb
 
 VERBS = {  # their modules are loaded when they run: some bring torch, and some do without
     "serve": ("serve.command", "what clients see of a server, ours or another's"),

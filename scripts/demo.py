@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmark import outputs
 from benchmark.demo import NUM_SLOTS, ROWS, RUNS, figure, print_answers, run
 from benchmark.offline.charts import save_slots
-from scripts import verb
+from recipes.schema import verb
 
 
 def main(argv: list[str]) -> None:

@@ -13,7 +13,7 @@ import json
 
 from doctor.diagnosis import diagnose, in_json, in_words
 from doctor.facts import gather
-from scripts import verb
+from recipes.schema import verb
 
 
 def main(argv: list[str]) -> int:

@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from tqdm import tqdm
 
 from recipes.build.engine import build
+from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import read
-from scripts import verb
 from serving.offline import lines_in, opened, read_jobs, run_jobs, write_record
 from serving.text.tokenizer import Text
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from scripts import verb
+from recipes.schema import verb
 
 
 def main(argv: list[str]) -> int:

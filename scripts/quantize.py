@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recipes.build.int8_checkpoint import quantize
 from recipes.build.scoring import comparison, score
-from scripts import verb
+from recipes.schema import verb
 from serving.text.tokenizer import Text
 
 

@@ -22,7 +22,7 @@ from benchmark.recordings.what_if import change, compare
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.build.scheduler import scheduler_from
-from scripts import verb
+from recipes.schema import verb
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmark import outputs
 from benchmark.reproduce.experiments import experiments, reproduce
-from scripts import verb
+from recipes.schema import verb
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
-from scripts import verb
 from serving.metrics.logs import FORMATS
 from serving.server import ServerOptions, run_server
 

@@ -29,7 +29,7 @@ from benchmark.simulate.held_out import held_out
 from benchmark.simulate.one_run import simulate
 from benchmark.simulate.search import search_main
 from benchmark.simulate.shards import fleet_main
-from scripts import verb
+from recipes.schema import verb
 
 
 def show(options: argparse.Namespace, result: Result) -> None:

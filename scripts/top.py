@@ -14,7 +14,7 @@ import time
 
 from rich.console import Console
 
-from scripts import verb
+from recipes.schema import verb
 from serving.terminal_view import LONGEST_INTERVAL_S, frame, read, watch
 
 

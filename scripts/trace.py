@@ -23,7 +23,7 @@ import json
 import sys
 
 from benchmark.workloads.command_line import check, fill_in, made, parser, summary
-from scripts import verb
+from recipes.schema import verb
 
 
 def main(argv: list[str]) -> None:

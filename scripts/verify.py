@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 
 from doctor.verify.report import is_right, parts, run, write
+from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from scripts import verb
 
 
 def main(argv: list[str]) -> int:

@@ -39,6 +39,7 @@ _UNHEARD_S = 60  # a peer may acknowledge nothing, or have no room for data, for
 _SENT_BYTES = 2**18  # that the system holds for a reader; more waits in the server, where it is counted
 _MOST_DESCRIPTORS = 2**16
 _RESERVE = 64  # descriptors that are left for files, and for another engine
+_LEAST_DESCRIPTORS = 2 * _RESERVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def run_server(options: ServerOptions) -> int:
 
 def _run(options: ServerOptions, lines: logs.Lines) -> int:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
+    most_connections = _most_connections()
     tenant_of = options.tenant_of()
     stats, close = _stats(options.otlp_endpoint)
     llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
@@ -99,7 +101,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
     log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
     is_local = is_open and options.host in _LOOPBACK
     app = application(llm, model, keys, options.cors_origins, is_local=is_local)
-    server = SignalFreeServer(configuration(app))
+    server = SignalFreeServer(configuration(app, most_connections))
     gc.collect()
     gc.freeze()  # a collection while clients wait does not visit what is imported
     try:
@@ -152,7 +154,8 @@ def listener_at(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)  # whoever has read in the log that the server listens can connect
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose another --port") from None
+        option = "--host" if isinstance(error, socket.gaierror) else "--port"
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}; choose another {option}") from None
     return listener
 
 
@@ -171,18 +174,26 @@ def _drop_lost_clients(listener: socket.socket) -> None:
 
 
 def _most_connections() -> int:
-    """How many connections there may be: this process raises its limit of descriptors as far as it may."""
+    """How many connections there may be: this process raises its limit of descriptors as far as it may.
+
+    Raises ValueError where it is too low to serve anyone.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if most < _LEAST_DESCRIPTORS:
+        raise ValueError(
+            f"the system lets this process open {most} files and connections, and a server needs"
+            f" {_LEAST_DESCRIPTORS}: raise the limit (ulimit -n)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(1, most - _RESERVE)
+    return most - _RESERVE
 
 
-def configuration(app: ASGIApp) -> uvicorn.Config:
+def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
     """uvicorn's configuration."""
     return uvicorn.Config(
         app,
-        http=partial(Protocol, most_connections=_most_connections()),
+        http=partial(Protocol, most_connections=most_connections),
         ws="none",
         log_config=None,
         access_log=False,

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from recipes.build.engine import build
 from recipes.build.machine import Npu, start
+from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 from recipes.tiny.corpus import held_out_sums
@@ -104,4 +104,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    verb.run(main)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from attention.reference import Attention
 from continuous_batching.engine import Engine
@@ -27,6 +29,7 @@ from recipes.build.memory_plan import MemoryPlan, report
 from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_of
 from recipes.build.sizing import plan_memory
 from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,8 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     scheduler's policy took, and the operators.
     """
     config = model_config(recipe)
+    if recipe.scheduler.record is not None:
+        _check_recording(recipe.scheduler.record)  # before what takes minutes
     machine = start(recipe.device)
     memory = plan_memory(recipe, config, machine.memory_bytes())
     ops, attention = machine.operators(_shape(recipe, config))
@@ -93,6 +98,19 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         facts = facts_of(recipe.scheduler, recipe.cache, limits)
         engine.observer = Recorder(recipe.scheduler.record, facts)
     return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s)
+
+
+def _check_recording(path: Path) -> None:
+    """Raise RecipeError unless a new file can be made there."""
+    if path.exists():
+        problem, fix = "is there already", "name a new file: a recording is never overwritten"
+    elif not path.parent.is_dir():
+        problem, fix = f"cannot be made, since there is no directory {path.parent}", "make it first"
+    elif not os.access(path.parent, os.W_OK):
+        problem, fix = f"cannot be made, since {path.parent} may not be written to", "name another place"
+    else:
+        return
+    raise RecipeError("scheduler.record", f"{path} {problem}", fix, value=path)
 
 
 def _measure(

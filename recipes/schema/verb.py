@@ -1,0 +1,103 @@
+"""How does a command end when its user made a mistake? With one line, and status 2."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+UNUSABLE = 2  # the status of a recipe, file or option that cannot be used
+
+_FIX_OF = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.EISDIR: "name a file",
+    errno.EEXIST: "name a new file",
+    errno.EACCES: "ask for the right to use it, or name another",
+    errno.EPERM: "ask for the right to use it, or name another",
+    errno.EROFS: "name a path that can be written to",
+    errno.ENOSPC: "free some space, or write elsewhere",
+    errno.EDQUOT: "free some space, or write elsewhere",
+    errno.EFBIG: "raise the limit (ulimit -f), or write elsewhere",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "the link leads to itself: name another",
+    errno.EMFILE: "let this process open more (ulimit -n)",
+    errno.ENFILE: "the whole system has no more: close some programs",
+    errno.EAGAIN: "let this user start more processes (ulimit -u)",
+    errno.ENOMEM: "free some memory",
+    errno.EIO: "see the system's log for the disk's state",
+}
+
+
+def run(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run a command on its arguments and exit; an unusable recipe, file or option is one line on stderr."""
+    open_missing_streams()
+    try:
+        status = main(sys.argv[1:]) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as in `... | head`
+        _discard_output()
+        status = 128 + signal.SIGPIPE
+    except (ValueError, OSError) as error:
+        status = refused(error)
+    except MemoryError:
+        status = refused(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)))
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def refused(error: ValueError | OSError) -> int:
+    """Print the one line of an error; the status that says so."""
+    _discard_output()  # what is left in the buffer may be what cannot be written
+    try:
+        print(in_one_line(error), file=sys.stderr, flush=True)
+    except OSError:
+        _replace(sys.stderr.fileno())  # nobody reads it: the status alone says so
+    return UNUSABLE
+
+
+def in_one_line(error: ValueError | OSError) -> str:
+    """The text of an error; one of the operating system in words: of what, what is wrong, how to fix it."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    what = error.filename if error.filename is not None else "reading or writing"
+    # of a failed look-up of a host's name, say, the number is none of errno's
+    wrong = os.strerror(error.errno) if error.errno in errno.errorcode else str(error.strerror)
+    said = f"{os.fsdecode(what) if isinstance(what, bytes) else what}: {wrong.lower()}"
+    fix = _FIX_OF.get(error.errno)
+    return f"{said}; {fix}" if fix else said
+
+
+def open_missing_streams() -> None:
+    """Give the null device to standard streams that are closed, as by `>&-`.
+
+    Else the next file or socket that is opened would take the place of one, and what is printed would go
+    there.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            _replace(number)
+        if getattr(sys, name) is None:  # it was closed when Python started
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open to the end
+
+
+def _discard_output() -> None:
+    """What was not written to standard output is lost; else it would be tried again at the end."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _replace(sys.stdout.fileno())
+
+
+def _replace(number: int) -> None:
+    """Let a descriptor lead to the null device."""
+    opened = os.open(os.devnull, os.O_RDWR)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
