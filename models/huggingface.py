@@ -11,8 +11,27 @@ from typing import Any
 
 from models.config import DTYPE_BYTES, ROPE_KINDS, DecoderConfig, DType, RopeConfig, check_fused
 from models.quantization import quantization
+from models.shown import shown
 
 Windows = tuple[int | None, ...]
+
+# Far above every published model, and low enough that what is derived from them can be computed and planned
+MOST = {
+    "num_hidden_layers": 2**12,
+    "max_window_layers": 2**31,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "vocab_size": 2**24,
+    "hidden_size": 2**24,
+    "intermediate_size": 2**24,
+    "sliding_window": 2**31,
+    "max_position_embeddings": 2**31,
+    "original_max_position_embeddings": 2**31,
+    "rms_norm_eps": 1.0,
+    "rope_theta": 1e18,
+}
+MOST_NUMBER = 2.0**24  # of the other numbers, which are factors
 
 
 def decoder_config(
@@ -99,15 +118,23 @@ def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> Rop
         raise _refused(f"{key}.factor", factor, "it must be at least 1")
     if kind == "dynamic" and head_dim <= 2:
         raise _refused("head_dim", head_dim, "dynamic rope needs more than 2")
+    theta = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
+    if theta <= 1:
+        raise _refused("rope_theta", theta, "it must be more than 1")
+    low, high = 1.0, 4.0
+    if kind == "llama3":
+        low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
+        if not 0 < low < high:
+            raise _refused(f"{key}.low_freq_factor", low, f"it must be from 0 to high_freq_factor ({high:g})")
     return RopeConfig(
         kind=kind,
-        theta=number(rope, "rope_theta", number(hf, "rope_theta", 10000.0)),
+        theta=theta,
         dim=head_dim,
         factor=factor,
         original_max_positions=original,
         max_positions=max_positions,
-        low_freq_factor=number(rope, "low_freq_factor") if kind == "llama3" else 1.0,
-        high_freq_factor=number(rope, "high_freq_factor") if kind == "llama3" else 4.0,
+        low_freq_factor=low,
+        high_freq_factor=high,
         beta_fast=number(rope, "beta_fast", 32.0) or 32.0,
         beta_slow=number(rope, "beta_slow", 1.0) or 1.0,
         attention_factor=number(rope, "attention_factor") if "attention_factor" in rope else None,
@@ -138,24 +165,25 @@ def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:
 
 
 def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    """`hf[key]`, an integer of at least `least`; the default stands for a missing or null key."""
+    """`hf[key]`, an integer from `least` to MOST; the default stands for a missing or null key."""
     value = hf.get(key)
     value = default if value is None else value
     if value is None:
         raise _missing(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _refused(key, value, f"it must be an integer of at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST[key]:
+        raise _refused(key, value, f"it must be an integer from {least} to {MOST[key]}")
     return value
 
 
 def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """`hf[key]`, a number of at least 0; the default stands for a missing or null key."""
+    """`hf[key]`, a number from 0 to MOST; the default stands for a missing or null key."""
     value = hf.get(key)
     value = default if value is None else value
     if value is None:
         raise _missing(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise _refused(key, value, "it must be a number of at least 0")
+    most = MOST.get(key, MOST_NUMBER)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise _refused(key, value, f"it must be a number from 0 to {most:g}")
     return float(value)
 
 
@@ -188,7 +216,7 @@ def _token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def _refused(key: str, value: object, mend: str) -> ValueError:
-    return ValueError(f"the model's configuration has {key}: {value!r}; {mend}")
+    return ValueError(f"the model's configuration has {key}: {shown(value)}; {mend}")
 
 
 def _missing(key: str) -> ValueError:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.shown import shown
+
 KEY = "quantization_config"
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -54,19 +56,19 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
         return None
     said = hf[KEY]
     if not isinstance(said, Mapping):
-        raise _refused(KEY, repr(said))
+        raise _refused(KEY, shown(said))
     for name, only in (("quant_method", "compressed-tensors"), ("format", "int-quantized")):
         if said.get(name) != only:
-            raise _refused(f"{KEY}.{name}", repr(said.get(name)))
+            raise _refused(f"{KEY}.{name}", shown(said.get(name)))
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         value = said.get(name)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            raise _refused(f"{KEY}.{name}", repr(value))
+            raise _refused(f"{KEY}.{name}", shown(value))
     groups = said.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise _refused(f"{KEY}.config_groups", "not one group")
     ((label, group),) = groups.items()
-    label = f"{KEY}.config_groups.{label}"
+    label = f"{KEY}.config_groups.{label:.60}"
     if (
         not isinstance(group, Mapping)
         or group.get("targets") != ["Linear"]
@@ -74,22 +76,22 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     ):
         raise _refused(label, "more or less than weights and input_activations of targets ['Linear']")
     if group.get("format") not in (None, "int-quantized"):
-        raise _refused(f"{label}.format", repr(group["format"]))
+        raise _refused(f"{label}.format", shown(group["format"]))
     for part, scheme in (("weights", WEIGHTS), ("input_activations", ACTIVATIONS)):
         _check(f"{label}.{part}", group.get(part), scheme)
     ignore = said.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
-        raise _refused(f"{KEY}.ignore", repr(ignore))
+        raise _refused(f"{KEY}.ignore", shown(ignore))
     return Quantization(tuple(ignore))
 
 
 def _check(label: str, found: Any, scheme: Mapping[str, Any]) -> None:
     if not isinstance(found, Mapping):
-        raise _refused(label, repr(found))
+        raise _refused(label, shown(found))
     for name, only in scheme.items():
         value = found.get(name, {"type": "int", "symmetric": True, "dynamic": False}.get(name))
         if value != only:
-            raise _refused(f"{label}.{name}", f"{value!r} in place of {only!r}")
+            raise _refused(f"{label}.{name}", f"{shown(value)} in place of {only!r}")
 
 
 def _refused(key: str, value: str) -> ValueError:

@@ -118,7 +118,7 @@ def checkpoint_files(path: Path) -> list[Path]:
     try:
         files = set(json.loads((path / INDEX).read_text())["weight_map"].values())
         names = sorted(Path(file).name for file in files)  # all in this folder
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
     absent = [name for name in names if not (path / name).is_file()]
     if absent:

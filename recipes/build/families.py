@@ -10,6 +10,7 @@ from typing import Any
 
 from models.config import DecoderConfig
 from models.quantization import Quantization
+from models.shown import shown
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
 from recipes.qwen2.model import config as qwen2
@@ -45,7 +46,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"the model's family is {family!r}; supported are {', '.join(FAMILIES)}")
+        raise ValueError(f"the model's family is {shown(family)}; supported are {', '.join(FAMILIES)}")
     return FAMILIES[family](hf)
 
 
@@ -70,6 +71,8 @@ def _json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); download it again") from error
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply; download it again") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object; download it again")
     return value

@@ -22,6 +22,8 @@ from models.decoder import Decoder, StepInputs
 from models.dtypes import TORCH_DTYPES
 from models.ops.cpu import CpuOps
 from recipes.build.families import decoder_config, read
+from recipes.build.machine import host_memory_bytes
+from recipes.build.memory_plan import in_gib
 
 PAGE_SIZE = 16
 
@@ -61,6 +63,9 @@ def score(path: Path, lines: Sequence[Sequence[int]]) -> Score:
     Raises ValueError where nothing is to score, and for a line that is too long.
     """
     config = decoder_config(read(path))
+    missing = config.weight_bytes - host_memory_bytes()
+    if missing > 0:  # before anything is allocated: config.json may say what no file holds
+        raise ValueError(f"{path} needs {in_gib(missing)} more than this machine has; score a smaller model")
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     dtype = TORCH_DTYPES[config.dtype]
     shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, dtype, config.windows)

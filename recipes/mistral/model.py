@@ -7,6 +7,7 @@ from typing import Any
 
 from models.config import DecoderConfig
 from models.huggingface import decoder_config, integer
+from models.shown import shown
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -20,9 +21,10 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """`hf` is a parsed config.json. The sliding window, unless null, holds in every layer."""
     hf = {**DEFAULTS, **hf}
     window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
-    if len(set(hf.get("layer_types") or ())) > 1:
+    types = hf.get("layer_types") or []
+    if not isinstance(types, list) or any(each != types[0] for each in types):
         raise ValueError(
-            f"the model's configuration has layer_types: {hf['layer_types']!r}; "
+            f"the model's configuration has layer_types: {shown(types)}; "
             "a mistral has one window for all layers: leave layer_types out"
         )
     return decoder_config(hf, "mistral", windows=(window,) * integer(hf, "num_hidden_layers"))

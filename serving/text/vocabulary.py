@@ -243,7 +243,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold an object")

@@ -1,0 +1,162 @@
+"""Is every absurd value of a config.json refused in one line, before anything is built of it?"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.rope import Rope
+from recipes.build.families import FAMILIES, decoder_config, model_config, read
+from recipes.build.memory_plan import GIB
+from recipes.build.scoring import score
+from recipes.build.sizing import plan_memory
+from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe
+from recipes.schema.scheduler_section import SchedulerSection
+
+BASE: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "dtype": None,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "eos_token_id": 2,
+    "sliding_window": 4096,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "layer_types": None,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": None,
+    "quantization_config": None,
+    "compression_config": None,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "rope_theta": 1e4,
+        "truncate": True,
+    },
+]
+ABSURD = [0, -1, 1, 3, 10**9, 2**63, 10**400, 1e300, 0.5, math.nan, math.inf, True, "12", "", [], {}, None]
+ABSURD += [[1, 2], [[]], [None], {"a": 1}, {"a": {}}, "x" * 100_000, [0] * 100_000]
+
+
+def configs(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One key after the other, with each absurd value; what all families share, for one of them."""
+    base = BASE | {"model_type": family}
+    for key in base:
+        for value in ABSURD:
+            yield key, base | {key: value}
+    for rope in ROPES if family == "llama" else ():
+        for key in rope:
+            for value in ABSURD:
+                yield f"rope.{key}", base | {"rope_scaling": rope | {key: value}}
+    for key in ("quant_method", "format", "config_groups", "ignore") if family == "llama" else ():
+        for value in ABSURD:
+            yield f"quantization.{key}", base | {"quantization_config": {"quant_method": value, key: value}}
+
+
+def recipe_of(config: dict[str, Any]) -> Recipe:
+    return Recipe(
+        model=ModelSection(config=config, weights="random"),
+        device=DeviceSection(kind="cpu"),
+        cache=CacheSection(page_size=16, num_pages=64),
+        scheduler=SchedulerSection(num_slots=4, max_batch_tokens=64),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_key_with_every_absurd_value_is_refused_or_works(family: str) -> None:
+    lines: dict[str, str] = {}
+    for number, (key, hf) in enumerate(configs(family)):
+        began_s, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            decoder_config(hf)  # most are refused here, and to make a recipe takes longer
+            recipe = recipe_of(hf)
+            config = model_config(recipe)
+            plan_memory(recipe, config, 2 * GIB, host_memory=2 * GIB)
+        except ValueError as error:
+            lines[f"{key} {number}"] = str(error)
+        else:
+            rope = Rope(config.rope)
+            assert torch.isfinite(rope.frequencies).all(), f"{key}: {hf}"
+            assert math.isfinite(rope.attention_factor), f"{key}: {hf}"
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 500 * 1024, f"{key} took {grown} KiB"
+        assert time.process_time() - began_s < 5, key
+    assert len(lines) > 300
+    assert not [key for key, line in lines.items() if "\n" in line or len(line) > 500]
+
+
+def test_a_billion_layers_are_refused_by_their_number() -> None:
+    hf = BASE | {"model_type": "llama", "num_hidden_layers": 10**9}
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers: 1000000000; it must be an integer from 1 to 4096"
+    ):
+        model_config(recipe_of(hf))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "not JSON"),
+        ("\x00", "not JSON"),
+        ("", "not JSON"),
+        ("[]", "no JSON object"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_in_one_line(
+    tmp_path: Path, name: str, text: str, problem: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"model_type": "llama"}))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=problem) as refusal:
+        read(tmp_path)
+    assert str(tmp_path / name) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_that_is_too_large_is_not_scored(tmp_path: Path) -> None:
+    huge = {"vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**20, "head_dim": 2**10}
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"model_type": "llama"} | huge))
+    with pytest.raises(ValueError, match="more than this machine has; score a smaller model"):
+        score(tmp_path, [[1, 2, 3]])
