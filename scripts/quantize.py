@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
         "--evaluate", type=Path, metavar="TEXT_FILE", help="a text of which each line is scored"
     )
     options = parser.parse_args(argv)
-    lines = options.evaluate.read_text(encoding="utf-8").splitlines() if options.evaluate else []
+    lines = _lines(options.evaluate) if options.evaluate else []
     before, after = quantize(options.source, options.target)
     print(f"{options.target}: {after / 2**20:,.1f} MiB of weights, from {before / 2**20:,.1f}")
     if options.evaluate:
@@ -42,6 +42,17 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"{options.source} has no tokenizer, so that no text can be scored")
         tokens = [text.encode(line) for line in lines]
         print(comparison(score(options.source, tokens), score(options.target, tokens)))
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text; raises ValueError for one that cannot be scored."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong") from error
+    if not any(lines):
+        raise ValueError(f"{path} has no line that can be scored; name another")
+    return lines
 
 
 if __name__ == "__main__":

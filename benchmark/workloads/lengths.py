@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from recipes.schema.verb import in_one_line
+
 Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
 MOST_TOKENS = 2**24  # more than any model takes; a prompt of them fits into memory
 
@@ -50,8 +52,10 @@ def _from_file(path: Path) -> Draw:
     found = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise argparse.ArgumentTypeError(in_one_line(error)) from error
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{path} is not UTF-8: byte {error.start} is wrong") from error
     for number, line in enumerate(lines, 1):
         text = line.strip()
         # float, because a whole number may have more digits than int reads

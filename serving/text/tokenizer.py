@@ -19,8 +19,8 @@ from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
 from serving.text.chat_options import ChatOptions, strings_in, with_strings, without_end
 from serving.text.chat_template import ChatTemplate, Message, check_messages
+from serving.text.tokenizer_settings import SPECIAL_KEYS
 from serving.text.vocabulary import (
-    SPECIAL_KEYS,
     SentencePieceVocabulary,
     Vocabulary,
     any_of,

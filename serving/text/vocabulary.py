@@ -19,7 +19,8 @@ from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
-SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS, read_settings
+
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -164,7 +165,7 @@ class TokenizerFiles:
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
     """The files in a Hugging Face directory: tokenizer.json, else tokenizer.model; None without either."""
-    settings = _read_json(folder / "tokenizer_config.json")
+    settings = read_settings(folder / "tokenizer_config.json")
     special = _special_names(settings)
     if (folder / "tokenizer.json").exists():
         vocabulary: Vocabulary = FastVocabulary(folder / "tokenizer.json", special)
@@ -238,18 +239,6 @@ def _characters_of_bytes() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} must hold an object")
-    return settings
-
-
 def token_text(token: Any) -> str:
     """The text of a token in tokenizer_config.json, which is a string or an object with it."""
     return token["content"] if isinstance(token, dict) else str(token)
@@ -261,7 +250,7 @@ def _added_tokens(settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 def _special_names(settings: dict[str, Any]) -> set[str]:
     names = [settings[key] for key in SPECIAL_KEYS if settings.get(key)]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
+    for key in MORE_KEYS:
         more = settings.get(key) or []
         names += more.values() if isinstance(more, dict) else more
     names += [token for token in _added_tokens(settings).values() if token.get("special")]
@@ -272,11 +261,12 @@ def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja, else the template in tokenizer_config.json, of several the one named default."""
     separate = folder / "chat_template.jinja"
     if separate.exists():
-        return separate.read_text(encoding="utf-8")
+        try:
+            return separate.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{separate} is not UTF-8: byte {error.start} is wrong") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
-    if not isinstance(template, str | None):
-        raise TypeError("chat_template must be a string")
     return template

@@ -1,0 +1,146 @@
+"""Does every command put what the operating system refuses into one line, with a status?"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipes.schema.recipe import ROOT
+from recipes.schema.verb import in_one_line
+from serving import server
+
+TINY = "recipes/tiny/cpu.yaml"
+# Each command with a file that it reads in place of FILE
+READERS = {
+    "recipes": ("recipes.__main__", ["show", "FILE"]),
+    "generate recipe": ("scripts.generate", ["FILE", "--prompt", "a"]),
+    "generate input": ("scripts.generate", [TINY, "--input", "FILE", "--output", "-"]),
+    "serve recipe": ("scripts.serve", ["FILE"]),
+    "serve keys": ("scripts.serve", [TINY, "--port", "0", "--api-keys", "FILE"]),
+    "audit": ("scripts.audit", ["FILE"]),
+    "replay": ("scripts.replay", ["FILE"]),
+    "fit": ("scripts.simulate", ["fit", "FILE", "--output", "OUT"]),
+    "simulate": ("scripts.simulate", [TINY, "--trace", "FILE", "--device", "h200"]),
+    "costs": ("scripts.simulate", [TINY, "--trace", "TRACE", "--costs", "FILE"]),
+    "held-out": ("scripts.simulate", ["held-out", TINY, "--train", "FILE", "--held", "FILE"]),
+    "mooncake": (
+        "scripts.trace",
+        ["--from", "mooncake:FILE", "--vocab-size", "100", "--output", "OUT"],
+    ),
+    "lengths": ("scripts.trace", ["--prompt-tokens", "file:FILE", "--output", "OUT"]),
+    "offline": ("scripts.benchmark", ["offline", TINY, "--trace", "FILE"]),
+    "throughput": ("scripts.benchmark", ["throughput", TINY, "--trace", "FILE"]),
+    "serve benchmark": (
+        "scripts.benchmark",
+        ["serve", "--base-url", "http://127.0.0.1:9", "--trace", "FILE"],
+    ),
+    "report": ("scripts.benchmark", ["report", "FILE", "--output", "OUT"]),
+    "quantize": ("scripts.quantize", ["FILE", "OUT"]),
+    "evaluate": ("scripts.quantize", ["recipes/tiny/weights", "OUT", "--evaluate", "FILE"]),
+    "model": ("scripts.generate", [TINY, "model.path=FILE", "--prompt", "a"]),
+}
+KINDS: dict[str, Callable[[Path], None]] = {
+    "missing": lambda path: None,
+    "directory": lambda path: path.mkdir(),
+    "empty": lambda path: path.touch(),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00\x80"),
+}
+# What an empty file may rightly be: a recipe lacks keys then, and there are no requests or texts to do
+ALLOWED = {("generate input", "empty"), ("generate input", "not UTF-8")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_that_cannot_be_read_is_one_line(
+    name: str,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if (name, kind) in ALLOWED:
+        pytest.skip("such a file has lines that can be answered, one by one")
+    monkeypatch.setattr(server, "uvloop", None)  # nothing is served, should a file be taken
+    # A name that is not UTF-8, but for overrides, which are YAML, and what argparse prints into pytest's stream
+    path = tmp_path / ("file" if name in ("model", "lengths") else "f\udcff ile")
+    KINDS[kind](path)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"id": "a", "prompt_token_ids": [1], "max_tokens": 2}\n')
+    module, arguments = READERS[name]
+    for word, value in (("FILE", path), ("OUT", tmp_path / "out"), ("TRACE", trace)):
+        arguments = [each.replace(word, str(value)) for each in arguments]
+    with pytest.raises((ValueError, OSError, SystemExit)) as refusal:
+        importlib.import_module(module).main(arguments)
+    error = refusal.value  # argparse has printed its line, below the usage
+    line = capsys.readouterr().err.splitlines()[-1] if isinstance(error, SystemExit) else in_one_line(error)
+    assert "\n" not in line.strip()
+    assert "[Errno" not in line
+    assert len(line) < 600
+    assert tmp_path.name in line, "it names the file"
+
+
+def test_an_error_of_the_system_says_of_what_and_how_to_fix_it() -> None:
+    for number in (errno.ENOENT, errno.EMFILE, errno.ENOSPC, errno.EACCES, errno.EISDIR, errno.ENOTDIR):
+        line = in_one_line(OSError(number, os.strerror(number), "/a/b"))
+        assert line.startswith(f"/a/b: {os.strerror(number).lower()}; ")
+    assert in_one_line(OSError("words of our own")) == "words of our own"
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    assert in_one_line(unknown) == "reading or writing: name or service not known"
+
+
+# Closed by the shell, as users do it
+@pytest.mark.parametrize(
+    ("redirection", "status"),
+    [
+        (">&-", 0),
+        ("2>&-", 0),
+        ("<&-", 0),
+        (">&- 2>&- <&-", 0),
+        (">/dev/full", 2),
+        (">/dev/full 2>/dev/full", 2),
+        ("| true", 0),
+    ],
+)
+def test_standard_streams_may_be_closed_or_full(redirection: str, status: int) -> None:
+    done = _shell(f"{sys.executable} -m recipes keys {redirection}")
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr + done.stdout
+    assert "ignored" not in done.stderr
+    assert len(done.stderr.splitlines()) == (redirection == ">/dev/full")
+
+
+def test_what_is_refused_without_a_standard_error_is_a_status() -> None:
+    for redirection in ("2>&-", "2>/dev/full", ">&- 2>&-"):
+        done = _shell(f"{sys.executable} -m recipes show absent.yaml {redirection}")
+        assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_server_with_too_few_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    with pytest.raises(ValueError, match=r"open 20 files and connections, and a server needs 128"):
+        server.run_server(server.ServerOptions(TINY))
+
+
+def test_a_recording_that_cannot_be_made_is_refused_before_the_model(tmp_path: Path) -> None:
+    from recipes.build.engine import build
+    from recipes.schema.reader import load
+
+    (tmp_path / "there").touch()
+    for name, words in (("none/a", "there is no directory"), ("there", "is there already; name a new file")):
+        with pytest.raises(ValueError, match=words):
+            build(load(TINY, [f"scheduler.record={tmp_path / name}"]))
+
+
+def _shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=120
+    )
