@@ -82,6 +82,12 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     ignore = said.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
         raise _refused(f"{KEY}.ignore", shown(ignore))
+    for each in ignore:
+        try:
+            if each.startswith("re:"):
+                re.compile(each[3:])
+        except (re.error, RecursionError, OverflowError) as error:
+            raise _refused(f"{KEY}.ignore", f"{shown(each)}, which is no regular expression") from error
     return Quantization(tuple(ignore))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.quantization import Quantization
 from models.rope import Rope
 from recipes.build.families import FAMILIES, decoder_config, model_config, read
 from recipes.build.memory_plan import GIB
@@ -122,6 +123,13 @@ def test_every_key_with_every_absurd_value_is_refused_or_works(family: str) -> N
         assert time.process_time() - began_s < 5, key
     assert len(lines) > 300
     assert not [key for key, line in lines.items() if "\n" in line or len(line) > 500]
+
+
+@pytest.mark.parametrize("pattern", ["re:(", "re:" + "(" * 5000, "re:a{99999999999}", "re:[", "re:*"])
+def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> None:
+    said = Quantization().in_json() | {"ignore": [pattern]}
+    with pytest.raises(ValueError, match=r"quantization_config\.ignore: .* is no regular expression"):
+        model_config(recipe_of(BASE | {"model_type": "llama", "quantization_config": said}))
 
 
 def test_a_billion_layers_are_refused_by_their_number() -> None:

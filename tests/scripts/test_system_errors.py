@@ -70,7 +70,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
     if (name, kind) in ALLOWED:
         pytest.skip("such a file has lines that can be answered, one by one")
     monkeypatch.setattr(server, "uvloop", None)  # nothing is served, should a file be taken
-    # A name that is not UTF-8, but for overrides, which are YAML, and what argparse prints into pytest's stream
+    # A name that is not UTF-8, but for overrides, which are YAML, and what argparse prints by itself
     path = tmp_path / ("file" if name in ("model", "lengths") else "f\udcff ile")
     KINDS[kind](path)
     trace = tmp_path / "trace.jsonl"
