@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from models.shown import shown
+
 PROMPTS = ("prompt_token_ids", "prompt", "messages")
 OURS = {
     "id",
@@ -23,6 +25,8 @@ OURS = {
 }  # are said in another way, or not sent
 MANY = ("n", "best_of", "beam_width")  # more answers than one, which nothing here would count
 STREAM = {"include_usage": True, "continuous_usage_stats": True}
+MOST_ARRIVAL_S = 1e9  # some thirty years
+MOST_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +145,14 @@ def _ask(line: bytes) -> TraceRequest:
     if len(forms) != 1 or not fields[forms[0]]:
         raise ValueError(f"exactly one of {', '.join(PROMPTS)} must be given, and not be empty")
     due_s = fields.get("arrival_s", 0.0)
-    if isinstance(due_s, bool) or not isinstance(due_s, (int, float)) or not 0 <= due_s < math.inf:
-        raise ValueError(f"arrival_s is {due_s!r}; it must be a number of 0 or more")
+    if isinstance(due_s, bool) or not isinstance(due_s, (int, float)) or not 0 <= due_s <= MOST_ARRIVAL_S:
+        raise ValueError(f"arrival_s is {shown(due_s)}; it must be a number from 0 to {MOST_ARRIVAL_S:g}")
     max_tokens = fields.pop("max_tokens", fields.get("max_completion_tokens", 16))
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens!r}; it must be an integer of 1 or more")
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not 1 <= max_tokens <= MOST_TOKENS:
+        raise ValueError(f"max_tokens is {shown(max_tokens)}; it must be an integer from 1 to {MOST_TOKENS}")
     for name in MANY:
         if fields.get(name, 1) not in (0, 1):
-            raise ValueError(f"{name} is {fields[name]!r}; the benchmark counts one answer to a request")
+            raise ValueError(f"{name} is {shown(fields[name])}; the benchmark counts one answer to a request")
     content, num_prompt = fields[forms[0]], None
     if forms[0] == "prompt_token_ids":
         if not (isinstance(content, list) and all(type(each) is int for each in content)):
