@@ -65,6 +65,14 @@ def pages(used: float, preemptions: float) -> Series:
     )
 
 
+def silent(age_s: float) -> Series:
+    return (
+        of("cb_engine_up", f"1x{READINGS}")
+        | of("cb_engine_step_age_seconds", f"{age_s}x{READINGS}")
+        | of("cb_engine_step_age_limit_seconds", f"20x{READINGS}")
+    )
+
+
 def lost_work(tokens: float) -> Series:
     return (
         of("cb_preempted_tokens_total", steady(tokens))
@@ -84,8 +92,8 @@ CASES: dict[str, tuple[Series, Series]] = {
     "ServerDown": (of("up", "1x3 0x57"), of("up", "1 1 0 0 0 1x55")),
     "EngineDown": (of("cb_engine_up", "1x3 0x57"), of("cb_engine_up", "1x3 0x6 1x50")),
     "EngineSilent": (
-        of("cb_engine_up", f"1x{READINGS}") | of("cb_engine_step_age_seconds", f"11x{READINGS}"),
-        of("cb_engine_up", f"1x{READINGS}") | of("cb_engine_step_age_seconds", f"10x{READINGS}"),
+        silent(11),
+        silent(10),
     ),
     "EngineRestarts": (
         of("cb_engine_restarts_total", "0x19 1x9 2x9 3x20"),

@@ -54,7 +54,7 @@ def http(llm: AsyncLLM, key: str) -> httpx.AsyncClient:
 
 def test_a_key_ends_its_own_requests_alone_although_pages_are_shared() -> None:
     async def statuses() -> list[tuple[str, int]]:
-        llm, told = AsyncLLM(TINY, [SHARED]), []
+        llm, told = AsyncLLM(TINY, SHARED), []
         llm._streams[0] = answer("cmpl-a", client_of("one", share_prefixes=True).owner), 0
         for key in ("two", "three", "gate", "one"):
             async with http(llm, key) as client:
@@ -97,7 +97,7 @@ def test_what_a_request_counts_against(key: str, named: dict[str, str], expected
     asked: list[Any] = []
 
     async def status() -> httpx.Response:
-        llm = AsyncLLM(TINY, [SHARED])
+        llm = AsyncLLM(TINY, SHARED)
 
         async def ask(fields: Mapping[str, Any], **more: Any) -> AnswerStream:
             asked.append((fields.get("tenant"), more["owner"]))
@@ -152,7 +152,7 @@ def test_a_viewer_sees_of_other_keys_requests_only_that_they_are_there() -> None
 def test_a_key_is_shown_no_other_tenants_names() -> None:
     async def shown(key: str) -> Any:
         weights = "scheduler.tenant_weights={a: 2, b: 3}"
-        llm = AsyncLLM(TINY, [SHARED, "scheduler.fair_tenants=true", weights])
+        llm = AsyncLLM(TINY, SHARED, "scheduler.fair_tenants=true", weights)
         async with http(llm, key) as client:
             return (await client.get("/server_info")).json()["recipe"]["scheduler"]["tenant_weights"]
 
