@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.serving.server import TINY, Server, started
-from tests.serving.test_shutdown import num_requests
+from tests.serving.test_shutdown import num_in_engine
 
 NUM_ACCEPTED = 64
 NUM_REFUSED = 9 * NUM_ACCEPTED  # ten times too many in all
@@ -33,7 +33,7 @@ async def overload(server: Server) -> list[float]:
 
         accepted = [asyncio.ensure_future(served()) for _ in range(NUM_ACCEPTED)]
         until_s = time.monotonic() + 30
-        while await num_requests(client, server.url) < NUM_ACCEPTED:
+        while await num_in_engine(client, server.url) < NUM_ACCEPTED:
             assert time.monotonic() < until_s, "they do not come in"
             await asyncio.sleep(0.02)
         while len(taken_ms) < NUM_REFUSED and not any(each.done() for each in accepted):

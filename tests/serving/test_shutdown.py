@@ -52,9 +52,18 @@ async def in_flight(server: Server, number: int, num_tokens: int, signals: int =
 
 async def num_entered(session: aiohttp.ClientSession, url: str) -> float:
     """Those that the engine has had: the first may have ended before the last come."""
-    async with session.get(f"{url}/metrics") as response:
-        text = await response.text()
+    text = await metrics(session, url)
     return num_in(text) + total(text, "vllm:request_success_total{")
+
+
+async def num_in_engine(session: aiohttp.ClientSession, url: str) -> float:
+    """Those that the engine has now."""
+    return num_in(await metrics(session, url))
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(f"{url}/metrics") as response:
+        return await response.text()
 
 
 def num_in(text: str) -> float:
