@@ -82,6 +82,22 @@ def test_scripts_are_well_formed() -> None:
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
 
 
+def test_a_test_says_itself_how_long_it_waits() -> None:
+    """For as long as a busy machine takes: httpx gives up after 5 s where nothing is said."""
+    verbs = {"Client", "AsyncClient", "get", "head", "options", "post", "request", "stream"}
+    silent = [
+        f"{name(path)}:{each.lineno}"
+        for path in files("tests")
+        for each in ast.walk(parsed(path))
+        if isinstance(each, ast.Call)
+        and isinstance(each.func, ast.Attribute)
+        and ast.unparse(each.func.value) == "httpx"
+        and each.func.attr in verbs
+        and "timeout" not in {keyword.arg for keyword in each.keywords}
+    ]
+    assert not silent
+
+
 def public(node: ast.Module | ast.ClassDef) -> list[Definition]:
     """The public classes and functions of a module, and the methods of such classes."""
     found: list[Definition] = []

@@ -23,7 +23,7 @@ from tokenizers import (
 )
 
 from serving.text.tokenizer import Text
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import PATIENCE_S, TINY, Server, started
 
 CORPUS = [f"What is {n} plus {n * 3}? It is {n * 4}, of course." for n in range(200)] + [
     f"你好，世界！今天是第{n}天，天气很好。" for n in range(150)
@@ -147,7 +147,7 @@ def shared() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def http(shared: Server) -> Iterator[httpx.Client]:
     """Sees what the server really sends."""
-    with httpx.Client(base_url=shared.url, timeout=60) as client:
+    with httpx.Client(base_url=shared.url, timeout=PATIENCE_S) as client:
         yield client
 
 

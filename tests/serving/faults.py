@@ -20,9 +20,8 @@ from serving.api.access import ApiKeys
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
 from serving.server import SignalFreeServer, configuration, listener_at
-from tests.serving.server import TINY
+from tests.serving.server import PATIENCE_S, TINY
 
-HANG_S = 30.0  # generous: the machine may be shared
 PROMPTS = ["348+275=", "One day, ", "What is 17 + 25?", "Tell me of the sea. "]
 
 
@@ -41,13 +40,13 @@ class Served:
     def __enter__(self) -> Served:
         os.environ["OMP_NUM_THREADS"] = "1"
         self._thread.start()
-        self.call(self.llm.ready(), 180)
+        self.call(self.llm.ready())
         self.told = asyncio.run(_tell_all(self.url))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the server does not end"
 
     def _run(self) -> None:
@@ -62,7 +61,7 @@ class Served:
         finally:
             await self.llm.close()
 
-    def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = HANG_S) -> Any:
+    def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = PATIENCE_S) -> Any:
         """Do it in the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
@@ -118,8 +117,8 @@ class Served:
 
     def settle(self, before: dict[str, int] | None = None) -> None:
         """Within the time, the server is ready, and holds what it did."""
-        self.call(self.llm.ready(), 180)
-        until_s = time.monotonic() + HANG_S
+        self.call(self.llm.ready())
+        until_s = time.monotonic() + PATIENCE_S
         while True:
             leak, held = self.leaks(), self.held()
             if leak is None and not held["requests"] and (before is None or _no_more(held, before)):
@@ -145,9 +144,9 @@ class Told:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, **body: Any) -> Told:
-    """A completion, streamed, to its end; each wait is at most HANG_S."""
+    """A completion, streamed, to its end; each wait is at most PATIENCE_S."""
     asked = {"max_tokens": 24, "temperature": 0, "return_token_ids": True, "stream": True} | body
-    timeout = aiohttp.ClientTimeout(sock_connect=HANG_S, sock_read=HANG_S)
+    timeout = aiohttp.ClientTimeout(sock_connect=PATIENCE_S, sock_read=PATIENCE_S)
     async with session.post(f"{url}/v1/completions", json=asked, timeout=timeout) as response:
         told = Told(response.status)
         if response.status != 200:
@@ -193,7 +192,7 @@ class Neighbours:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(180)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "a neighbour hangs"
 
     async def _all(self) -> None:

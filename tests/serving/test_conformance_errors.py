@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.server import TINY, Server
+from tests.serving.server import PATIENCE_S, TINY, Server
 
 COMPLETION = {"prompt": "One day", "max_tokens": 4}
 LONG = {"prompt": "One day", "max_tokens": 200, "ignore_eos": True, "stream": True}
@@ -196,7 +196,7 @@ def guarded() -> Iterator[Server]:
 
 @pytest.fixture
 def guest(guarded: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=guarded.url, headers=KEY, timeout=60) as client:
+    with httpx.Client(base_url=guarded.url, headers=KEY, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -211,10 +211,10 @@ def test_a_server_that_starts_is_alive_and_not_ready(guest: httpx.Client) -> Non
 
 def test_a_missing_or_wrong_key_is_refused(guarded: Server) -> None:
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
-        response = httpx.get(f"{guarded.url}/v1/models", headers=headers)
+        response = httpx.get(f"{guarded.url}/v1/models", headers=headers, timeout=PATIENCE_S)
         assert response.status_code == 401
         assert error_of(response)["type"] == "authentication_error"
-    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    assert httpx.get(f"{guarded.url}/health", timeout=PATIENCE_S).status_code == 200
     wrong = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with wrong, pytest.raises(openai.AuthenticationError):
         wrong.models.list()

@@ -22,7 +22,7 @@ from serving.api.schemas import (
     StrictBody,
     TokenizeBody,
 )
-from tests.serving.server import Server
+from tests.serving.server import PATIENCE_S, Server
 from tests.test_imports import ROOT
 
 WEIGHTS = ROOT / "recipes/tiny/weights"
@@ -168,7 +168,7 @@ def test_curl_is_answered(shared: Server) -> None:
         ["curl", "--silent", "--show-error", "--no-buffer", "--fail", url, "-H", header, "-d", body],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     *events, last, rest = told.stdout.split("\n\n")

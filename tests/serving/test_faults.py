@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +20,10 @@ import pytest
 from serving.engine import process, supervisor
 from tests.serving import broken_engine
 from tests.serving.broken_engine import ALWAYS, NAN, ONCE
-from tests.serving.faults import HANG_S, PROMPTS, Served, ask, events
+from tests.serving.faults import PROMPTS, Served, ask, events
+from tests.thorough import cases
 
-SMALL = ("scheduler.num_slots=8", "scheduler.max_batch_tokens=64", "server.step_timeout_s=4")
+SMALL = ("scheduler.num_slots=8", "scheduler.max_batch_tokens=64", "server.step_timeout_s=300")
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
@@ -43,10 +46,11 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 async def leave(session: aiohttp.ClientSession, url: str, draw: random.Random) -> None:
-    """Ask, and go away: while it waits, in its prompt, or after some tokens; of a stream or not."""
+    """Ask, and go away: after a time, whatever came of it by then, or after some tokens of a stream."""
     prompt = [draw.randrange(300, 700) for _ in range(draw.choice((4, 40, 400)))]
-    body = LONG | {"prompt": prompt, "stream": draw.random() < 0.5, "n": draw.choice((1, 1, 1, 3))}
-    after_s, num_events = draw.uniform(0, 0.3), draw.randrange(8)
+    body = LONG | {"prompt": prompt, "stream": draw.random() < 0.7, "n": draw.choice((1, 1, 1, 3))}
+    reads = body["stream"] and draw.random() < 0.5
+    after_s, num_events = None if reads else draw.uniform(0, 0.3), draw.randrange(8)
     try:
         async with asyncio.timeout(after_s), session.post(f"{url}/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
@@ -71,16 +75,34 @@ async def leave_often(url: str, number: int, seed: int = 0) -> None:
         await asyncio.gather(*(one(session) for _ in range(number)))
 
 
-@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [60, pytest.param(cases(300, 1000), marks=pytest.mark.slow)])
 def test_who_goes_away_leaves_nothing_behind(served: Served, number: int) -> None:
     aborted = served.llm.stats.aborts["disconnect"]
     with served.five_checks():
         asyncio.run(leave_often(served.url, number))
-    assert served.llm.stats.aborts["disconnect"] > aborted + number / 2
+    assert served.llm.stats.aborts["disconnect"] > aborted + number / 4  # a third of them has read tokens
 
 
-async def lose(served: Served, number: signal.Signals, within_s: float) -> None:
-    """The engine gets a signal while eight streams are open."""
+@contextlib.contextmanager
+def no_other_engine(served: Served) -> Iterator[None]:
+    """The next engine waits until it has been asked what there is to say of the lost one."""
+    engine, asked = served.llm.engine, threading.Event()
+    following = engine._next
+
+    async def when_asked() -> process.EngineProcess:
+        await asyncio.to_thread(asked.wait)
+        return await following()
+
+    engine._next = when_asked
+    try:
+        yield
+    finally:
+        asked.set()
+        del engine._next
+
+
+async def lose(served: Served, number: signal.Signals, said: str) -> None:
+    """The engine gets a signal while four streams are open, whose clients are told why they end."""
     async with aiohttp.ClientSession() as session:
         body = LONG | {"prompt": "One day", "stream": True, "max_tokens": 1500}
         opened = [await session.post(f"{served.url}/v1/completions", json=body) for _ in range(4)]
@@ -88,34 +110,36 @@ async def lose(served: Served, number: signal.Signals, within_s: float) -> None:
             assert "choices" in await anext(events(each))
         pid = served.llm.engine.pid
         assert pid is not None
-        os.kill(pid, number)
-        lost_s = time.monotonic()
-        for each in opened:
-            *_, last = [event async for event in events(each)]
-            assert last["error"]["type"] == "service_unavailable_error"
-        assert time.monotonic() - lost_s < within_s
-        async with session.get(f"{served.url}/health") as health:
-            assert health.status == 503
-        refused = await ask(session, served.url, prompt="1+1=")
-        assert (refused.status, "started anew" in str(refused.error)) == (503, True)
-    served.call(served.llm.ready(), 180)
+        if number == signal.SIGSTOP:  # whose silence is not mistaken for that of a busy machine
+            served.llm.engine.silence.fixed_s = 0.5
+        with no_other_engine(served):
+            os.kill(pid, number)
+            for each in opened:
+                *_, last = [event async for event in events(each)]
+                assert last["error"]["type"] == "service_unavailable_error"
+                assert said in last["error"]["message"]
+            async with session.get(f"{served.url}/health") as health:
+                assert health.status == 503
+            refused = await ask(session, served.url, prompt="1+1=")
+            assert (refused.status, "started anew" in str(refused.error)) == (503, True)
+    served.call(served.llm.ready())
 
 
-COUNTS = [1, pytest.param(20, marks=pytest.mark.slow)]
+COUNTS = [1, pytest.param(cases(4, 20), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("number", COUNTS)
 def test_a_killed_engine_is_told_at_once(served: Served, number: int) -> None:
     with served.five_checks(survives=False):
         for _ in range(number):
-            asyncio.run(lose(served, signal.SIGKILL, within_s=HANG_S))
+            asyncio.run(lose(served, signal.SIGKILL, "the engine's process ended by signal 9"))
 
 
 @pytest.mark.parametrize("number", COUNTS)
 def test_a_stopped_engine_is_ended(served: Served, number: int) -> None:
     with served.five_checks(survives=False):
         for _ in range(number):
-            asyncio.run(lose(served, signal.SIGSTOP, within_s=30))
+            asyncio.run(lose(served, signal.SIGSTOP, "it may be silent for 0.5 s"))
 
 
 def test_a_spare_that_still_imports_serves_next(served: Served) -> None:
@@ -128,12 +152,12 @@ def test_a_spare_that_still_imports_serves_next(served: Served) -> None:
         return engine._spare.pid
 
     with served.five_checks(survives=False):
-        spare = served.call(begun(), 60)
+        spare = served.call(begun())
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
         while engine.state == "ready":
             time.sleep(0.01)
-        served.call(served.llm.ready(), 180)
+        served.call(served.llm.ready())
         assert engine.pid == spare
 
 
@@ -215,7 +239,7 @@ def test_a_step_that_raises_ends_the_engine(served: Served) -> None:
         async with aiohttp.ClientSession() as session:
             told = await ask(session, served.url, prompt=[300, ONCE, 301])
             assert (told.status, "ended with status 1" in str(told.error)) == (503, True)
-            await asyncio.to_thread(served.call, served.llm.ready(), 180)
+            await asyncio.to_thread(served.call, served.llm.ready())
             assert (await ask(session, served.url, prompt=[300, ONCE, 301])).is_whole
 
     with served.five_checks(survives=False):
@@ -238,7 +262,7 @@ def test_an_engine_that_always_fails_is_started_ever_more_rarely(
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             for _ in range(3):
-                await asyncio.to_thread(served.call, served.llm.ready(), 180)
+                await asyncio.to_thread(served.call, served.llm.ready())
                 assert (await ask(session, served.url, prompt=[300, ALWAYS, 301])).status == 503
 
     with served.five_checks(survives=False, neighbours=0):

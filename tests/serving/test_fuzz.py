@@ -1,6 +1,6 @@
 """No request is answered by a defect, and none keeps others waiting.
 
-FUZZ_INPUTS=10000 python -m pytest -s tests/serving/test_fuzz.py
+FUZZ_INPUTS=10000 FUZZ_STALL_S=1 python -m pytest -s tests/serving/test_fuzz.py
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.schemas import OpenApiSchema
 
-from tests.serving.server import Server, started
+from tests.serving.server import PATIENCE_S, Server, started
 
 NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", "2000"))
-STALL_S = float(os.environ.get("FUZZ_STALL_S", "10"))  # a machine at rest is asked for 1
+STALL_S = float(os.environ.get("FUZZ_STALL_S", PATIENCE_S))  # a machine at rest is asked for 1
 WORDS = [
     *(
         b"GET",
@@ -129,7 +129,7 @@ class Watch:
         self._thread.join()
 
     def _look(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=self._url, timeout=PATIENCE_S, trust_env=False) as client:
             while not self._ended.wait(0.02):
                 start_s = time.monotonic()
                 assert client.get("/health").status_code == 200
@@ -141,7 +141,9 @@ def server() -> Iterator[Server]:
     server = started()
     with Watch(server.url) as watch:
         yield server
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "348+275="}).json()["usage"]
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "348+275="}, timeout=PATIENCE_S).json()[
+        "usage"
+    ]
     assert server.close() == 0
     defects = [line for line in server.log if "Traceback" in line or "a defect" in line or "ended by" in line]
     assert not defects
@@ -168,10 +170,10 @@ def random_body(draw: random.Random, names: list[str]) -> str:
 def fuzz_bodies(server: Server, num_inputs: int, seed: int) -> Counter[int]:
     """How many bodies got which status."""
     draw, statuses = random.Random(seed), Counter[int]()
-    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    schemas = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()["components"]["schemas"]
     routes = {"/v1/completions": "CompletionBody", "/v1/chat/completions": "ChatBody"}
     routes |= {"/tokenize": "TokenizeBody", "/detokenize": "DetokenizeBody"}
-    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
         for _ in range(num_inputs):
             path, name = draw.choice(list(routes.items()))
             content = random_body(draw, [*schemas[name]["properties"], "tools", "x"])
@@ -191,7 +193,7 @@ def fuzz_bytes(server: Server, num_inputs: int, seed: int) -> Counter[bytes]:
             data = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + data
         if draw.random() < 0.3:
             data += draw.randbytes(draw.randint(1, 300))
-        with socket.create_connection((place.hostname, place.port), timeout=60) as connection:
+        with socket.create_connection((place.hostname, place.port), timeout=PATIENCE_S) as connection:
             try:
                 connection.sendall(data)
                 connection.shutdown(socket.SHUT_WR)
@@ -211,7 +213,7 @@ def fuzz_schema(server: Server, num_inputs: int) -> Counter[int]:
     assert isinstance(schema, OpenApiSchema)
     operations = [result.ok() for result in schema.get_all_operations()]
     statuses = Counter[int]()
-    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
         for operation in operations:
             strategy = operation.as_strategy()
 

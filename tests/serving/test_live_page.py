@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from serving.api.live_page import CACHED, FREE, HELD, SHARED, page_map
 from serving.engine.messages import View
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import PATIENCE_S, TINY, Server, started
 
 LONG = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
@@ -47,10 +47,10 @@ def test_a_cell_of_many_pages_is_what_most_of_them_are() -> None:
 
 
 def test_what_lies_where_is_told_while_a_request_runs(server: Server) -> None:
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=30) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_S) as answer:
         lines = answer.iter_lines()  # kept: a response whose iterator is gone is closed
         first = json.loads(next(lines).removeprefix("data: "))
-        with httpx.stream("GET", f"{server.url}/live", timeout=30) as live:
+        with httpx.stream("GET", f"{server.url}/live", timeout=PATIENCE_S) as live:
             assert live.headers["content-type"].startswith("text/event-stream")
             events = (json.loads(line[6:]) for line in live.iter_lines() if line)
             event = next(each for each in events if any(each["slots"]))
@@ -68,7 +68,7 @@ def test_it_is_drawn_in_a_browser_of_a_phone(server: Server) -> None:
         pytest.skip("no chromium is installed")
     request = LONG | {"n": 4}
     with (
-        httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=60) as answer,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=PATIENCE_S) as answer,
         sync_api.sync_playwright() as playwright,
     ):
         lines = answer.iter_lines()

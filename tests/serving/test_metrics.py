@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from recipes.schema.recipe import ROOT
 from tests.serving.promql import OF_TARGET, grouping, in_prometheus, selectors
-from tests.serving.server import TINY, Server
+from tests.serving.server import PATIENCE_S, TINY, Server
 
 KEY, CANARY = "key-canary-7f3a", "prompt-canary-91bd"
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -69,19 +69,25 @@ def server() -> Iterator[Server]:
     post(server, {"prompt": CANARY, "max_tokens": 4, "stream": True})
     post(server, {"prompt": CANARY, "max_tokens": -1}, 400)
     url, long = f"{server.url}/v1/completions", {"max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", url, json={"prompt": CANARY, "n": 8, **long}, headers=HEADERS) as answer:
+    eight = {"prompt": CANARY, "n": 8, **long}
+    with httpx.stream("POST", url, json=eight, headers=HEADERS, timeout=PATIENCE_S) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")
         post(server, {"prompt": CANARY}, 429)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     post(server, {"prompt": CANARY, "timeout_s": 0.001, "max_tokens": 1500, "ignore_eos": True})
-    assert httpx.post(f"{server.url}/v1/completions?key={KEY}", json={"prompt": CANARY}).status_code == 401
+    assert (
+        httpx.post(
+            f"{server.url}/v1/completions?key={KEY}", json={"prompt": CANARY}, timeout=PATIENCE_S
+        ).status_code
+        == 401
+    )
     yield server
     assert server.close() == 0
 
 
 def post(server: Server, body: dict[str, object], status: int = 200) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=60)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=PATIENCE_S)
     assert answer.status_code == status, answer.text
 
 
@@ -97,7 +103,7 @@ def scrape(server: Server) -> dict[str, dict[str, float]]:
 
 
 def text_of(server: Server) -> str:
-    response = httpx.get(f"{server.url}/metrics", headers=HEADERS)
+    response = httpx.get(f"{server.url}/metrics", headers=HEADERS, timeout=PATIENCE_S)
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     return response.text
@@ -116,7 +122,7 @@ def labels(server: Server) -> dict[str, Labels]:
 
 
 def test_a_key_is_needed_as_elsewhere(server: Server) -> None:
-    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    assert httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).status_code == 401
 
 
 def test_every_name_is_there_with_its_labels_and_buckets(labels: dict[str, Labels]) -> None:

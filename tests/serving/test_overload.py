@@ -12,7 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import PATIENCE_S, TINY, Server, started
 from tests.serving.test_shutdown import num_in_engine
 
 NUM_ACCEPTED = 64
@@ -32,7 +32,7 @@ async def overload(server: Server) -> list[float]:
                 return (await response.text()).count('"text":')
 
         accepted = [asyncio.ensure_future(served()) for _ in range(NUM_ACCEPTED)]
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + PATIENCE_S
         while await num_in_engine(client, server.url) < NUM_ACCEPTED:
             assert time.monotonic() < until_s, "they do not come in"
             await asyncio.sleep(0.02)

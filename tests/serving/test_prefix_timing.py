@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving.server import TINY, Server
+from tests.serving.server import PATIENCE_S, TINY, Server
 
 NUM_PROMPTS = int(os.environ.get("TIMING_PROMPTS", "40"))
 NUM_TOKENS = 1500
@@ -57,7 +57,7 @@ def test_only_the_same_key_is_answered_sooner(
     chance = random.Random(len(attacker))
     sent: list[float] = []
     fresh: list[float] = []
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         for _ in range(NUM_PROMPTS):
             known, unknown = ([chance.randrange(3, 1000) for _ in range(NUM_TOKENS)] for _ in range(2))
             first_token_s(client, "victim", known)

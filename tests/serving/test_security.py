@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import PATIENCE_S, TINY, Server, started
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
 CANARY = "canary4711"
-CLIENT = httpx.Client(timeout=60, trust_env=False)
+CLIENT = httpx.Client(timeout=PATIENCE_S, trust_env=False)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def server() -> Iterator[Server]:
     server = started([TINY, "--log-requests"])
     yield server
     CLIENT.close()
-    answer = httpx.post(server.url + COMPLETIONS, json=SUM).json()
+    answer = httpx.post(server.url + COMPLETIONS, json=SUM, timeout=PATIENCE_S).json()
     assert answer["choices"][0]["text"] == "623", "it does not serve any more"
     assert not [
         line for line in server.log if "Traceback" in line or "a defect" in line or "ended by" in line
@@ -55,7 +55,7 @@ def refused(response: httpx.Response, status: int = 400) -> str:
 def spoken(server: Server, data: bytes, *, ends: bool = True) -> bytes:
     """What the server answers to some bytes until it hangs up; `ends`: we say no more than these."""
     place = urlsplit(server.url)
-    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+    with socket.create_connection((place.hostname, place.port), timeout=PATIENCE_S) as connection:
         try:
             connection.sendall(data)
             if ends:
@@ -177,7 +177,10 @@ def test_bodies_that_are_no_json(server: Server) -> None:
     ):
         refused(ask(server, COMPLETIONS, body))
     plain = httpx.post(
-        server.url + COMPLETIONS, content=json.dumps(SUM), headers={"content-type": "text/plain"}
+        server.url + COMPLETIONS,
+        content=json.dumps(SUM),
+        headers={"content-type": "text/plain"},
+        timeout=PATIENCE_S,
     )
     refused(plain)  # which a page in a browser may send to anybody
 
@@ -186,7 +189,7 @@ def test_a_body_that_is_too_long_is_not_read(server: Server) -> None:
     long = b'{"prompt": "' + b"a" * 2**21 + b'"}'
     assert "2097152 bytes" in refused(ask(server, COMPLETIONS, long), 413)
     pieces = (long[at : at + 65536] for at in range(0, len(long), 65536))
-    refused(httpx.post(server.url + COMPLETIONS, content=pieces), 413)
+    refused(httpx.post(server.url + COMPLETIONS, content=pieces, timeout=PATIENCE_S), 413)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
     assert b" 413 " in spoken(server, head + b"9" * 17 + b"\r\n\r\n")
     assert b" 400 " in spoken(server, head + b"9" * 40 + b"\r\n\r\n")
@@ -257,7 +260,7 @@ def test_a_request_for_another_protocol_is_answered_in_this_one(
 
 def test_a_body_that_comes_after_its_head_is_no_request(server: Server) -> None:
     place = urlsplit(server.url)
-    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+    with socket.create_connection((place.hostname, place.port), timeout=PATIENCE_S) as connection:
         connection.sendall(POST + H2C + b"expect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(INNER))
         assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n", "it waits for the body"
         connection.sendall(INNER + LAST)
@@ -301,7 +304,7 @@ def test_headers_behind_a_body_stand_for_none_before_it(server: Server) -> None:
 def test_headers_behind_a_body_that_do_not_end_are_cut_off(server: Server) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     place = urlsplit(server.url)
-    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+    with socket.create_connection((place.hostname, place.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head + b"1\r\n{\r\n0\r\na: ")
         try:
             for _ in range(64):
@@ -326,17 +329,17 @@ def test_a_server_for_this_machine_answers_to_no_other_name(server: Server) -> N
 
 
 def test_a_slash_too_many_is_no_redirection(server: Server) -> None:
-    refused(httpx.get(server.url + "/health/"), 404)
-    refused(httpx.get(server.url + "/../../etc/passwd"), 404)
-    refused(httpx.get(server.url + "/%2e%2e/%2e%2e/etc/passwd"), 404)
-    refused(httpx.get(server.url + "/v1/models/..%2f..%2fetc%2fpasswd"), 404)
+    refused(httpx.get(server.url + "/health/", timeout=PATIENCE_S), 404)
+    refused(httpx.get(server.url + "/../../etc/passwd", timeout=PATIENCE_S), 404)
+    refused(httpx.get(server.url + "/%2e%2e/%2e%2e/etc/passwd", timeout=PATIENCE_S), 404)
+    refused(httpx.get(server.url + "/v1/models/..%2f..%2fetc%2fpasswd", timeout=PATIENCE_S), 404)
     refused(ask(server, "/abort/%00%0aforged", ""), 404)
     assert not [line for line in server.log if line.startswith("forged")]
 
 
 def test_nobody_ends_all_requests_by_their_kind(server: Server) -> None:
     body = {"prompt": "One day", "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=30) as response:
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=PATIENCE_S) as response:
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         name = json.loads(next(lines)[6:])["id"]
         for wrong in ("cmpl", "chatcmpl", "c", name[:-1], f"{name}-0"):
@@ -358,7 +361,7 @@ def test_logs_hold_no_text(server: Server) -> None:
     refused(ask(server, COMPLETIONS, {"prompt": [CANARY, 1]}))
     server.wait_for("/tokenize 200")
     assert CANARY not in "\n".join(server.log)
-    assert CANARY not in httpx.get(server.url + "/metrics").text
+    assert CANARY not in httpx.get(server.url + "/metrics", timeout=PATIENCE_S).text
 
 
 def test_who_opens_the_server_without_keys_is_warned(tmp_path: Path) -> None:
@@ -366,8 +369,7 @@ def test_who_opens_the_server_without_keys_is_warned(tmp_path: Path) -> None:
     try:
         assert any("everybody who reaches 0.0.0.0 may ask" in line for line in server.log)
         port = urlsplit(server.url).port
-        assert (
-            httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"host": "a.example"}).status_code == 200
-        )
+        url, headers = f"http://127.0.0.1:{port}/v1/models", {"host": "a.example"}
+        assert httpx.get(url, headers=headers, timeout=PATIENCE_S).status_code == 200
     finally:
         assert server.close() == 0

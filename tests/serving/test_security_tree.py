@@ -19,7 +19,7 @@ from serving.api.access import OPEN_PATHS, ApiKeys
 from serving.engine import messages
 from serving.engine.process import EngineProcess
 from serving.text.chat_template import ChatTemplate
-from tests.serving.server import TINY, Server
+from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.test_imports import MAY_IMPORT, ROOT, files, name
 
 RUNTIME = files(*MAY_IMPORT)
@@ -165,7 +165,7 @@ def test_every_path_but_probes_needs_a_key(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(KEYS)
     server = Server(TINY, "--api-keys", str(tmp_path / "keys"), "--host", "127.0.0.1").ready()
     try:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
             known = client.get("/openapi.json", headers={"authorization": "Bearer first-key"}).json()["paths"]
             known = set(known) | {
                 "/live",

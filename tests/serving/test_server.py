@@ -12,7 +12,7 @@ import pytest
 
 from serving.api.access import ApiKeys
 from serving.server import ServerOptions, listener_at
-from tests.serving.server import TINY, Server, started
+from tests.serving.server import PATIENCE_S, TINY, Server, started
 
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
 
@@ -25,7 +25,7 @@ def server() -> Iterator[Server]:
 
 
 def test_a_completion_is_what_the_model_says(server: Server) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json=SUM).json()
+    answer = httpx.post(f"{server.url}/v1/completions", json=SUM, timeout=PATIENCE_S).json()
     assert answer["choices"][0]["text"] == "623"
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"] == {
@@ -41,7 +41,7 @@ def test_a_lost_engine_is_told_and_followed_by_another(server: Server) -> None:
         "POST",
         f"{server.url}/v1/completions",
         json={"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True},
-        timeout=30,
+        timeout=PATIENCE_S,
     ) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
@@ -51,7 +51,10 @@ def test_a_lost_engine_is_told_and_followed_by_another(server: Server) -> None:
     assert rest[-1] == "data: [DONE]"
     server.wait_until("/health", 503)
     server.wait_until("/ready", 200)
-    assert httpx.post(f"{server.url}/v1/completions", json=SUM).json()["choices"][0]["text"] == "623"
+    assert (
+        httpx.post(f"{server.url}/v1/completions", json=SUM, timeout=PATIENCE_S).json()["choices"][0]["text"]
+        == "623"
+    )
 
 
 def test_an_unusable_recipe_ends_the_server() -> None:
