@@ -1,10 +1,14 @@
 """How many random cases are enough? What CI has time for; with THOROUGH=1, as many as docs/tests.md says."""
 
 import os
+from typing import TypeVar
 
 THOROUGH = os.environ.get("THOROUGH") == "1"
 
 
-def cases(few: int, many: int) -> int:
-    """`many` where time does not matter."""
+Cases = TypeVar("Cases")
+
+
+def cases(few: Cases, many: Cases) -> Cases:
+    """`many` where time does not matter; a number of cases, or the cases themselves."""
     return many if THOROUGH else few

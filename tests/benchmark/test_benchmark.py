@@ -267,7 +267,8 @@ def test_the_same_trace_is_served_beside_transformers(tmp_path: Path) -> None:
     line = {"prompt_token_ids": [7] * 9, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     trace.write_text("".join(json.dumps({"id": str(n), **line}) + "\n" for n in range(3)))
     code = "import sys; from scripts.benchmark import main; main(sys.argv[1:])"  # it starts threads
-    command = ["beside", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"]
+    command = ["beside", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace)]
+    command += ["--runs", "1", "--json"]
     run = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
     result = json.loads(run.stdout)
     assert result["output_tokens"] == 15

@@ -180,7 +180,7 @@ def test_every_schedule_gives_each_search_what_it_finds_alone(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @settings(
-    max_examples=cases(600, 4000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(300, 4000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(made=schedulers(), plan=PLANS, changes=resizes, overlap=st.booleans())
 def test_thousands_of_schedules_give_each_search_what_it_finds_alone(

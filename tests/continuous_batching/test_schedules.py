@@ -212,7 +212,7 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
 
 
 @settings(
-    max_examples=cases(500, 2000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(250, 2000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     made=schedulers(),

@@ -74,7 +74,7 @@ def test_colliding_keys_change_no_answer(made, plan, resizes) -> None:  # type: 
 @pytest.mark.slow
 @schedules
 @settings(
-    max_examples=cases(600, 5000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(200, 5000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 def test_colliding_keys_change_no_answer_of_many_schedules(  # type: ignore[no-untyped-def]
     made, plan, resizes

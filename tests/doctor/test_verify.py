@@ -22,6 +22,7 @@ from recipes.tiny.corpus import held_out_sums
 from scripts import verify
 from serving.offline import Record
 from tests.device_kinds import stand_in_alone
+from tests.thorough import cases
 from virtual_npu.verify import main as verify_operators
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0", "device.compile=false"]
@@ -192,7 +193,7 @@ def test_a_cpu_gives_what_a_cpu_gives(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.slow
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("overrides", [(), ("device.product=310P", "model.dtype=float16")])
+@pytest.mark.parametrize("overrides", [(), *cases([], [("device.product=310P", "model.dtype=float16")])])
 def test_the_stand_in_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "scripts/verify_npu.sh", "--virtual", *overrides, "--calls", "2", "--output", str(tmp_path)],
