@@ -24,7 +24,7 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching.recount import recount
 
-UNCHANGING = (int, float, str, bytes, bool, type(None), SamplingParams, Swapped, PageCopy)
+UNCHANGING = {int, float, str, bytes, bool, type(None), SamplingParams, Swapped, PageCopy}
 NOTHING = -1  # content of a place that nobody wrote since its page was free
 Move = tuple[object, ...]
 
@@ -45,7 +45,7 @@ class Setting:
 
 
 # What is one for all states: it does not change, or nothing depends on it
-UNCHANGING += (Setting, Counters)
+UNCHANGING |= {Setting, Counters}
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed"}
 SAMPLING |= {"frequency_penalty", "min_total", "ignore_eos", "own_stops", "plain"}
 
@@ -68,14 +68,17 @@ def clone(value: Any, memo: dict[int, Any]) -> Any:
             copied[:] = [clone(each, memo) for each in value]
         return copied
     if kind in (tuple, list, set):
-        return kind([clone(each, memo) for each in value])
+        return kind([each if type(each) in UNCHANGING else clone(each, memo) for each in value])
     if kind in (dict, OrderedDict, Counter):
-        return kind({key: clone(each, memo) for key, each in value.items()})
+        return kind(
+            {key: each if type(each) in UNCHANGING else clone(each, memo) for key, each in value.items()}
+        )
     twin = memo[id(value)] = kind.__new__(kind)
     names = value.__dict__ if hasattr(value, "__dict__") else kind.__slots__
     for name in names:
         each = getattr(value, name)
-        setattr(twin, name, each if name in SAMPLING else clone(each, memo))
+        shared = type(each) in UNCHANGING or name in SAMPLING
+        setattr(twin, name, each if shared else clone(each, memo))
     return twin
 
 

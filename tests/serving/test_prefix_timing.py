@@ -1,4 +1,8 @@
-"""Can a client tell by the time of its first token what another client has sent?"""
+"""Can a client tell by the time of its first token what another client has sent?
+
+Times are measured, which takes a machine at rest: only THOROUGH asks for it. What the times follow from, that
+no key finds another key's pages, is counted in test_security_tree.py.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,16 @@ import httpx
 import pytest
 
 from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.thorough import THOROUGH
 
 NUM_PROMPTS = int(os.environ.get("TIMING_PROMPTS", "40"))
 NUM_TOKENS = 1500
 KEYS = ("victim", "attacker")
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not THOROUGH, reason="times need a machine at rest: THOROUGH=1 asks for them"),
+]
 
 
 @pytest.fixture(scope="module")
