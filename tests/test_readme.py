@@ -7,10 +7,13 @@ shows lines that it prints, whatever the numbers, with `...` for what is left ou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -128,17 +131,32 @@ def printed(block: str, tree: Path) -> list[str]:
         "PYTEST_ADDOPTS": "--collect-only -q",  # for the test command: the tests are running already
         "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache"),
     }
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block],
+    with subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", at_free_ports(block)],
         cwd=tree,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout.splitlines()
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate()
+        finally:  # a server that it started in the background ends with it, even where it failed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output.splitlines()
+
+
+def at_free_ports(block: str) -> str:
+    """The same commands, at ports that no other run of them on this machine has."""
+    for port in {*re.findall(r"(?:--port |127\.0\.0\.1:)(\d+)\b", block)}:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            block = re.sub(rf"\b{port}\b", str(free.getsockname()[1]), block)
+    return block
 
 
 def pattern(line: str) -> str:

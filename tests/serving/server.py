@@ -24,7 +24,10 @@ PATIENCE_S = 300.0
 
 
 class Server:
-    """`python -m scripts.serve` on the tiny model, until it is closed; `log` is what it has said."""
+    """`python -m scripts.serve` on the tiny model, until it is closed; `log` is what it has said.
+
+    Without a spare engine, whose imports take longer than most tests, unless its arguments ask for one.
+    """
 
     def __init__(
         self,
@@ -32,8 +35,11 @@ class Server:
         environment: dict[str, str] | None = None,
         limits: dict[int, int] | None = None,  # of the system, by resource.RLIMIT_...
     ) -> None:
+        recipe, *options = arguments or (TINY,)
+        if not any(each.startswith("server.spare_engine=") for each in options):
+            options.insert(0, "server.spare_engine=false")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.serve", *(arguments or (TINY,)), "--port", "0"],
+            [sys.executable, "-m", "scripts.serve", recipe, *options, "--port", "0"],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
             preexec_fn=lambda: [resource.setrlimit(name, (n, n)) for name, n in (limits or {}).items()],

@@ -188,7 +188,7 @@ def test_who_is_gone_without_a_word_is_noticed_by_the_system(served: Served) -> 
 @pytest.mark.slow
 def test_more_connections_than_descriptors() -> None:
     """They are refused before the last descriptor is taken, and the server goes on."""
-    server = Server(TINY, "server.spare_engine=false", limits={resource.RLIMIT_NOFILE: 100}).ready()
+    server = Server(TINY, limits={resource.RLIMIT_NOFILE: 100}).ready()
     port = int(server.url.rpartition(":")[2])
     clients = []
     for _ in range(150):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +16,14 @@ import pytest
 from serving.api.access import ApiKeys
 from serving.server import ServerOptions, listener_at
 from tests.serving.server import PATIENCE_S, TINY, Server, started
+from tests.test_imports import ROOT
 
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = started()
+    server = started([TINY, "server.spare_engine=true"])
     yield server
     assert server.close() == 0
 
@@ -55,6 +59,17 @@ def test_a_lost_engine_is_told_and_followed_by_another(server: Server) -> None:
         httpx.post(f"{server.url}/v1/completions", json=SUM, timeout=PATIENCE_S).json()["choices"][0]["text"]
         == "623"
     )
+
+
+@pytest.mark.slow
+def test_a_server_that_a_test_forgets_ends_with_the_run() -> None:
+    code = "from tests.serving.server import started; print(started().process.pid); 1 / 0"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "ZeroDivisionError" in run.stderr
+    until_s = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{int(run.stdout)}/exe").exists():
+        assert time.monotonic() < until_s, "it goes on for nobody"
+        time.sleep(0.02)
 
 
 def test_an_unusable_recipe_ends_the_server() -> None:

@@ -26,7 +26,6 @@ from tests.serving.faults import Told, ask
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.test_imports import ROOT
 
-NO_SPARE = "server.spare_engine=false"
 HALF = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     b"content-length: 100\r\nexpect: 100-continue\r\n\r\n"
@@ -81,14 +80,14 @@ def total(text: str, start: str) -> float:
 @pytest.mark.parametrize("number", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_sigterm_lets_requests_end(number: int) -> None:
     for _ in range(number):
-        server = Server(TINY, NO_SPARE, "scheduler.num_slots=100").ready()
+        server = Server(TINY, "scheduler.num_slots=100").ready()
         told = asyncio.run(in_flight(server, 100, 100))
         assert server.wait() == 0
         assert all((each.status, len(each.tokens), each.error) == (200, 100, None) for each in told)
 
 
 def test_requests_that_do_not_end_are_cut_off() -> None:
-    server = Server(TINY, NO_SPARE, "server.drain_s=0.5").ready()
+    server = Server(TINY, "server.drain_s=0.5").ready()
     told = asyncio.run(in_flight(server, 20, 1500))
     assert server.wait() == 0
     assert {each.error for each in told} == {"the server is shutting down"}
@@ -97,7 +96,7 @@ def test_requests_that_do_not_end_are_cut_off() -> None:
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_who_is_cut_off_is_told_to_come_again(signals: int) -> None:
-    server = Server(TINY, NO_SPARE, f"server.drain_s={0.5 if signals == 1 else 60}").ready()
+    server = Server(TINY, f"server.drain_s={0.5 if signals == 1 else 60}").ready()
     body = {"prompt": "One day", "ignore_eos": True, "max_tokens": 1500, "n": 8}
     place = urlsplit(server.url)
     with (
@@ -133,7 +132,7 @@ def test_who_is_cut_off_is_told_to_come_again(signals: int) -> None:
 
 
 def test_who_looks_on_is_told_the_end() -> None:
-    server = Server(TINY, NO_SPARE).ready()
+    server = Server(TINY).ready()
     with httpx.stream("GET", f"{server.url}/live", timeout=PATIENCE_S) as live:
         lines = live.iter_lines()
         assert next(lines).startswith("data: ")
@@ -145,14 +144,14 @@ def test_who_looks_on_is_told_the_end() -> None:
 
 @pytest.mark.slow
 def test_a_second_sigterm_does_not_wait() -> None:
-    server = Server(TINY, NO_SPARE).ready()
+    server = Server(TINY).ready()
     told = asyncio.run(in_flight(server, 20, 1500, signals=2))
     assert server.wait() == 0
     assert not any(isinstance(each, Told) and each.is_whole for each in told), "cut off, not waited for"
 
 
 def test_an_engine_does_not_outlive_its_server() -> None:
-    server = Server(TINY, NO_SPARE).ready()
+    server = Server(TINY).ready()
     engine = server.engine_pid
     server.process.kill()
     assert server.wait() == -signal.SIGKILL
@@ -165,9 +164,7 @@ def test_an_engine_does_not_outlive_its_server() -> None:
 @pytest.mark.slow
 def test_a_full_disk_ends_a_recording_and_nothing_else(tmp_path: Path) -> None:
     record = tmp_path / "record"
-    server = Server(
-        TINY, NO_SPARE, f"scheduler.record={record}", limits={resource.RLIMIT_FSIZE: 20_000}
-    ).ready()
+    server = Server(TINY, f"scheduler.record={record}", limits={resource.RLIMIT_FSIZE: 20_000}).ready()
     body = {"prompt": "One day", "max_tokens": 300, "ignore_eos": True}
     for _ in range(3):
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
@@ -189,7 +186,7 @@ def test_a_full_disk_ends_a_recording_and_nothing_else(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_stops_nothing() -> None:
     with open("/dev/full", "w") as full:
         process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.serve", TINY, NO_SPARE, "--log-requests", "--port", "0"],
+            [sys.executable, "-m", "scripts.serve", TINY, "--log-requests", "--port", "0"],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stderr=full,
