@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,9 @@ from devices.compiled import Compiled
 from kv_cache.storage import KVCache
 from tests.attention.planned import planned
 from tests.attention.test_attention import NOTHING, ROWS, Bench, shape
+from tests.thorough import cases
 
+DTYPES = [torch.float32, torch.bfloat16]
 LENS = (1, 16, 17, 64, 65, 190)
 
 
@@ -43,8 +47,14 @@ def test_compiled_attention_computes_the_same() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 16, 4, 2), (64, 64, 6, 2), (128, 128, 4, 4), (16, 20, 8, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *itertools.product([(1, 16, 4, 2), (128, 128, 4, 4)], cases([torch.float32], DTYPES)),
+        *itertools.product([(64, 64, 6, 2), (16, 20, 8, 1)], cases([torch.bfloat16], DTYPES)),
+    ],
+    ids=str,
+)
 def test_compiled_attention_of_many_shapes(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     page_size, head_dim, num_heads, num_kv_heads = sizes
     bench = compiled_bench(

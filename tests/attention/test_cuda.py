@@ -18,6 +18,7 @@ from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from tests.attention.planned import planned
 from tests.interpreter import DEVICE, multiply_rows_alone
+from tests.thorough import cases
 
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 NOTHING = np.empty(0, np.int64)
@@ -96,7 +97,7 @@ def drawn(rng: np.random.Generator, num_slots: int, most: int) -> Spans:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, cases(16, 40)))]
 )
 def test_mixed_batches_agree_with_the_definition(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -190,7 +191,10 @@ def test_a_request_of_nan_stays_alone() -> None:
 
 @pytest.mark.parametrize(
     ("seed", "length", "num_cuts"),
-    [(0, 80, 3), *(pytest.param(seed, 100 + 9 * seed, 12, marks=pytest.mark.slow) for seed in range(1, 6))],
+    [
+        (0, 80, 3),
+        *(pytest.param(seed, 100 + 9 * seed, 12, marks=pytest.mark.slow) for seed in range(1, cases(3, 6))),
+    ],
 )
 def test_bits_depend_on_the_request_alone(
     seed: int, length: int, num_cuts: int, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ from tests.models.families import VARIANTS, VOCABULARY, Variant, fresh_rope, mak
 Pair = tuple[Kind, Way]
 
 NUM_REQUESTS, NUM_NEW, LONGEST = 32, 48, 300
+FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen2_window_from", "qwen3", "qwen3_layer_types")
 ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # for other devices
 
 
@@ -110,7 +111,13 @@ def case_of(variant: Variant, folder: Path) -> Case:
     return Case(path, prompts, [generated(model, prompt) for prompt in prompts])
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each, marks=() if each.name in FAST else pytest.mark.slow, id=each.name)
+        for each in VARIANTS
+    ],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return case_of(request.param, tmp_path_factory.mktemp("checkpoint"))
 

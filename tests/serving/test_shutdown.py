@@ -25,6 +25,7 @@ from continuous_batching.recording.framing import CutShort
 from tests.serving.faults import Told, ask
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.test_imports import ROOT
+from tests.thorough import cases
 
 HALF = (
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -77,7 +78,7 @@ def total(text: str, start: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(start))
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [1, pytest.param(cases(2, 10), marks=pytest.mark.slow)])
 def test_sigterm_lets_requests_end(number: int) -> None:
     for _ in range(number):
         server = Server(TINY, "scheduler.num_slots=100").ready()
@@ -86,6 +87,7 @@ def test_sigterm_lets_requests_end(number: int) -> None:
         assert all((each.status, len(each.tokens), each.error) == (200, 100, None) for each in told)
 
 
+@pytest.mark.slow
 def test_requests_that_do_not_end_are_cut_off() -> None:
     server = Server(TINY, "server.drain_s=0.5").ready()
     told = asyncio.run(in_flight(server, 20, 1500))
