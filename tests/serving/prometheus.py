@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from recipes.schema.recipe import ROOT
-from tests.serving.server import Server
+from tests.serving.server import PATIENCE_S, Server
 
 DEPLOY = ROOT / "serving/deploy"
 EVERY_S = 1
@@ -73,13 +73,15 @@ class Prometheus:
 
     def ask(self, expression: str) -> dict[str, float]:
         """The values of an expression now, by their labels as text."""
-        response = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10).json()
+        response = httpx.get(
+            f"{self.url}/api/v1/query", params={"query": expression}, timeout=PATIENCE_S
+        ).json()
         assert response["status"] == "success", (expression, response)
         return {str(each["metric"]): float(each["value"][1]) for each in response["data"]["result"]}
 
     def firing(self) -> dict[str, dict[str, str]]:
         """The annotations of the alerts that fire now, by name."""
-        alerts = httpx.get(f"{self.url}/api/v1/alerts", timeout=10).json()["data"]["alerts"]
+        alerts = httpx.get(f"{self.url}/api/v1/alerts", timeout=PATIENCE_S).json()["data"]["alerts"]
         return {
             each["labels"]["alertname"]: each["annotations"] for each in alerts if each["state"] == "firing"
         }

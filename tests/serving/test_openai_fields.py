@@ -17,7 +17,7 @@ from serving import fingerprint
 from serving.api.ignored_fields import IGNORED, problem_of
 from serving.api.schemas import ChatBody, CompletionBody
 from serving.failures import ClientGone, CutOff, ShutDown
-from tests.serving.server import TINY, Server
+from tests.serving.server import PATIENCE_S, TINY, Server
 
 OWN = {"self", "extra_body", "extra_headers", "extra_query", "timeout"}  # of the client, never sent
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
@@ -159,7 +159,8 @@ def test_an_aborted_answer_ends_with_a_status_of_its_own(named: Server, client: 
     body = {"model": "tiny", "prompt": "One day", "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(stream=True, **body)
     first = next(iter(stream))
-    assert httpx.post(f"{named.url}/abort/{first.id}").json()["aborted"] == 1
+    aborted = httpx.post(f"{named.url}/abort/{first.id}", timeout=PATIENCE_S)
+    assert aborted.json()["aborted"] == 1
     with pytest.raises(openai.APIError) as cut:
         list(stream)
     assert (cut.value.code, cut.value.message) == ("aborted", "the request was aborted")

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.server import TINY, Server
+from tests.serving.server import PATIENCE_S, TINY, Server
 
 messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -61,7 +61,7 @@ def collector() -> Iterator[Collector]:
 
 
 def ask(server: Server, body: dict[str, Any], **headers: str) -> dict[str, Any]:
-    response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+    response = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer

@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from tests.serving.prometheus import DEPLOY, RANGE, Prometheus
-from tests.serving.server import TINY, Server
+from tests.serving.server import PATIENCE_S, TINY, Server
 
 KEY = "key-of-prometheus"
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -66,7 +66,7 @@ class Load:
     def _ask(self) -> None:
         body = {"prompt": "One day, " * 8, "max_tokens": 400, "ignore_eos": True}
         while not self._over.is_set():
-            response = httpx.post(self._url, json=body, headers=HEADERS, timeout=120)
+            response = httpx.post(self._url, json=body, headers=HEADERS, timeout=PATIENCE_S)
             if response.status_code != 200:
                 self._over.wait(0.2)
 
@@ -124,7 +124,9 @@ def test_every_panel_draws_a_busy_server(server: Server, watched: Prometheus) ->
 
 def post(server: Server, **body: object) -> int:
     asked = {"prompt": "One day, ", "max_tokens": 200, "ignore_eos": True} | body
-    return httpx.post(f"{server.url}/v1/completions", json=asked, headers=HEADERS, timeout=120).status_code
+    return httpx.post(
+        f"{server.url}/v1/completions", json=asked, headers=HEADERS, timeout=PATIENCE_S
+    ).status_code
 
 
 def fired(watched: Prometheus, alert: str, cause: Callable[[], object] = lambda: None) -> None:
@@ -135,7 +137,7 @@ def fired(watched: Prometheus, alert: str, cause: Callable[[], object] = lambda:
         cause()
         return watched.firing().get(alert)
 
-    said = watched.until(firing, timeout_s=180)
+    said = watched.until(firing, timeout_s=PATIENCE_S)
     assert "<" not in said["summary"], said
     print(f"{time.monotonic() - started_s:6.1f} s  {alert}: {said['summary']}")
 
@@ -152,13 +154,13 @@ def test_faults_wake_somebody(server: Server, watched: Prometheus) -> None:
     fired(
         watched,
         "KeysWrong",
-        lambda: [httpx.get(f"{server.url}/v1/models", headers=wrong) for _ in range(20)],
+        lambda: [httpx.get(f"{server.url}/v1/models", headers=wrong, timeout=PATIENCE_S) for _ in range(20)],
     )
     idle = connections(server, int(0.85 * NUM_DESCRIPTORS))
     fired(watched, "DescriptorsShort")
     for each in idle:
         each.close()
-    with Load(server, 4):
+    with Load(server, 12):  # four more than slots: some wait all the while that the engine is stopped
         os.kill(server.engine_pid, signal.SIGSTOP)
         try:
             fired(watched, "EngineSilent")
