@@ -36,6 +36,7 @@ from serving.engine.messages import (
 )
 from serving.engine.supervisor import State, Supervisor
 from serving.failures import CutOff, Failure, Overloaded, ShutDown, Unavailable
+from serving.limits import RETRY_S, ServerLimits
 from serving.metrics.server_stats import ServerStats
 from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
 from serving.text.request_fields import check_length, is_short, parse_request, text_options
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 Fields = Mapping[str, Any]  # those of `parse_request`
-_RETRY_S = 1.0  # the hint where nothing better is known
 
 
 class AsyncLLM:
@@ -65,6 +65,7 @@ class AsyncLLM:
         self.recipe = load(recipe, overrides, profile)
         self.text = Text.load(self.recipe.model.path) if self.recipe.model.path else None
         self.stats = stats or ServerStats()
+        self.limits = ServerLimits(self.recipe.server, self.stats.rejected)
         chosen = [] if profile is None else ["--profile", profile]
         self._arguments = [str(Path(recipe).resolve()), *overrides, *chosen]
         self.engine = Supervisor(self._arguments_of, self.recipe.server, self._hear, self._lose_engine)
@@ -129,21 +130,31 @@ class AsyncLLM:
             raise Unavailable(self.engine.why_not)
 
     async def ask(
-        self, fields: Fields, *, fill: bool = False, alone: bool = True, group: str = "", owner: str = ""
-    ) -> AnswerStream:
-        """Send a request to the engine, with the fields of `parse_request`; raises a Failure or BadRequest.
+        self, requests: Sequence[Fields], *, fill: bool = False, group: str = "", owner: str = ""
+    ) -> list[AnswerStream]:
+        """Send requests to the engine, all or none; raises a Failure or BadRequest.
 
-        With `fill`, its answer may be as long as model and cache allow; unless `alone`, others come with it,
-        which have the same `group`, by which clients know the request; `owner` alone may find it.
+        But for their prompts, all have the same fields. With `fill`, an answer may be as long as model and
+        cache allow. Clients know them by their `group`, and `owner` alone may find them. Who has read an
+        answer, or stops to, calls `limits.release`.
         """
         self.check_ready()
-        facts = self.facts
+        facts, alone = self.facts, len(requests) == 1
         assert facts is not None, "ready without facts"
-        parse = partial(self._parse, fields, facts, fill=fill)
-        request = await self.apart(parse, at_once=alone and is_short(fields))
+        works = [
+            self.apart(partial(self._parse, each, facts, fill=fill), at_once=alone and is_short(each))
+            for each in requests
+        ]
+        parsed = await asyncio.gather(*works)
         self.check_ready()
+        self.limits.check_room(self.num_requests, sum(1 + len(each.followers) for each in parsed))
+        reserved = self.limits.reserve(parsed, requests[0], facts.max_tokens)
+        return [self._send(*each, group, owner) for each in zip(parsed, requests, reserved)]
+
+    def _send(
+        self, request: Request, fields: Fields, num_logprobs: int, group: str, owner: str
+    ) -> AnswerStream:
         samples = [request, *request.followers]
-        self._check_room(len(samples))
         answer = AnswerStream(
             request,
             self.text,
@@ -153,6 +164,7 @@ class AsyncLLM:
             group=group,
             owner=owner,
         )
+        answer.num_reserved_logprobs = num_logprobs
         answer.first_stream = self._next_stream
         self._next_stream += len(samples)
         self._streams |= {answer.first_stream + index: (answer, index) for index in range(len(samples))}
@@ -192,7 +204,7 @@ class AsyncLLM:
         """
         params, given = sampling_params, fields_of(prompt)
         fields = params.asked() | given | {"id": request_id}
-        answer = await self.ask(fields, fill=params.max_tokens is None)
+        (answer,) = await self.ask([fields], fill=params.max_tokens is None)
         known: dict[int, AnswerDelta] = {}
         try:
             while deltas := await answer.next():
@@ -208,12 +220,13 @@ class AsyncLLM:
                     num_cached_tokens=answer.num_cached_tokens,
                 )
         finally:
+            self.limits.release(answer)
             if answer.is_open:
                 self.abort(answer)
 
     async def apart(self, work: Callable[[], Value], *, at_once: bool = False) -> Value:
         """The result of work in a thread, unless `at_once`; raises Overloaded or BadRequest."""
-        self._check_room(1)
+        self.limits.check_room(self.num_requests, 1)
         self._num_parsing += 1
         try:
             if at_once:
@@ -255,24 +268,6 @@ class AsyncLLM:
         self._looks.append(future)
         self.engine.send(Look())
         return await future
-
-    def _check_room(self, num_samples: int) -> None:
-        """Raise Overloaded if so many more cannot come in now, BadRequest if they never could."""
-        limit = self.recipe.server.max_requests
-        takes = f"the server takes {limit} (server.max_requests)"
-        if num_samples > limit:
-            self.stats.rejected("refused")
-            raise BadRequest(
-                "n",
-                f"ask for {num_samples} samples; {takes}",
-                value=num_samples,
-                limit=limit,
-                fix="ask for fewer",
-                subject="n and best_of",
-            )
-        if self.num_requests + num_samples > limit:
-            self.stats.rejected("queue_full")
-            raise Overloaded(f"{self.num_requests} requests are in; {takes}: try again later", _RETRY_S)
 
     def _hear(self, message: FromEngine) -> None:
         match message:
@@ -340,7 +335,7 @@ class AsyncLLM:
 
     def _lose(self, reason: str, cause: str) -> None:
         """No engine works on the open requests any more."""
-        failure = Unavailable(f"{reason}; send the request again", _RETRY_S)
+        failure = Unavailable(f"{reason}; send the request again", RETRY_S)
         for answer, _ in self._streams.values():
             if answer.is_open:
                 self.stats.aborted(answer, cause)

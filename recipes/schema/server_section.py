@@ -30,6 +30,19 @@ class ServerSection:
         least=0.001,
         most=1024,
     )
+    max_logprobs_per_request: int = key(
+        "the most log-probabilities that one request may ask for: tokens x (logprobs + 1), of all its prompts"
+        " and samples; each takes about 130 bytes in the server until it is sent",
+        default=2**20,
+        least=1,
+        most=2**32,
+    )
+    max_logprobs_in_flight: int = key(
+        "the most that all requests in the server may ask for; further ones are asked to try again later",
+        default=2**21,
+        least=1,
+        most=2**32,
+    )
     text_threads: int = key(
         "threads that tokenize long prompts and conversations", default=2, least=1, most=256
     )

@@ -198,6 +198,7 @@ class AnswerStream(SampleAnswers):
         self.ends: list[SampleEnd | None] = [None] * len(self.samples)  # what the engine said of their ends
         self.num_cached_tokens = 0  # of the prompt, found computed, as far as is known
         self.prompt_logprobs: list[TokenLogprobs] = []  # of its tokens from the second on, if asked for
+        self.num_reserved_logprobs = 0  # of the server's limit, until the response has been sent
         self.failure: Failure | BadRequest | None = None
         self.is_aborted = False  # and the engine knows it
         self.failed = asyncio.Event()

@@ -16,6 +16,7 @@ from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.generation import Generation
 from serving.api.model_names import ModelNames
+from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
 
 
@@ -35,7 +36,8 @@ def application(
     )
     errors.install(app)
     names = ModelNames(model, llm.recipe.server.model_names)
-    generation = Generation(llm, names, fingerprint.of(llm.recipe, operations.VERSION))
+    turns = Turns()
+    generation = Generation(llm, names, fingerprint.of(llm.recipe, operations.VERSION), turns)
     for path, route in (
         ("/v1/completions", CompletionRoute(generation).complete),
         ("/v1/chat/completions", ChatRoute(generation).chat),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from functools import cached_property
 
 from fastapi import Request
 from starlette.responses import Response
 
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.generation import Generation, fields_as_sent
-from serving.api.logprobs import Json, PromptLogprobs, as_content
+from serving.api.logprobs import as_content, by_token
+from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text
 
@@ -48,18 +48,13 @@ class ChatFormat:
         self._with_logprobs = bool(body.logprobs)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_token_ids = bool(body.return_token_ids)
-        self.is_long = self._with_logprobs or self._with_prompt_logprobs  # for 20 of each token: millions
         self._begun: set[int] = set()
-
-    @cached_property
-    def _prompt_logprobs(self) -> PromptLogprobs:
-        return PromptLogprobs(self._text)
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """A whole choice."""
         choice = self._choice(delta, index, {"message": {"role": "assistant", "content": delta.text}})
         if self._with_prompt_logprobs:
-            choice["prompt_logprobs"] = self._prompt_logprobs.of(self._answer)
+            choice["prompt_logprobs"] = by_token(self._text, self._answer.prompt_logprobs)
         return choice
 
     def event(self, delta: AnswerDelta, index: int) -> Json:

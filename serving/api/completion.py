@@ -10,9 +10,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from continuous_batching.refusal import BadRequest
+from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.generation import Generation, fields_as_sent
-from serving.api.logprobs import Json, PromptLogprobs, TextOffset, as_lists
+from serving.api.logprobs import TextOffset, as_lists, by_token
+from serving.api.pieces import Json, items
 from serving.api.schemas import CompletionBody
 from serving.text.tokenizer import Text
 
@@ -35,20 +37,15 @@ class CompletionRoute:
             fields["max_tokens"] = 1  # an engine answers at least one token; the client does not see it
         name = f"cmpl-{uuid.uuid4().hex}"
         ids = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
-        with fields_as_sent({"prompt_token_ids": "prompt"}):
+        names = {"prompt_token_ids": "prompt"}
+        if body.prompt_logprobs is None:
+            names["prompt_logprobs"] = "logprobs"  # of an echo
+        with fields_as_sent(names):
             answers = await generation.ask(
                 [{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)], name, request
             )
-            echoes = [self._echoed(prompt) for prompt in prompts] if body.echo else []
-            form = CompletionFormat(generation.llm.text, answers, echoes, body)
+            form = CompletionFormat(generation.llm.text, answers, prompts, body)
             return await generation.respond(answers, form, body, request, hides_tokens=is_hidden)
-
-    def _echoed(self, prompt: dict[str, Any]) -> str:
-        """A prompt as text."""
-        if "prompt" in prompt:
-            return prompt["prompt"]
-        text, ids = self._generation.llm.text, prompt["prompt_token_ids"]
-        return "" if text is None else text.decode(ids, skip_special_tokens=False)
 
 
 def hides_answer(body: CompletionBody) -> bool:
@@ -70,7 +67,11 @@ class CompletionFormat:
     whole, piece = "text_completion", "text_completion"
 
     def __init__(
-        self, text: Text | None, answers: Sequence[AnswerStream], prompts: Sequence[str], body: CompletionBody
+        self,
+        text: Text | None,
+        answers: Sequence[AnswerStream],
+        prompts: Sequence[dict[str, Any]],
+        body: CompletionBody,
     ) -> None:
         self._text = text
         self._answers = answers
@@ -78,12 +79,7 @@ class CompletionFormat:
         self._body = body
         self._with_logprobs = body.logprobs is not None
         self._hides_answer = hides_answer(body)
-        self.is_long = (
-            self._with_logprobs or body.prompt_logprobs is not None
-        )  # for 20 of each token: millions
         self._offsets: dict[int, TextOffset] = {}  # of each choice that has begun
-        self._echoes: dict[int, tuple[TextOffset, Json]] = {}  # of each prompt: what its choices begin with
-        self._prompt_logprobs = PromptLogprobs(text)
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """A whole choice."""
@@ -92,49 +88,53 @@ class CompletionFormat:
     def event(self, delta: AnswerDelta, index: int) -> Json:
         """A piece of a choice; the first has the prompt, if that was asked for."""
         prompt = index // self._answers[0].num_answers
-        begins = index not in self._offsets
         if self._hides_answer:
             reason = delta.finish_reason if delta.finish_reason == "timeout" else "length"
             delta = AnswerDelta(delta.index, "", finish_reason=reason)
         choice: Json = {"index": index, "text": delta.text, "logprobs": None}
-        if begins:
-            choice |= self._begin(index, prompt)
-            choice["text"] += delta.text
+        entries: list[TokenLogprobs | None] = [*delta.logprobs]
+        echoed: list[int] = []
+        if index not in self._offsets:
+            self._offsets[index] = TextOffset(self._text)
+            if self._body.echo:
+                choice["text"], echoed, before = self._echo(prompt, index)
+                choice["text"] += delta.text
+                entries = before + entries
         if self._with_logprobs:
-            own, echoed = self._logprobs(delta, index), choice["logprobs"]
-            choice["logprobs"] = {name: echoed[name] + own[name] for name in own} if echoed else own
+            choice["logprobs"] = self._logprobs(entries, echoed, index)
         choice |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._prompt_logprobs.of(self._answers[prompt])
+            choice["prompt_logprobs"] = by_token(self._text, self._answers[prompt].prompt_logprobs)
         return choice | {"token_ids": delta.tokens} if self._body.return_token_ids else choice
 
-    def _begin(self, index: int, prompt: int) -> Json:
-        """What a choice begins with: its prompt, if that was asked for."""
-        if not self._body.echo:
-            self._offsets[index] = TextOffset(self._text)
-            return {"text": ""}
-        if prompt not in self._echoes:
-            self._echoes[prompt] = self._echo(self._answers[prompt], self._prompts[prompt])
-        offset, echo = self._echoes[prompt]
-        self._offsets[index] = offset.copy()
-        return dict(echo)
+    def _echo(self, prompt: int, index: int) -> tuple[str, list[int], list[TokenLogprobs | None]]:
+        """A prompt as its sender wrote it; its tokens and their log-probabilities, if those are shown.
 
-    def _echo(self, answer: AnswerStream, echoed: str) -> tuple[TextOffset, Json]:
-        """A prompt as its sender wrote it, and where its answers begin."""
-        tokens = answer.request.prompt.tolist()
-        read = "" if self._text is None else self._text.decode(tokens, skip_special_tokens=False, start=False)
-        offset = TextOffset(self._text, len(read) - len(echoed))
-        offsets = [offset.step(token, skip_special_tokens=False) for token in tokens]
+        Then the choice's offsets begin where the text of the prompt does.
+        """
+        answer, given = self._answers[prompt], self._prompts[prompt]
+        echoed = (
+            given["prompt"] if "prompt" in given else self._decoded(given["prompt_token_ids"], start=True)
+        )
         if not self._with_logprobs:
-            return offset, {"text": echoed}
-        entries = [None, *answer.prompt_logprobs]
-        if len(entries) < len(tokens):
-            return offset, {"text": echoed}  # it ended before they were known
-        lists = as_lists(self._text, entries, tokens)
-        return offset, {"text": echoed, "logprobs": lists | {"text_offset": offsets}}
+            return echoed, [], []
+        tokens: list[int] = answer.request.prompt.tolist()
+        self._offsets[index] = TextOffset(self._text, len(self._decoded(tokens, start=False)) - len(echoed))
+        if len(answer.prompt_logprobs) < len(tokens) - 1:  # it ended before they were known
+            for token in tokens:
+                self._offsets[index].step(token, skip_special_tokens=False)
+            return echoed, [], []
+        return echoed, tokens, [None, *answer.prompt_logprobs]
 
-    def _logprobs(self, delta: AnswerDelta, index: int) -> Json:
+    def _decoded(self, tokens: list[int], *, start: bool) -> str:
+        return "" if self._text is None else self._text.decode(tokens, skip_special_tokens=False, start=start)
+
+    def _logprobs(self, entries: list[TokenLogprobs | None], echoed: list[int], index: int) -> Json:
+        """The lists of a choice's tokens, of which the first are those of its prompt."""
         skip, offset = self._body.skip_special_tokens is not False, self._offsets[index]
-        tokens = [entry.token for entry in delta.logprobs]
-        offsets = [offset.step(token, skip_special_tokens=skip) for token in tokens]
-        return as_lists(self._text, delta.logprobs, tokens) | {"text_offset": offsets}
+        tokens = echoed + [entry.token for entry in entries[len(echoed) :] if entry is not None]
+        offsets = (
+            offset.step(token, skip_special_tokens=skip and at >= len(echoed))
+            for at, token in enumerate(tokens)
+        )
+        return as_lists(self._text, entries, tokens) | {"text_offset": items(offsets, len(tokens))}

@@ -10,23 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import msgspec
 from fastapi import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from continuous_batching.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.access import Client
 from serving.api.errors import body_of
-from serving.api.logprobs import Json
 from serving.api.model_names import ModelNames
+from serving.api.pieces import PIECE_BYTES, Json, gathered, is_short, object_around, to_json
 from serving.api.schemas import GenerationBody
+from serving.api.streamed import DONE, StreamedResponse, gone
+from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
-from serving.failures import ClientGone, CutOff, Failure
+from serving.failures import ClientGone, Failure
 from serving.text.request_fields import MOST_SAMPLES
 
 Value = TypeVar("Value")
@@ -36,9 +37,7 @@ _ONLY_HTTP = {
     "service_tier",
 }
 _TENANT_HEADER = "x-tenant"
-_DONE = b"data: [DONE]\n\n"
 _LAST_S = 5.0  # that a client which is cut off has to read why
-_to_json = msgspec.json.Encoder().encode
 
 
 @contextlib.contextmanager
@@ -57,7 +56,6 @@ class ResponseFormat(Protocol):
 
     whole: str  # the type of a whole answer
     piece: str  # the type of a stream's event
-    is_long: bool  # writing it may take a second
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """A whole choice."""
@@ -71,10 +69,11 @@ class ResponseFormat(Protocol):
 class Generation:
     """Sends requests to the engine. `system_fingerprint` is what every answer tells of the server."""
 
-    def __init__(self, llm: AsyncLLM, names: ModelNames, system_fingerprint: str) -> None:
+    def __init__(self, llm: AsyncLLM, names: ModelNames, system_fingerprint: str, turns: Turns) -> None:
         self.llm = llm
         self._names = names
         self._fingerprint = system_fingerprint
+        self._turns = turns
 
     def fields(self, body: GenerationBody, request: Request) -> dict[str, Any]:
         """What `parse_request` reads besides the prompt; raises NotFound for another model."""
@@ -108,16 +107,7 @@ class Generation:
         self, requests: Sequence[dict[str, Any]], group: str, request: Request, *, fill: bool = False
     ) -> list[AnswerStream]:
         """Send all of these to the engine, or none; `group` is the id of the one response to `request`."""
-        alone, owner = len(requests) == 1, request.state.client.owner
-        works = [self.llm.ask(each, fill=fill, alone=alone, group=group, owner=owner) for each in requests]
-        done = await asyncio.gather(*works, return_exceptions=True)
-        answers = [each for each in done if isinstance(each, AnswerStream)]
-        for each in done:
-            if isinstance(each, BaseException):
-                for answer in answers:
-                    self.llm.abort(answer, CutOff("another prompt was not taken", "sibling"))
-                raise each
-        return answers
+        return await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
 
     async def respond(
         self,
@@ -132,7 +122,7 @@ class Generation:
         head = {"model": self._names.asked(body.model), "system_fingerprint": self._fingerprint}
         if body.service_tier is not None:
             head["service_tier"] = "default"
-        writer = _Writer(answers, form, head, self.llm.abort, hides_tokens)
+        writer = _Writer(self.llm, self._turns, answers, form, head, hides_tokens)
         return await writer.stream(request, body) if body.stream else await writer.whole(request)
 
 
@@ -141,73 +131,103 @@ class _Writer:
 
     def __init__(
         self,
+        llm: AsyncLLM,
+        turns: Turns,
         answers: Sequence[AnswerStream],
         form: ResponseFormat,
         head: dict[str, str],
-        abort: Callable[[AnswerStream], None],
         hides_tokens: bool,
     ) -> None:
+        self._llm = llm
+        self._turns = turns
         self._answers = answers
         self._form = form
-        self._abort = abort
         self._hides_tokens = hides_tokens
         self._head = {"id": answers[0].group, "created": int(time.time()), **head}
 
     async def whole(self, request: Request) -> Response:
-        """All of it as one JSON object."""
+        """All of it as one JSON object, which leaves in parts if it is long."""
         deltas = await self._unless_gone(request.receive, self._collect())
-        if self._form.is_long:
-            body = await asyncio.to_thread(self._written, deltas)
-        else:
-            body = self._written(deltas)
-        return Response(body, media_type="application/json")
-
-    def _written(self, deltas: list[AnswerDelta]) -> bytes:
-        """The JSON of it; choice by choice, so that a thread that does it lets others run between."""
-        choices = [msgspec.Raw(_to_json(self._form.choice(each, index))) for index, each in enumerate(deltas)]
         head = {"object": self._form.whole, **self._head}
-        return _to_json({**head, "choices": choices, "usage": self._usage()})
+        choices = (self._form.choice(each, index) for index, each in enumerate(deltas))
+        pieces = gathered(object_around(head, choices, {"usage": self._usage()}))
+        try:
+            first = next(pieces)
+        except BaseException:
+            self._end()
+            raise
+        if len(first) < PIECE_BYTES:
+            self._end()
+            return Response(first, media_type="application/json")
+        return StreamedResponse(
+            self._in_turn(first, pieces), self._end, asyncio.Event().wait, "application/json"
+        )
+
+    async def _in_turn(self, first: bytes, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """The pieces, of which each is made in a turn of its own."""
+        piece: bytes | None = first
+        while piece is not None:
+            yield piece
+            await self._turns.next()
+            piece = next(pieces, None)
 
     async def stream(self, request: Request, body: GenerationBody) -> Response:
         """Server-sent events, once there is a first one; raises the failure that came before it."""
         options = body.stream_options
         show_usage = bool(options and options.include_usage)
         always_usage = bool(options and options.continuous_usage_stats)
-        pieces = self._pieces()
-        first = await self._unless_gone(request.receive, anext(pieces))
+        news = self._news()
+        first = await self._unless_gone(request.receive, anext(news))
 
         async def events() -> AsyncGenerator[bytes, None]:
             deltas = first
-            async with contextlib.aclosing(pieces):
+            async with contextlib.aclosing(news):
                 while True:
-                    ready = b"".join(
-                        self._event([self._form.event(delta, index)], always_usage) for index, delta in deltas
-                    )
+                    pieces = gathered(self._events(deltas, always_usage))
+                    ready = next(pieces)
+                    while len(ready) >= PIECE_BYTES:
+                        yield ready
+                        await self._turns.next()
+                        ready = next(pieces, b"")
                     if len(self._answers) == 1 and self._answers[0].is_read:
                         break  # of several, one may be read and not yet written
-                    yield ready
+                    if ready:
+                        yield ready
                     ready = b""
                     try:
-                        deltas = await anext(pieces, [])
+                        deltas = await anext(news, [])
                     except (Failure, BadRequest) as failure:
-                        yield b"data: " + body_of(failure) + b"\n\n" + _DONE
+                        yield b"data: " + body_of(failure) + b"\n\n" + DONE
                         return
                     if not deltas:
                         break
-            yield ready + (self._event([], True) if show_usage else b"") + _DONE
+            yield ready + (self._event([], True) if show_usage else b"") + DONE
 
-        return EventStream(events(), self._end, self._cut_off)
+        return StreamedResponse(events(), self._end, self._cut_off)
+
+    def _events(self, deltas: Sequence[tuple[int, AnswerDelta]], with_usage: bool) -> Iterator[bytes]:
+        """An event for each piece of a choice, and a long one in pieces."""
+        for index, delta in deltas:
+            choice = self._form.event(delta, index)
+            if is_short(choice):
+                yield self._event([choice], with_usage)
+                continue
+            head = {"object": self._form.piece, **self._head}
+            yield b"data: "
+            yield from object_around(head, iter([choice]), {"usage": self._usage()} if with_usage else {})
+            yield b"\n\n"
 
     def _event(self, choices: list[Json], with_usage: bool) -> bytes:
         event = {"object": self._form.piece, **self._head, "choices": choices}
         if with_usage:
             event["usage"] = self._usage()
-        return b"data: " + _to_json(event) + b"\n\n"
+        return b"data: " + to_json(event) + b"\n\n"
 
     def _end(self) -> None:
         for answer in self._answers:
+            self._llm.limits.release(answer)
             if answer.is_open:
-                self._abort(answer)
+                self._llm.abort(answer)
 
     async def _cut_off(self) -> None:
         """Returns when an answer has failed and its client had the time to read the reason."""
@@ -219,7 +239,7 @@ class _Writer:
                 task.cancel()
         await asyncio.sleep(_LAST_S)
 
-    async def _pieces(self) -> AsyncGenerator[list[tuple[int, AnswerDelta]], None]:
+    async def _news(self) -> AsyncGenerator[list[tuple[int, AnswerDelta]], None]:
         """What is new, and the index of its choice."""
         if len(self._answers) == 1:
             while deltas := await self._answers[0].next():
@@ -243,7 +263,7 @@ class _Writer:
         """Every choice, whole."""
         known: list[dict[int, AnswerDelta]] = [{} for _ in self._answers]
         size = self._answers[0].num_answers
-        async for deltas in self._pieces():
+        async for deltas in self._news():
             for index, delta in deltas:
                 collect(known[index // size], (delta,))
         return [each[index] for each in known for index in sorted(each)]
@@ -274,49 +294,3 @@ class _Writer:
         finally:
             for task in tasks:
                 task.cancel()
-
-
-class EventStream(Response):
-    """Events as they come. `end` is called when nobody reads any more, for whatever reason."""
-
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], end: Callable[[], None], cut: Callable[[], Awaitable[None]]
-    ) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
-        self.headers["x-accel-buffering"] = "no"
-        self._events = events
-        self._end = end
-        self._cut = cut
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
-        tasks = [asyncio.ensure_future(each) for each in (self._send(send), gone(receive), self._cut())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            cut_off = scope.get("state", {}).get("cut_off")
-            if tasks[0].done():
-                tasks[0].result()
-            elif tasks[2].done() and cut_off is not None:
-                cut_off()  # else what the client does not read would be kept for it
-                await tasks[1]
-        finally:
-            for task in tasks:
-                task.cancel()
-            self._end()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        more = True
-        async with contextlib.aclosing(self._events):
-            async for event in self._events:
-                more = not event.endswith(_DONE)  # the last event also ends the response
-                await send({"type": "http.response.body", "body": event, "more_body": more})
-        if more:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def gone(receive: Receive) -> None:
-    """Returns when the client has gone away."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

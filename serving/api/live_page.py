@@ -18,7 +18,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from serving.api.generation import EventStream
+from serving.api.streamed import StreamedResponse
 from serving.async_llm import AsyncLLM
 from serving.engine.messages import View
 from serving.failures import Unavailable
@@ -160,6 +160,6 @@ def router(llm: AsyncLLM) -> APIRouter:
 
     @routes.get("/live", include_in_schema=False)
     async def stream(request: Request) -> Response:
-        return EventStream(live.events(request.state.client.owner), lambda: None, asyncio.Event().wait)
+        return StreamedResponse(live.events(request.state.client.owner), lambda: None, asyncio.Event().wait)
 
     return routes

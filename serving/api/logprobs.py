@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
-import msgspec
-
 from continuous_batching.request import TokenLogprobs
-from serving.answers.answers import AnswerStream, finite
+from serving.answers.answers import finite
+from serving.api.pieces import Items, Json, items
 from serving.text.tokenizer import Text
-
-Json = dict[str, Any]
 
 
 def token_name(text: Text | None, token: int) -> str:
@@ -46,23 +44,16 @@ class TextOffset:
             self._offset += len(self._decoder.decode(data))
         return offset
 
-    def copy(self) -> TextOffset:
-        """The same position, for another choice."""
-        other = TextOffset(self._text, -self._offset)
-        other._decoder.setstate(self._decoder.getstate())
-        return other
-
 
 def as_lists(text: Text | None, entries: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> Json:
     """In the format of completions: four lists, of which the caller adds `text_offset`.
 
     The entry of a prompt's first token, which follows nothing, is None.
     """
-    names = [token_name(text, token) for token in tokens]
     return {
-        "tokens": names,
-        "token_logprobs": [entry and finite(entry.logprob) for entry in entries],
-        "top_logprobs": [entry and _tops(text, entry) for entry in entries],
+        "tokens": items((token_name(text, token) for token in tokens), len(tokens)),
+        "token_logprobs": items((entry and finite(entry.logprob) for entry in entries), len(entries)),
+        "top_logprobs": items((entry and _tops(text, entry) for entry in entries), len(entries)),
     }
 
 
@@ -74,18 +65,18 @@ def _tops(text: Text | None, entry: TokenLogprobs) -> dict[str, float]:
     return tops
 
 
-def _by_token(text: Text | None, entries: Sequence[TokenLogprobs]) -> list[Json | None]:
+def by_token(text: Text | None, entries: Sequence[TokenLogprobs]) -> list[Any] | Items:
     """Those of a prompt in vLLM's format: for each position a value for its token and for the likeliest."""
-    positions: list[Json | None] = [None]  # the first token follows nothing
-    for entry in entries:
-        values = {entry.token: entry.logprob} | dict(entry.top)
-        positions.append(
-            {
-                str(token): {"logprob": finite(value), "decoded_token": token_name(text, token)}
-                for token, value in values.items()
-            }
-        )
-    return positions
+    first: Iterator[Json | None] = iter([None])  # the first token follows nothing
+    return items(chain(first, (_values(text, entry) for entry in entries)), 1 + len(entries))
+
+
+def _values(text: Text | None, entry: TokenLogprobs) -> Json:
+    values = {entry.token: entry.logprob} | dict(entry.top)
+    return {
+        str(token): {"logprob": finite(value), "decoded_token": token_name(text, token)}
+        for token, value in values.items()
+    }
 
 
 def as_content(text: Text | None, entries: Sequence[TokenLogprobs]) -> Json:
@@ -95,25 +86,8 @@ def as_content(text: Text | None, entries: Sequence[TokenLogprobs]) -> Json:
         data = b"" if text is None else text.token_bytes(token, skip_special_tokens=False)
         return {"token": token_name(text, token), "logprob": finite(logprob), "bytes": list(data)}
 
-    return {
-        "content": [
-            entry_of(entry.token, entry.logprob) | {"top_logprobs": [entry_of(*each) for each in entry.top]}
-            for entry in entries
-        ]
-    }
-
-
-class PromptLogprobs:
-    """The log-probabilities of prompts as JSON, made once for all samples of a prompt."""
-
-    def __init__(self, text: Text | None) -> None:
-        self._text = text
-        self._made: dict[int, msgspec.Raw] = {}  # by the first stream of a request
-
-    def of(self, answer: AnswerStream) -> msgspec.Raw:
-        """Those of an answer's prompt."""
-        found = self._made.get(answer.first_stream)
-        if found is None:
-            positions = _by_token(self._text, answer.prompt_logprobs)
-            found = self._made[answer.first_stream] = msgspec.Raw(msgspec.json.encode(positions))
-        return found
+    made = (
+        entry_of(entry.token, entry.logprob) | {"top_logprobs": [entry_of(*each) for each in entry.top]}
+        for entry in entries
+    )
+    return {"content": items(made, len(entries))}

@@ -76,8 +76,8 @@ async def outputs_of_one(llm: AsyncLLM, params: SamplingParams) -> list[RequestO
 def test_a_request_is_found_by_the_id_that_was_told_while_it_is_open() -> None:
     async def use(llm: AsyncLLM) -> None:
         asked = {"prompt": "One day", "max_tokens": 500, "ignore_eos": True}
-        parts = [await llm.ask(asked | {"id": f"cmpl-a-{index}"}, group="cmpl-a") for index in range(2)]
-        other = await llm.ask(asked | {"id": "cmpl-b"})
+        parts = await llm.ask([asked | {"id": f"cmpl-a-{index}"} for index in range(2)], group="cmpl-a")
+        (other,) = await llm.ask([asked | {"id": "cmpl-b"}])
         assert (llm.find("cmpl-a"), llm.find("cmpl-b")) == (parts, [other])
         for wrong in ("cmpl", "cmpl-a-1", "cmpl-b-0", "a", ""):
             assert not llm.find(wrong), wrong

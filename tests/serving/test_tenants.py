@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -99,8 +99,8 @@ def test_what_a_request_counts_against(key: str, named: dict[str, str], expected
     async def status() -> httpx.Response:
         llm = AsyncLLM(TINY, SHARED)
 
-        async def ask(fields: Mapping[str, Any], **more: Any) -> AnswerStream:
-            asked.append((fields.get("tenant"), more["owner"]))
+        async def ask(requests: Sequence[Mapping[str, Any]], **more: Any) -> list[AnswerStream]:
+            asked.extend((each.get("tenant"), more["owner"]) for each in requests)
             raise Unavailable("there is no engine")
 
         llm.ask = ask  # type: ignore[method-assign]

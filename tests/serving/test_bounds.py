@@ -1,0 +1,226 @@
+"""What a small body may ask for: log-probabilities are counted, and long responses leave in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request, SamplingParams
+from recipes.schema.server_section import ServerSection
+from serving.answers.answers import AnswerStream
+from serving.api import streamed
+from serving.api.pieces import LONGEST_LIST, PIECE_BYTES, Items, gathered, items, object_around
+from serving.api.streamed import StreamedResponse
+from serving.api.turns import Turns
+from serving.failures import Overloaded
+from serving.limits import ServerLimits
+from serving.text.tokenizer import TextOptions
+from tests.serving.faults import Served
+from tests.serving.test_faults import SMALL
+
+COMPLETIONS = "/v1/completions"
+PROMPT = [5 + index % 200 for index in range(500)]
+ALL = {"prompt": PROMPT, "echo": True, "logprobs": 20, "max_tokens": 0}
+CHAT = [{"role": "user", "content": "a"}]
+ENTRIES = (len(PROMPT) + 1) * 21  # of that: a token that is computed and not shown counts too
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    limits = (
+        f"server.max_logprobs_per_request={4 * ENTRIES}",
+        f"server.max_logprobs_in_flight={6 * ENTRIES}",
+    )
+    with Served(*SMALL, *limits, "server.spare_engine=false") as served:
+        yield served
+
+
+def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(served.url + path, json=body, timeout=60, trust_env=False)
+
+
+def wait_until_released(served: Served) -> None:
+    until_s = time.monotonic() + 30
+    while served.llm.limits.num_logprobs:
+        assert time.monotonic() < until_s, "they are counted for ever"
+        time.sleep(0.01)
+
+
+def requests(number: int = 1, **params: Any) -> list[Request]:
+    return [Request(str(index), np.arange(10), SamplingParams(**params)) for index in range(number)]
+
+
+def limits_of(**section: int) -> ServerLimits:
+    return ServerLimits(ServerSection(**section), lambda _: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "entries"),
+    [
+        ({"max_tokens": 7}, {}, 0),
+        ({"max_tokens": 7, "logprobs": 4}, {}, 7 * 5),
+        ({"max_tokens": 7, "logprobs": 0, "prompt_logprobs": 20}, {}, 7 + 10 * 21),
+        ({"max_tokens": 7, "prompt_logprobs": 20}, {"n": 3}, 3 * 10 * 21),
+        ({"max_tokens": 7, "logprobs": 1, "beam_width": 5}, {}, 7 * 2 * 5),
+        ({"max_tokens": 2**30, "logprobs": 1}, {}, 100 * 2),
+    ],
+)
+def test_what_a_request_asks_for_is_counted(
+    params: dict[str, Any], fields: dict[str, Any], entries: int
+) -> None:
+    limits = limits_of()
+    assert limits.reserve(requests(2, **params), fields, 100) == [entries, entries]
+    assert limits.num_logprobs == 2 * entries
+
+
+def test_samples_that_are_only_ranked_count_too() -> None:
+    (leader,), followers = requests(max_tokens=7, logprobs=0), requests(4, max_tokens=7, logprobs=0)
+    leader.followers = followers
+    assert limits_of().reserve([leader], {"n": 1, "best_of": 5}, 100) == [5 * 7]
+
+
+def test_too_much_is_refused_and_what_is_released_can_be_had_again() -> None:
+    limits = limits_of(max_logprobs_per_request=100, max_logprobs_in_flight=150)
+    asked = requests(max_tokens=20, logprobs=4)
+    with pytest.raises(BadRequest, match="asks for 105 log-probabilities") as caught:
+        limits.reserve(requests(max_tokens=21, logprobs=4), {"top_logprobs": 4}, 1000)
+    assert (caught.value.field, caught.value.limit) == ("top_logprobs", 100)
+    (taken,) = limits.reserve(asked, {}, 1000)
+    with pytest.raises(Overloaded, match="max_logprobs_in_flight") as overloaded:
+        limits.reserve(asked, {}, 1000)
+    assert overloaded.value.retry_after_s
+    limits.reserve(requests(3), {}, 1000)  # who asks for none is always let in
+    answer = AnswerStream(asked[0], None, TextOptions(), num_answers=1, max_unread_tokens=9)
+    answer.num_reserved_logprobs = taken
+    limits.release(answer)
+    limits.release(answer)
+    assert limits.num_logprobs == 0
+    assert limits.reserve(asked, {}, 1000) == [100]
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "total"),
+    [
+        (ALL | {"prompt": [PROMPT] * 5}, "logprobs", 5 * ENTRIES),
+        ({"prompt": PROMPT, "prompt_logprobs": 20, "max_tokens": 1, "n": 5}, "prompt_logprobs", 0),
+        ({"prompt": "a", "logprobs": 20, "max_tokens": 1000, "n": 4}, "logprobs", 4 * 1000 * 21),
+        ({"prompt": "a", "logprobs": 20, "max_tokens": 500, "best_of": 8}, "logprobs", 8 * 500 * 21),
+        ({"prompt": "a", "logprobs": 20, "max_tokens": 500, "beam_width": 8}, "logprobs", 8 * 500 * 21),
+        ({"messages": CHAT, "logprobs": True, "top_logprobs": 20}, "top_logprobs", 0),
+    ],
+    ids=["echo", "prompt_logprobs", "n", "best_of", "beams", "chat"],
+)
+def test_a_small_body_cannot_ask_for_gigabytes(
+    served: Served, body: dict[str, Any], field: str, total: int
+) -> None:
+    wait_until_released(served)
+    response = post(served, "/v1/chat/completions" if "messages" in body else COMPLETIONS, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
+    assert f"may ask for {4 * ENTRIES} (server.max_logprobs_per_request)" in error["message"]
+    assert f" {total or ''}" in error["message"]
+    assert served.llm.num_requests == 0
+    assert served.llm.limits.num_logprobs == 0
+
+
+def test_a_long_answer_leaves_in_parts_and_is_the_same(served: Served) -> None:
+    url = served.url + COMPLETIONS
+    with httpx.stream("POST", url, json=ALL | {"prompt": [PROMPT] * 2}, timeout=60) as response:
+        assert response.headers["transfer-encoding"] == "chunked"
+        parts = [*response.iter_raw()]
+    assert len(parts) > 4
+    answer = json.loads(b"".join(parts))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    for choice in answer["choices"]:
+        lists = choice["logprobs"]
+        assert {len(each) for each in lists.values()} == {len(PROMPT)}
+        assert lists["top_logprobs"][0] is None
+        assert len(lists["top_logprobs"][1]) >= 20
+    assert answer["usage"]["prompt_tokens"] == 1000
+    streamed_text = httpx.post(url, json=ALL | {"stream": True}, timeout=60).text
+    events = [json.loads(line[6:]) for line in streamed_text.splitlines() if line.startswith("data: {")]
+    assert events[0]["choices"][0]["logprobs"] == answer["choices"][0]["logprobs"]
+    assert streamed_text.endswith("data: [DONE]\n\n")
+    wait_until_released(served)
+
+
+def test_what_others_ask_for_counts_until_it_is_sent_or_dropped(served: Served) -> None:
+    body = {"prompt": "a", "logprobs": 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=60) as response:
+        assert response.status_code == 200
+        assert served.llm.limits.num_logprobs == 1500 * 21
+        refused = post(served, COMPLETIONS, ALL | {"prompt": [PROMPT] * 4})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert "server.max_logprobs_in_flight" in refused.json()["error"]["message"]
+        assert post(served, COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200
+    wait_until_released(served)
+
+
+def test_pieces_are_the_same_json() -> None:
+    head, tail = {"id": "a"}, {"usage": {"n": 1}}
+    for length in (0, 1, LONGEST_LIST, LONGEST_LIST + 1, 5000):
+        values = [{"x": index, "y": None} for index in range(length)]
+        made = [{"index": 0, "logprobs": {"a": items(iter(values), length)}, "b": Items(iter(values))}]
+        pieces = [*gathered(object_around(head, iter(made), tail))]
+        whole = {"index": 0, "logprobs": {"a": values}, "b": values}
+        assert json.loads(b"".join(pieces)) == head | {"choices": [whole]} | tail
+        assert all(PIECE_BYTES <= len(each) < 2 * PIECE_BYTES for each in pieces[:-1])
+
+
+def test_however_many_wait_there_is_one_turn_in_a_round_of_the_loop() -> None:
+    async def work() -> list[int]:
+        turns, taken, rounds = Turns(), list[int](), 0
+
+        async def take() -> None:
+            for _ in range(3):
+                await turns.next()
+                taken.append(rounds)
+
+        tasks = [asyncio.ensure_future(take()) for _ in range(10)]
+        tasks[3].cancel()
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            rounds += 1
+        return taken
+
+    taken = asyncio.run(work())
+    assert len(taken) == 27
+    assert len({*taken}) == 27
+
+
+def test_who_reads_too_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "PATIENCE_S", 0.05)
+
+    async def work() -> list[str]:
+        happened: list[str] = []
+        ended = asyncio.Event()
+
+        async def parts() -> AsyncGenerator[bytes, None]:
+            yield b"x" * 10
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()  # the client does not read
+
+        async def receive() -> Any:
+            await ended.wait()
+            return {"type": "http.disconnect"}
+
+        def cut_off() -> None:
+            happened.append("cut off")
+            ended.set()
+
+        response = StreamedResponse(parts(), lambda: happened.append("end"), asyncio.Event().wait)
+        await response({"type": "http", "state": {"cut_off": cut_off}}, receive, send)
+        return happened
+
+    assert asyncio.run(asyncio.wait_for(work(), 30)) == ["cut off", "end"]
