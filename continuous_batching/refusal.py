@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from typing import Any
 
 _LONGEST_VALUE = 60  # characters of a value in a message
@@ -63,6 +64,10 @@ class BadRequest(ValueError):
 
 
 def shown(value: object) -> str:
-    """A value as JSON, cut to a readable length."""
+    """A value as JSON, cut to a readable length; of a long one, no more is written than can be shown."""
+    if isinstance(value, (str, list, tuple)):
+        value = value[:_LONGEST_VALUE]
+    elif isinstance(value, dict):
+        value = dict(islice(value.items(), _LONGEST_VALUE))
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

@@ -30,6 +30,13 @@ class ServerSection:
         least=0.001,
         most=1024,
     )
+    max_body_values: int = key(
+        "the most values in the JSON of a request, such as token ids, and the most tokens that /tokenize"
+        " returns; a body with more is not decoded",
+        default=2**18,
+        least=64,
+        most=2**30,
+    )
     max_logprobs_per_request: int = key(
         "the most log-probabilities that one request may ask for: tokens x (logprobs + 1), of all its prompts"
         " and samples; each takes about 130 bytes in the server until it is sent",

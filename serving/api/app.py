@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from serving import fingerprint
 from serving.api import errors, live_page, operations
 from serving.api.access import AccessControl, ApiKeys, HeadAndOptions
+from serving.api.bodies import bounded_route
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.generation import Generation
@@ -38,13 +39,15 @@ def application(
     names = ModelNames(model, llm.recipe.server.model_names)
     turns = Turns()
     generation = Generation(llm, names, fingerprint.of(llm.recipe, operations.VERSION), turns)
-    for path, route in (
+    route = bounded_route(llm.recipe.server.max_body_values, turns)
+    app.router.route_class = route
+    for path, answer in (
         ("/v1/completions", CompletionRoute(generation).complete),
         ("/v1/chat/completions", ChatRoute(generation).chat),
     ):
-        app.add_api_route(path, route, methods=["POST"], response_class=Response)
+        app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     app.include_router(operations.router(llm, names))
-    app.include_router(operations.text_router(llm, names))
+    app.include_router(operations.text_router(llm, names, route))
     app.include_router(operations.metrics_router(llm, model))
     app.include_router(live_page.router(llm))
     max_body_bytes = int(llm.recipe.server.max_body_mib * 2**20)

@@ -9,7 +9,9 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
+from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
 from continuous_batching.refusal import BadRequest
@@ -101,27 +103,28 @@ def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
     return routes
 
 
-def text_router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
-    """The routes of the tokenizer."""
-    routes = APIRouter()
+def text_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:
+    """The routes of the tokenizer. Their answers are made and written in threads: they may be long."""
+    routes = APIRouter(route_class=route)
+    most = llm.recipe.server.max_body_values
 
-    @routes.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    @routes.post("/tokenize", response_class=Response)
+    async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a prompt or a conversation."""
         text = _text(llm, body.model, names)
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest(None, "exactly one of prompt and messages must be given")
-        answer = await llm.apart(partial(_tokens, text, body))
-        return answer | {"max_model_len": llm.facts.max_tokens if llm.facts else None}
+        limits = {"max_model_len": llm.facts.max_tokens if llm.facts else None}
+        return await llm.apart(lambda: _as_json(_tokens(text, body, most) | limits))
 
-    @routes.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+    @routes.post("/detokenize", response_class=Response)
+    async def detokenize(body: DetokenizeBody) -> Response:
         """The text of some tokens."""
         text = _text(llm, body.model, names)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < text.vocab_size:
             raise BadRequest("tokens", f"must be ids from 0 to {text.vocab_size - 1}")
         decode = partial(text.decode, body.tokens, skip_special_tokens=False)
-        return {"prompt": await llm.apart(decode)}
+        return await llm.apart(lambda: _as_json({"prompt": decode()}))
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -160,13 +163,25 @@ def _text(llm: AsyncLLM, asked: str | None, names: ModelNames) -> Text:
     return llm.text
 
 
-def _tokens(text: Text, body: TokenizeBody) -> dict[str, Any]:
+def _as_json(answer: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _tokens(text: Text, body: TokenizeBody, most: int) -> dict[str, Any]:
     if body.messages is not None:
         named = Conversation.model_fields.keys()
         ids = text.chat(body.messages, ChatOptions(**body.model_dump(include={*named}, exclude_none=True)))
     else:
         assert body.prompt is not None
         ids = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    if len(ids) > most:
+        raise BadRequest(
+            "prompt" if body.messages is None else "messages",
+            f"has {len(ids)} tokens; a response may hold {most} (server.max_body_values)",
+            value=len(ids),
+            limit=most,
+            fix="send less at a time",
+        )
     names = {"token_strs": [_name(text, each) for each in ids]} if body.return_token_strs else {}
     return {"tokens": ids, "count": len(ids), **names}
 

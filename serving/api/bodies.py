@@ -1,0 +1,71 @@
+"""How much work may a body make before it is known what it asks for?
+
+A body of two megabytes may hold a million lists: decoding and validating them would hold up everybody for a
+second. So the values are counted first, in the bytes themselves, and a body with too many is never decoded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from serving.api.turns import Turns
+
+MOST_CONTAINERS = 2**14  # lists and objects: each costs as much as some twenty numbers
+SHORT_BYTES = 2**14  # such a body is read at once; a longer one in a turn of the event loop
+
+
+def check_size(body: bytes, most_values: int) -> None:
+    """Raise HTTPException where JSON holds too many values, or too many lists and objects.
+
+    Names count as values do. Only as much of it is right as a parser would read before it refuses the rest.
+    """
+    containers = body.count(b"[") + body.count(b"{")
+    values = containers + body.count(b",")
+    if values <= min(most_values, MOST_CONTAINERS):
+        return
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote begins or ends a string
+    strings = bare.count(b'"') // 2
+    if strings <= most_values:
+        bare = b"".join(bare.split(b'"')[::2])  # what stands in strings is text
+        containers = bare.count(b"[") + bare.count(b"{")
+        values = max(strings, containers + bare.count(b","))
+    else:
+        values, containers = strings, 0
+    if values > most_values:
+        raise _too_many(values, "values", f"{most_values} (server.max_body_values)")
+    if containers > MOST_CONTAINERS:
+        raise _too_many(containers, "lists and objects", str(MOST_CONTAINERS))
+
+
+def _too_many(found: int, what: str, most: str) -> HTTPException:
+    return HTTPException(413, f"the body holds {found} {what}, and may hold {most}; send fewer at a time")
+
+
+def bounded_route(most_values: int, turns: Turns) -> type[APIRoute]:
+    """The class of routes that read their JSON so."""
+
+    class BoundedRequest(Request):
+        async def json(self) -> Any:
+            body = await self.body()
+            if len(body) > SHORT_BYTES:
+                await turns.next()
+            check_size(body, most_values)
+            return json.loads(body.decode())  # in other encodings the count would be wrong
+
+    class BoundedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def bounded(request: Request) -> Response:
+                return await handle(BoundedRequest(request.scope, request.receive))
+
+            return bounded
+
+    return BoundedRoute
