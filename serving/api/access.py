@@ -184,10 +184,12 @@ class AccessControl:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                if refusal is not None and b"expect" in headers:  # its body may never come
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
+        refusal = self._refusal(scope, headers, state)
         try:
-            refusal = self._refusal(scope, headers, state)
             if refusal is not None:
                 await refusal(scope, receive, send_on)
             else:
@@ -221,6 +223,11 @@ class AccessControl:
         if client is None and scope["path"] not in OPEN_PATHS:
             return error_response(401, "the key is missing or wrong; send Authorization: Bearer KEY")
         state["client"] = client
+        encodings = [value for name, value in scope["headers"] if name == b"content-encoding"]
+        if any(value.strip().lower() not in (b"", b"identity") for value in encodings):
+            return error_response(415, "a body is read as it comes; send it without Content-Encoding")
+        if headers.get(b"expect", "100-continue").lower() != "100-continue":
+            return error_response(417, "Expect may only be 100-continue; leave it out")
         length = headers.get(b"content-length", "0")
         is_long = length.isdecimal() and (len(length) > 18 or int(length) > self._max_body_bytes)
         return error_response(413, self._too_long()) if is_long else None

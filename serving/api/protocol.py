@@ -7,6 +7,8 @@ comes: a client could fill the memory by a header that never ends, or hold conne
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
@@ -18,24 +20,35 @@ MOST_HEAD_BYTES = 64 * 1024
 MOST_HEADERS = 100
 MOST_WAITING = 64  # requests behind one that is being answered, on its connection
 MOST_WAITING_BYTES = 2**20  # of their bodies
+LINGER_S = 2.0  # that a refused client has to read why, while what it still sends is discarded
+PROBE_S = 0.5  # between looks at whether a client that sends no more still reads
 WHOLE_S = 60.0  # from a request's first byte, or from a connection's start, to its last
 
 _TOO_MANY = (
     f"behind a request {MOST_WAITING} others and {MOST_WAITING_BYTES} bytes may wait on one connection; send"
     " them when it is answered, or on more connections"
 )
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client of HTTP/1.1 skips it, whenever it comes
+_TCP_CLOSE = 7  # of Linux's states of a connection: it was reset
 _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
 
 
-class HeadBufferingTransport:
+class ResponseTransport:
     """A transport that keeps the head of a response until the first piece of its body, for at most one turn
     of the loop: a write of its own would wake the client for the head alone, which costs more than the head.
+
+    Where a client `still_sends`, `close` ends only what we send, for a while: else the system would answer
+    that with a reset, and the client would lose a response that it has not read.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, still_sends: Callable[[], bool]
+    ) -> None:
         self._transport = transport
         self._loop = loop
         self._head = b""
+        self._still_sends = still_sends
+        self.is_lingering = False  # what comes is to be discarded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -52,11 +65,21 @@ class HeadBufferingTransport:
     def close(self) -> None:
         """Close it when all is written."""
         self.flush()
-        self._transport.close()
+        if self._transport.is_closing() or not self._still_sends():
+            self._transport.close()
+        elif not self.is_lingering:
+            self.is_lingering = True
+            self._transport.resume_reading()
+            self._transport.write_eof()
+            self._loop.call_later(LINGER_S, self._transport.close)
+
+    def is_closing(self) -> bool:
+        """Whether nothing more can be sent."""
+        return self.is_lingering or self._transport.is_closing()
 
     def flush(self) -> None:
         """Keep the head no longer."""
-        if self._head and not self._transport.is_closing():
+        if self._head and not self.is_closing():
             self.write(b"")
 
 
@@ -70,8 +93,10 @@ class Protocol(HttpToolsProtocol):
     _has_reported = False  # the beginning of a request, or its body, in the current bytes
     _is_refused = False
     _is_ignoring = False  # discard further data: one request too many was waiting
+    _lingers = False  # for a client that may still send what was refused
     _num_head_bytes = 0
     _due: asyncio.TimerHandle | None = None
+    _probe: asyncio.TimerHandle | None = None  # since the client ended what it sends
     _answered: RequestResponseCycle | None = None  # or being answered; not the last one, where others wait
 
     def __init__(self, *arguments: Any, most_connections: int, **more: Any) -> None:
@@ -80,24 +105,35 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
-        self._buffering = HeadBufferingTransport(cast(asyncio.Transport, transport), self.loop)
-        super().connection_made(cast(asyncio.Transport, self._buffering))
+        self._responses = ResponseTransport(cast(asyncio.Transport, transport), self.loop, self._still_sends)
+        super().connection_made(cast(asyncio.Transport, self._responses))
         self._start_timer()
         if len(self.connections) > self._most_connections:
-            self._refuse(503, f"there are {self._most_connections} connections already; try again later")
+            self._refuse(
+                503,
+                f"there are {self._most_connections} connections already; try again later",
+                lingers=False,  # it would take a descriptor
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
         self._stop_timer()
-        self.pipeline.clear()
-        if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
+        if self._probe is not None:
+            self._probe.cancel()
+        self._drop_requests()
         super().connection_lost(exc)
+
+    def _drop_requests(self) -> None:
+        """Nobody reads the answers to any of them."""
+        self.pipeline.clear()
+        for cycle in (self._answered, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Bytes came; of a head, or of trailers, the parser reports nothing before their end: count them."""
-        if self._is_ignoring:
+        if self._is_ignoring or self._is_refused or self._responses.is_lingering:
             return
         self._has_reported = False
         self._unset_keepalive_if_required()
@@ -113,9 +149,34 @@ class Protocol(HttpToolsProtocol):
         if is_idle and self._due is None and self.timeout_keep_alive_task is None:
             self._start_timer()  # a line break between requests, or the rest of a refused one
 
-    def eof_received(self) -> None:
-        """The client sends no more; the transport closes itself."""
-        self._buffering.flush()
+    def eof_received(self) -> bool:
+        """The client sends no more. What it asked for whole is answered, unless it has gone away."""
+        self._responses.flush()
+        last = self.cycle
+        if last is not None and last.more_body and self.pipeline:  # which will never come whole
+            self.pipeline.popleft()
+            last = self.pipeline[0][0] if self.pipeline else self._answered
+        if last is None or last.more_body or last.response_complete or self._responses.is_closing():
+            return False  # the transport closes itself
+        last.keep_alive = False
+        self._stop_timer()
+        self._probe = self.loop.call_later(PROBE_S, self._look_for_reader, True)
+        return True
+
+    def _look_for_reader(self, is_first: bool = False) -> None:
+        """A client that has only ended its sending, and one that is gone, look the same until we send: the
+        system of the latter answers with a reset. Before the response, that is sent which asks to go on.
+        """
+        answered = self._answered
+        if self._responses.is_closing() or answered is None:
+            return
+        accepted = self._responses.get_extra_info("socket")
+        if accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE:
+            self._responses.abort()
+            return
+        if is_first and not answered.response_started and answered.scope["http_version"] == "1.1":
+            self._responses.write(_CONTINUE)
+        self._probe = self.loop.call_later(PROBE_S, self._look_for_reader)
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -141,7 +202,15 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head has ended."""
         self._in_head = False
-        if not self._is_refused and not self.parser.should_upgrade():
+        if self._is_refused or self.parser.should_upgrade():
+            return
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._refuse(400, "the only Transfer-Encoding is chunked; send the body without another")
+            return
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse(400, f"a request has one Host header, and this has {num_hosts or 'none'}")
+        else:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -182,7 +251,7 @@ class Protocol(HttpToolsProtocol):
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
             self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, *, lingers: bool = True) -> None:
         if self._is_refused:
             return
         self._is_refused = True
@@ -193,7 +262,13 @@ class Protocol(HttpToolsProtocol):
             lines = [STATUS_LINE[status].rstrip(), b"connection: close"]
             lines += [name + b": " + value for name, value in response.raw_headers]
             self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
+            self._drop_requests()
+            self._stop_timer()
+            self._lingers = lingers
         self.transport.close()
+
+    def _still_sends(self) -> bool:
+        return self._lingers or (self.cycle is not None and self.cycle.more_body)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -204,7 +279,7 @@ class Protocol(HttpToolsProtocol):
         self.flow.resume_reading()
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if len(self.pipeline) > MOST_WAITING or num_bytes > MOST_WAITING_BYTES:
-            self._is_ignoring = True
+            self._is_ignoring = self._lingers = True
             self.cycle.keep_alive = False
             self.cycle.body.clear()
             self.pipeline[0] = self.cycle, error_response(413, _TOO_MANY)  # the last one

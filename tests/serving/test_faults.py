@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 
 from serving.engine import process, supervisor
+from serving.limits import ServerLimits
 from tests.serving import broken_engine
 from tests.serving.broken_engine import ALWAYS, NAN, ONCE
 from tests.serving.faults import PROMPTS, Served, ask, events
@@ -273,9 +274,9 @@ def test_an_engine_that_always_fails_is_started_ever_more_rarely(
 
 
 def test_ten_times_too_many_are_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = served.llm.recipe
-    few = dataclasses.replace(recipe, server=dataclasses.replace(recipe.server, max_requests=12))
-    monkeypatch.setattr(served.llm, "recipe", few)
+    llm = served.llm
+    few = dataclasses.replace(llm.recipe.server, max_requests=12)
+    monkeypatch.setattr(llm, "limits", ServerLimits(few, llm.stats.rejected))
 
     async def run() -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

@@ -1,0 +1,244 @@
+"""What a client may send, counted before it is read, and answered so that the client can read why."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.exceptions import HTTPException
+
+from continuous_batching.refusal import shown
+from serving.api import bodies, protocol
+from serving.api.bodies import MOST_CONTAINERS, check_size
+from tests.serving.faults import Served
+from tests.serving.test_connections import connected, request
+from tests.serving.test_faults import SMALL
+from tests.serving.test_fuzz import STALL_S
+
+MOST = 2**18  # values, as by default
+LISTS = b'{"prompt":[' + b",".join([b"[]"] * 690_000) + b"]}"
+LONG: dict[str, object] = {"prompt": "One day", "max_tokens": 300, "ignore_eos": True}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+BODY = b"content-length: 2\r\n\r\n{}"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "PROBE_S", 0.05)
+        with Served(*SMALL, "server.spare_engine=false") as served:
+            yield served
+
+
+def spoken(served: Served, data: bytes, *, ends: bool = True) -> bytes:
+    """What the server answers, after all was sent; a reset is an error here."""
+    with connected(served) as client:
+        client.settimeout(60)
+        client.sendall(data)
+        if ends:
+            client.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        LISTS,
+        b'{"messages":[' + b",".join([b"{}"] * 690_000) + b"]}",
+        b'{"prompt":[' + b",".join([b'""'] * 690_000) + b"]}",
+        b'{"stop_token_ids":[' + b",".join([b"5"] * 1_000_000) + b"]}",
+        b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % at for at in range(270_000)) + b"}}",
+        b'{"prompt":"a",' + b",".join([b'"n":1'] * 270_000) + b"}",
+        b'{"prompt":' + b"[" * 300_000,
+        b'{"prompt":[' + b'"\\\\",' * 400_000 + b"[]]}",
+        b'{"a":"\\"",' + b'"b":[],' * (MOST_CONTAINERS + 1) + b'"c":1}',
+    ],
+    ids=lambda body: body[:20].decode(),
+)
+def test_too_many_values_are_counted_before_any_is_made(body: bytes) -> None:
+    with pytest.raises(HTTPException, match="the body holds") as caught:
+        check_size(body, MOST)
+    assert caught.value.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[' + b",".join([b"31999"] * (MOST - 8)) + b"]}",
+        b'{"prompt":"' + b"[,{," * 400_000 + b'"}',
+        b'{"prompt":"' + b'\\",[{\\\\' * 250_000 + b'"}',
+        b'{"messages":[' + b",".join([b'{"role":"user","content":"a"}'] * (MOST_CONTAINERS - 8)) + b"]}",
+    ],
+    ids=lambda body: body[:20].decode(),
+)
+def test_what_stands_in_a_text_is_no_value(body: bytes) -> None:
+    check_size(body, MOST)
+
+
+def test_the_count_is_that_of_a_parser() -> None:
+    def values(given: Any) -> int:
+        if isinstance(given, list):
+            return 1 + sum(map(values, given))
+        return 1 + sum(map(values, given.values())) if isinstance(given, dict) else 1
+
+    for given in ([[]] * 30, {"a": [1, 'x",[{', {"b\\": []}], "\\": "\\\\"}, ["\\", '"', '\\"[,'] * 9):
+        found = values(given)
+        check_size(json.dumps(given).encode(), 2 * found + 2)
+        with pytest.raises(HTTPException):
+            check_size(json.dumps(given).encode(), found // 4)
+
+
+def test_a_body_with_too_many_values_is_not_decoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+
+    class Spy:
+        @staticmethod
+        def loads(text: str) -> Any:
+            decoded.append(len(text))
+            return json.loads(text)
+
+    monkeypatch.setattr(bodies, "json", Spy)
+    waits: list[float] = []
+    statuses: list[int] = []
+
+    def post() -> None:
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(served.url + "/v1/completions", content=LISTS, headers=headers, timeout=60)
+        statuses.append(answer.status_code)
+
+    posts = [threading.Thread(target=post) for _ in range(6)]
+    for each in posts:
+        each.start()
+    with httpx.Client(base_url=served.url, timeout=60, trust_env=False) as client:
+        while any(each.is_alive() for each in posts):
+            start_s = time.monotonic()
+            assert client.get("/health").status_code == 200
+            waits.append(time.monotonic() - start_s)
+    assert statuses == [413] * 6
+    assert not decoded
+    print(f"longest wait for /health: {max(waits):.3f} s")
+    assert max(waits) <= STALL_S
+    small = httpx.post(served.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60)
+    assert small.status_code == 200
+    assert len(decoded) == 1
+
+
+def test_other_encodings_than_utf_8_are_refused(served: Served) -> None:
+    content = json.dumps({"prompt": "a", "max_tokens": 1}).encode("utf-16")
+    headers = {"content-type": "application/json"}
+    assert httpx.post(served.url + "/v1/completions", content=content, headers=headers).status_code == 400
+
+
+def test_a_short_text_of_many_tokens_is_not_answered_at_any_length(served: Served) -> None:
+    answer = httpx.post(served.url + "/tokenize", json={"prompt": "7" * 300_000}, timeout=60)
+    assert answer.status_code == 400
+    assert "a response may hold 262144 (server.max_body_values)" in answer.json()["error"]["message"]
+    assert httpx.post(served.url + "/tokenize", json={"prompt": "777"}, timeout=60).json()["count"] >= 3
+
+
+def test_a_message_quotes_what_it_can_show_and_writes_no_more() -> None:
+    class Counted(dict[str, int]):
+        num_read = 0
+
+        def items(self) -> Any:
+            for pair in super().items():
+                Counted.num_read += 1
+                yield pair
+
+    assert shown(Counted({str(index): 1 for index in range(9000)})).endswith("...")
+    assert Counted.num_read < 100
+    for given in ("a" * 58, "a" * 59, "a" * 10**6, [1] * 20, [1] * 10**6, [["a" * 9]] * 9):
+        whole = json.dumps(given)
+        assert shown(given) == (whole if len(whole) <= 60 else whole[:57] + "...")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_asks_and_ends_its_sending_is_answered(served: Served, stream: bool) -> None:
+    asked = request(LONG | {"stream": stream})
+    answer = spoken(served, asked).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+    assert b'"finish_reason":"length"' in answer
+
+
+@pytest.mark.parametrize("rest", [b"", b"POST /v1/comp", request(LONG)[:-3]], ids=["", "head", "body"])
+def test_all_that_came_whole_is_answered_and_no_more(served: Served, rest: bytes) -> None:
+    answer = spoken(served, request(LONG) + request(LONG | {"max_tokens": 3}) + rest)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert answer.endswith(b"}")
+
+
+def test_who_is_gone_is_noticed_although_it_had_only_ended_its_sending(served: Served) -> None:
+    gone = served.llm.stats.aborts["disconnect"]
+    clients = [connected(served) for _ in range(4)]
+    for client in clients:
+        client.sendall(request(LONG | {"max_tokens": 1900}))
+    until_s = time.monotonic() + 60
+    while served.llm.num_requests < 4:
+        assert time.monotonic() < until_s, "they do not come in"
+        time.sleep(0.01)
+    for client in clients:
+        client.close()
+    while served.llm.stats.aborts["disconnect"] < gone + 4:
+        assert time.monotonic() < until_s, "the engine works for nobody"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n", 400),
+        (b"GET /health HTTP/1.0\r\nhost: localhost\r\nhost: evil.example\r\n\r\n", 400),
+        (b"GET /health HTTP/1.0\r\n\r\n", 200),
+        (HEAD + b"content-encoding: gzip\r\n" + BODY, 415),
+        (HEAD + b"content-encoding: gzip\r\ncontent-encoding: identity\r\n" + BODY, 415),
+        (HEAD + b"content-encoding: Identity\r\n" + BODY, 400),  # for its body
+        (HEAD + b"expect: 200-ok\r\n" + BODY, 417),
+        (HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
+        (HEAD + b"transfer-encoding: gzip\r\n\r\n", 400),
+        (HEAD + b"content-length: +2\r\n\r\n{}", 400),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n", 400),
+        (HEAD.replace(b"\r\n", b"\n") + b"\n", 400),
+        (b"BREW /health HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
+        (b"DELETE /health HTTP/1.1\r\nhost: localhost\r\n\r\n", 405),
+        (b"GET http://localhost/health HTTP/1.1\r\nhost: localhost\r\n\r\n", 200),
+    ],
+)  # fmt: skip
+def test_each_mistake_has_its_status(served: Served, data: bytes, status: int) -> None:
+    assert spoken(served, data).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 300_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 5_000_000, 431),
+        (HEAD + b"content-length: 9000000\r\nconnection: close\r\n\r\n" + b"x" * 9_000_000, 413),
+        (b"no HTTP\r\n\r\n" + b"x" * 5_000_000, 400),
+        (b"GET /health HTTP/1.1\r\n\r\n" + b"x" * 5_000_000, 400),
+    ],
+    ids=["header", "endless header", "body", "no HTTP", "no host"],
+)
+def test_a_refusal_can_be_read_after_all_was_sent(served: Served, data: bytes, status: int) -> None:
+    with connected(served) as client:
+        client.settimeout(60)
+        client.sendall(data)  # raises where the server resets
+        answer = client.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        while piece := client.recv(1 << 16):
+            answer += piece
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == status
+
+
+def test_a_refused_body_that_was_announced_is_not_waited_for(served: Served) -> None:
+    announced = HEAD + b"expect: 100-continue\r\ncontent-length: 9000000\r\n\r\n"
+    answer = spoken(served, announced, ends=False)  # ends, because the server closes
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer
