@@ -25,10 +25,16 @@ class ServerSection:
         most=2**20,
     )
     max_body_mib: float = key(
-        "the largest body of a request; one of 2 MiB may delay other requests by half a second",
+        "the largest body of a request",
         default=2.0,
         least=0.001,
         most=1024,
+    )
+    max_bodies_mib: float = key(
+        "the most of all bodies that are being received; further requests are asked to try again later",
+        default=128.0,
+        least=0.001,
+        most=2**20,
     )
     max_body_values: int = key(
         "the most values in the JSON of a request, such as token ids, and the most tokens that /tokenize"

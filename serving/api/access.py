@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from continuous_batching.refusal import BadRequest, shown
 from recipes.schema.verb import in_one_line
+from serving.api.bodies import BodyMemory
 from serving.api.errors import DEFECT, error_response, response_of
 from serving.failures import ShutDown
 from serving.metrics.server_stats import TRACE_HEADERS
@@ -158,6 +159,7 @@ class AccessControl:
         app: ASGIApp,
         keys: ApiKeys,
         max_body_bytes: int,
+        memory: BodyMemory,
         on_response: Callable[[int], None],
         *,
         is_local: bool,
@@ -166,6 +168,7 @@ class AccessControl:
         self._is_local = is_local
         self._keys = keys
         self._max_body_bytes = max_body_bytes
+        self._memory = memory
         self._on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,7 +196,7 @@ class AccessControl:
             if refusal is not None:
                 await refusal(scope, receive, send_on)
             else:
-                await self._app(scope, self._measured(receive), send_on)
+                await self._measured(scope, receive, send_on)
         except asyncio.CancelledError:  # the server ends; uvicorn would answer with 500
             if status == 499:
                 await response_of(ShutDown())(scope, receive, send_on)
@@ -235,18 +238,31 @@ class AccessControl:
     def _too_long(self) -> str:
         return f"the body is longer than {self._max_body_bytes} bytes (server.max_body_mib); shorten it"
 
-    def _measured(self, receive: Receive) -> Receive:
-        left = self._max_body_bytes
+    async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the application read the body as far as its size and that of all bodies may be."""
+        num_bytes, num_held = 0, 0
 
         async def measured() -> Message:
-            nonlocal left
+            nonlocal num_bytes, num_held
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
+            size = len(message.get("body", b""))
+            num_bytes += size
+            if num_bytes > self._max_body_bytes:
                 raise HTTPException(413, self._too_long())
+            self._memory.take(size)
+            num_held += size
             return message
 
-        return measured
+        def forget() -> None:
+            nonlocal num_held
+            self._memory.num_bytes -= num_held
+            num_held = 0
+
+        scope["state"]["body_is_read"] = forget
+        try:
+            await self._app(scope, measured, send)
+        finally:
+            forget()
 
 
 class HeadAndOptions:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from serving import fingerprint
 from serving.api import errors, live_page, operations
 from serving.api.access import AccessControl, ApiKeys, HeadAndOptions
-from serving.api.bodies import bounded_route
+from serving.api.bodies import BodyMemory, bounded_route
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.generation import Generation
@@ -52,7 +52,8 @@ def application(
     app.include_router(live_page.router(llm))
     max_body_bytes = int(llm.recipe.server.max_body_mib * 2**20)
     on_response = llm.stats.responded
-    guarded = AccessControl(HeadAndOptions(app), keys, max_body_bytes, on_response, is_local=is_local)
+    memory = BodyMemory(max(max_body_bytes, int(llm.recipe.server.max_bodies_mib * 2**20)))
+    guarded = AccessControl(HeadAndOptions(app), keys, max_body_bytes, memory, on_response, is_local=is_local)
     return _open_to(cors_origins, guarded) if cors_origins else guarded
 
 

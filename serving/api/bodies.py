@@ -17,8 +17,28 @@ from starlette.responses import Response
 
 from serving.api.turns import Turns
 
+RETRY_S = 1
 MOST_CONTAINERS = 2**14  # lists and objects: each costs as much as some twenty numbers
 SHORT_BYTES = 2**14  # such a body is read at once; a longer one in a turn of the event loop
+
+
+class BodyMemory:
+    """The bytes of all bodies that are being received or wait to be decoded."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """So many more; raises HTTPException where they are too many."""
+        if self.num_bytes + num_bytes > self._most_bytes:
+            raise HTTPException(
+                429,
+                f"bodies of {self.num_bytes} bytes are being received, and may be {self._most_bytes}"
+                " (server.max_bodies_mib): try again later",
+                {"retry-after": str(RETRY_S)},
+            )
+        self.num_bytes += num_bytes
 
 
 def check_size(body: bytes, most_values: int) -> None:
@@ -57,7 +77,9 @@ def bounded_route(most_values: int, turns: Turns) -> type[APIRoute]:
             if len(body) > SHORT_BYTES:
                 await turns.next()
             check_size(body, most_values)
-            return json.loads(body.decode())  # in other encodings the count would be wrong
+            values = json.loads(body.decode())  # in other encodings the count would be wrong
+            self.state.body_is_read()
+            return values
 
     class BoundedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 import time
@@ -32,7 +33,7 @@ BODY = b"content-length: 2\r\n\r\n{}"
 def served() -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(protocol, "PROBE_S", 0.05)
-        with Served(*SMALL, "server.spare_engine=false") as served:
+        with Served(*SMALL, "server.spare_engine=false", "server.max_bodies_mib=16") as served:
             yield served
 
 
@@ -242,3 +243,23 @@ def test_a_refused_body_that_was_announced_is_not_waited_for(served: Served) -> 
     answer = spoken(served, announced, ends=False)  # ends, because the server closes
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close" in answer
+
+
+def test_bodies_of_all_connections_together_are_bounded(served: Served) -> None:
+    body = json.dumps({"prompt": "a" * 1_500_000}).encode()
+    asked = HEAD + b"content-length: %d\r\n\r\n" % len(body)
+    waiting = [connected(served) for _ in range(12)]  # of which 11 fit
+    for client in waiting:
+        client.sendall(asked + body[:-1])
+    refused, *others = select.select(waiting, [], [], 60)[0]
+    assert not others
+    answer = refused.recv(1 << 16)
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"retry-after: 1\r\n" in answer
+    assert b"server.max_bodies_mib" in answer
+    for client in waiting:
+        if client is not refused:
+            client.sendall(body[-1:])
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 "), "it is too long as a prompt"
+        client.close()
+    assert spoken(served, asked + body).startswith(b"HTTP/1.1 400 "), "what was read is forgotten"

@@ -11,6 +11,7 @@ import pytest
 from continuous_batching.request import Request, SamplingParams
 from serving.answers.answers import AnswerStream
 from serving.api.access import AccessControl, ApiKeys
+from serving.api.bodies import BodyMemory
 from serving.engine.messages import SampleEnd
 from serving.metrics.server_stats import TRACE_HEADERS
 from serving.text.tokenizer import TextOptions
@@ -130,7 +131,9 @@ def test_a_client_s_span_is_the_parent(
         async def ignore(*_: Any) -> dict[str, Any]:
             return {"type": "http.request", "body": b""}
 
-        await AccessControl(app, ApiKeys({}), 1000, lambda _: None, is_local=False)(scope, ignore, ignore)
+        memory = BodyMemory(1000)
+        guarded = AccessControl(app, ApiKeys({}), 1000, memory, lambda _: None, is_local=False)
+        await guarded(scope, ignore, ignore)
 
     asyncio.run(ask())
     (span,) = exporter.get_finished_spans()
