@@ -188,17 +188,17 @@ def test_who_is_gone_without_a_word_is_noticed_by_the_system(served: Served) -> 
 @pytest.mark.slow
 def test_more_connections_than_descriptors() -> None:
     """They are refused before the last descriptor is taken, and the server goes on."""
-    server = Server(TINY, limits={resource.RLIMIT_NOFILE: 100}).ready()
+    server = Server(TINY, limits={resource.RLIMIT_NOFILE: 160}).ready()
     port = int(server.url.rpartition(":")[2])
     clients = []
-    for _ in range(150):
+    for _ in range(220):
         client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
         clients.append(client)
     refused = 0
     for client in clients:
         client.setblocking(False)
     until_s = time.monotonic() + PATIENCE_S
-    while refused < 150 - 36:
+    while refused < 220 - 96:
         assert time.monotonic() < until_s, refused
         refused = 0
         for client in clients:
@@ -207,7 +207,7 @@ def test_more_connections_than_descriptors() -> None:
             except BlockingIOError:
                 continue
         time.sleep(0.05)
-    assert refused == 150 - 36
+    assert refused == 220 - 96
     for client in clients:
         client.close()
     server.wait_until("/ready", 200)
