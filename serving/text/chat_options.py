@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from serving.text.vocabulary import SPECIAL_KEYS
 MOST_KWARGS = 32
 LONGEST_KWARGS = 16 * 1024  # characters of JSON
 DEEPEST_KWARGS = 8
+_END = "\ue002 "  # Unicode's private use area; the space shows whether the template strips a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _RESERVED = {  # the server's own, transformers' arguments that are no variables, and Jinja's globals
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -46,21 +47,24 @@ class ChatOptions:
         _check_kwargs(self.chat_template_kwargs)
 
 
-def without_end(rendered: str, final: str) -> str:
-    """A rendered conversation up to the end of its final message's content, as transformers cuts it.
-
-    Raises BadRequest where the content is empty or does not come through the template.
+def with_end_marked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """The messages with a mark behind the text of the last, which a template may write more than once, and
+    whose words may stand in the template, too. Raises BadRequest where that text is empty.
     """
-    bare = final.strip()
-    at = rendered.rfind(bare) if bare else -1
-    if at < 0:
-        raise BadRequest(
-            "continue_final_message",
-            "finds no content of the last message in what the chat template makes of it",
-            fix="let the last message have text, or leave this out",
-        )
-    kept = final.lstrip() if rendered.startswith(final.lstrip(), at) else bare  # the template may strip it
-    return rendered[: at + len(kept)]
+    *before, final = [dict(each) for each in messages]
+    if not final["content"].strip():
+        raise _nothing_to_continue()
+    return [*before, final | {"content": final["content"] + _END}]
+
+
+def up_to_mark(rendered: str) -> str:
+    """A rendered conversation up to the mark, as transformers cuts it: where the template strips a message,
+    it ends without spaces. Raises BadRequest where the template left the mark out.
+    """
+    kept, mark, rest = rendered.rpartition(_END.rstrip())
+    if not mark:
+        raise _nothing_to_continue()
+    return kept if rest.startswith(" ") else kept.rstrip()
 
 
 def strings_in(value: Any) -> list[str]:
@@ -116,3 +120,11 @@ def _depth(value: Any, depth: int = 0) -> int:
 
 def _wrong(problem: str, fix: str) -> BadRequest:
     return BadRequest("chat_template_kwargs", problem, fix=fix)
+
+
+def _nothing_to_continue() -> BadRequest:
+    return BadRequest(
+        "continue_final_message",
+        "finds no content of the last message in what the chat template makes of it",
+        fix="let the last message have text, or leave this out",
+    )

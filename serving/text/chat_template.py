@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from continuous_batching.refusal import BadRequest
-from serving.text.chat_options import ChatOptions
+from serving.text.chat_options import ChatOptions, up_to_mark, with_end_marked
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FAILURES = (
@@ -62,6 +62,11 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], options: ChatOptions = _AS_USUAL) -> str:
         """The conversation, by default up to where the assistant speaks next; BadRequest if it is refused."""
+        if options.continue_final_message:
+            return up_to_mark(self._rendered(with_end_marked(messages), options))
+        return self._rendered(messages, options)
+
+    def _rendered(self, messages: Sequence[Message], options: ChatOptions) -> str:
         until_s = time.thread_time() + self._most_s
 
         def check_time() -> str:

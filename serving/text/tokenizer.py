@@ -17,8 +17,8 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
-from serving.text.chat_options import ChatOptions, strings_in, with_strings, without_end
-from serving.text.chat_template import ChatTemplate, Message, check_messages
+from serving.text.chat_options import ChatOptions, strings_in, with_strings
+from serving.text.chat_template import ChatTemplate, check_messages
 from serving.text.tokenizer_settings import SPECIAL_KEYS
 from serving.text.vocabulary import (
     SentencePieceVocabulary,
@@ -114,7 +114,8 @@ class Text:
         for each in strings_in(options.chat_template_kwargs):
             check_unicode("chat_template_kwargs", each)
         (shielded, kwargs), spelt = _shield([checked, options.chat_template_kwargs], self._vocabulary.control)
-        parts = any_of(spelt).split(self._render(shielded, replace(options, chat_template_kwargs=kwargs)))
+        rendered = self._template.render(shielded, replace(options, chat_template_kwargs=kwargs))
+        parts = any_of(spelt).split(rendered)
         literally = {mark: self._vocabulary.encode_literally(name) for mark, name in spelt.items()}
         ids: list[int] = []
         for index, part in enumerate(parts):
@@ -123,12 +124,6 @@ class Text:
             elif part:
                 ids += self._vocabulary.encode(part, start=not index)
         return ids
-
-    def _render(self, messages: list[Message], options: ChatOptions) -> str:
-        assert self._template is not None
-        rendered = self._template.render(messages, options)
-        final = messages[-1]["content"]
-        return without_end(rendered, final) if options.continue_final_message else rendered
 
     def decode(
         self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, start: bool = True

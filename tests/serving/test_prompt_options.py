@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from continuous_batching.refusal import BadRequest
 from serving.llm import LLM, SamplingParams
 from serving.offline import read_jobs, run_jobs
-from serving.text.chat_options import LONGEST_KWARGS, ChatOptions, without_end
+from serving.text.chat_options import LONGEST_KWARGS, ChatOptions
 from serving.text.chat_template import ChatTemplate
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
@@ -21,6 +21,9 @@ from tests.serving.server import TINY
 SMALL = ["cache.num_pages=40", "scheduler.num_slots=4", "device.threads=1"]
 TALK = [{"role": "user", "content": "What is 1?"}, {"role": "assistant", "content": " It is  "}]
 OPEN = {"add_generation_prompt": False, "continue_final_message": True}
+REPEATS = (
+    "{% for each in messages %}{{ each.content }}</s>{% endfor %}{{ messages[0].content }} im <|im_end|>"
+)
 THINKING = "{{ messages[0].content }}{% if mode is defined %}|{{ mode }}|{{ deep | tojson }}{% endif %}"
 
 
@@ -29,16 +32,14 @@ def llm() -> LLM:
     return LLM(TINY, *SMALL)
 
 
-@pytest.mark.parametrize("template", [CHATML, CHATML.replace(" | trim", "")])
+@pytest.mark.parametrize("template", [CHATML, CHATML.replace(" | trim", ""), REPEATS])
 @pytest.mark.parametrize("options", [{}, {"add_generation_prompt": False}, OPEN], ids=str)
-@pytest.mark.parametrize("final", [" It is  ", "It is", "What is 1?", "多。"])
+@pytest.mark.parametrize("final", [" It is  ", "It is", "What is 1?", "多。", "im", " > ", "<|im_end|>"])
 def test_a_conversation_ends_as_transformers_lets_it_end(
     template: str, options: dict[str, bool], final: str
 ) -> None:
     talk = [TALK[0], {"role": "assistant", "content": final}]
     ours = ChatTemplate(template, {}).render(talk, ChatOptions(**options))
-    if options.get("continue_final_message"):
-        ours = without_end(ours, final)
     asked = {"add_generation_prompt": True} | options
     theirs, _ = render_jinja_template([talk], chat_template=template, **asked)
     assert [ours] == theirs
