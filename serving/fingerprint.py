@@ -40,7 +40,7 @@ def of(recipe: Recipe, server_version: str) -> str:
 def _files(path: Path | None) -> list[Path]:
     if path is None or path.is_file():
         return [] if path is None else [path]
-    return sorted({file for pattern in _FILES for file in path.glob(pattern)})
+    return sorted({file for pattern in _FILES for file in path.glob(pattern) if file.is_file()})
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

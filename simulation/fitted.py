@@ -170,11 +170,15 @@ def learn(entries: Iterable[Entry], scheduler: Scheduler) -> Fitted:
 
 def fit(steps: Sequence[Timed]) -> Fitted:
     """By least squares of relative errors, so that short steps count as long ones do; the spread makes up for
-    what they leave. Raises ValueError for no steps.
+    what they leave. Raises ValueError for no steps, and for one that took no time.
     """
     if not steps:
         raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
     taken_s = np.array([each.taken_s for each in steps])
+    if taken_s.min() <= 0:
+        raise ValueError(
+            f"step {taken_s.argmin()} took {taken_s.min():g} s by the recording's clock, which cannot be"
+        )
     seen = np.array([each.features for each in steps])
     modelled_s = taken_s
     for _ in range(6):

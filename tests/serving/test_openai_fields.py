@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
 
 from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
 from serving import fingerprint
 from serving.api.ignored_fields import IGNORED, problem_of
 from serving.api.schemas import ChatBody, CompletionBody
@@ -94,6 +97,13 @@ def test_a_fingerprint_is_of_what_tokens_depend_on() -> None:
     assert plain == fingerprint.of(load(TINY, ["server.max_requests=3", "server.model_names=[a]"]), "1")
     assert plain != fingerprint.of(load(TINY, ["cache.page_size=4"]), "1")
     assert plain != fingerprint.of(load(TINY), "2")
+
+
+def test_a_fingerprint_leaves_out_what_is_no_file(tmp_path: Path) -> None:
+    folder = shutil.copytree(ROOT / "recipes/tiny/weights", tmp_path / "weights")
+    (folder / "notes.json").mkdir()
+    (folder / "consolidated.safetensors").symlink_to(tmp_path / "never_downloaded")
+    assert fingerprint.of(load(TINY, [f"model.path={folder}"]), "1") == fingerprint.of(load(TINY), "1")
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,8 @@ def test_costs_are_kept(tmp_path: Path) -> None:
     assert again.trust == fitted.trust
     with pytest.raises(ValueError, match="nothing was computed"):
         fit([])
+    with pytest.raises(ValueError, match="step 1 took 0 s by the recording's clock"):
+        fit([Timed(np.ones(11), 0.25), Timed(np.ones(11), 0.0)])
 
 
 def test_costs_that_were_changed_are_refused(tmp_path: Path) -> None:
