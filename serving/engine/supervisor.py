@@ -205,7 +205,10 @@ class Supervisor:
         """Raises EngineLost when the engine has been silent for too long."""
         num_silent = 0  # checks in a row; between two of them, messages that waited for us can be read
         while num_silent < 2:
+            due_s = time.monotonic() + _CHECKS_S
             await asyncio.sleep(_CHECKS_S)
+            now_s = time.monotonic()
+            self.silence.excuse(max(0.0, now_s - due_s), now_s)
             num_silent = num_silent + 1 if self.silent_s > self.silence.limit_s else 0
         key = "start_timeout_s" if self.facts is None else "step_timeout_s"
         fixed_s, limit_s = self.silence.fixed_s, self.silence.limit_s

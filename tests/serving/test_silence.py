@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from recipes.schema.server_section import ServerSection
 from serving.api.access import ApiKeys
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
+from serving.engine import supervisor
 from serving.engine.messages import EngineFacts, Ready
 from serving.engine.process import EngineLost
 from serving.engine.silence import HUNG, Silence
@@ -63,6 +65,24 @@ def test_by_default_a_hung_engine_is_ended_after_seconds() -> None:
         return str(lost.value)
 
     assert "it may be silent for 5 s (5 times the longest" in asyncio.run(reason())
+
+
+def test_a_pause_of_the_whole_machine_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a container is frozen, or a virtual machine moved, while the engine is in a step."""
+    now_s, checks = 1000.0, 0
+
+    async def sleep(for_s: float) -> None:
+        nonlocal now_s, checks
+        now_s += 60.0 if checks == 3 else for_s
+        checks += 1
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
+    keeper._begin(Ready(facts()), 0.0)
+    with pytest.raises(EngineLost):
+        asyncio.run(keeper._watch())
+    assert checks == pytest.approx(HUNG / supervisor._CHECKS_S, abs=4), "none is lost by the pause"
 
 
 def test_health_and_metrics_say_since_when_a_step_goes_on() -> None:
