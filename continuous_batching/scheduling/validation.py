@@ -126,10 +126,11 @@ def _check_beams(request: Request, vocab_size: int, stop_tokens: Index, slots: S
             limit=slots.num_slots,
             fix="lower beam_width",
         )
-    going_on = vocab_size - len(stop_tokens)
+    allowed = np.arange(vocab_size)
     if params.allowed_token_ids is not None:
-        going_on = len(np.setdiff1d(np.frombuffer(params.allowed_token_ids, dtype=np.int32), stop_tokens))
-    going_on -= len(params.bad_words)  # each bans one token at most
+        allowed = np.frombuffer(params.allowed_token_ids, dtype=np.int32)
+    banned = [word[-1] for word in params.bad_words]  # at most: where the answer ends with the rest of a word
+    going_on = len(np.setdiff1d(allowed, [*stop_tokens, *banned]))
     if width > going_on:
         raise BadRequest(
             "beam_width",
