@@ -33,9 +33,11 @@ def _end_with_parent(engines: list[Engine]) -> None:
 
     def wait() -> None:
         os.read(0, 1)  # unbuffered: a normal end would wait for the buffer's lock
-        for engine in engines:
-            engine.observer.close()
-        os._exit(0)  # the engine may be in a step, and nobody waits for it
+        try:
+            for engine in engines:
+                engine.observer.close()
+        finally:
+            os._exit(0)  # the engine may be in a step, and nobody waits for it
 
     threading.Thread(target=wait, daemon=True).start()
 
