@@ -39,7 +39,7 @@ class ServerSection:
     max_body_values: int = key(
         "the most values in the JSON of a request, such as token ids, and the most tokens that /tokenize"
         " returns; a body with more is not decoded",
-        default=2**18,
+        default=300_000,
         least=64,
         most=2**30,
     )
