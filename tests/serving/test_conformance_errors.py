@@ -201,7 +201,7 @@ def guest(guarded: Server) -> Iterator[httpx.Client]:
 
 
 def test_a_server_that_starts_is_alive_and_not_ready(guest: httpx.Client) -> None:
-    assert guest.get("/health").json() == {"status": "starting"}
+    assert guest.get("/health").json()["status"] == "starting"
     assert guest.get("/ready").status_code == 503
     response = guest.post("/v1/completions", json=COMPLETION)
     assert response.status_code == 503
