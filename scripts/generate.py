@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     text = Text.load(recipe.model.path) if recipe.model.path else None
     jobs = list(read_jobs(lines_of(options), text))  # before the model is built: a bad file fails at once
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(opened(options.output)) if options.output else None
+        output = stack.enter_context(opened(options.output)) if options.output is not None else None
         engine = build(recipe).engine
         on_terminal = sys.stderr.isatty() and options.input is not None
         progress = stack.enter_context(tqdm(total=len(jobs), unit="request", disable=not on_terminal))

@@ -60,7 +60,7 @@ class ServerOptions:
 
     def tenant_of(self) -> dict[str, str]:
         """The keys and their tenants; raises ValueError for a key that no client could send."""
-        tenant_of = ApiKeys.read(self.api_keys) if self.api_keys else {}
+        tenant_of = {} if self.api_keys is None else ApiKeys.read(self.api_keys)
         if key := key_of_environment():
             tenant_of.setdefault(key, "")
         return tenant_of
@@ -92,7 +92,8 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
     llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
     stats.num_lost_lines = lambda: lines.num_lost
     keys = ApiKeys(tenant_of, share_prefixes=llm.recipe.server.share_prefixes)
-    stats.model = model = options.model_name or _name_of(llm, options.recipe)
+    model = _name_of(llm, options.recipe) if options.model_name is None else options.model_name
+    stats.model = model = _sendable(model)
     listener = listener_at(options.host, options.port)
     is_open = not keys.are_needed
     if options.host not in _LOOPBACK and is_open:
@@ -122,7 +123,9 @@ async def _serve(llm: AsyncLLM, server: uvicorn.Server, listener: socket.socket)
             second.set()
         first.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # A terminal that is closed must leave no engine and no folder behind; under nohup it says nothing
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         loop.add_signal_handler(number, on_signal)
     llm.start()
     listening = asyncio.ensure_future(server.serve([listener]))
@@ -145,6 +148,8 @@ def listener_at(host: str, port: int) -> socket.socket:
     """A socket that listens; raises OSError or ValueError in one line."""
     if not 0 <= port <= _LAST_PORT:
         raise ValueError(f"--port is {port}; it must be from 0 (any that is free) to {_LAST_PORT}")
+    if not host:  # which the system would take for every address
+        raise ValueError("--host is empty; name an address, such as 127.0.0.1 (0.0.0.0 is every one)")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -207,7 +212,7 @@ def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
 
 def _stats(otlp_endpoint: str | None) -> tuple[ServerStats, Callable[[], None]]:
     """What counts the server's work, and what ends it."""
-    if not otlp_endpoint:
+    if otlp_endpoint is None:
         return ServerStats(), lambda: None
     try:
         from serving.metrics.traces import Traces
@@ -215,6 +220,16 @@ def _stats(otlp_endpoint: str | None) -> tuple[ServerStats, Callable[[], None]]:
         raise ValueError(f"--otlp-endpoint needs {error.name}: bash scripts/setup.sh otel") from error
     traces = Traces.to(otlp_endpoint)
     return traces, traces.close
+
+
+def _sendable(model: str) -> str:
+    """The model's name, which every answer holds; raises ValueError for one that is empty or not UTF-8."""
+    if not model.strip() or not model.isprintable():
+        raise ValueError(
+            f"the model's name is {model!r}; it must be printable text in UTF-8:"
+            " give one by --served-model-name NAME"
+        )
+    return model
 
 
 def _name_of(llm: AsyncLLM, recipe: str) -> str:

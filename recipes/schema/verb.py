@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+_LONGEST_LINE = 2000  # characters of an error: what is wrong stands at an end, a value of any length between
 UNUSABLE = 2  # the status of a recipe, file or option that cannot be used
 
 _FIX_OF = {
@@ -54,7 +55,7 @@ def refused(error: ValueError | OSError) -> int:
     """Print the one line of an error; the status that says so."""
     _discard_output()  # what is left in the buffer may be what cannot be written
     try:
-        print(in_one_line(error), file=sys.stderr, flush=True)
+        print(_printable(in_one_line(error)), file=sys.stderr, flush=True)
     except OSError:
         _replace(sys.stderr.fileno())  # nobody reads it: the status alone says so
     return UNUSABLE
@@ -65,11 +66,22 @@ def in_one_line(error: ValueError | OSError) -> str:
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     what = error.filename if error.filename is not None else "reading or writing"
+    what = what if what != "" else "an empty path"
     # of a failed look-up of a host's name, say, the number is none of errno's
     wrong = os.strerror(error.errno) if error.errno in errno.errorcode else str(error.strerror)
     said = f"{os.fsdecode(what) if isinstance(what, bytes) else what}: {wrong.lower()}"
     fix = _FIX_OF.get(error.errno)
     return f"{said}; {fix}" if fix else said
+
+
+def _printable(text: str) -> str:
+    """One line whatever its arguments held: no control character reaches the terminal, no value fills it."""
+    line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return (
+        line
+        if len(line) <= _LONGEST_LINE
+        else f"{line[: _LONGEST_LINE // 2]} ... {line[-_LONGEST_LINE // 2 :]}"
+    )
 
 
 def open_missing_streams() -> None:
