@@ -30,7 +30,9 @@ def main(argv: list[str]) -> None:
     """Run one benchmark and print its result."""
     top = argparse.ArgumentParser(
         prog="python -m scripts.benchmark",
-        description="\n".join([__doc__, "", *(f"{name:12}{what}" for name, (_, what) in VERBS.items())]),
+        description="\n".join(
+            [__doc__ or "", "", *(f"{name:12}{what}" for name, (_, what) in VERBS.items())]
+        ),
         formatter_class=argparse.RawTextHelpFormatter,
     )
     top.add_argument("verb", choices=VERBS, metavar="VERB")

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from recipes.build.engine import build
 from recipes.schema import verb
-from recipes.schema.command_line import add_recipe
+from recipes.schema.command_line import add_recipe, keep_apart
 from recipes.schema.reader import read
 from serving.offline import lines_in, opened, read_jobs, run_jobs, write_record
 from serving.text.tokenizer import Text
@@ -62,6 +62,8 @@ def main(argv: list[str]) -> None:
     options = parser().parse_intermixed_args(argv)
     if options.input is not None and options.output is None:
         raise ValueError("--output is missing: name a file for the answers, or - for standard output")
+    if options.output not in (None, "-"):
+        keep_apart(options.output, options.recipe, *filter(None, [options.input]))
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None

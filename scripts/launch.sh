@@ -24,7 +24,8 @@ set_unless() { # NAME VALUE: for a variable that the user did not set
 preload() { # each library that is there
     local library
     for library in "$@"; do
-        if [[ -e $library && ":${LD_PRELOAD:-}:" != *":$library:"* ]]; then
+        # the loader takes a space or a colon for the end of a name
+        if [[ -e $library && $library != *[[:space:]:]* && ":${LD_PRELOAD:-}:" != *":$library:"* ]]; then
             export LD_PRELOAD="$library${LD_PRELOAD:+:$LD_PRELOAD}"
             echo "launch: LD_PRELOAD has $library" >&2
         fi
@@ -56,6 +57,7 @@ shift
 [[ -f scripts/$verb.py || -f scripts/$verb/__main__.py ]] || die "there is no scripts/$verb.py"
 
 python=${PYTHON:-.venv/bin/python}
+command -v "$python" >/dev/null || die "there is no Python at $python; run bash scripts/setup.sh, or set PYTHON=..."
 # Where no recipe is among the arguments, the verb itself says what it takes
 device=$("$python" - "$@" <<'END'
 import re, sys

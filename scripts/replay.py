@@ -23,6 +23,7 @@ from continuous_batching.recording.replay import Divergence, Event, Replayed, re
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.build.scheduler import scheduler_from
 from recipes.schema import verb
+from recipes.schema.command_line import keep_apart
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,6 +49,8 @@ def main(argv: list[str]) -> int:
         raise ValueError(
             f"{options.changes[0]}: a recording is replayed as it was; with --policy NAME it may change"
         )
+    if options.trace is not None:
+        keep_apart(options.trace, options.file)
     with open(options.file, "rb") as file:
         recording = Recording(file, options.file)
         scheduler = scheduler_from(recording.facts)

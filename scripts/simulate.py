@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     elif argv[:1] == ["search"]:
         search_main(search_parser().parse_intermixed_args(argv[1:]))
     else:
-        options = serve_parser(str(__doc__)).parse_intermixed_args(argv)
+        options = serve_parser(__doc__ or "").parse_intermixed_args(argv)
         show(options, simulate(options))
     return 0
 

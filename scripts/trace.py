@@ -24,12 +24,15 @@ import sys
 
 from benchmark.workloads.command_line import check, fill_in, made, parser, summary
 from recipes.schema import verb
+from recipes.schema.command_line import keep_apart
 
 
 def main(argv: list[str]) -> None:
     """Write a trace; raises ValueError or OSError for what cannot be drawn, read or written."""
-    options = parser(str(__doc__)).parse_args(argv)
+    options = parser(__doc__ or "").parse_args(argv)
     check(options)
+    if options.source is not None:
+        keep_apart(options.output, options.source[1])
     taken = fill_in(options)
     trace, skipped = made(options)
     for reason in skipped:

@@ -21,6 +21,7 @@ from benchmark.gate import names
 from benchmark.gate.gate import audit
 from benchmark.gate.printing import read_result
 from benchmark.serve import charts, html_page
+from recipes.schema.command_line import keep_apart
 
 Result = dict[str, Any]
 ROWS = {  # a figure by the gate's name: what it is called, and whether more of it is better
@@ -209,5 +210,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
+    keep_apart(options.output, *options.results)
     write([read(path) for path in options.results], options.output)
     print(options.output)

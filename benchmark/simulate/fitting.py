@@ -6,12 +6,14 @@ import argparse
 
 from benchmark.recordings.recording_file import Recording
 from recipes.build.scheduler import scheduler_from
+from recipes.schema.command_line import keep_apart
 from simulation.fit_trust import in_words
 from simulation.fitted import NAMES, learn
 
 
 def fit_main(options: argparse.Namespace) -> int:
     """Fit costs to a recording, write them, and print those that are not 0; returns the exit status."""
+    keep_apart(options.output, options.recording)
     with open(options.recording, "rb") as file:
         recording = Recording(file, options.recording)
         fitted = learn(recording, scheduler_from(recording.facts))

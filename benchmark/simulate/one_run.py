@@ -14,6 +14,7 @@ from benchmark.simulate.placement import place
 from benchmark.simulate.trace_events import TraceEventFile
 from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.request import Request
+from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
 from simulation.fit_trust import in_words
 from simulation.fitted import Fitted
@@ -77,6 +78,8 @@ def simulate(options: argparse.Namespace) -> Result:
     deployment = deployment_of(options)
     if options.timeline is not None and (options.split is not None):
         raise ValueError("--timeline shows one engine or the stages of one; leave out --split")
+    if options.timeline is not None:
+        keep_apart(options.timeline, options.recipe, options.trace, *filter(None, [options.costs]))
     placement = deployment.placement
     requests = requests_of(
         options.trace,

@@ -35,6 +35,8 @@ _FIX_OF = {
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command on its arguments and exit; an unusable recipe, file or option is one line on stderr."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was while modules were imported
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     open_missing_streams()
     try:
         status = main(sys.argv[1:]) or 0

@@ -12,7 +12,7 @@ import pytest
 
 from recipes.schema.recipe import ROOT
 from recipes.schema.verb import refused
-from scripts import generate, serve
+from scripts import benchmark, generate, replay, serve, simulate, trace
 from serving import server
 
 TINY = "recipes/tiny/cpu.yaml"
@@ -74,3 +74,52 @@ def test_a_server_whose_terminal_is_closed_leaves_nothing(tmp_path: Path) -> Non
         process.stderr.read()
         assert process.wait(timeout=120) == 0
     assert not list(tmp_path.glob("engine-*"))
+
+
+def test_no_command_writes_over_what_it_reads(tmp_path: Path) -> None:
+    file, other = tmp_path / "file", tmp_path / "link"
+    text = '{"id": "a", "prompt_token_ids": [1], "max_tokens": 2}\n'
+    file.write_text(text)
+    other.symlink_to(file)
+    here, there = str(file), str(other)
+    for main, arguments in (
+        (generate.main, [TINY, "--input", here, "--output", there]),
+        (replay.main, [here, "--trace", there]),
+        (simulate.main, ["fit", here, "--output", there]),
+        (
+            simulate.main,
+            [TINY, "model.dtype=bfloat16", "--device=h200", "--trace", here, "--timeline", there],
+        ),
+        (trace.main, ["--from", f"mooncake:{here}", "--output", there]),
+        (benchmark.main, ["report", here, "--output", there]),
+    ):
+        with pytest.raises(ValueError, match="read by this command, which would write over it"):
+            main(arguments)
+        assert file.read_text() == text
+
+
+@pytest.mark.parametrize("verb", ["benchmark", "simulate", "trace"])
+def test_help_is_there_without_docstrings(verb: str) -> None:
+    command = [sys.executable, "-OO", "-m", f"scripts.{verb}", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "None" not in done.stdout
+
+
+@pytest.mark.parametrize("package", ["scripts", "recipes"])
+def test_an_interrupt_ends_a_command_that_still_imports(package: str, tmp_path: Path) -> None:
+    for each in ("scripts", "recipes"):  # beside modules of which the first one waits
+        (tmp_path / each).symlink_to(ROOT / each)
+    path = tmp_path / "argparse.py"
+    path.write_text("import time\nprint('imports', flush=True)\ntime.sleep(120)\n")
+    module = {"scripts": "scripts.generate", "recipes": "recipes"}[package]
+    command = [sys.executable, "-m", module, "keys"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "imports\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=60) == -signal.SIGINT

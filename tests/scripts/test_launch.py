@@ -99,3 +99,30 @@ def test_what_cannot_be_launched_is_one_line(arguments: list[str], words: str) -
     assert words in done.stderr
     lines = [line for line in done.stderr.splitlines() if "LD_PRELOAD" not in line]
     assert len(lines) == 1
+
+
+def test_a_library_whose_path_the_loader_would_cut_is_left_out(tmp_path: Path) -> None:
+    copy = tmp_path / "a b"
+    (copy / "scripts").mkdir(parents=True)
+    for name in ("launch.sh", "generate.py"):
+        (copy / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
+    (copy / "lib").mkdir()
+    (copy / "lib/libiomp5.so").touch()
+    stand_in = copy / "python"
+    stand_in.write_text(f"""#!/bin/sh\ncase "$*" in *sys.prefix*) echo "{copy}" ;; *) echo cpu ;; esac\n""")
+    stand_in.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "scripts/launch.sh", "--dry-run", "generate", "a"],
+        cwd=copy, env={"PATH": os.environ["PATH"], "PYTHON": str(stand_in)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "libiomp5" not in done.stderr
+
+
+def test_a_python_that_is_not_there_is_named() -> None:
+    done = launch("generate", "recipes/tiny/cpu.yaml", PYTHON="/nonexistent/python")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "launch: there is no Python at /nonexistent/python; run bash scripts/setup.sh, or set PYTHON=...\n"
+    )
