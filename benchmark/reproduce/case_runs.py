@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from typing import Any
 
 from benchmark.gate.gate import with_verdict
+from benchmark.processes import process_pool
 from benchmark.reproduce.case import Case
 from benchmark.simulate.deployment import SIMULATED, Deployment
 from benchmark.simulate.placement import Placement, place
@@ -80,7 +80,7 @@ def run_all(cases: Iterable[Case], jobs: int, report: Callable[[str], None]) -> 
     """Each case once, in so many processes; the results do not depend on the order in which they end."""
     wanted = sorted(dict.fromkeys(cases), key=_work, reverse=True)
     found: dict[Case, Result] = {}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with process_pool(jobs) as pool:
         futures = {pool.submit(run, case): case for case in wanted}
         for number, future in enumerate(as_completed(futures), 1):
             case = futures[future]

@@ -8,16 +8,15 @@ bytes for each request of all engines, and no token. Of a sample, drawn engines 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from benchmark.gate.gate import with_verdict
+from benchmark.processes import process_pool
 from benchmark.simulate.deployment import SIMULATED
 from benchmark.simulate.fleet_estimates import draw, estimates
 from benchmark.simulate.placement import place
@@ -106,7 +105,7 @@ def fleet_main(options: argparse.Namespace) -> dict[str, object]:
         Shard(part, options.dp, drawn, recipe.scheduler, cache, limits, planned.costs()) for part in each_one
     ]
     began_s = time.perf_counter()
-    with ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as processes:
+    with process_pool(options.processes) as processes:
         all_totals = [totals for found in processes.map(run, shards) for totals in found]
     took_s = time.perf_counter() - began_s
     totals = RunTotals()
