@@ -18,6 +18,8 @@ from benchmark.gate import (
     records,
     runs,
     served,
+    settings,
+    shape,
     summary,
     table,
 )
@@ -35,7 +37,13 @@ LAWS: tuple[Law, ...] = (
     *readings.LAWS,
     *runs.LAWS,
 )
-ANYWHERE: tuple[Law, ...] = (*clocks.LAWS, *machine.LAWS, *facts.LAWS)  # of every verb's results
+ANYWHERE: tuple[Law, ...] = (
+    *clocks.LAWS,
+    *machine.LAWS,
+    *settings.LAWS,
+    *shape.LAWS,
+    *facts.LAWS,
+)  # of every verb's results
 
 
 @dataclass(frozen=True, slots=True)

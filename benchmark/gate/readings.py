@@ -44,8 +44,7 @@ def _same(what: str, values: Array, bound: str, expected: Array, slack: float | 
 
 
 def in_step(figures: Figures) -> bool:
-    """Whether a reading is of the step that ended: an engine that overlaps has begun the next by then, and
-    a row that one request has left may hold another."""
+    """Whether a reading is of the step that ended: an engine that overlaps has begun the next by then."""
     return not figures.raw("settings.scheduler.overlap")
 
 
@@ -65,26 +64,31 @@ def sums(figures: Figures) -> str | None:
     wrongs = [
         _same("kv_usage", found["kv_usage"], "held_pages / num_pages", found["held_pages"] / pages, 6e-5),
         _worst("one step", np.ones(len(steps)), "the steps since the reading before", taken["steps"], 0),
-        _worst("steps without spans", taken["steps"], "its spans", taken["spans"], 0),
         _worst("spans", taken["spans"], "its tokens", taken["tokens"], 0),
         _worst("hit_tokens", found["hit_tokens"], "prompt_tokens", found["prompt_tokens"], 0),
         _worst("held_pages", found["held_pages"], "what the steps held together", taken["page_steps"], 0),
     ]
-    if figures.given("mean_in_system") is not None:  # else a prompt may have several answers
+    if figures.given("mean_in_system") is not None:  # else a prompt may have several answers, or none
         wrongs += [
+            _worst("steps without spans", taken["steps"], "its spans", taken["spans"], 0),
             _worst("sampled tokens", taken["sampled"], "its spans", taken["spans"], 0),
             _worst("ended", taken["ended"], "its sampled tokens", taken["sampled"], 0),
         ]
+    if (budget := figures.given("settings.scheduler.max_batch_tokens")) is not None:
+        wrongs.append(
+            _worst("tokens", taken["tokens"], "steps x max_batch_tokens", budget * taken["steps"], 0)
+        )
     if slots is not None:
         wrongs.append(_worst("spans", taken["spans"], "steps x slots", slots * taken["steps"], 0))
-        most = slots if in_step(figures) else 2 * slots
-        wrongs.append(_worst("running", found["running"], "slots", np.full(len(steps), most), 0))
+        wrongs.append(_worst("running", found["running"], "slots", np.full(len(steps), slots), 0))
     if len(steps) == figures.number("steps") and in_step(figures):
         wrongs += [
             _same("steps", steps, "the number of the reading", np.arange(1.0, len(steps) + 1)),
-            _worst("spans", taken["spans"], "the requests that run", found["running"], 0),
             _same("page_steps", taken["page_steps"], "held_pages", found["held_pages"]),
         ]
+        if figures.given("mean_in_system") is not None:  # a search that has ended had several rows
+            what = "the requests that run"
+            wrongs.append(_worst("spans", taken["spans"], what, found["running"], 0))
         between_s = found["running"] * np.diff(at_s, prepend=min(0.0, float(at_s[0])))
         slack = 1e-5 * (1 + found["running"])
         wrongs.append(_worst("running_s", taken["running_s"], "running x the time between", between_s, slack))

@@ -6,6 +6,7 @@ from benchmark.gate import elsewhere as other
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, finite, first
 
 RUNS = ("runs_output_tokens_per_s", "runs_output_tokens", "runs_duration_s")
+SHARING = "settings.cache.prefix_sharing"
 
 
 def lists(figures: Figures) -> list[list[float]]:
@@ -69,7 +70,20 @@ def counters(figures: Figures) -> str | None:
     wrongs.append(
         differs("warm_up_runs + counted runs", warm_ups + num_runs, "all prompts / a run's", whole, 0)
     )
+    if not figures.number("counters_after_all_runs.preemptions"):
+        wrongs.append(_looked_up(figures, (warm_ups + num_runs) * figures.number("requests")))
     return first(wrongs)
+
+
+def _looked_up(figures: Figures, admitted: float) -> str | None:
+    """Each request that is admitted looks once for its prefix, where prefixes are shared; who waited for a
+    page that another computed is not counted."""
+    lookups, shared = figures.raw("cache_after_all_runs.lookups"), figures.raw(SHARING)
+    if not isinstance(lookups, dict) or shared is None:
+        return None
+    found = sum(finite(f"lookups of {name!r}", each) for name, each in lookups.items())
+    most, what = (admitted, "the requests of all runs") if shared else (0.0, "none without shared prefixes")
+    return exceeds("cache_after_all_runs.lookups, together,", found, what, most, 0)
 
 
 LAWS = (

@@ -246,6 +246,8 @@ def tpot_of_gaps(figures: Figures) -> str | None:
     if least < 2:
         raise NotCheckable("some answers have a single token, and no TPOT")
     count = num_gaps(figures, completed)
+    if count > figures.number("output_tokens") - completed:
+        raise NotCheckable("a search went on after tokens that its best answer has not")
     all_ms = figures.number("itl_ms.mean") * count
     slack = SLACK * all_ms + ROUNDING_MS * count
     fewest, largest = tpot_ms * completed * (least - 1), tpot_ms * completed * (most - 1)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from benchmark.offline.timeline import StepRecord, Timeline
+from benchmark.offline.timeline import StepRecord, Timeline, end_s
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
 from recipes.build.engine import BuiltEngine
@@ -112,7 +112,7 @@ def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[fl
             "id": r.id,
             "arrival_s": since(r.arrival_s),
             "first_token_s": since(r.first_token_s),
-            "finish_s": since(r.finish_s),
+            "finish_s": since(end_s(r, token_times_s.get(r.id, ()))),
             "prompt_tokens": r.num_prompt_tokens,
             "max_tokens": r.params.max_tokens,
             "output_tokens": len(r.answer),

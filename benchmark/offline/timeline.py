@@ -52,6 +52,11 @@ class Timeline:
         slots, batch = engine.slots, step.batch
         ids = [slots.requests[row].id for row in batch.slots.tolist()]
         pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
+        # An engine that overlaps has begun the next step: a row may still hold a request that this one ended,
+        # or already one that waited until then, and no more can have run than there are slots
+        held = {slots.requests[row].id for row in slots.busy}
+        seen = len(slots.busy) + sum(each.id not in held for each in step.finished)
+        num_running = min(seen, slots.num_slots)
         self.steps.append(
             StepRecord(
                 start_s=step.start_s,
@@ -61,8 +66,8 @@ class Timeline:
                 num_tokens=(batch.stops - batch.starts).tolist(),
                 decodes=(batch.starts >= slots.num_prompt[batch.slots]).tolist(),
                 held_pages=pool.num_pages - 1 - pool.num_free - prefix.num_idle,
-                num_running=len(slots.busy) + len(step.finished),
-                num_waiting=len(engine.scheduler.waiting),
+                num_running=num_running,
+                num_waiting=len(engine.scheduler.waiting) + seen - num_running,
                 num_ended=len(step.finished),
                 num_sampled=len(step.owners),
                 counters=replace(engine.scheduler.counters),
@@ -70,8 +75,9 @@ class Timeline:
                 cpu_s=time.process_time(),
             )
         )
-        for row in step.owners.tolist():
-            self.token_times_s.setdefault(slots.requests[row].id, []).append(step.end_s)
+        # A beam search samples for each of its beams; its answer is one token longer all the same
+        for request_id in dict.fromkeys(slots.requests[row].id for row in step.owners.tolist()):
+            self.token_times_s.setdefault(request_id, []).append(step.end_s)
 
 
 COLUMNS = (  # of a reading: three of the moment; then sums since the run began
@@ -143,12 +149,18 @@ def percentiles(values_s: Sequence[float]) -> Figures:
     }
 
 
+def end_s(request: Request, times_s: Sequence[float]) -> float | None:
+    """When a client has had its last token. A stop string is found in the text after that."""
+    return times_s[-1] if len(times_s) else request.finish_s
+
+
 def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -> dict[str, object]:
     """Throughput and latencies of finished requests; the duration runs from the first arrival to the last
     token. A request that failed is counted, and its tokens are not."""
     done = [r for r in requests if r.finish_reason in ("stop", "length")]
     start_s = min((r.arrival_s for r in requests), default=0.0)
-    duration_s = max((r.finish_s or start_s for r in requests), default=0.0) - start_s
+    ends_s = {r.id: end_s(r, timeline.token_times_s.get(r.id, ())) for r in requests}
+    duration_s = max((end or start_s for end in ends_s.values()), default=0.0) - start_s
     answer_tokens = sum(len(r.answer) for r in done)
     times = {r.id: timeline.token_times_s.get(r.id, []) for r in done}
     gaps = [gap for of_one in times.values() for gap in np.diff(of_one).tolist()]
@@ -168,7 +180,8 @@ def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -
         "ttft_ms": percentiles([r.first_token_s - r.arrival_s for r in done if r.first_token_s is not None]),
         "tpot_ms": percentiles([(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 1]),
         "itl_ms": percentiles(gaps),
-        "e2e_ms": percentiles([r.finish_s - r.arrival_s for r in done if r.finish_s is not None]),
+        "itl_gaps": len(gaps),
+        "e2e_ms": percentiles([end - r.arrival_s for r in done if (end := ends_s[r.id]) is not None]),
         "mean_batch": round(float(np.mean([len(s.rows) for s in timeline.steps])), 2)
         if timeline.steps
         else 0.0,

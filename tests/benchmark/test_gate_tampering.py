@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from benchmark.gate.facts import SMALL
+from benchmark.gate.facts import SMALL, digests
 from benchmark.gate.gate import ANYWHERE, LAWS, Verdict, audit, laws_for, with_verdict
+from benchmark.gate.micro import LAWS as MICRO_LAWS
 from benchmark.gate.table import FIGURES
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
@@ -145,9 +146,11 @@ def sample(results: list[Result], count: int) -> list[Tampering]:
     for result in results:
         for kind, made in all_of(result).items():
             by_kind.setdefault(kind, []).extend(made)
-    each = -(-count // len(by_kind))
-    chosen = [one for made in by_kind.values() for one in drawn.sample(made, min(each, len(made)))]
-    return chosen[:count] if len(chosen) > count else chosen
+    chosen, left = [], count
+    for number, made in enumerate(sorted(by_kind.values(), key=len)):  # what is short leaves more to others
+        chosen += drawn.sample(made, min(-(-left // (len(by_kind) - number)), len(made)))
+        left = count - len(chosen)
+    return chosen
 
 
 @pytest.mark.parametrize("count", TAMPERINGS)
@@ -185,6 +188,96 @@ def test_a_hundred_honest_results_pass(measured: Measured) -> None:
         found += [measured.served(seed), measured.small("stall")]
         wrong.update(law for result in found for law in refused(result))
     assert not wrong
+
+
+def single(result: Result) -> list[tuple[str, Result]]:
+    """Every entry of objects dropped, every word changed and every number scaled, one at a time."""
+    changes = []
+    for name, made in all_of(result).items():
+        if name in ("a number scaled", "a string relabelled", "an entry dropped"):
+            changes += made
+    return [(each.what, each.result) for each in random.Random(3).sample(changes, 150)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 2, 3, 4])
+def test_laws_alone_refuse_most_single_changes(results: list[Result], number: int) -> None:
+    """Whoever can read the code computes the digests again."""
+    passed = []
+    for what, tampered in single(results[number]):
+        tampered.pop("verdict", None)
+        try:
+            told = audited({**tampered, "facts": digests(tampered)})
+        except ValueError:
+            continue
+        if told.passed:
+            passed.append(what)
+    assert len(passed) <= 0.2 * 150, passed
+
+
+def test_what_a_verb_writes_together_is_there_together(offline: Result) -> None:
+    for name in ("clock", "counters", "cache_after_all_runs", "records", "mean_running", "metrics", "facts"):
+        fields = {each: value for each, value in offline.items() if each not in (name, "verdict")}
+        fields = fields if name == "facts" else {**fields, "facts": digests(fields)}
+        assert "whole result" in refused(fields), name
+    del offline["counters"]["after"]["steps"]
+    assert "alike" in refused(offline)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("scheduler", "policy", "stall_free 2"),
+        ("device", "compile", True),
+        ("scheduler", "num_slots", None),
+    ],
+)
+def test_settings_are_of_a_recipe(offline: Result, section: str, key: str, value: object) -> None:
+    offline["settings"][section][key] = value
+    assert "recipe" in refused(offline)
+
+
+HONEST: tuple[tuple[list[str], dict[str, object]], ...] = (
+    (["scheduler.overlap=true", "scheduler.num_slots=2"], {"ignore_eos": False}),
+    ([], {"beam_width": 2}),
+    (["scheduler.overlap=true"], {"beam_width": 3, "n": 2}),
+    ([], {"stop": ["e"]}),
+    ([], {"n": 2, "temperature": 1.0}),
+    (["scheduler.max_queue_wait_s=0.001", "scheduler.num_slots=2"], {}),
+)
+
+
+@pytest.mark.parametrize(("overrides", "asked"), HONEST)
+def test_honest_searches_stops_and_timeouts_pass(
+    measured: Measured, tmp_path: Path, overrides: list[str], asked: dict[str, object]
+) -> None:
+    lines = [
+        {"id": f"r{n}", "prompt_token_ids": [5 + n] * 9, "max_tokens": 6, "temperature": 0, **asked}
+        for n in range(31)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = measured.told("offline", *ENGINE, *overrides, "--trace", str(path))
+    assert {*refused(result)} <= {"samples"}  # of few that were in time
+    running = result["metrics"]["columns"].index("running")
+    assert max(each[running] for each in result["metrics"]["readings"]) <= result["slots"]
+
+
+def test_a_ratio_of_stalls_may_be_below_one() -> None:
+    """Rounded to two decimals, whatever it is."""
+    parts = {"p50": 1.0, "p90": 1.0, "p99": 1.0}
+    way = {"itl_ms": parts, "ttft_of_long_prompts_ms": parts, "computed_tokens": 1, "total_tokens_per_s": 1.0}
+    result = {
+        "benchmark": "stall",
+        "clock": {"monotonic_s": 9.0},
+        "whole": {**way, "worst_itl_ms": 31.5},
+        "chunked": {**way, "worst_itl_ms": 100.0},
+        "worst_itl_times_lower": 0.32,
+        "throughput_times": 1.0,
+    }
+    [law] = MICRO_LAWS["stall"]
+    assert audit(result, [law]).passed
+    assert not audit({**result, "worst_itl_times_lower": 0.33}, [law]).passed
 
 
 def test_the_cases_that_a_stranger_found_are_refused(offline: Result) -> None:

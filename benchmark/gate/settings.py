@@ -1,0 +1,83 @@
+"""Are the settings those of a recipe that could have run, with what was set over it?
+
+A result states its recipe in full. An engine starts only with what the recipe's own checks let pass, and
+each override stands in the settings again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from benchmark.gate.law import Figures, Law, first
+from recipes.schema.keys import NAMES, keys_of
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+from recipes.schema.source_location import parse
+
+ABSENT = object()
+
+
+def recipe_of(stated: Mapping[str, Any]) -> Recipe:
+    """The recipe that settings describe; raises RecipeError where none could be."""
+    values = {}
+    for each in keys_of(Recipe):
+        value = _value(stated, each.name)
+        if value is ABSENT:
+            raise RecipeError(each.name, "is absent", "a result has every key of its recipe")
+        if isinstance(value, str) and each.kind is Path:
+            value = Path(value)
+        if isinstance(value, list) and each.kind == NAMES:
+            value = tuple(value)
+        values[each.name] = value
+    if unknown := sorted({f"{name}.{key}" for name, each in stated.items() for key in each} - {*values}):
+        raise RecipeError(unknown[0], "is no key of a recipe", "a result has no other keys")
+    sections = {}
+    for name, section in get_type_hints(Recipe).items():
+        prefix = f"{name}."
+        own = {key.removeprefix(prefix): each for key, each in values.items() if key.startswith(prefix)}
+        sections[name] = section(**own)
+    return Recipe(**sections)
+
+
+def _value(stated: Mapping[str, Any], name: str) -> Any:
+    section, _, leaf = name.partition(".")
+    return stated.get(section, {}).get(leaf, ABSENT)
+
+
+def possible(figures: Figures) -> str | None:
+    """A recipe's own checks let the settings pass, and every override is in them."""
+    stated = figures.raw("settings")
+    if not isinstance(stated, Mapping) or not all(isinstance(each, Mapping) for each in stated.values()):
+        raise ValueError("settings must be an object of a recipe's sections")
+    wrongs = _overridden(figures, stated)
+    try:
+        recipe_of(stated)
+    except RecipeError as error:
+        wrongs.append(f"settings are of no recipe: {error}")
+    return first(wrongs)
+
+
+def _overridden(figures: Figures, stated: Mapping[str, Any]) -> list[str | None]:
+    overrides = figures.raw("overrides") or []
+    if not isinstance(overrides, list) or not all(isinstance(each, str) for each in overrides):
+        raise ValueError("overrides must be a list of texts such as cache.page_size=32")
+    kinds = {each.name: each.kind for each in keys_of(Recipe)}
+    last = dict(each.partition("=")[::2] for each in overrides)  # the last of one key holds
+    wrongs: list[str | None] = []
+    for name, text in last.items():
+        if name.startswith("model.config."):
+            continue  # a part of a key
+        if name not in kinds:
+            wrongs.append(f"overrides name {name}, which is no key of a recipe")
+        elif kinds[name] is not Path:  # they are stated relative to the repository
+            asked, ran = parse(text, "overrides", numbered=False).plain, _value(stated, name)
+            if asked != (list(ran) if isinstance(ran, tuple) else ran):
+                wrongs.append(f"overrides ask for {name}={text}, but settings have {ran}")
+    return wrongs
+
+
+LAWS = (
+    Law("recipe", "settings are of a recipe that could have run, with its overrides", possible, "settings"),
+)

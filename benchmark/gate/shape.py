@@ -1,0 +1,166 @@
+"""Does a result have all that the verb that made it writes?
+
+A field that is dropped takes the laws that read it along, so its absence is checked by itself: some fields
+are written together, or not at all. A file of another tool has none of those that are looked for here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmark.gate.law import Figures, Law, NotCheckable, first
+from benchmark.gate.records import DONE
+
+# Every engine in a benchmark's process writes these
+ENGINE = (
+    *("recipe", "overrides", "machine", "clock", "computed_on", "num_devices", "weight_bytes_per_step"),
+    *("kv_bytes_per_token", "page_size", "page_bytes", "settings", "warm_up_runs", "warm_up_counted"),
+    *("max_tokens_per_step", "requests", "completed", "failed", "duration_s", "prompt_tokens"),
+    *("output_tokens", "output_tokens_per_s", "facts"),
+    *(f"computed_on.{name}" for name in ("kind", "count", "virtual", "attention", "memory_gib")),
+    *("machine.device", "machine.torch"),
+)
+NAMED = ("device_profile",)  # by each of them, and null where there is none
+RUN = (  # and of a trace, or of requests that all come at once
+    *("trace", "runs_output_tokens_per_s", "runs_output_tokens", "runs_duration_s", "cache_after_all_runs"),
+    *("counters_after_all_runs", "metrics", "metrics.columns", "metrics.readings", "peak_rss_gib"),
+    *("requests_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "mean_batch"),
+    *("mean_page_use", "steps", "prefix_hit_rate", "preemptions", "slots", "num_pages", "counters"),
+    *("counters.before", "counters.after"),
+    *(
+        f"cache_after_all_runs.{name}"
+        for name in (
+            *("running_requests", "waiting_requests", "held_pages", "idle_pages", "free_pages", "lookups"),
+            *("fragmentation", "swapped_host_pages", "resting_host_pages", "free_host_pages", "hit_rate"),
+            *("host_hit_rate", "copied_on_write_bytes", "compacted_bytes", "swapped_out_bytes"),
+            *("swapped_in_bytes", "rested_bytes", "promoted_bytes"),
+        )
+    ),
+)
+NAMED_IN_RUN = ("offered_per_s", "least_output_tokens", "most_output_tokens")
+BATCHES = (
+    *("batch_size", "input_len", "output_len", "avg_latency", "latencies", "percentiles", "tpot_ms"),
+    *("batches", "batches.columns", "batches.readings"),
+)
+ASKED = ("ended_by", "asked_output_tokens", "records")  # where each request has one answer
+COLUMNS = (
+    *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s", "steps", "spans", "tokens"),
+    *("sampled", "ended", "page_steps", "running_s", "prompt_tokens", "hit_tokens", "preemptions"),
+)
+MEANS = ("mean_running", "mean_in_system")  # where each also ended in a step
+SERVED = (
+    *(
+        "benchmark",
+        "backend",
+        "trace",
+        "trace_sha256",
+        "num_prompts",
+        "extra_body",
+        "retry_rejected",
+        "date",
+        "base_url",
+    ),
+    *("model_id", "loop", "machine", "clock", "server_said", "duration", "completed", "failed", "rejected"),
+    *("retried", "ended_by", "errors", "total_input_tokens", "total_output_tokens", "request_throughput"),
+    *("output_throughput", "total_token_throughput", "mean_in_flight", "max_concurrent_requests"),
+    *("asked_output_tokens", "client", "warm_up_counted", "records", "facts"),
+    *(f"client.{name}_ms" for name in ("late", "lag", "held")),
+)
+NAMED_IN_SERVED = (
+    *("endpoint", "request_rate", "max_concurrency", "seed", "goodput", "server", "metrics"),
+    *("warm_up_runs", "mean_in_system", "offered_per_s"),
+)
+CLOCK = tuple(f"clock.{name}" for name in ("started_at", "ended_at", "monotonic_s", "cpu_s"))
+MACHINE = tuple(f"machine.{name}" for name in ("cpu", "cores", "python", "numpy", "preloaded"))
+OF_SOME = ("piece_tokens", "cached_tokens")  # pieces of one token each are not told apart
+LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+# Of each: what tells that it is one, what it has, and what it has that may be null
+Shape = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+SHAPES: tuple[Shape, ...] = (
+    ("an engine's result", ("computed_on", "settings", "weight_bytes_per_step"), ENGINE, NAMED),
+    (
+        "a run's result",
+        ("counters", "cache_after_all_runs", "counters_after_all_runs", "peak_rss_gib"),
+        RUN,
+        NAMED_IN_RUN,
+    ),
+    ("a result of batches", ("batches", "batch_size", "avg_latency"), BATCHES, ()),
+    ("a client's result", ("server_said", "trace_sha256", "client"), SERVED, NAMED_IN_SERVED),
+    ("a result with a clock", ("clock", "facts"), CLOCK, ()),
+)
+
+
+def ours(figures: Figures) -> bool:
+    """Whether a verb wrote it that measures, whose results have digests and clocks."""
+    return figures.raw("SIMULATED") is None and any(
+        figures.raw(name) is not None for name in ("facts", "clock", "computed_on", "server_said")
+    )
+
+
+def _lacks(what: str, figures: Figures, names: Iterable[str], empty: Iterable[str] = ()) -> list[str | None]:
+    absent = [name for name in names if figures.raw(name) is None]
+    absent += [name for name in empty if not _stands(figures.stated, name)]
+    return [f"{what} has {name}, and it is absent" for name in absent]
+
+
+def _stands(fields: Mapping[str, Any], name: str) -> bool:
+    return name in fields
+
+
+def whole(figures: Figures) -> str | None:
+    """What is written together is there together."""
+    if not ours(figures):
+        raise NotCheckable("no verb that measures has written it")
+    wrongs: list[str | None] = []
+    for what, signs, names, empty in SHAPES:
+        if any(figures.raw(name) is not None for name in signs):
+            wrongs += _lacks(what, figures, names, empty)
+    if figures.raw("machine") is not None:
+        wrongs += _lacks("a machine", figures, MACHINE)
+    is_run = figures.raw("counters_after_all_runs") is not None
+    if is_run and isinstance(columns := figures.raw("metrics.columns"), list):
+        wrongs += [f"readings have {name}, and it is absent" for name in COLUMNS if name not in columns]
+    for together in (ASKED, MEANS):
+        if is_run and any(figures.raw(name) is not None for name in together):
+            wrongs += _lacks(f"a result with {together[0]}", figures, together)
+    return first(wrongs)
+
+
+def alike(figures: Figures) -> str | None:
+    """Objects of one kind have the same fields: counters, latencies, the requests' records."""
+    counters = ("counters.before", "counters.after", "counters_after_all_runs")
+    found = {name: each for name in counters if isinstance(each := figures.raw(name), Mapping)}
+    wrongs = _same_names(found)
+    latencies = {name: each for name in LATENCIES if isinstance(each := figures.raw(name), Mapping) and each}
+    if figures.raw("counters_after_all_runs") is not None:
+        wrongs += _same_names(latencies)
+    if figures.raw("records") is not None:
+        wrongs += _same_names(_answered(figures))
+    if not found and not latencies and figures.raw("records") is None:
+        raise NotCheckable("there are no two objects of one kind")
+    return first(wrongs)
+
+
+def _answered(figures: Figures) -> dict[str, dict[str, Any]]:
+    """The records of answers, without what a server tells of some only."""
+    return {
+        f"record {record.get('id', number)}": {name: None for name in record if name not in OF_SOME}
+        for number, record in enumerate(figures.records())
+        if record.get("finish_reason") in DONE
+    }
+
+
+def _same_names(objects: Mapping[str, Mapping[str, Any]]) -> list[str | None]:
+    every = {name for each in objects.values() for name in each}
+    return [
+        f"{what} has no {name}, and others have it"
+        for what, each in objects.items()
+        for name in sorted(every - {*each})
+    ]
+
+
+LAWS = (
+    Law("whole result", "what a verb writes together is there together", whole),
+    Law("alike", "objects of one kind have the same fields", alike),
+)
