@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Outcome = Literal["pass", "refused", "not checkable"]
 Fields = Mapping[str, Any]
+MALFORMED = (TypeError, AttributeError, KeyError, IndexError, ArithmeticError)
 
 
 class NotCheckable(Exception):
@@ -127,6 +128,8 @@ def rule(law: Law, fields: Fields, stated: Fields | None = None) -> Ruling:
         wrong = law.check(figures)
     except NotCheckable as reason:
         return Ruling(law, "not checkable", str(reason), figures.used)
+    except MALFORMED as error:  # a file may hold anything, anywhere, and no law asks each entry for its type
+        raise ValueError(f"law {law.name!r}: a field is not of the kind that it reads: {error}") from error
     return Ruling(law, "refused" if wrong else "pass", wrong or "", figures.used)
 
 

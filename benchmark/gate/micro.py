@@ -41,6 +41,13 @@ def number(name: str, row: Row, part: str) -> float:
     return value
 
 
+def above_zero(name: str, row: Row, part: str) -> float:
+    """A figure of a row that others are divided by; raises ValueError for none or 0."""
+    if not (value := number(name, row, part)):
+        raise ValueError(f"{name}.{part} is 0; it must be above 0")
+    return value
+
+
 def part_of(name: str, row: Row, part: str) -> Any:
     """Whatever stands in a row under a name; raises ValueError if it is absent."""
     if row.get(part) is None:
@@ -86,7 +93,7 @@ def host(figures: Figures) -> str | None:
     taken_us, wrongs = 0.0, []
     if figures.raw("waiting") is not None:
         for name, table in (figures.raw("slots") or {}).items():
-            base_us = finite("mean_us", table[0].get("mean_us"))
+            base_us = above_zero(f"slots.{name}", table[0], "mean_us")
             for row in table:
                 where = f"slots.{name}, {row.get('variant')}"
                 wrongs += list(_percentiles(where, row))
@@ -142,7 +149,7 @@ def device(figures: Figures) -> str | None:
         ]
         tokens, rate = tokens_of(str(row.get("load"))), number(name, row, "tokens_per_s")
         if tokens:
-            per_s = tokens / (number(name, row, "step_ms") / 1e3)
+            per_s = tokens / (above_zero(name, row, "step_ms") / 1e3)
             wrongs.append(
                 differs(f"{name}.tokens_per_s", rate, "tokens / step_ms", per_s, ROUNDED * per_s + 0.1)
             )
@@ -216,7 +223,7 @@ def stall(figures: Figures) -> str | None:
         ("worst_itl_times_lower", "worst_itl_ms", (whole, chunked), 0.005),
         ("throughput_times", "total_tokens_per_s", (chunked, whole), 0.00005),
     ):
-        expected = number("one way", above, part) / number("the other way", below, part)
+        expected = number("one way", above, part) / above_zero("the other way", below, part)
         wrongs.append(differs(stated, figures.number(stated), f"{part} of both", expected, 1.01 * rounding))
     for name, row in ways.items():
         itl, worst = part_of(name, row, "itl_ms"), number(name, row, "worst_itl_ms")
@@ -227,7 +234,7 @@ def stall(figures: Figures) -> str | None:
         wrongs += list(
             _order(f"{name}.ttft_of_long_prompts_ms", part_of(name, row, "ttft_of_long_prompts_ms"))
         )
-        seconds = number(name, row, "computed_tokens") / number(name, row, "total_tokens_per_s")
+        seconds = number(name, row, "computed_tokens") / above_zero(name, row, "total_tokens_per_s")
         wrongs.append(within_the_run(figures, seconds))
     return first(wrongs)
 

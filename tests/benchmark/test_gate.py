@@ -250,3 +250,18 @@ def test_profiles_are_found_by_what_a_device_calls_itself() -> None:
     assert profile.read_ms(50 * 2**20, 1) == 0, "it may all lie in the cache"
     assert profile.read_ms(50 * 2**20 + 4.8e9, 1) == pytest.approx(1)
     assert profile.read_ms(100 * 2**20 + 9.6e9, 2) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"benchmark": "host", "waiting": 3, "slots": {"4": [0]}},
+        {"benchmark": "host", "waiting": 3, "slots": {"4": [{"mean_us": 0, "variant": "a"}]}},
+        {"benchmark": "device", "steps": [{"is_mixed": True, "step_ms": 1, "parts_ms": 3}]},
+        {"benchmark": "stall", "whole": {"worst_itl_ms": 1, "itl_ms": []}, "chunked": {"worst_itl_ms": 0}},
+    ],
+)
+def test_a_field_of_another_kind_is_a_line(fields: dict[str, object]) -> None:
+    """Not a traceback: a file may hold anything, anywhere."""
+    with pytest.raises(ValueError):
+        audit(fields)
