@@ -7,6 +7,7 @@ each override stands in the settings again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,15 +25,15 @@ def recipe_of(stated: Mapping[str, Any]) -> Recipe:
     values = {}
     for each in keys_of(Recipe):
         value = _value(stated, each.name)
+        if value is ABSENT and each.default is not MISSING:
+            continue  # of an engine that did not have this key yet
         if value is ABSENT:
-            raise RecipeError(each.name, "is absent", "a result has every key of its recipe")
+            raise RecipeError(each.name, "is absent", "every recipe has it")
         if isinstance(value, str) and each.kind is Path:
             value = Path(value)
         if isinstance(value, list) and each.kind == NAMES:
             value = tuple(value)
         values[each.name] = value
-    if unknown := sorted({f"{name}.{key}" for name, each in stated.items() for key in each} - {*values}):
-        raise RecipeError(unknown[0], "is no key of a recipe", "a result has no other keys")
     sections = {}
     for name, section in get_type_hints(Recipe).items():
         prefix = f"{name}."

@@ -64,12 +64,12 @@ SERVED = (
     *("model_id", "loop", "machine", "clock", "server_said", "duration", "completed", "failed", "rejected"),
     *("retried", "ended_by", "errors", "total_input_tokens", "total_output_tokens", "request_throughput"),
     *("output_throughput", "total_token_throughput", "mean_in_flight", "max_concurrent_requests"),
-    *("asked_output_tokens", "client", "warm_up_counted", "records", "facts"),
+    *("client", "warm_up_counted", "records", "facts"),
     *(f"client.{name}_ms" for name in ("late", "lag", "held")),
 )
 NAMED_IN_SERVED = (
     *("endpoint", "request_rate", "max_concurrency", "seed", "goodput", "server", "metrics"),
-    *("warm_up_runs", "mean_in_system", "offered_per_s"),
+    *("warm_up_runs", "mean_in_system", "offered_per_s", "asked_output_tokens"),
 )
 CLOCK = tuple(f"clock.{name}" for name in ("started_at", "ended_at", "monotonic_s", "cpu_s"))
 MACHINE = tuple(f"machine.{name}" for name in ("cpu", "cores", "python", "numpy", "preloaded"))
@@ -94,7 +94,7 @@ SHAPES: tuple[Shape, ...] = (
 def ours(figures: Figures) -> bool:
     """Whether a verb wrote it that measures, whose results have digests and clocks."""
     return figures.raw("SIMULATED") is None and any(
-        figures.raw(name) is not None for name in ("facts", "clock", "computed_on", "server_said")
+        figures.raw(name) is not None for name in ("clock", "computed_on", "server_said")
     )
 
 

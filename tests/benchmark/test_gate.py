@@ -263,5 +263,5 @@ def test_profiles_are_found_by_what_a_device_calls_itself() -> None:
 )
 def test_a_field_of_another_kind_is_a_line(fields: dict[str, object]) -> None:
     """Not a traceback: a file may hold anything, anywhere."""
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"law|must be above 0"):
         audit(fields)
