@@ -69,7 +69,7 @@ SERVED = (
 )
 NAMED_IN_SERVED = (
     *("endpoint", "request_rate", "max_concurrency", "seed", "goodput", "server", "metrics"),
-    *("warm_up_runs", "mean_in_system", "offered_per_s", "asked_output_tokens"),
+    *("warm_up_runs", "offered_per_s", "asked_output_tokens"),
 )
 CLOCK = tuple(f"clock.{name}" for name in ("started_at", "ended_at", "monotonic_s", "cpu_s"))
 MACHINE = tuple(f"machine.{name}" for name in ("cpu", "cores", "python", "numpy", "preloaded"))
@@ -118,6 +118,8 @@ def whole(figures: Figures) -> str | None:
             wrongs += _lacks(what, figures, names, empty)
     if figures.raw("machine") is not None:
         wrongs += _lacks("a machine", figures, MACHINE)
+    if figures.raw("server_said") is not None and figures.given("failed") == 0:
+        wrongs += _lacks("a client's result without failures", figures, ("mean_in_system",))
     is_run = figures.raw("counters_after_all_runs") is not None
     if is_run and isinstance(columns := figures.raw("metrics.columns"), list):
         wrongs += [f"readings have {name}, and it is absent" for name in COLUMNS if name not in columns]
