@@ -11,13 +11,18 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from benchmark.gate.law import Figures, Law, first
+from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, first
 from recipes.schema.keys import NAMES, keys_of
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.source_location import parse
 
 ABSENT = object()
+SIZES = (  # of a server, the key that asks for it, and how many of those it keeps for itself
+    ("num_slots", "scheduler.num_slots", 0),
+    ("num_pages", "cache.num_pages", 1),
+    ("page_size", "cache.page_size", 0),
+)
 
 
 def recipe_of(stated: Mapping[str, Any]) -> Recipe:
@@ -52,12 +57,35 @@ def possible(figures: Figures) -> str | None:
     stated = figures.raw("settings")
     if not isinstance(stated, Mapping) or not all(isinstance(each, Mapping) for each in stated.values()):
         raise ValueError("settings must be an object of a recipe's sections")
-    wrongs = _overridden(figures, stated)
+    return first([*_overridden(figures, stated), _unlike_a_recipe("settings", stated)])
+
+
+def served(figures: Figures) -> str | None:
+    """A recipe's own checks let what a server said of itself pass, and its sizes are those of its recipe."""
+    stated = figures.raw("server.recipe")
+    if stated is None:
+        raise NotCheckable("server.recipe is absent")
+    if not isinstance(stated, Mapping) or not all(isinstance(each, Mapping) for each in stated.values()):
+        raise ValueError("server.recipe must be an object of a recipe's sections")
+    wrongs = [_unlike_a_recipe("server.recipe", stated)]
+    for ours, key, extra in SIZES:
+        asked, said = _value(stated, key), figures.given(f"server.{ours}")
+        if said is not None and isinstance(asked, int):
+            wrongs.append(differs(f"server.{ours}", said, key, asked - extra, 0))
+    if (slots := figures.given("server.num_slots")) is not None and figures.raw(
+        "metrics.columns"
+    ) is not None:
+        running = float(figures.column("running").max(initial=0))
+        wrongs.append(exceeds("the most that ran", running, "server.num_slots", slots, 0))
+    return first(wrongs)
+
+
+def _unlike_a_recipe(what: str, stated: Mapping[str, Any]) -> str | None:
     try:
         recipe_of(stated)
     except RecipeError as error:
-        wrongs.append(f"settings are of no recipe: {error}")
-    return first(wrongs)
+        return f"{what} is of no recipe: {error}"
+    return None
 
 
 def _overridden(figures: Figures, stated: Mapping[str, Any]) -> list[str | None]:
@@ -81,4 +109,5 @@ def _overridden(figures: Figures, stated: Mapping[str, Any]) -> list[str | None]
 
 LAWS = (
     Law("recipe", "settings are of a recipe that could have run, with its overrides", possible, "settings"),
+    Law("server's recipe", "a server's recipe could have run, and has its sizes", served, "server"),
 )

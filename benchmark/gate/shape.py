@@ -44,6 +44,10 @@ BATCHES = (
     *("batches", "batches.columns", "batches.readings"),
 )
 ASKED = ("ended_by", "asked_output_tokens", "records")  # where each request has one answer
+COUNTERS = (
+    ("counters.before", "counters.after", "counters_after_all_runs"),  # an engine's
+    ("metrics.before", "metrics.after"),  # a server's
+)
 COLUMNS = (
     *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s", "steps", "spans", "tokens"),
     *("sampled", "ended", "page_steps", "running_s", "prompt_tokens", "hit_tokens", "preemptions"),
@@ -131,15 +135,18 @@ def whole(figures: Figures) -> str | None:
 
 def alike(figures: Figures) -> str | None:
     """Objects of one kind have the same fields: counters, latencies, the requests' records."""
-    counters = ("counters.before", "counters.after", "counters_after_all_runs")
-    found = {name: each for name in counters if isinstance(each := figures.raw(name), Mapping)}
-    wrongs = _same_names(found)
+    wrongs: list[str | None] = []
+    for names in COUNTERS:
+        wrongs += _same_names(
+            {name: each for name in names if isinstance(each := figures.raw(name), Mapping)}
+        )
     latencies = {name: each for name in LATENCIES if isinstance(each := figures.raw(name), Mapping) and each}
     if figures.raw("counters_after_all_runs") is not None:
         wrongs += _same_names(latencies)
     if figures.raw("records") is not None:
         wrongs += _same_names(_answered(figures))
-    if not found and not latencies and figures.raw("records") is None:
+    counted = any(figures.raw(name) is not None for names in COUNTERS for name in names)
+    if not counted and not latencies and figures.raw("records") is None:
         raise NotCheckable("there are no two objects of one kind")
     return first(wrongs)
 

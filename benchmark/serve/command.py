@@ -193,7 +193,7 @@ def print_table(result: Mapping[str, Any], shown: list[str]) -> None:
     late_ms, lag_ms = client["late_ms"]["p99"], client["lag_ms"]["p99"]
     print(f"\nclient: late p99 {late_ms} ms, event loop p99 {lag_ms} ms late")
     if server_figures := [
-        f"{name} {value}" for name, value in metrics.items() if not isinstance(value, list)
+        f"{name} {value}" for name, value in metrics.items() if not isinstance(value, (list, dict))
     ]:
         print(f"server: {', '.join(server_figures).replace('_', ' ')}")
     for error, count in result["errors"].items():

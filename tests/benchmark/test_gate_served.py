@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmark.gate import settings, shape
 from benchmark.gate.gate import audit
+from benchmark.gate.law import Figures, rule
+from recipes.schema.reader import load
+from tests.serving.server import TINY
 from tests.simulation.queue import honest
 
 Result = dict[str, Any]
@@ -180,3 +184,52 @@ def test_a_file_of_vllm_is_audited() -> None:
     assert audit(told).passed
     wrong = audit({**told, "request_throughput": 48.2, "itls": [[0.04]] * 100}).describe()["refused"]
     assert list(wrong) == ["rate x duration"]
+
+
+def told_by_a_server() -> Result:
+    """What a result holds of a server that said how it runs."""
+    recipe = load(TINY).described()
+    sizes = {"num_slots": 32, "num_pages": 1023, "page_size": 16}
+    readings = [[0.5, 1.0, 3, 0, 0.1], [1.0, 1.5, 32, 4, 0.2]]
+    columns = ["at_s", "wall_s", "running", "waiting", "kv_usage"]
+    return {
+        "server": {"recipe": recipe, **sizes},
+        "metrics": {
+            "before": {"requests": 0.0},
+            "after": {"requests": 9.0},
+            "columns": columns,
+            "readings": readings,
+        },
+    }
+
+
+def test_a_servers_own_words_agree() -> None:
+    (law,) = settings.LAWS[1:]
+    assert rule(law, told_by_a_server()).outcome == "pass"
+
+
+@pytest.mark.parametrize(
+    ("tamper", "said"),
+    [
+        (lambda told: told["server"].update(num_slots=64), "num_slots"),
+        (lambda told: told["server"].update(num_pages=1024), "num_pages"),
+        (lambda told: told["server"].update(page_size=32), "page_size"),
+        (lambda told: told["server"]["recipe"]["model"].pop("path"), "model.path"),
+        (lambda told: told["server"]["recipe"]["scheduler"].update(policy="best"), "policy"),
+        (lambda told: told["server"]["recipe"]["cache"].update(num_pages=-4), "num_pages"),
+        (lambda told: told["metrics"]["readings"].append([2.0, 2.5, 33, 0, 0.1]), "the most that ran"),
+    ],
+)
+def test_a_servers_words_that_disagree_are_refused(tamper: Callable[[Result], Any], said: str) -> None:
+    told = told_by_a_server()
+    tamper(told)
+    (law,) = settings.LAWS[1:]
+    ruling = rule(law, told)
+    assert (ruling.outcome, said in ruling.why) == ("refused", True), ruling.why
+
+
+def test_a_server_counts_the_same_before_and_after() -> None:
+    told = told_by_a_server()
+    assert shape.alike(Figures(told)) is None
+    del told["metrics"]["before"]["requests"]
+    assert "metrics.before has no requests" in str(shape.alike(Figures(told)))
