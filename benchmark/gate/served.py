@@ -5,6 +5,8 @@ How late the client itself was stands in `client`; the objectives, in millisecon
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, finite, first
@@ -48,6 +50,23 @@ def errors(figures: Figures) -> str | None:
             exceeds("rejected", rejected, "failed", failed, 0),
         ]
     )
+
+
+def counters(figures: Figures) -> str | None:
+    """A server's counters count whole things, seconds apart, and only grow."""
+    before, after = (figures.raw(f"metrics.{when}") for when in ("before", "after"))
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        raise NotCheckable("metrics.before and metrics.after are absent")
+    wrongs: list[str | None] = []
+    for name in before.keys() & after.keys():
+        was, came_to = f"metrics.before.{name}", f"metrics.after.{name}"
+        counted = {was: finite(was, before[name]), came_to: finite(came_to, after[name])}
+        if not name.endswith("_s"):
+            wrongs += [
+                differs(what, each, "a whole number", round(each), 0) for what, each in counted.items()
+            ]
+        wrongs.append(exceeds(was, counted[was], came_to, counted[came_to], 0))
+    return first(wrongs)
 
 
 def in_flight(figures: Figures) -> str | None:
@@ -131,6 +150,7 @@ def fluidity(figures: Figures) -> str | None:
 
 LAWS = (
     Law("errors", "each failure has its error", errors, "errors"),
+    Law("server's counters", "a server counts whole things, and only upwards", counters, "metrics.after"),
     Law(
         "in flight", "N = the sum of W over the duration, of all that were sent", in_flight, "mean_in_flight"
     ),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmark.gate import settings, shape
+from benchmark.gate import served, settings, shape
 from benchmark.gate.gate import audit
 from benchmark.gate.law import Figures, rule
 from recipes.schema.reader import load
@@ -57,7 +57,7 @@ def by_their_names(seed: int) -> Result:
     for record in result["records"]:
         record["piece_times_s"] = record.pop("token_times_s")
     records = result["records"]
-    served = sum(good(record) for record in records)
+    num_good = sum(good(record) for record in records)
     first_s = [record["first_token_s"] - record["arrival_s"] for record in records]
     stay_s = sum(record["finish_s"] - record["arrival_s"] for record in records)
     return {
@@ -65,8 +65,8 @@ def by_their_names(seed: int) -> Result:
         **told,
         "itl_gaps": told["total_output_tokens"] - result["completed"],
         "goodput": OBJECTIVES,
-        "request_goodput": served / told["duration"],
-        "good_share": served / told["num_prompts"],
+        "request_goodput": num_good / told["duration"],
+        "good_share": num_good / told["num_prompts"],
         "p50_ttft_ms": told["median_ttft_ms"],
         "std_ttft_ms": 1e3 * float(np.std(first_s)),
         "mean_in_flight": stay_s / told["duration"],
@@ -80,8 +80,8 @@ def by_their_names(seed: int) -> Result:
 @pytest.mark.parametrize("seed", [1, 2, 7])
 def test_an_honest_result_passes_under_their_names(seed: int) -> None:
     result = by_their_names(seed)
-    served = [good(record) for record in result["records"]]
-    assert 0 < sum(served) < len(served), "the objectives tell requests apart"
+    are_good = [good(record) for record in result["records"]]
+    assert 0 < sum(are_good) < len(are_good), "the objectives tell requests apart"
     verdict = audit(result)
     assert verdict.passed, verdict.describe()["refused"]
     assert {"Little", "recount", "goodput", "fluidity", "client on time", "both names"} <= {
@@ -233,3 +233,11 @@ def test_a_server_counts_the_same_before_and_after() -> None:
     assert shape.alike(Figures(told)) is None
     del told["metrics"]["before"]["requests"]
     assert "metrics.before has no requests" in str(shape.alike(Figures(told)))
+
+
+@pytest.mark.parametrize(("when", "count"), [("before", 0.5), ("after", 8.9), ("before", 10.0)])
+def test_a_servers_counters_are_whole_and_grow(when: str, count: float) -> None:
+    told = told_by_a_server()
+    assert served.counters(Figures(told)) is None
+    told["metrics"][when]["requests"] = count
+    assert f"metrics.{when}.requests" in str(served.counters(Figures(told)))
