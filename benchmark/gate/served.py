@@ -150,7 +150,7 @@ def fluidity(figures: Figures) -> str | None:
 
 LAWS = (
     Law("errors", "each failure has its error", errors, "errors"),
-    Law("server's counters", "a server counts whole things, and only upwards", counters, "metrics.after"),
+    Law("server's counters", "a server counts whole things, and only upwards", counters, "metrics"),
     Law(
         "in flight", "N = the sum of W over the duration, of all that were sent", in_flight, "mean_in_flight"
     ),
