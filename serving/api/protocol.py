@@ -7,6 +7,7 @@ comes: a client could fill the memory by a header that never ends, or hold conne
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable
 from typing import Any, cast
@@ -29,6 +30,7 @@ _TOO_MANY = (
     " them when it is answered, or on more connections"
 )
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client of HTTP/1.1 skips it, whenever it comes
+_ABSOLUTE = re.compile(rb"[^/?#]+://([^/?#]*)")  # a path with its scheme and host
 _TCP_CLOSE = 7  # of Linux's states of a connection: it was reset
 _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
 
@@ -157,6 +159,8 @@ class Protocol(HttpToolsProtocol):
             self.pipeline.popleft()
             last = self.pipeline[0][0] if self.pipeline else self._answered
         if last is None or last.more_body or last.response_complete or self._responses.is_closing():
+            if self._in_request and not self._responses.is_closing():
+                self._refuse(400, "the request ended before it was whole; send it again", lingers=False)
             return False  # the transport closes itself
         last.keep_alive = False
         self._stop_timer()
@@ -207,8 +211,18 @@ class Protocol(HttpToolsProtocol):
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._refuse(400, "the only Transfer-Encoding is chunked; send the body without another")
             return
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._refuse(505, f"this server speaks HTTP/1.1, not HTTP/{version}")
+            return
+        if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
+            self._refuse(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length, or HTTP/1.1")
+            return
+        self.expect_100_continue &= version == "1.1"  # an older client would take it for the response
         num_hosts = sum(name == b"host" for name, _ in self.headers)
-        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() == "1.1"):
+        if target := _ABSOLUTE.match(self.url):  # its host counts, and not the header's
+            self.headers[:] = [each for each in self.headers if each[0] != b"host"] + [(b"host", target[1])]
+        if num_hosts > 1 or (not num_hosts and version == "1.1"):
             self._refuse(400, f"a request has one Host header, and this has {num_hosts or 'none'}")
         else:
             super().on_headers_complete()
