@@ -61,7 +61,11 @@ class ServerLimits:
             )
         if num_requests + num_samples > limit:
             self._on_refusal("queue_full")
-            raise Overloaded(f"{num_requests} requests are in; {takes}: try again later", RETRY_S)
+            raise Overloaded(
+                f"{num_requests} requests are in, and this asks for {num_samples} more; {takes}: try again"
+                " later",
+                RETRY_S,
+            )
 
     def reserve(self, requests: Sequence[Request], fields: Mapping[str, Any], longest: int) -> list[int]:
         """Count the log-probabilities of the requests of one response, which have these fields in common.

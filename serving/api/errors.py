@@ -98,7 +98,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
         messages = {
-            400: "the body cannot be read as JSON",
+            400: "the body cannot be read as JSON: it is not UTF-8, or too deep, or has too long an integer",
             404: f"there is no {request.scope['path']}",
             405: f"{request.method} is not allowed here",
         }
