@@ -194,7 +194,7 @@ def test_pages_give_way_to_a_step_that_takes_more_than_was_estimated(monkeypatch
     monkeypatch.setattr(
         building,
         "plan_memory",
-        lambda recipe, config, _, *more: plan_memory(recipe, config, 3 * 2**29, *more),
+        lambda recipe, config, _, *more, **named: plan_memory(recipe, config, 3 * 2**29, *more, **named),
     )
     recipe = replace(made(), cache=cache)
     before = build(recipe).engine.scheduler.pool.num_pages

@@ -141,7 +141,7 @@ def test_a_web_page_may_ask_if_it_is_let(http: httpx.Client) -> None:
         assert answer.headers.get("access-control-allow-origin") == allowed
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nowhere"])
+@pytest.mark.parametrize("path", ["/ready", "/v1/models", "/nowhere"])
 def test_head_is_get_without_a_body(http: httpx.Client, path: str) -> None:
     head, get = http.head(path), http.get(path)
     assert head.content == b""
