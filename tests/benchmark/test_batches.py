@@ -63,7 +63,7 @@ def test_latencies_are_those_of_their_closed_forms() -> None:
 
 
 def test_a_batch_that_cannot_be_served_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="cannot serve such a batch: .* context length is 2048 tokens"):
+    with pytest.raises(ValueError, match=r"cannot serve such a batch: .* context length is 2048 tokens"):
         main(["latency", *ENGINE, "--input-len", "999999"])
 
 
