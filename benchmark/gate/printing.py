@@ -8,12 +8,15 @@ from typing import Any
 
 from benchmark.gate.gate import Verdict
 from benchmark.gate.sources import rows
+from models.file_bounds import read_bounded
+
+MOST_BYTES = 2**27  # of a result: 100,000 records have some 50 MiB
 
 
 def read_result(path: Path) -> dict[str, Any]:
     """The result in a file; raises ValueError or OSError for a file that holds none."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_bounded(path, MOST_BYTES).decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import DecoderConfig
+from models.file_bounds import check_regular, is_there
 from models.quantization import Quantization
 from models.shown import shown
 from recipes.llama.model import config as llama
@@ -58,15 +59,16 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     hf = _json(Path(path) / "config.json")
     generation = Path(path) / "generation_config.json"
-    if generation.is_file():
+    if is_there(generation):
         end = _json(generation).get("eos_token_id")
         hf = hf if end is None else {**hf, "eos_token_id": end}
     return hf
 
 
 def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_there(path):
         raise ValueError(f"{path} does not exist; give the directory of a Hugging Face checkpoint")
+    check_regular(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

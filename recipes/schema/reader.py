@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from models.file_bounds import read_bounded
 from recipes.schema.keys import NAMES, Key, keys_of
 from recipes.schema.precedence import BASE, COMMAND_LINE, FILE, PROFILE, Entry, settled
 from recipes.schema.recipe import ROOT, Recipe
@@ -24,6 +25,7 @@ Section = TypeVar("Section")
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 2**18  # of a recipe: YAML takes seconds for a megabyte
 PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
@@ -77,10 +79,12 @@ def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = 
 
 def _document(path: Path, asked_by: str = "") -> dict[str, Located]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bounded(path, MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         problem = f"not text in UTF-8 ({error.reason} at byte {error.start})"
         raise RecipeError((), problem, place=str(path)) from None
+    except ValueError as error:
+        raise RecipeError((), str(error), place=asked_by.rstrip(": ")) from None
     except OSError as error:
         near = nearest(str(path), [str(each.relative_to(ROOT)) for each in ROOT.glob("recipes/**/*.yaml")])
         problem = (error.strerror or "unreadable").lower() + near

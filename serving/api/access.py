@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from continuous_batching.refusal import BadRequest, shown
+from models.file_bounds import MOST_JSON_BYTES, read_bounded
 from recipes.schema.verb import in_one_line
 from serving.api.bodies import BodyMemory
 from serving.api.errors import DEFECT, error_response, response_of
@@ -107,12 +108,12 @@ class ApiKeys:
         """Keys and their tenants from a file: `KEY` or `KEY TENANT # COMMENT` a line; raises ValueError."""
         tenant_of: dict[str, str] = {}
         try:
-            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+            text = read_bounded(Path(path), MOST_JSON_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as such") from error
         except OSError as error:
             raise OSError(f"--api-keys {in_one_line(error)}") from error
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(text.splitlines(), 1):
             words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
             if not words:
                 continue

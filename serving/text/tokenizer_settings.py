@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from models.file_bounds import check_regular, is_there
 from models.shown import shown
 
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -16,8 +17,9 @@ MOST_TOKENS = 2**24  # ids are below this, as in a config.json
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The file's keys, none without a file; raises ValueError, by its key, for what cannot be used."""
-    if not path.exists():
+    if not is_there(path):
         return {}
+    check_regular(path)
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
+from models.file_bounds import MOST_TOKENIZER_BYTES, check_regular, is_there
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS, read_settings
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -167,9 +168,11 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
     """The files in a Hugging Face directory: tokenizer.json, else tokenizer.model; None without either."""
     settings = read_settings(folder / "tokenizer_config.json")
     special = _special_names(settings)
-    if (folder / "tokenizer.json").exists():
+    if is_there(folder / "tokenizer.json"):
+        check_regular(folder / "tokenizer.json", MOST_TOKENIZER_BYTES)
         vocabulary: Vocabulary = FastVocabulary(folder / "tokenizer.json", special)
-    elif (folder / "tokenizer.model").exists():
+    elif is_there(folder / "tokenizer.model"):
+        check_regular(folder / "tokenizer.model", MOST_TOKENIZER_BYTES)
         added = {index: token_text(token) for index, token in _added_tokens(settings).items()}
         vocabulary = SentencePieceVocabulary(
             folder / "tokenizer.model", special, added, legacy=bool(settings.get("legacy"))
@@ -260,7 +263,8 @@ def _special_names(settings: dict[str, Any]) -> set[str]:
 def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja, else the template in tokenizer_config.json, of several the one named default."""
     separate = folder / "chat_template.jinja"
-    if separate.exists():
+    if is_there(separate):
+        check_regular(separate)
         try:
             return separate.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
