@@ -18,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.decoder import Decoder, Linear
+from models.file_bounds import check_regular, is_there
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
 INT8 = ("I8",)
+MOST_NAMES = 20  # that one message lists
 MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping count as the process's memory
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -45,6 +47,7 @@ def load(decoder: Decoder, path: str | Path) -> None:
     for file, names in found.items():
         for name, tensor in _tensors(file, names):
             if name in places:
+                check_finite(file, name, tensor, places[name].dtype)
                 places[name].copy_(tensor)
     # A tied checkpoint may contain its head as well; if the two differ it is not tied
     for file in (file for file, names in found.items() if HEAD in names and HEAD not in places):
@@ -55,6 +58,24 @@ def load(decoder: Decoder, path: str | Path) -> None:
                 "set tie_word_embeddings to false"
             )
     decoder.pack()
+
+
+def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError for a tensor that `dtype` cannot hold; a single NaN would spoil every answer."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    least, most = (each.item() for each in tensor.aminmax())
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+    if not (math.isfinite(least) and math.isfinite(most)):  # NaN is both the least and the most
+        raise ValueError(f"{file} is damaged: {name} holds NaN or infinity; download it again")
+    if max(-least, most) > largest:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{file}: {name} holds {max(-least, most):.3g}, and {kind} reaches {largest:.3g}; set"
+            " model.dtype: bfloat16 or float32"
+        )
+    if name.endswith(".weight_scale") and least < 0:
+        raise ValueError(f"{file} is damaged: {name} holds {least:.3g}, and no scale is negative")
 
 
 def random(decoder: Decoder, seed: int) -> None:
@@ -110,20 +131,27 @@ def checkpoint_files(path: Path) -> list[Path]:
     """The safetensors files of a checkpoint directory; raises ValueError where some are absent."""
     if (path / SINGLE).is_file():
         return [path / SINGLE]
-    if not (path / INDEX).is_file():
+    if not is_there(path / INDEX):
         raise ValueError(
             f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
             "convert the checkpoint, or set model.weights: random"
         )
+    check_regular(path / INDEX)
     try:
-        files = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+        files = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
         names = sorted(Path(file).name for file in files)  # all in this folder
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
     absent = [name for name in names if not (path / name).is_file()]
     if absent:
-        raise ValueError(f"{path} lacks {', '.join(absent)}, which {INDEX} lists; download what is missing")
+        raise ValueError(f"{path} lacks {_first(absent)}, which {INDEX} lists; download what is missing")
     return [path / name for name in names]
+
+
+def _first(names: list[str]) -> str:
+    """Some of many names, so that a message stays one that can be read."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(name[:100] for name in names[:MOST_NAMES]) + more
 
 
 def open_checkpoint(file: Path) -> Any:

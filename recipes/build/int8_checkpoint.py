@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.ops.int8 import quantize_rows
 from models.quantization import KEY, Quantization
-from models.weights import INDEX, checkpoint_files, open_checkpoint
+from models.weights import INDEX, check_finite, checkpoint_files, open_checkpoint
 from recipes.build.families import decoder_config, read
 
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # weights of any format: not copied
@@ -64,6 +64,7 @@ def _quantized(file: Path, names: set[str], sizes: dict[str, int]) -> Iterator[t
     with open_checkpoint(file) as opened:
         for name in opened.keys():  # noqa: SIM118 - no mapping
             tensor = opened.get_tensor(name)
+            check_finite(file, name, tensor, tensor.dtype)
             sizes["before"] += tensor.nbytes
             made = {name: tensor}
             if name in names:

@@ -166,3 +166,22 @@ def test_random_weights_follow_their_seed(name: str, tmp_path: Path) -> None:
     assert not torch.equal(one, another)
     hidden = torch.randn(200, config.hidden_size).to(TORCH_DTYPES[config.dtype])
     assert 0.5 < first.logits(hidden).float().std() < 2
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "words"),
+    [
+        (float("nan"), "float32", "is damaged: model.norm.weight holds NaN or infinity"),
+        (float("inf"), "bfloat16", "is damaged: model.norm.weight holds NaN or infinity"),
+        (-float("inf"), "float16", "is damaged: model.norm.weight holds NaN or infinity"),
+        (-1e5, "float16", "model.norm.weight holds 1e+05, and float16 reaches 6.55e+04; set model.dtype"),
+    ],
+)
+def test_a_value_that_would_spoil_every_answer_is_refused(
+    value: float, dtype: DType, words: str, tmp_path: Path
+) -> None:
+    path, tensors = biased(tmp_path)
+    tensors["model.norm.weight"][-1] = value
+    save_file(tensors, path / weights.SINGLE)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        loaded(path, dtype)

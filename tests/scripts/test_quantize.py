@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,3 +162,14 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     ):
         main([str(tmp_path / "none"), str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_weight_is_not_quantised(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(TINY, source)
+    tensors = load_file(source / SINGLE)
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, source / SINGLE)
+    with pytest.raises(ValueError, match=r"up_proj\.weight holds NaN"):
+        quantize(source, target)
+    assert not target.exists()
