@@ -14,6 +14,7 @@ import yaml
 from recipes.schema.recipe_error import RecipeError
 
 MOST_LEVELS = 32  # of nesting; a recipe has 2, and a config.json within it a few more
+MOST_DIGITS = 400  # of what is no text: each number of a recipe is shorter, and long ones take long to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def parse(text: str, name: str, *, numbered: bool = True) -> Located:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, problem = (mark.line + 1 if mark else 0), f"not YAML: {error.problem}"
-    except yaml.YAMLError as error:  # bytes that are no text
+    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, or an escape that is no character
         line, problem = 0, f"not YAML: {' '.join(str(error).split())}"
     raise RecipeError((), problem, place=f"{name}:{line}" if line and numbered else name)
 
@@ -72,10 +73,20 @@ def _located(node: yaml.Node, line: int, name: str = "") -> Located:
         return Located(dict(_items(node, name)), line)
     if isinstance(node, yaml.SequenceNode):
         return Located([_located(each, each.start_mark.line + 1, name) for each in node.value], line)
+    return Located(_scalar(node), line)
+
+
+def _scalar(node: yaml.Node) -> Any:
+    kind = node.tag.rpartition(":")[2]
+    if kind != "str" and len(node.value) > MOST_DIGITS:
+        problem = f"not YAML: a value of type {kind} with {len(node.value)} characters; put a text in quotes"
+        raise _Problem(problem, node.start_mark)
     try:
-        return Located(yaml.SafeLoader("").construct_object(node), line)
-    except ValueError as error:  # a date of the 99th month, say
-        raise _Problem(f"not YAML: {error}", node.start_mark) from None
+        return yaml.SafeLoader("").construct_object(node)
+    # a date of the 99th month, `!!int ""`, `!!bool maybe`, `!!timestamp x`: each fails in its own way
+    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        shown = f"{node.value:.60}"
+        raise _Problem(f"not YAML: {shown!r} is no {kind} ({error})", node.start_mark) from error
 
 
 def _items(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Located]]:

@@ -140,7 +140,7 @@ def test_a_wrong_key_or_value_is_one_line(recipe, old, new, line):
             "model:\n  path: !!python/name:os.system x\n",
             "r.yaml:2: not YAML: could not determine a constructor",
         ),
-        ("model:\n  path: 2026-99-99\n", "r.yaml:2: not YAML: month must be in 1..12"),
+        ("model:\n  path: 2026-99-99\n", "r.yaml:2: not YAML: '2026-99-99' is no timestamp (month"),
         ("- model\n", "r.yaml: not a recipe; it must be a mapping of cache, device, model, scheduler"),
         ("", "r.yaml: device.kind: required, and missing; it must be cpu, cuda or npu"),
         ("a: \x07", "r.yaml: not YAML: unacceptable character #x0007"),
@@ -172,3 +172,31 @@ def test_an_unknown_key_is_found_on_its_line(tmp_path_factory, tail, at):
     path.write_text("\n".join(lines))
     with pytest.raises(RecipeError, match=rf":{at + 2}: {section}\.{name}: unknown key"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '!!int ""',
+        '!!int "_"',
+        '!!float ""',
+        "!!bool maybe",
+        "!!timestamp soon",
+        "!!null [",
+        "0x" + "f" * 5000,
+        "0b" + "1" * 20000,
+        "1" + ":59" * 300,
+        "1" + ":59" * 300 + ".5",
+        "9" * 5000,
+        '"\\U00110000"',
+    ],
+)
+def test_a_value_that_yaml_cannot_make_is_refused_at_its_place(recipe, value):
+    said = error(recipe(GOOD.replace("page_size: 16", f"page_size: {value}")))
+    assert said.startswith("r.yaml")
+    assert "not YAML" in said
+    assert len(said) < 300
+
+
+def test_a_file_without_an_end_is_no_recipe():
+    assert "/dev/zero has more than 262,144 bytes" in error("/dev/zero")
