@@ -17,6 +17,10 @@ from models.shown import shown
 KEY = "quantization_config"
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+MOST_IGNORED = 2**14  # names or patterns of linears that are left as they are
+# A pattern comes with a download. Repeated groups take exponential time on names that they do not match, and
+# each further repeat another power of the name's length
+REPEATED_GROUP, REPEAT, MOST_REPEATS, MOST_PATTERN = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4, 256
 MEND = (
     "use the original checkpoint with model.quantization: w8a8, or quantise it by python -m scripts.quantize"
 )
@@ -82,13 +86,27 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     ignore = said.get("ignore") or []
     if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
         raise _refused(f"{KEY}.ignore", shown(ignore))
+    if len(ignore) > MOST_IGNORED:
+        raise _refused(f"{KEY}.ignore", f"{len(ignore)} entries, more than {MOST_IGNORED}")
     for each in ignore:
         try:
             if each.startswith("re:"):
+                _check_pattern(each[3:])
                 re.compile(each[3:])
         except (re.error, RecursionError, OverflowError) as error:
             raise _refused(f"{KEY}.ignore", f"{shown(each)}, which is no regular expression") from error
     return Quantization(tuple(ignore))
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise ValueError for a regular expression that may take long to match."""
+    if (
+        len(pattern) > MOST_PATTERN
+        or REPEATED_GROUP.search(pattern)
+        or len(REPEAT.findall(pattern)) > MOST_REPEATS
+    ):
+        what = f"{shown(pattern)}, a pattern with a repeated group, more than {MOST_REPEATS} repeats"
+        raise _refused(f"{KEY}.ignore", f"{what} or {MOST_PATTERN} characters")
 
 
 def _check(label: str, found: Any, scheme: Mapping[str, Any]) -> None:
