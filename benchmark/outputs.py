@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 
 def file(text: str | Path) -> Path:
@@ -14,6 +17,26 @@ def file(text: str | Path) -> Path:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: make the folder {path.parent} first")
     return _may_write(path, path if path.exists() else path.parent)
+
+
+@contextlib.contextmanager
+def whole(path: str | Path) -> Iterator[IO[str]]:
+    """A text file that takes the place of what was there once all is written; after an error it does not.
+
+    A pipe or a device is written to directly.
+    """
+    target = file(path).resolve()
+    if target.exists() and not target.is_file():
+        with target.open("w", encoding="utf-8") as output:
+            yield output
+        return
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as output:
+            yield output
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def folder(text: str) -> Path:

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
+from benchmark import outputs
 from recipes.build.engine import build
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe, keep_apart
@@ -68,9 +69,11 @@ def main(argv: list[str]) -> None:
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     jobs = list(read_jobs(lines_of(options), text))  # before the model is built: a bad file fails at once
-    with contextlib.ExitStack() as stack:
+    if options.output not in (None, "-"):
+        outputs.file(options.output)
+    engine = build(recipe).engine
+    with contextlib.ExitStack() as stack:  # what stood in the file is kept where no engine could be built
         output = stack.enter_context(opened(options.output)) if options.output is not None else None
-        engine = build(recipe).engine
         on_terminal = sys.stderr.isatty() and options.input is not None
         progress = stack.enter_context(tqdm(total=len(jobs), unit="request", disable=not on_terminal))
         for record in run_jobs(engine, text, jobs):

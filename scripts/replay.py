@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from benchmark import outputs
 from benchmark.recordings import perfetto
 from benchmark.recordings.explain import Story
 from benchmark.recordings.recording_file import Recording
@@ -71,7 +72,7 @@ def act(
         story.follow(events)
         print("\n".join(story.lines))
     elif options.trace is not None:
-        with open(options.trace, "w", encoding="utf-8") as output:
+        with outputs.whole(options.trace) as output:
             count = perfetto.write(output, perfetto.Tracer(scheduler).events(events))
         print(f"{count} events in {options.trace}; open it in ui.perfetto.dev")
     elif options.policy is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmark import outputs
 from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.placement import place
@@ -90,7 +91,7 @@ def simulate(options: argparse.Namespace) -> Result:
     if options.timeline is None:
         figures = run(deployment, requests())
     else:
-        with open(options.timeline, "w", encoding="utf-8") as file:
+        with outputs.whole(options.timeline) as file:
             timeline = TraceEventFile(file)
             figures = run(deployment, requests(), timeline)
             timeline.close()

@@ -48,3 +48,34 @@ def test_what_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.
     for look in (outputs.file, outputs.folder):
         with pytest.raises(PermissionError, match=rf"cannot be written: {tmp_path} may not be written to"):
             look(str(tmp_path / "a"))
+
+
+def _fails_half_way(path: Path) -> None:
+    with outputs.whole(path) as output:
+        output.write("half")
+        raise ValueError("half way")
+
+
+def test_what_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    with pytest.raises(ValueError, match="half way"):
+        _fails_half_way(path)
+    assert path.read_text() == "before"
+    with outputs.whole(path) as output:
+        output.write("after")
+    assert path.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_device_is_written_to_directly() -> None:
+    with outputs.whole("/dev/null") as output:
+        output.write("anything")
+
+
+def test_a_time_line_of_a_bad_trace_is_not_begun(tmp_path: Path) -> None:
+    trace, timeline = tmp_path / "trace.jsonl", tmp_path / "timeline.json"
+    trace.write_text("no request\n")
+    with pytest.raises(ValueError, match="line 1"):
+        import_module("scripts.simulate").main([RECIPE, "--trace", str(trace), "--timeline", str(timeline)])
+    assert list(tmp_path.iterdir()) == [trace]

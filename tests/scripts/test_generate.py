@@ -123,3 +123,12 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.split() in (["0"], ["141"])
+
+
+def test_answers_that_are_there_are_kept_where_no_engine_can_be_built(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "1+1="}\n')
+    target.write_text("answers of before")
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        main([RECIPE, *QUICK, "model.path=recipes/tiny", "--input", str(source), "--output", str(target)])
+    assert target.read_text() == "answers of before"
