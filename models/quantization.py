@@ -91,8 +91,8 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     for each in ignore:
         try:
             if each.startswith("re:"):
-                _check_pattern(each[3:])
                 re.compile(each[3:])
+                _check_pattern(each[3:])
         except (re.error, RecursionError, OverflowError) as error:
             raise _refused(f"{KEY}.ignore", f"{shown(each)}, which is no regular expression") from error
     return Quantization(tuple(ignore))

@@ -61,8 +61,8 @@ def body(text: str) -> dict[str, Any]:
     """Fields of a request, as JSON."""
     try:
         fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"top_p\": 0.9}}'")
     return fields

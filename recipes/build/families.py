@@ -24,15 +24,11 @@ FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
 def model_config(recipe: Recipe) -> DecoderConfig:
     """The decoder that a recipe names; raises ValueError for one that is not supported."""
     model = recipe.model
-    hf = read(model.path) if model.path is not None else model.config
-    assert hf is not None, "a recipe has a model.path or a model.config"
-    config = decoder_config(hf)
-    for token in config.eos_token_ids:
-        if not 0 <= token < config.vocab_size:
-            raise ValueError(
-                f"the model's configuration has eos_token_id: {token}; its vocabulary goes from 0 to"
-                f" {config.vocab_size - 1}"
-            )
+    if model.path is not None:
+        config = config_in(model.path)
+    else:
+        assert model.config is not None, "a recipe has a model.path or a model.config"
+        config = decoder_config(model.config)
     if model.quantization == "w8a8" and config.quantization is None:
         config = replace(config, quantization=Quantization(is_stored=False))
     if model.weights == "random" and config.quantization is not None:
@@ -48,7 +44,23 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"the model's family is {shown(family)}; supported are {', '.join(FAMILIES)}")
-    return FAMILIES[family](hf)
+    config = FAMILIES[family](hf)
+    for token in config.eos_token_ids:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(
+                f"the model's configuration has eos_token_id: {shown(token)}; its vocabulary goes from 0 to"
+                f" {config.vocab_size - 1}"
+            )
+    return config
+
+
+def config_in(path: Path) -> DecoderConfig:
+    """The decoder of a checkpoint directory; raises ValueError, which names it, as `decoder_config` does."""
+    hf = read(path)
+    try:
+        return decoder_config(hf)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from models.ops.int8 import quantize_rows
 from models.quantization import KEY, Quantization
 from models.weights import INDEX, check_finite, checkpoint_files, open_checkpoint
-from recipes.build.families import decoder_config, read
+from recipes.build.families import config_in
 
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # weights of any format: not copied
 
@@ -28,7 +28,7 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is there and not empty; name a new directory")
-    config = decoder_config(read(source))
+    config = config_in(source)
     if config.quantization is not None:
         raise ValueError(f"{source} is quantised already; name the original checkpoint")
     scheme = Quantization()

@@ -21,7 +21,7 @@ from models import weights
 from models.decoder import Decoder, StepInputs
 from models.dtypes import TORCH_DTYPES
 from models.ops.cpu import CpuOps
-from recipes.build.families import decoder_config, read
+from recipes.build.families import config_in
 from recipes.build.machine import host_memory_bytes
 from recipes.build.memory_plan import in_gib
 
@@ -62,7 +62,7 @@ def score(path: Path, lines: Sequence[Sequence[int]]) -> Score:
 
     Raises ValueError where nothing is to score, and for a line that is too long.
     """
-    config = decoder_config(read(path))
+    config = config_in(path)
     missing = config.weight_bytes - host_memory_bytes()
     if missing > 0:  # before anything is allocated: config.json may say what no file holds
         raise ValueError(f"{path} needs {in_gib(missing)} more than this machine has; score a smaller model")

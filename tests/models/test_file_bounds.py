@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from benchmark.gate.printing import read_result
 from models.file_bounds import MOST_JSON_BYTES, read_bounded
 from models.weights import checkpoint_files
-from recipes.build.families import read
+from recipes.build.families import config_in, read
 from recipes.schema.recipe import ROOT
 from serving.text.tokenizer import Text
 
@@ -49,3 +51,19 @@ def test_what_is_no_plain_file_is_refused_by_its_name(name: str, kind: str, tmp_
 def test_no_more_is_read_of_a_device_than_is_allowed() -> None:
     with pytest.raises(ValueError, match=r"/dev/zero has more than 16,777,216 bytes"):
         read_bounded(Path("/dev/zero"), MOST_JSON_BYTES)
+
+
+def test_a_wrong_key_is_refused_with_the_folder_that_it_stands_in(tmp_path: Path) -> None:
+    said = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"num_hidden_layers": -1}))
+    with pytest.raises(ValueError, match="num_hidden_layers: -1") as caught:
+        config_in(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: ")
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "[" * 10**5, "\ufeff{}", "null"])
+def test_a_result_that_is_none_is_refused_by_its_name(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"result\.json "):
+        read_result(path)
