@@ -39,9 +39,7 @@ def parser() -> argparse.ArgumentParser:
     source = top.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", metavar="FILE.jsonl", help="requests, one a line; - for standard input")
     source.add_argument("--prompt", metavar="TEXT", help="the one request's prompt")
-    source.add_argument(
-        "--chat", metavar="TEXT", help="what the user says to the model, as a chat of one turn"
-    )
+    source.add_argument("--chat", metavar="TEXT", help="what the user says, as a chat of one turn")
     top.add_argument("--output", metavar="FILE.jsonl", help="answers, one a line; - for standard output")
     top.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of that one answer")
     top.add_argument("--log", action="store_true", help="say on stderr what is built")
