@@ -106,6 +106,11 @@ def test_help_is_there_without_docstrings(verb: str) -> None:
     assert "None" not in done.stdout
 
 
+def listens_to_ctrl_c() -> None:
+    """In a child: its parent may have been started in the background, where ctrl-C is for others."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("package", ["scripts", "recipes"])
 def test_an_interrupt_ends_a_command_that_still_imports(package: str, tmp_path: Path) -> None:
     for each in ("scripts", "recipes"):  # beside modules of which the first one waits
@@ -114,9 +119,8 @@ def test_an_interrupt_ends_a_command_that_still_imports(package: str, tmp_path: 
     path.write_text("import time\nprint('imports', flush=True)\ntime.sleep(120)\n")
     module = {"scripts": "scripts.generate", "recipes": "recipes"}[package]
     command = [sys.executable, "-m", module, "keys"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, text=True, preexec_fn=listens_to_ctrl_c, **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "imports\n"
