@@ -123,18 +123,38 @@ class Fitted:
             if fields.pop("crc32") != _check(fields):
                 raise ValueError("it was changed since it was written")
             sizes = fields["sizes"]
+            kept = Spread(
+                _vector(sizes["up_to_s"]), tuple(map(_vector, sizes["ratios"])), _vector(sizes["ranks"])
+            )
+            if len(kept.ratios) != len(kept.up_to_s) + 1 or not all(map(len, [*kept.ratios, kept.ranks])):
+                raise ValueError("its sizes have no ratios")
+            if kept.ranks.max() >= 1:
+                raise ValueError("a rank is not below 1")
+            if not all(type(each) in (int, float) for each in fields["trust"].values()):
+                raise ValueError("its trust is not all numbers")
             return cls(
-                np.array([float(fields["costs_s"][name]) for name in NAMES]),
-                np.array([float(fields["largest"][name]) for name in NAMES]),
-                Spread(
-                    np.array(sizes["up_to_s"], dtype=np.float64),
-                    tuple(np.array(each, dtype=np.float64) for each in sizes["ratios"]),
-                    np.array(sizes["ranks"], dtype=np.float64),
-                ),
+                _vector([fields["costs_s"][name] for name in NAMES]),
+                _vector([fields["largest"][name] for name in NAMES]),
+                kept,
                 FitTrust(**fields["trust"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"{path} holds no costs ({error}); `scripts.simulate fit` makes them") from error
+
+
+def _vector(values: Any) -> Vector:
+    """Numbers of a file, none negative; raises ValueError for anything else."""
+    found = np.array(values, dtype=np.float64)
+    if found.ndim != 1 or not np.isfinite(found).all() or (found < 0).any():
+        raise ValueError("a list is not all of finite numbers that are not negative")
+    return found
 
 
 def _check(fields: dict[str, Any]) -> int:

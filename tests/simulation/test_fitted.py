@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,37 @@ def test_costs_that_were_changed_are_refused(tmp_path: Path) -> None:
         path.write_text(other, encoding="utf-8")
         with pytest.raises(ValueError, match="holds no costs"):
             Fitted.load(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("costs_s", "step", 10**400),
+        ("costs_s", "step", float("nan")),
+        ("largest", "tokens", -1),
+        ("sizes", "up_to_s", [0.5]),
+        ("sizes", "ratios", []),
+        ("sizes", "ratios", [[]]),
+        ("sizes", "ratios", [1.0]),
+        ("sizes", "ranks", []),
+        ("sizes", "ranks", [1.0]),
+        ("sizes", "ranks", [[0.5]]),
+        ("trust", "steps", "many"),
+        ("trust", "median_error", None),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused_though_their_checksum_is_right(
+    tmp_path: Path, section: str, key: str, value: object
+) -> None:
+    path = tmp_path / "costs.json"
+    fit([Timed(np.arange(1.0, 12.0), 0.5), Timed(np.ones(11), 0.25)]).save(path)
+    fields = json.loads(path.read_text())
+    del fields["crc32"]
+    fields[section][key] = value
+    crc32 = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+    path.write_text(json.dumps(fields | {"crc32": crc32}))
+    with pytest.raises(ValueError, match=r"costs\.json holds no costs \("):
+        Fitted.load(path)
 
 
 class Pauses(Made):
