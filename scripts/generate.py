@@ -62,13 +62,12 @@ def main(argv: list[str]) -> None:
     if options.input is not None and options.output is None:
         raise ValueError("--output is missing: name a file for the answers, or - for standard output")
     if options.output not in (None, "-"):
+        outputs.file(options.output)
         keep_apart(options.output, options.recipe, *filter(None, [options.input]))
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     jobs = list(read_jobs(lines_of(options), text))  # before the model is built: a bad file fails at once
-    if options.output not in (None, "-"):
-        outputs.file(options.output)
     engine = build(recipe).engine
     with contextlib.ExitStack() as stack:  # what stood in the file is kept where no engine could be built
         output = stack.enter_context(opened(options.output)) if options.output is not None else None
