@@ -126,7 +126,7 @@ def test_costs_that_were_changed_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("costs_s", "step", 10**400),
+        pytest.param("costs_s", "step", 10**400, id="huge"),
         ("costs_s", "step", float("nan")),
         ("largest", "tokens", -1),
         ("sizes", "up_to_s", [0.5]),
