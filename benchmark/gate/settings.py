@@ -62,9 +62,10 @@ def possible(figures: Figures) -> str | None:
 
 def served(figures: Figures) -> str | None:
     """A recipe's own checks let what a server said of itself pass, and its sizes are those of its recipe."""
-    stated = figures.raw("server.recipe")
-    if stated is None:
+    server = figures.raw("server")
+    if not isinstance(server, Mapping) or server.get("recipe") is None:
         raise NotCheckable("server.recipe is absent")
+    stated = server["recipe"]
     if not isinstance(stated, Mapping) or not all(isinstance(each, Mapping) for each in stated.values()):
         raise ValueError("server.recipe must be an object of a recipe's sections")
     wrongs = [_unlike_a_recipe("server.recipe", stated)]

@@ -46,7 +46,7 @@ def test_a_model_has_a_name_that_answers_can_hold(name: str, monkeypatch: pytest
 
 
 def test_an_empty_output_is_no_standard_output() -> None:
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(OSError, match="is a folder; name a file in it"):
         generate.main([TINY, "--prompt", "a", "--output", ""])
 
 
