@@ -104,12 +104,8 @@ def ours(figures: Figures) -> bool:
 
 def _lacks(what: str, figures: Figures, names: Iterable[str], empty: Iterable[str] = ()) -> list[str | None]:
     absent = [name for name in names if figures.raw(name) is None]
-    absent += [name for name in empty if not _stands(figures.stated, name)]
+    absent += [name for name in empty if name not in figures.stated]
     return [f"{what} has {name}, and it is absent" for name in absent]
-
-
-def _stands(fields: Mapping[str, Any], name: str) -> bool:
-    return name in fields
 
 
 def whole(figures: Figures) -> str | None:
