@@ -294,21 +294,22 @@ def test_the_cases_that_a_stranger_found_are_refused(offline: Result) -> None:
         for each in offline["records"]
     ]
     device = {"machine": {**offline["machine"], "device": "Ascend910B4"}, "device_profile": "ascend910b"}
-    cases: dict[str, tuple[Result, str]] = {
-        "mean batch": ({"mean_batch": 31.0}, "readings"),
-        "steps": ({"steps": 38}, "readings"),
-        "hits": ({"prefix_hit_rate": 0.99}, "counters"),
-        "pages": ({"mean_page_use": 0.9}, "readings"),
-        "alias": ({"mean_tpot_ms": 0.5 * offline["tpot_ms"]["mean"]}, "both names"),
-        "tokens": (recomputed({**offline, "records": at_once}), "steps of requests"),
-        "waits": (recomputed({**offline, "records": waits}), "offered, records"),
-        "device": ({**device, "num_devices": 8}, "machine"),
+    cases: dict[str, tuple[Result, set[str]]] = {
+        "mean batch": ({"mean_batch": 31.0}, {"readings"}),
+        "steps": ({"steps": 38}, {"readings"}),
+        "hits": ({"prefix_hit_rate": 0.99}, {"counters"}),
+        "pages": ({"mean_page_use": 0.9}, {"readings"}),
+        "alias": ({"mean_tpot_ms": 0.5 * offline["tpot_ms"]["mean"]}, {"both names"}),
+        "tokens": (recomputed({**offline, "records": at_once}), {"steps of requests"}),
+        # Which of both depends on whether all waited alike: then the arrivals keep their spread
+        "waits": (recomputed({**offline, "records": waits}), {"offered, records", "readings"}),
+        "device": ({**device, "num_devices": 8}, {"machine"}),
     }
-    for name, (fields, law) in cases.items():
+    for name, (fields, laws) in cases.items():
         tampered = {**json.loads(json.dumps(offline)), **json.loads(json.dumps(fields))}
         tampered.pop("verdict")
         told = with_verdict(tampered)["verdict"]  # with digests that fit
-        assert law in told["refused"], (name, told["refused"])
+        assert laws & {*told["refused"]}, (name, told["refused"])
 
 
 def test_each_refusal_says_both_sources_and_the_tolerance(offline: Result) -> None:

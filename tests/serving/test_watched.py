@@ -161,6 +161,7 @@ def test_faults_wake_somebody(server: Server, watched: Prometheus) -> None:
     for each in idle:
         each.close()
     with Load(server, 12):  # four more than slots: some wait all the while that the engine is stopped
+        watched.until(lambda: watched.ask("sum(cb_requests_queued) >= 4"))  # counts from there on
         os.kill(server.engine_pid, signal.SIGSTOP)
         try:
             fired(watched, "EngineSilent")
