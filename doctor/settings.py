@@ -10,6 +10,8 @@ LEAST_SHM = 2**30
 LEAST_FILES = 4096
 LEAST_TIMEOUT_S = 120  # what HCCL waits by itself
 YEAR = 2025  # no CANN that fits is older
+EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS")
+AFFINITY = "CPU_AFFINITY_CONF"
 VARIABLES = "Ascend Extension for PyTorch, environment variables"
 
 
@@ -57,6 +59,33 @@ def _hccl_timeout(facts: MachineFacts) -> Finding | None:
         "it is in seconds, from 120 to 7200; ranks that load for longer than it end in EI0006",
         "export HCCL_CONNECT_TIMEOUT=1200, or unset it",
         "vllm-ascend #2248, #1221, #486",
+        is_fatal=False,
+    )
+
+
+def _expansion_mode(facts: MachineFacts) -> Finding | None:
+    said = facts.environment.get("HCCL_OP_EXPANSION_MODE")
+    if said is None or said in EXPANSION_MODES:
+        return None
+    return Finding(
+        f"HCCL_OP_EXPANSION_MODE is {said!r}",
+        f"HCCL knows {', '.join(EXPANSION_MODES)}, and takes the product's default for anything else",
+        "export HCCL_OP_EXPANSION_MODE=AIV, or unset it",
+        "HCCL, environment variables",
+        is_fatal=False,
+    )
+
+
+def _unbound_threads(facts: MachineFacts) -> Finding | None:
+    """On machines with several sockets; those with aarch64 are."""
+    said = facts.environment.get(AFFINITY, "0")
+    if facts.architecture != "aarch64" or not facts.chips or said.removeprefix("mode:")[:1] != "0":
+        return None
+    return Finding(
+        f"{AFFINITY} is {'0' if AFFINITY in facts.environment else 'not set'}",
+        "threads that launch operators may run on a socket that is far from their NPU, and are moved about",
+        f"export {AFFINITY}=1,npu_affine:1,bind_irq:0; scripts/launch.sh sets it",
+        VARIABLES,
         is_fatal=False,
     )
 
@@ -175,6 +204,8 @@ CHECKS: tuple[Check, ...] = (
     _visible_devices,
     _allocator,
     _hccl_timeout,
+    _expansion_mode,
+    _unbound_threads,
     _blocking,
     _task_queue,
     _loud_log,

@@ -84,11 +84,17 @@ case $device in
         fi
         [[ -n ${ATB_HOME_PATH:-} ]] || source_first "$ascend/nnal/atb/set_env.sh" ||
             echo "launch: no NNAL in $ascend: operators of ATB are not there" >&2
-        # On aarch64 it must be the first to ask for thread-local storage
-        [[ $(uname -m) == aarch64 ]] && preload "$site"/torch.libs/libgomp*.so*
+        # On aarch64 libgomp must be the first to ask for thread-local storage
+        if [[ $(uname -m) == aarch64 ]]; then
+            preload "$site"/torch.libs/libgomp*.so*
+            # Threads stay on the cores near their NPU. Interrupts stay where they are: to move them, torch_npu
+            # stops the machine's irqbalance
+            set_unless CPU_AFFINITY_CONF 1,npu_affine:1,bind_irq:0
+        fi
         set_unless PYTORCH_NPU_ALLOC_CONF expandable_segments:True
         set_unless TASK_QUEUE_ENABLE 1
         set_unless HCCL_CONNECT_TIMEOUT 1200
+        set_unless HCCL_OP_EXPANSION_MODE AIV # collectives by the vector cores; products without them ignore it
         ;;
 esac
 

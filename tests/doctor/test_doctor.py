@@ -16,6 +16,7 @@ from scripts.doctor import main
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
 NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
+BOUND = {"CPU_AFFINITY_CONF": "1,npu_affine:1,bind_irq:0"}
 FIT = MachineFacts(
     system="Linux",
     architecture="aarch64",
@@ -28,7 +29,7 @@ FIT = MachineFacts(
     groups=("users", "HwHiAiUser"),
     max_open_files=65536,
     shm_bytes=2**34,
-    environment={"ASCEND_TOOLKIT_HOME": HOME, "http_proxy": "http://p:1", "no_proxy": "localhost"},
+    environment={"ASCEND_TOOLKIT_HOME": HOME, "http_proxy": "http://p:1", "no_proxy": "localhost"} | BOUND,
     driver_version="25.5.2",
     has_npu_smi=True,
     npu_smi_refusal=None,
@@ -87,8 +88,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("python", {"python": (3, 13)}, "PYTHON=python3.11"),
     ("python", {"python": (3, 9)}, "PYTHON=python3.11"),
     ("old_glibc", {"glibc": (2, 17)}, "newer system"),
-    ("no_cann", {"cann_home": None, "cann_version": None, "environment": {}}, "install the CANN toolkit"),
-    ("not_sourced", {"environment": {}}, "source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
+    ("no_cann", {"cann_home": None, "cann_version": None, "environment": BOUND}, "install the CANN toolkit"),
+    ("not_sourced", {"environment": BOUND}, "source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
     ("wrong_home", shell(ASCEND_HOME_PATH="/opt/gone"), "open a new shell"),
     ("no_kernels", {"has_kernels": False}, "Ascend-cann-kernels"),
     ("no_hccl", {"has_hccl": False}, "toolkit again"),
@@ -125,6 +126,8 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="²"), "HCCL_CONNECT_TIMEOUT=1200"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="60"), "HCCL_CONNECT_TIMEOUT=1200"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="20min"), "HCCL_CONNECT_TIMEOUT=1200"),
+    ("expansion_mode", shell(HCCL_OP_EXPANSION_MODE="aiv"), "HCCL_OP_EXPANSION_MODE=AIV"),
+    ("unbound_threads", shell(CPU_AFFINITY_CONF="mode:0"), "CPU_AFFINITY_CONF=1,npu_affine:1,bind_irq:0"),
     ("blocking", shell(ASCEND_LAUNCH_BLOCKING="1"), "unset"),
     ("task_queue", shell(TASK_QUEUE_ENABLE="0"), "TASK_QUEUE_ENABLE=1"),
     ("loud_log", shell(ASCEND_GLOBAL_LOG_LEVEL="1"), "ASCEND_GLOBAL_LOG_LEVEL=3"),
@@ -151,9 +154,9 @@ def test_one_folder_by_several_names_is_one(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("8.5.0")
     home = f"{tmp_path}/latest"
     for other in (f"{tmp_path}/8.5.0", f"{home}/", ""):
-        environment = {"ASCEND_TOOLKIT_HOME": home, "ASCEND_HOME_PATH": other}
+        environment = {"ASCEND_TOOLKIT_HOME": home, "ASCEND_HOME_PATH": other} | BOUND
         assert diagnose(replace(FIT, cann_home=home, environment=environment)) == {}
-    environment = {"ASCEND_TOOLKIT_HOME": "", "ASCEND_HOME_PATH": ""}
+    environment = {"ASCEND_TOOLKIT_HOME": "", "ASCEND_HOME_PATH": ""} | BOUND
     assert set(diagnose(replace(FIT, environment=environment))) == {"not_sourced"}
 
 

@@ -16,6 +16,7 @@ SETTINGS = (
     "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",
     "TASK_QUEUE_ENABLE=1",
     "HCCL_CONNECT_TIMEOUT=1200",
+    "HCCL_OP_EXPANSION_MODE=AIV",
 )
 
 
@@ -66,6 +67,21 @@ def test_an_npu_gets_its_environment_and_a_dry_run_runs_nothing(ascend: str) -> 
     for setting in SETTINGS:
         assert f"launch: {setting}" in done.stderr
     assert f"'-m' 'scripts.generate' '{NPU}' '--prompt' 'a b=c'" in done.stderr
+
+
+@pytest.mark.parametrize(("machine", "is_bound"), [("aarch64", True), ("x86_64", False)])
+def test_threads_are_bound_where_sockets_are_many(
+    ascend: str, tmp_path: Path, machine: str, is_bound: bool
+) -> None:
+    uname = tmp_path / "bin/uname"
+    uname.parent.mkdir()
+    uname.write_text(f"#!/bin/sh\necho {machine}\n")
+    uname.chmod(0o755)
+    done = launch(
+        "--dry-run", "generate", NPU, ASCEND=ascend, PATH=f"{uname.parent}:{os.environ['PATH']}"
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert ("launch: CPU_AFFINITY_CONF=1,npu_affine:1,bind_irq:0" in done.stderr) == is_bound
 
 
 def test_what_the_user_set_stays(ascend: str) -> None:
