@@ -16,6 +16,10 @@ LEAST_BATCHES = 10
 ROUNDING_S = 2e-6  # of latencies given in microseconds
 ROUNDING_MS = 0.15  # of latencies given in tenths of milliseconds
 COUNTED = ("completed", "prompt_tokens", "output_tokens")
+COLUMNS = (  # of one batch
+    *("latency_s", "first_step_s", "wall_s", "ttft_ms", "tpot_ms", "e2e_ms"),
+    *("steps", "mean_batch", "prompt_tokens", "output_tokens", "completed"),
+)
 
 
 def batches_of(figures: Figures) -> NDArray[np.float64]:
@@ -59,11 +63,18 @@ def whole_batches(figures: Figures) -> str | None:
     per_token_ms = figures.given("tpot_ms.mean") or 0.0
     tokens_ms, batch_ms = per_token_ms * (length - 1), 1e3 * float(found_s.mean())
     stated, completed = figures.number("output_tokens"), figures.number("completed")
+    prompts, input_len = figures.given("prompt_tokens"), figures.given("input_len")
     return first(
         [
             differs("completed", completed, "batches x batch_size", size * len(found_s), 0),
             differs("requests", figures.number("requests"), "batches x batch_size", size * len(found_s), 0),
             differs("output_tokens", stated, "completed x output_len", completed * length, 0),
+            None
+            if prompts is None or input_len is None
+            else differs("prompt_tokens", prompts, "completed x input_len", completed * input_len, 0),
+            None
+            if length < 2 or figures.raw("clock") is None or figures.given("tpot_ms.mean") is not None
+            else f"tpot_ms.mean is absent, and answers have {length:g} tokens",
             exceeds("TPOT x (output_len - 1), in ms,", tokens_ms, "a batch", batch_ms, SLACK / 2 * batch_ms),
         ]
     )
@@ -71,7 +82,9 @@ def whole_batches(figures: Figures) -> str | None:
 
 def one_by_one(figures: Figures) -> str | None:
     """Each batch had its requests, tokens and steps, and took as long as its parts, by two clocks."""
-    names = ("latency_s", "first_step_s", "wall_s", "ttft_ms", "e2e_ms", "steps", "mean_batch", *COUNTED)
+    if (columns := figures.raw("batches.columns")) != list(COLUMNS):
+        return f"batches.columns is {columns!r}; it must be {', '.join(COLUMNS)}"
+    names = [name for name in COLUMNS if name != "tpot_ms"]  # of one token there is none
     found = {name: figures.column(name, "batches") for name in names}
     latency_s, first_s, count = found["latency_s"], found["first_step_s"], len(found["latency_s"])
     size, length = figures.number("batch_size"), figures.number("output_len")

@@ -200,15 +200,21 @@ def cached_share(figures: Figures) -> float:
     return float(column(known, "cached_tokens").sum() / max(1.0, column(known, "prompt_tokens").sum()))
 
 
-def together(figures: Figures) -> float:
-    """The most requests that were on their way at once, by the records' own times."""
-    records = figures.records()
-    if any(each.get("end_s") is None for each in records) or figures.given("retried"):
-        raise NotCheckable("not every record says when its connection ended")
-    begin_s, end_s = column(records, "arrival_s"), column(records, "end_s")
-    times = np.concatenate([begin_s, end_s])
-    change = np.concatenate([np.ones(len(records)), -np.ones(len(records))])
-    return float(np.cumsum(change[np.lexsort((change, times))]).max())
+def together(ends_first: bool) -> Value:
+    """The most requests that were on their way at once, by the records' own times; of two in one microsecond
+    the order is not known."""
+
+    def value(figures: Figures) -> float:
+        records = figures.records()
+        if any(each.get("end_s") is None for each in records):
+            raise NotCheckable("not every record says when its connection ended")
+        begin_s, end_s = column(records, "arrival_s"), column(records, "end_s")
+        times = np.concatenate([begin_s, end_s])
+        change = np.concatenate([np.ones(len(records)), -np.ones(len(records))])
+        order = np.lexsort((change if ends_first else -change, times))
+        return float(np.cumsum(change[order]).max())
+
+    return value
 
 
 def part_of_column(name: str, percent: float) -> Value:

@@ -131,10 +131,16 @@ def every_request(figures: Figures) -> str | None:
     ids = [str(record.get("id")) for record in records]
     wrong = None if len(set(ids)) == len(ids) else f"{len(ids) - len(set(ids))} ids stand more than once"
     stated, completed = figures.given("completed"), sum(each.get("finish_reason") in DONE for each in records)
+    ended, reasons = figures.raw("ended_by"), 0.0
+    if isinstance(ended, dict):
+        reasons = sum(finite(f"ended_by.{name}", each) for name, each in ended.items())
     return first(
         [
             wrong,
             differs("requests", figures.number("requests"), "the number of records", len(ids), 0),
+            None
+            if not isinstance(ended, dict)
+            else differs("ended_by, together,", reasons, "the records that ended", completed, 0),
             None
             if stated is None
             else differs("completed", stated, "their number in the records", completed, 0),

@@ -25,7 +25,8 @@ NAMED = ("device_profile",)  # by each of them, and null where there is none
 RUN = (  # and of a trace, or of requests that all come at once
     *("trace", "runs_output_tokens_per_s", "runs_output_tokens", "runs_duration_s", "cache_after_all_runs"),
     *("counters_after_all_runs", "metrics", "metrics.columns", "metrics.readings", "peak_rss_gib"),
-    *("requests_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "mean_batch"),
+    *("requests_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms", "itl_ms", "itl_gaps", "e2e_ms"),
+    *("mean_batch",),
     *("mean_page_use", "steps", "prefix_hit_rate", "preemptions", "slots", "num_pages", "counters"),
     *("counters.before", "counters.after"),
     *(
@@ -42,7 +43,10 @@ NAMED_IN_RUN = ("offered_per_s", "least_output_tokens", "most_output_tokens")
 BATCHES = (
     *("batch_size", "input_len", "output_len", "avg_latency", "latencies", "percentiles", "tpot_ms"),
     *("batches", "batches.columns", "batches.readings"),
+    *(f"percentiles.{part}" for part in (10, 25, 50, 75, 90, 99)),
 )
+THEIRS = ("elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second")
+VERBS = ("serve", "host", "device", "kv", "simulation", "stall")  # that give their names
 ASKED = ("ended_by", "asked_output_tokens", "records")  # where each request has one answer
 COUNTERS = (
     ("counters.before", "counters.after", "counters_after_all_runs"),  # an engine's
@@ -69,7 +73,8 @@ SERVED = (
     *("retried", "ended_by", "errors", "total_input_tokens", "total_output_tokens", "request_throughput"),
     *("output_throughput", "total_token_throughput", "mean_in_flight", "max_concurrent_requests"),
     *("client", "warm_up_counted", "records", "facts"),
-    *(f"client.{name}_ms" for name in ("late", "lag", "held")),
+    *(f"client.{name}_ms.{part}" for name in ("late", "lag", "held") for part in ("p50", "p99", "max")),
+    *("client.cpu_share", "client.tokens_counted_by_pieces"),
 )
 NAMED_IN_SERVED = (
     *("endpoint", "request_rate", "max_concurrency", "seed", "goodput", "server", "metrics"),
@@ -90,6 +95,7 @@ SHAPES: tuple[Shape, ...] = (
         NAMED_IN_RUN,
     ),
     ("a result of batches", ("batches", "batch_size", "avg_latency"), BATCHES, ()),
+    ("a result of throughput", THEIRS, (*THEIRS, *RUN), ()),
     ("a client's result", ("server_said", "trace_sha256", "client"), SERVED, NAMED_IN_SERVED),
     ("a result with a clock", ("clock", "facts"), CLOCK, ()),
 )
@@ -103,7 +109,8 @@ def ours(figures: Figures) -> bool:
 
 
 def _lacks(what: str, figures: Figures, names: Iterable[str], empty: Iterable[str] = ()) -> list[str | None]:
-    absent = [name for name in names if figures.raw(name) is None]
+    stated = Figures(figures.stated)  # under its own name: the other names of a figure are other fields
+    absent = [name for name in names if stated.raw(name) is None]
     absent += [name for name in empty if name not in figures.stated]
     return [f"{what} has {name}, and it is absent" for name in absent]
 
@@ -113,8 +120,10 @@ def whole(figures: Figures) -> str | None:
     if not ours(figures):
         raise NotCheckable("no verb that measures has written it")
     wrongs: list[str | None] = []
+    if (verb := figures.raw("benchmark")) is not None and verb not in VERBS:
+        wrongs.append(f"benchmark is {verb!r}; it must be one of {', '.join(VERBS)}")
     for what, signs, names, empty in SHAPES:
-        if any(figures.raw(name) is not None for name in signs):
+        if any(figures.stated.get(name) is not None for name in signs):
             wrongs += _lacks(what, figures, names, empty)
     if figures.raw("machine") is not None:
         wrongs += _lacks("a machine", figures, MACHINE)

@@ -115,7 +115,10 @@ COUNTED = (
     Figure(
         "max_concurrent_requests",
         "count",
-        ties=(Tie(RECORDS, "the most at once", other.together, absolute=1),),
+        ties=(
+            Tie(RECORDS, "the most at once", other.together(ends_first=True), "at least"),
+            Tie(RECORDS, "the most at once", other.together(ends_first=False), "at most"),
+        ),
     ),
 )
 TIMES = (
@@ -130,7 +133,7 @@ TIMES = (
         ("total_token_throughput", "tokens_per_second"),
         laws=("rate x duration",),
     ),
-    Figure("offered_per_s", "per s", laws=("offered, records", "served <= offered")),
+    Figure("offered_per_s", "per s", laws=("offered, records", "served <= offered", "sent when due")),
     Figure("request_goodput", "per s", laws=("goodput",)),
     Figure("good_share", "share", laws=("goodput",)),
     Figure("fluidity", "share", laws=("fluidity",)),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmark.gate.batches import COLUMNS
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.offline.accounts import hardware
@@ -77,12 +78,6 @@ def main(options: argparse.Namespace) -> None:
         **hardware(built, recipe, where),
     }
     show(with_verdict(result), options, offline.print_table)
-
-
-COLUMNS = (  # of one batch
-    *("latency_s", "first_step_s", "wall_s", "ttft_ms", "tpot_ms", "e2e_ms"),
-    *("steps", "mean_batch", "prompt_tokens", "output_tokens", "completed"),
-)
 
 
 def by_the_wall(requests: Sequence[Request], timeline: Timeline) -> dict[str, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from benchmark.run_clock import with_wall
 from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
@@ -47,8 +48,9 @@ class Timeline:
 
     def record(self, engine: Engine, step: Step) -> None:
         """Record one step; call it before the next step is made."""
-        # The step's end on the wall's clock: both are read in one breath, however late this is called
-        wall_s = time.time() - (engine.clock() - step.end_s)
+        # The step's end on the wall's clock, however late this is called
+        wall_s, now_s = with_wall(engine.clock)
+        wall_s -= now_s - step.end_s
         slots, batch = engine.slots, step.batch
         ids = [slots.requests[row].id for row in batch.slots.tolist()]
         pool, prefix = engine.scheduler.pool, engine.scheduler.prefix

@@ -25,8 +25,9 @@ class ClientAnswer:
     """One request's times, in seconds on the client's clock, and its tokens.
 
     A piece is what one event brought. `piece_tokens` is None where the server does not say how many tokens
-    each has. `late_s`: how long after it was due, or free to go, it was sent; `held_s`: how long the limit of
-    concurrency kept it before. `error` is None for a request that was answered to its end.
+    each has. `late_s`: how long after it was due it was free to go; `held_s`: from then, how long the limit
+    of concurrency kept it. `due_s` is None in a closed loop, where a request is due when its client is free.
+    `error` is None for a request that was answered to its end.
     """
 
     ask: TraceRequest
@@ -45,6 +46,7 @@ class ClientAnswer:
     rejected: bool = False
     unready: bool = False  # the server said that it takes no requests now
     error: str | None = None
+    due_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

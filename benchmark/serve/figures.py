@@ -121,7 +121,7 @@ def kinds(errors: Sequence[str]) -> dict[str, int]:
 def client(run: ClientRun) -> Result:
     """How late the client itself was: sending what was due, and looking at its event loop."""
     late_s = [each.late_s for each in run.answers]
-    cpu = run.cpu_s / (run.end_s - run.start_s)
+    cpu = run.passed["cpu_s"] / run.passed["monotonic_s"]
     return {
         "late_ms": _spread(late_s),
         "lag_ms": _spread(run.lags_s or [0.0]),
@@ -142,6 +142,7 @@ def _record(answer: ClientAnswer, origin_s: float) -> Result:
         "id": answer.ask.id,
         "arrival_s": round(answer.sent_s - origin_s, 6),
         "end_s": round(answer.end_s - origin_s, 6),
+        **({} if answer.due_s is None else {"due_s": round(answer.due_s - origin_s, 6)}),
         "late_ms": _ms(answer.late_s),
         "held_ms": _ms(answer.held_s),
         "max_tokens": answer.ask.max_tokens,

@@ -16,7 +16,6 @@ import aiohttp
 from tqdm import tqdm
 
 from benchmark.gate.gate import with_verdict
-from benchmark.run_clock import RunClock
 from benchmark.serve import figures
 from benchmark.serve.client import ClientAnswer, StreamingClient, authorization
 from benchmark.serve.objectives import Objectives
@@ -106,10 +105,8 @@ async def _run(plan: ServePlan) -> dict[str, object]:
         watch = MetricsReadings(session, f"{plan.base_url}/metrics")
         watching = asyncio.create_task(watch.go_on()) if await watch.look() else None
         load = plan.load()
-        clock = RunClock()
         with tqdm(total=len(load.asks), unit="req", disable=None if plan.progress else True) as bar:
             outcome = await serve(server, load, lambda answer: bar.update())
-        passed = clock.read()
         if watching is not None:
             watching.cancel()
             await watch.settle()
@@ -121,7 +118,7 @@ async def _run(plan: ServePlan) -> dict[str, object]:
         "model_id": model,
         "loop": "open" if load.loops is None else f"closed, {len(load.loops)} clients",
         "machine": versions.describe(),
-        "clock": passed,
+        "clock": outcome.passed,
         "server": info,
         "server_said": described,
         **figures.summarise(outcome, plan.objectives, plan.parts),

@@ -7,7 +7,9 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from benchmark.run_clock import RunClock
 from benchmark.serve.client import ClientAnswer, StreamingClient
 from benchmark.serve.trace_requests import TraceRequest
 
@@ -18,7 +20,8 @@ LOOK_S = 0.02  # between two looks at how late the event loop is
 class ClientRun:
     """What came of a load. Times are on the client's clock; `lags_s` is how late its event loop was.
 
-    `now` and `most` requests are, and were, on their way at once.
+    `now` and `most` requests are, and were, on their way at once. `passed` is what clocks said from `start_s`
+    to the last answer's end.
     """
 
     answers: list[ClientAnswer] = field(default_factory=list)
@@ -26,8 +29,7 @@ class ClientRun:
     most: int = 0
     lags_s: list[float] = field(default_factory=list)
     start_s: float = 0.0
-    end_s: float = 0.0
-    cpu_s: float = 0.0
+    passed: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +56,25 @@ async def serve(
     limit = asyncio.Semaphore(load.max_concurrency or len(load.asks))
     gc.collect()
     gc.freeze()  # a pause of the collector would be counted as the server's
+    clock = RunClock()
     run.start_s = time.perf_counter()
-    cpu_s = time.process_time()
     lag = asyncio.create_task(_watch_loop(run.lags_s))
 
-    async def one(ask: TraceRequest, due_s: float) -> None:
-        answer = ClientAnswer(ask, late_s=time.perf_counter() - due_s)
-        started_s = time.perf_counter()
+    async def one(ask: TraceRequest, due_s: float | None) -> None:
+        free_s = time.perf_counter()
+        answer = ClientAnswer(ask, late_s=0.0 if due_s is None else free_s - due_s, due_s=due_s)
         async with limit:
-            answer.held_s = time.perf_counter() - started_s
             run.now += 1
             run.most = max(run.most, run.now)
             await server.ask(answer, bodies.pop(ask.id))
             run.now -= 1
+        answer.held_s = answer.sent_s - free_s
         run.answers.append(answer)
         on_answer(answer)
 
     async def client(asks: Sequence[TraceRequest]) -> None:
         for ask in asks:
-            await one(ask, time.perf_counter())
+            await one(ask, None)
 
     try:
         if load.loops is not None:
@@ -82,7 +84,7 @@ async def serve(
     finally:
         lag.cancel()
         gc.unfreeze()
-    run.end_s, run.cpu_s = time.perf_counter(), time.process_time() - cpu_s
+    run.passed = clock.read()
     return run
 
 

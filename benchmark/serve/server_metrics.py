@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import numpy as np
 
+from benchmark.run_clock import with_wall
 from benchmark.serve.client import authorization
 
 EVERY_S = 1.0
@@ -78,7 +79,8 @@ class MetricsReadings:
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
             return False  # it may be busy; the next look may find it, and a run without any says so
         if figures:
-            self.readings.append((time.perf_counter(), time.time(), figures))
+            wall_s, now_s = with_wall(time.perf_counter)
+            self.readings.append((now_s, wall_s, figures))
         return bool(figures)
 
     async def go_on(self) -> None:

@@ -21,6 +21,7 @@ Path = tuple[str | int, ...]
 FACTORS = (0.5, 0.9, 1.1, 2.0, 0.0)
 NO_CLAIM = ("verdict", "facts")
 MEANS = {"_ms": 0.05, "_us": 0.2, "_s": 5e-4, "share": 5e-3, "rate": 5e-3, "usage": 5e-3}
+PARTS = ("mean", "p50", "p90", "p99", "max")  # of a latency, in its unit
 MANY = 12  # of the entries of a list that are changed one by one
 LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2el"}
 
@@ -70,7 +71,8 @@ def name_of(result: Result, path: Path) -> str:
     """The field that a leaf belongs to; of a reading, its column."""
     if "readings" in path and len(path) == 4:
         return str(at(result, (path[0], "columns"))[path[3]])
-    return str(next(each for each in reversed(path) if isinstance(each, str)))
+    names = [each for each in path if isinstance(each, str)]
+    return names[-2] if len(names) > 1 and names[-1] in PARTS else names[-1]
 
 
 def claims(name: str, old: float, new: float) -> bool:

@@ -6,18 +6,21 @@ more, of a hundred honest results.
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import os
 import random
 from collections import Counter
 from contextlib import redirect_stdout
+from fnmatch import fnmatchcase
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark.gate.alone import ALONE, is_alone
 from benchmark.gate.facts import SMALL, digests
 from benchmark.gate.gate import ANYWHERE, LAWS, Verdict, audit, laws_for, with_verdict
 from benchmark.gate.micro import LAWS as MICRO_LAWS
@@ -190,29 +193,56 @@ def test_a_hundred_honest_results_pass(measured: Measured) -> None:
     assert not wrong
 
 
-def single(result: Result) -> list[tuple[str, Result]]:
-    """Every entry of objects dropped, every word changed and every number scaled, one at a time."""
-    changes = []
+def single(result: Result, count: int) -> list[Tampering]:
+    """Entries of objects dropped, words changed and numbers scaled, one at a time, wherever the file holds a
+    second source of what they say."""
+    changes, fields = [], frozenset(result)
     for name, made in all_of(result).items():
         if name in ("a number scaled", "a string relabelled", "an entry dropped"):
-            changes += made
-    return [(each.what, each.result) for each in random.Random(3).sample(changes, 150)]
+            changes += [each for each in made if not is_alone(dotted(each), fields)]
+    return random.Random(3).sample(changes, min(count, len(changes)))
+
+
+def dotted(tampering: Tampering) -> str:
+    """The field that was changed."""
+    return ".".join(map(str, ast.literal_eval(tampering.what.split(" x ")[0])))
+
+
+def passes_laws(tampering: Tampering) -> bool:
+    """Whoever can read the code computes the digests again."""
+    tampered = tampering.result
+    tampered.pop("verdict", None)
+    try:
+        return audited({**tampered, "facts": digests(tampered)}).passed
+    except ValueError:
+        return False
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 2, 3, 4])
-def test_laws_alone_refuse_most_single_changes(results: list[Result], number: int) -> None:
-    """Whoever can read the code computes the digests again."""
-    passed = []
-    for what, tampered in single(results[number]):
-        tampered.pop("verdict", None)
-        try:
-            told = audited({**tampered, "facts": digests(tampered)})
-        except ValueError:
-            continue
-        if told.passed:
-            passed.append(what)
-    assert len(passed) <= 0.2 * 150, passed
+@pytest.mark.parametrize("number", range(5))
+def test_laws_alone_refuse_nearly_all_single_changes(results: list[Result], number: int) -> None:
+    made = single(results[number], 300)
+    passed = [each.what for each in made if passes_laws(each)]
+    assert len(passed) <= (1 - LEAST_REFUSED) * len(made), passed
+
+
+def test_what_a_client_writes_is_held_by_laws_alone(results: list[Result]) -> None:
+    """Of a result of `serve` every entry that is dropped is missed, and so is a sample of the numbers."""
+    served = results[2]
+    dropped = [each for each in all_of(served)["an entry dropped"] if not is_alone(dotted(each))]
+    passed = [each.what for each in dropped if len(ast.literal_eval(each.what)) == 1 and passes_laws(each)]
+    assert not passed
+    made = single(served, 60)
+    passed = [each.what for each in made if passes_laws(each)]
+    assert len(passed) <= 0.1 * len(made), passed
+
+
+def test_no_field_is_said_to_be_alone_that_is_none(results: list[Result]) -> None:
+    """But for those that only another machine, or a server of this project, writes."""
+    found = {dotted(each) for result in results for each in all_of(result)["an entry dropped"]}
+    elsewhere = ("server.", "machine.torch_npu", "machine.triton")
+    unmet = [pattern for pattern in ALONE if not any(fnmatchcase(name, pattern) for name in found)]
+    assert not [pattern for pattern in unmet if not pattern.startswith(elsewhere)]
 
 
 def test_what_a_verb_writes_together_is_there_together(offline: Result) -> None:
