@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -30,6 +30,11 @@ def at_least(least: int) -> Callable[[str], int]:
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Whether programs read the result."""
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
+
+
+def verdict_line(verdict: Mapping[str, Any]) -> str:
+    """What the gate says of a result, on one line."""
+    return "; ".join([verdict["outcome"], *(f"{law}: {why}" for law, why in verdict["refused"].items())])
 
 
 def show(result: Any, options: argparse.Namespace, print_table: Callable[[Any], None]) -> None:

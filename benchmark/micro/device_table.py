@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmark.options import verdict_line
+
 NOT_MEASURED = "not measured"
 COLUMNS = {
     "step_ms": "step, ms",
@@ -40,6 +42,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     )
     if reasons:
         print("", *(f"{NOT_MEASURED}: {why}" for why in reasons), sep="\n")
+    print("", verdict_line(result["verdict"]), sep="\n")
 
 
 def table(steps: Sequence[Step], columns: Mapping[str, str]) -> Iterator[str]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmark.gate.gate import with_verdict
 from benchmark.micro import queues
-from benchmark.options import add_json, at_least, numbers, show
+from benchmark.options import add_json, at_least, numbers, show, verdict_line
 from benchmark.run_clock import RunClock
 from continuous_batching.batch import Sampled
 from continuous_batching.policies.stall_free import StallFree
@@ -110,6 +110,7 @@ def print_table(result: dict[str, Any]) -> None:
             f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24)
             + "".join(text.rjust(36) for text in texts)
         )
+    print(verdict_line(result["verdict"]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,4 +133,4 @@ def main(options: argparse.Namespace) -> None:
     waited = {str(each): list(queues.run(each, options.waiting, options.steps)) for each in options.slots}
     timed = {"clock": clock.read(), "waiting": options.waiting, "slots": waited}
     result = with_verdict({**described, **timed})
-    show(result, options, lambda each: queues.print_table(each["slots"], options.waiting))
+    show(result, options, lambda each: queues.print_table(each, options.waiting))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmark.gate.gate import with_verdict
-from benchmark.options import add_json, at_least, numbers, show
+from benchmark.options import add_json, at_least, numbers, show, verdict_line
 from benchmark.run_clock import RunClock
 from continuous_batching.batch import Sampled
 from continuous_batching.policies.stall_free import StallFree
@@ -174,7 +174,11 @@ def run(page_sizes: list[int], repeats: int, num_requests: int) -> dict[str, obj
 def print_table(result: dict[str, object]) -> None:
     """Figures, one row a page size."""
     for name, value in result.items():
-        if isinstance(value, list):
+        if name == "facts":
+            continue  # digests are for programs
+        if name == "verdict" and isinstance(value, dict):
+            print(verdict_line(value))
+        elif isinstance(value, list):
             for row in value:
                 figures = ", ".join(f"{key.replace('_', ' ')} {each}" for key, each in row.items())
                 print(f"{name.replace('_', ' '):14} {figures}")

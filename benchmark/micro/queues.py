@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from benchmark.options import verdict_line
 from continuous_batching.batch import Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -122,11 +123,12 @@ def run(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, 
         }
 
 
-def print_table(rows: dict[str, list[dict[str, Any]]], num_waiting: int) -> None:
+def print_table(result: Mapping[str, Any], num_waiting: int) -> None:
     """The rows of each number of slots."""
-    for num_slots, variants_of in rows.items():
+    for num_slots, variants_of in result["slots"].items():
         head = f"{num_slots} slots, {num_waiting} waiting"
         print(head.ljust(36) + "µs a step: mean, p50, p99; times the first")
         for row in variants_of:
             name, *figures = (value for part, value in row.items() if part != "times_us")
             print(f"  {name}".ljust(36) + "".join(f"{figure:>10}" for figure in figures))
+    print(verdict_line(result["verdict"]))

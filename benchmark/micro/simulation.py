@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.gate.gate import with_verdict
-from benchmark.options import add_json, at_least, show
+from benchmark.options import add_json, at_least, show, verdict_line
 from benchmark.run_clock import RunClock
 from benchmark.simulate.placement import Placement, place
 from benchmark.workloads.lengths import Draw, lengths
@@ -76,6 +76,7 @@ def print_table(result: dict[str, Any]) -> None:
     print("".ljust(28) + "".join(name.rjust(18) for name in runs))
     for name in next(iter(runs.values())):
         print(name.ljust(28) + "".join(f"{run[name]:,}".rjust(18) for run in runs.values()))
+    print(verdict_line(result["verdict"]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from benchmark import outputs
 from benchmark.gate.gate import with_verdict
 from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
-from benchmark.options import add_json, at_least, show
+from benchmark.options import add_json, at_least, show, verdict_line
 from benchmark.run_clock import RunClock
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
@@ -139,7 +139,7 @@ def print_table(result: dict[str, object]) -> None:
         if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "facts"):
             continue  # one line for each request, moment or key is for programs
         if name == "verdict" and isinstance(value, dict):
-            value = "; ".join([value["outcome"], *(f"{law}: {why}" for law, why in value["refused"].items())])
+            value = verdict_line(value)
         elif isinstance(value, dict):
             value = ", ".join(f"{key} {each}" for key, each in value.items())
         print(f"{name:22} {value}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import outputs
-from benchmark.options import add_json, at_least, show
+from benchmark.options import add_json, at_least, show, verdict_line
 from benchmark.serve import trace_requests
 from benchmark.serve.objectives import Objectives, objective
 
@@ -198,8 +198,7 @@ def print_table(result: Mapping[str, Any], shown: list[str]) -> None:
         print(f"server: {', '.join(server_figures).replace('_', ' ')}")
     for error, count in result["errors"].items():
         print(f"failed {count:,}: {error}")
-    verdict = result["verdict"]
-    print("; ".join([verdict["outcome"], *(f"{law}: {why}" for law, why in verdict["refused"].items())]))
+    print(verdict_line(result["verdict"]))
 
 
 def _parts(result: Mapping[str, Any]) -> list[str]:

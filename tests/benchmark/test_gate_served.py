@@ -186,6 +186,13 @@ def test_a_file_of_vllm_is_audited() -> None:
     assert list(wrong) == ["rate x duration"]
 
 
+def test_a_late_client_says_that_the_machine_was_busy_and_what_to_do() -> None:
+    late = by_their_names(1) | {"client": {"late_ms": {"p99": 1.0}, "lag_ms": {"p99": 900.0}}}
+    why = audit(late).describe()["refused"]["client on time"]
+    assert "client.lag_ms.p99 is 900" in why
+    assert "the client's machine was too busy to measure this server: run again" in why
+
+
 def told_by_a_server() -> Result:
     """What a result holds of a server that said how it runs."""
     recipe = load(TINY).described()
