@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +163,9 @@ class Compiled:
         return call or _of_tensors(self._plain, args)
 
     def _compile(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        # Here: it imports sympy, a fifth of the start of an engine that compiles nothing
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
         stand_ins = [
             each if dimensions is None else _stand_in(mode, each, dimensions)
@@ -205,6 +207,8 @@ def _of_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable
 
 
 def _stand_in(mode: FakeTensorMode, tensor: Tensor, dimensions: tuple[int, ...]) -> Tensor:
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
     sizes = [DimDynamic.DYNAMIC if d in dimensions else DimDynamic.STATIC for d in range(tensor.ndim)]
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 

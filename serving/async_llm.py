@@ -36,7 +36,7 @@ from serving.engine.messages import (
 )
 from serving.engine.supervisor import State, Supervisor
 from serving.failures import CutOff, Failure, Overloaded, ShutDown, Unavailable
-from serving.limits import RETRY_S, ServerLimits
+from serving.limits import ServerLimits
 from serving.metrics.server_stats import ServerStats
 from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
 from serving.text.request_fields import check_length, is_short, parse_request, text_options
@@ -127,7 +127,7 @@ class AsyncLLM:
         """Raise Unavailable unless requests are taken."""
         if self.state != "ready":
             self.stats.rejected(self.state)
-            raise Unavailable(self.engine.why_not)
+            raise Unavailable(self.engine.why_not, self.engine.ready_in_s)
 
     async def ask(
         self, requests: Sequence[Fields], *, fill: bool = False, group: str = "", owner: str = ""
@@ -263,7 +263,7 @@ class AsyncLLM:
     async def look(self) -> View:
         """The engine's slots and pages now; raises Unavailable without an engine."""
         if self.facts is None:
-            raise Unavailable(self.engine.why_not)
+            raise Unavailable(self.engine.why_not, self.engine.ready_in_s)
         future: asyncio.Future[View] = asyncio.get_running_loop().create_future()
         self._looks.append(future)
         self.engine.send(Look())
@@ -335,7 +335,7 @@ class AsyncLLM:
 
     def _lose(self, reason: str, cause: str) -> None:
         """No engine works on the open requests any more."""
-        failure = Unavailable(f"{reason}; send the request again", RETRY_S)
+        failure = Unavailable(f"{reason}; send the request again", self.engine.ready_in_s)
         for answer, _ in self._streams.values():
             if answer.is_open:
                 self.stats.aborted(answer, cause)

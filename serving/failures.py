@@ -7,6 +7,8 @@ rooms that check requests.
 
 from __future__ import annotations
 
+UNKNOWN_S = 5.0  # after which a client may ask again, where nothing was measured
+
 
 class Failure(Exception):
     """A reason in one line that a client may read; `status` is HTTP's."""
@@ -31,7 +33,7 @@ class Unavailable(Failure):
 
     status = 503
 
-    def __init__(self, reason: str, retry_after_s: float = 5.0) -> None:
+    def __init__(self, reason: str, retry_after_s: float = UNKNOWN_S) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
 
@@ -55,7 +57,7 @@ class ShutDown(CutOff):
 
     status = 503
     code = None
-    retry_after_s = 5.0
+    retry_after_s = UNKNOWN_S
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down", "shutdown")

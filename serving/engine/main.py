@@ -2,7 +2,7 @@
 
     python -m serving.engine.main SOCKET RECIPE [key=value ...] [--profile NAME]
 
-It begins when it reads a byte from its standard input, and ends when its parent does, however that ends.
+It begins when it reads BEGIN from its standard input, and ends when its parent does, however that ends.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import zmq
 from continuous_batching.engine import Engine
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
+from serving.engine.messages import HURRY
 from serving.engine.worker import Worker, facts_of
 
 log = logging.getLogger(__name__)
@@ -51,10 +52,15 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # they are for the server, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
+    gc.disable()  # for the imports: their objects stay
     from recipes.build.engine import build
     from recipes.schema.reader import load
 
-    if not os.read(0, 1):  # a spare process waits here, with all imports done
+    gc.enable()
+
+    while (word := os.read(0, 1)) == HURRY:  # a spare process waits here, with all imports done
+        pass
+    if not word:
         return 0
     engines: list[Engine] = []
     _end_with_parent(engines)

@@ -13,6 +13,8 @@ from continuous_batching.inspection import Usage
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams, TokenLogprobs
 
+HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before all else
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The base of all messages."""

@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from recipes.schema.recipe import ROOT
+from serving.engine.messages import BEGIN, HURRY
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class EngineProcess:
     def __init__(self, arguments: Sequence[str], *, is_spare: bool = False) -> None:
         self._arguments = arguments
         self._is_spare = is_spare
+        self._is_hurried = False
         self._folder = Path(tempfile.mkdtemp(prefix="engine-"))  # only this user can enter it
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.PAIR)
@@ -89,11 +91,20 @@ class EngineProcess:
         )
         self._relaying = asyncio.ensure_future(self._relay())
 
+    def hurry(self) -> None:
+        """Let a spare process that still imports give way no longer: it may be needed soon."""
+        if not self._is_hurried:
+            self._is_hurried = True
+            self._say(HURRY)
+
     def wake(self) -> None:
         """Let the process build its engine and serve; a spare one that still imports gives way no longer."""
+        self._say(BEGIN)
+
+    def _say(self, word: bytes) -> None:
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
-        self._process.stdin.write(b"!")
+        self._process.stdin.write(word)
 
     def hide(self) -> None:
         """Remove the socket's file, when both ends hold the socket: a kill leaves no file behind."""

@@ -3,13 +3,14 @@
     python -m serving.engine.spare_process MODULE [ARGUMENT ...]
 
 It imports what is large in a thread of the lowest priority, and goes on as MODULE. A byte in its standard
-input says that the engine is needed now: what is left of the import then has the usual priority. The byte
-stays there for MODULE. Kernels that divide processor time by session (sched(7), autogroup) need the session's
-niceness as well.
+input says that the engine is needed now, or may be soon: what is left of the import then has the usual
+priority. The byte stays there for MODULE. Kernels that divide processor time by session (sched(7), autogroup)
+need the session's niceness as well.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -17,9 +18,11 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 LARGE = "recipes.build.engine"  # and torch with it
+LARGE_AND_RARE = "torch.fx.experimental.symbolic_shapes"  # only for who compiles: never waited for
 LAST = 19  # niceness: runs only when no other process wants to
 AUTOGROUP = Path("/proc/self/autogroup")
 _TRIES = 40
@@ -29,19 +32,26 @@ _LOOKS_S = 0.05  # between looks whether the import has ended, or the engine is 
 def main(argv: list[str]) -> None:
     """Prepare, and go on as the module."""
     sys.argv = argv
-    import_gently(LARGE)
+    gc.disable()  # for the imports: their objects stay
+    import_gently(LARGE, LARGE_AND_RARE)
+    gc.enable()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-def import_gently(module: str) -> None:
-    """Import a module in a thread of the lowest priority, which on Linux each thread has for itself."""
+def import_gently(module: str, *rare: str) -> None:
+    """Import a module in a thread of the lowest priority, which on Linux each thread has for itself.
+
+    Then the rare ones, of which none is begun once the engine is needed.
+    """
     importlib.import_module("numpy")  # its own threads start now, at the usual priority
     usual = session_niceness()
-    thread = threading.Thread(target=_import, args=(module,))
+    needed = threading.Event()
+    thread = threading.Thread(target=_import, args=(module, rare, needed))
     set_session_niceness(LAST)
     thread.start()
     while thread.is_alive() and not select.select([0], [], [], _LOOKS_S)[0]:
         pass
+    needed.set()
     set_session_niceness(usual)
     if thread.is_alive():
         _hurry(thread)
@@ -81,10 +91,13 @@ def _hurry(thread: threading.Thread) -> None:
         return
 
 
-def _import(module: str) -> None:
+def _import(module: str, rare: Sequence[str], needed: threading.Event) -> None:
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST)
     importlib.import_module(module)
+    for each in rare:
+        if not needed.is_set():
+            importlib.import_module(each)
 
 
 if __name__ == "__main__":

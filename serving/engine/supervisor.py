@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -23,7 +24,7 @@ from serving.engine.messages import (
 )
 from serving.engine.process import EngineLost, EngineProcess
 from serving.engine.silence import HUNG, Silence
-from serving.failures import Unavailable
+from serving.failures import UNKNOWN_S, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ State = Literal["starting", "ready", "lost", "draining", "dead"]
 _CHECKS_S = 0.1  # between checks whether the engine still answers
 _LONGEST_PAUSE_S = 30.0  # between starts of engines that end before they have made a step
 _SPARE_AFTER_S = 5.0  # of undisturbed service; then a process is kept ready to replace the engine
+LONGEST_HINT_S = 60.0  # after which a client may ask again, however long a start takes
 
 
 class Supervisor:
@@ -54,6 +56,10 @@ class Supervisor:
         self.trouble = ""  # why the last engine ended
         self.has_failed = False  # there will be no engine, although nobody asked for that
         self.start_s = 0.0  # how long the last start took
+        self._had_spare = False  # when this engine was started
+        self._starts_s: dict[bool, float] = {}  # how long the last one took, with a spare process and without
+        self._pause_s = 0.0  # before the next start
+        self._due_s = 0.0  # when the next engine should be ready
         self._arguments = arguments
         self._limits = limits
         self._hear = hear
@@ -110,11 +116,18 @@ class Supervisor:
             "draining": "the server is shutting down",
         }.get(self.state, f"there is no engine: {self.trouble or 'the server is shutting down'}")
 
+    @property
+    def ready_in_s(self) -> float:
+        """How soon another engine can be expected, by how long the last start took; a hint for clients."""
+        if self.state != "lost":
+            return UNKNOWN_S
+        return min(max(0.0, self._due_s - time.monotonic()), LONGEST_HINT_S)
+
     async def ready(self) -> None:
         """Wait for an engine; raises Unavailable if there will be none."""
         await self.until(lambda: self.state in ("ready", "draining", "dead"))
         if self.state == "dead":
-            raise Unavailable(self.why_not)
+            raise Unavailable(self.why_not, self.ready_in_s)
 
     async def dead(self) -> None:
         """Wait until there can be no engine any more."""
@@ -137,7 +150,6 @@ class Supervisor:
 
     async def _live(self) -> None:
         """One engine after the other."""
-        pause_s = 0.0
         while True:
             self._has_worked = False
             spare = asyncio.ensure_future(self._keep_spare())
@@ -148,12 +160,11 @@ class Supervisor:
                 await asyncio.gather(spare, return_exceptions=True)
             if self.state in ("dead", "draining"):
                 return
-            pause_s = 0.0 if self._has_worked else min(2 * pause_s + 1, _LONGEST_PAUSE_S)
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(self._pause_s)
 
     async def _live_once(self) -> None:
         """One engine to its end; everybody who waits for it learns of that before anybody can ask again."""
-        born_s = time.monotonic()
+        born_s, self._had_spare = time.monotonic(), self._spare is not None
         try:
             self._engine = await self._next()
             await self._attend(self._engine, born_s)
@@ -162,10 +173,16 @@ class Supervisor:
         finally:
             self._engine = self.facts = None
         log.error("%s", self.trouble)
+        self._pause_s = 0.0 if self._has_worked else min(2 * self._pause_s + 1, _LONGEST_PAUSE_S)
+        self._due_s = time.monotonic() + self._pause_s + self._start_expected_s()
         self.has_failed = self.state == "starting"
         if self.state != "draining":
             self.become("dead" if self.has_failed else "lost")
         self._lose(self.trouble)
+
+    def _start_expected_s(self) -> float:
+        # With a spare process, where that was not measured yet, it takes no longer than without
+        return self._starts_s.get(self._spare is not None, min([UNKNOWN_S, *self._starts_s.values()]))
 
     async def _attend(self, engine: EngineProcess, born_s: float) -> None:
         """Let a process serve, and pass on what it sends; raises EngineLost at its end."""
@@ -195,6 +212,7 @@ class Supervisor:
 
     def _begin(self, message: Ready, start_s: float) -> None:
         self.facts, self.start_s = message.facts, start_s
+        self._starts_s[self._had_spare] = start_s
         expected_s = message.facts.expected_step_s
         self.silence = Silence(self.silence.heard_s, self._limits.step_timeout_s, expected_s)
         log.info("ready after %.1f s, process %s", start_s, self.pid)
@@ -231,11 +249,29 @@ class Supervisor:
         return await EngineProcess.started(self._arguments(next(self._lives)))
 
     async def _keep_spare(self) -> None:
-        """When an engine has served for a while, start the next one's process and let it import."""
+        """When an engine has served for a while, start the next one's process and let it import.
+
+        A slow engine may be hung: then there must be such a process, and it gives way no longer.
+        """
         if not self._limits.spare_engine:
             return
         await self.until(lambda: self.facts is not None)
-        await asyncio.sleep(_SPARE_AFTER_S)
+        usual_s = time.monotonic() + _SPARE_AFTER_S
+        earliest_s = 0.0  # for a slow engine, which gets another where one has ended
+        while True:
+            now_s, spare, is_slow = time.monotonic(), self._spare, self.status == "slow"
+            if spare is not None and spare.is_running:
+                if is_slow:
+                    spare.hurry()
+            elif now_s >= (earliest_s if is_slow else usual_s):
+                usual_s, earliest_s = math.inf, now_s + _SPARE_AFTER_S
+                await self._start_spare()
+                continue
+            await asyncio.sleep(_CHECKS_S)
+
+    async def _start_spare(self) -> None:
+        if self._spare is not None:
+            await self._spare.end()
         try:
             arguments = self._arguments(next(self._lives))
             self._spare = await EngineProcess.started(arguments, is_spare=True)

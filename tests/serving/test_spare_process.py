@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from recipes.schema.recipe import ROOT
+from serving.engine.messages import BEGIN, HURRY
 from serving.engine.spare_process import AUTOGROUP, LAST
+from tests.serving.server import PATIENCE_S
 
 TELL = """
 import importlib, os, sys, threading, time
@@ -89,3 +91,33 @@ def test_it_goes_on_as_the_module_it_is_told() -> None:
     )
     assert done.stdout.startswith("usage: python -m serving.engine.main")
     assert not done.stderr
+
+
+def test_who_shall_hurry_has_not_begun() -> None:
+    brief = (
+        "import sys, types; sys.modules['recipes.build.engine'] = types.SimpleNamespace(build=None);"
+        " from serving.engine import main; sys.exit(main.main(['ipc:///nowhere', 'no.yaml']))"
+    )
+    pipe = subprocess.PIPE
+    for words, status in ((HURRY, 0), (HURRY + BEGIN, 2)):
+        with subprocess.Popen([sys.executable, "-c", brief], cwd=ROOT, stdin=pipe, stderr=pipe) as process:
+            assert process.stdin is not None
+            assert process.stderr is not None
+            process.stdin.write(words)
+            process.stdin.flush()
+            if words == HURRY:
+                process.stdin.close()  # as at the end of the server
+            said = process.stderr.read()
+            assert (process.wait(PATIENCE_S), b"no.yaml" in said) == (status, status == 2), said
+
+
+def test_what_only_some_need_is_not_begun_once_the_engine_is_needed() -> None:
+    brief = (
+        "import os, sys, threading; from serving.engine import spare_process\n"
+        "begun, needed = [], threading.Event()\n"
+        "def told(name): begun.append(name); needed.set() if name == 'b' else None\n"
+        "spare_process.importlib.import_module = told\n"
+        "spare_process._import('a', ('b', 'c'), needed); print(begun)"
+    )
+    done = subprocess.run([sys.executable, "-c", brief], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "['a', 'b']\n"

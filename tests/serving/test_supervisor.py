@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from recipes.schema.server_section import ServerSection
+from serving.api.errors import response_of
+from serving.async_llm import AsyncLLM
+from serving.engine import supervisor
 from serving.engine.messages import EngineFacts, Ready, encode
 from serving.engine.process import EngineLost, EngineProcess
 from serving.engine.supervisor import Supervisor
+from serving.failures import Unavailable
+from tests.serving.server import PATIENCE_S, TINY
 
 FACTS = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0)
 
@@ -87,3 +95,106 @@ def test_a_spare_process_that_still_imports_takes_over() -> None:
         return same
 
     assert all(asyncio.run(taken()))
+
+
+class Spare:
+    """A process that would be the next engine's."""
+
+    def __init__(self) -> None:
+        self.is_running = True
+        self.num_hurried = 0
+
+    def hurry(self) -> None:
+        self.num_hurried += 1
+
+    async def end(self) -> None:
+        self.is_running = False
+
+
+@pytest.fixture
+def spares(monkeypatch: pytest.MonkeyPatch) -> list[Spare]:
+    """The spare processes that were started; none is due by time."""
+    made: list[Spare] = []
+
+    async def started(arguments: object, *, is_spare: bool = False) -> Spare:
+        assert is_spare
+        made.append(Spare())
+        return made[-1]
+
+    monkeypatch.setattr(EngineProcess, "started", started)
+    monkeypatch.setattr(supervisor, "_CHECKS_S", 0.001)
+    return made
+
+
+def serving(silent_s: float) -> Supervisor:
+    """With an engine that has been silent for so long."""
+    keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
+    keeper._begin(Ready(FACTS), 1.0)
+    keeper.silence.heard_s = time.monotonic() - silent_s
+    return keeper
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def test_a_slow_engine_has_a_spare_at_once(monkeypatch: pytest.MonkeyPatch, spares: list[Spare]) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 4 * PATIENCE_S)  # of undisturbed service
+        keeping = asyncio.ensure_future((keeper := serving(silent_s=1e9))._keep_spare())
+        await until(lambda: spares and spares[0].num_hurried)
+        assert keeper._spare is spares[0]
+        keeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_spare_that_ended_is_replaced_when_the_engine_is_slow(
+    monkeypatch: pytest.MonkeyPatch, spares: list[Spare]
+) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(supervisor, "_SPARE_AFTER_S", 0.0)
+        keeping = asyncio.ensure_future((keeper := serving(silent_s=-1e9))._keep_spare())
+        await until(lambda: spares)
+        assert not spares[0].num_hurried, "it gives way to an engine that works"
+        spares[0].is_running = False
+        keeper.silence.heard_s = time.monotonic() - 1e9
+        await until(lambda: len(spares) == 2 and spares[1].num_hurried)
+        keeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_client_is_told_how_long_a_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def told() -> list[int]:
+        now_s, hints = 1000.0, []
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
+        llm = AsyncLLM(TINY)
+        keeper = llm.engine
+
+        def ask() -> None:
+            with pytest.raises(Unavailable) as refused:
+                llm.check_ready()
+            hints.append(int(response_of(refused.value).headers["retry-after"]))
+
+        async def ends(engine: object, born_s: float) -> None:
+            raise EngineLost("it ended")
+
+        async def engine() -> Short:
+            return Short()
+
+        monkeypatch.setattr(keeper, "_attend", ends)
+        monkeypatch.setattr(keeper, "_next", engine)
+        ask()  # while the first starts
+        for start_s in (21.5, 400.0):
+            keeper._begin(Ready(FACTS), start_s)
+            keeper._has_worked = True
+            await keeper._live_once()
+            ask()
+            now_s += 10.0
+            ask()
+        return hints
+
+    assert asyncio.run(told()) == [5, 22, 12, 60, 60]
