@@ -16,6 +16,7 @@ import zmq
 import zmq.asyncio
 
 from recipes.schema.recipe import ROOT
+from serving.engine import spare_process
 from serving.engine.messages import BEGIN, HURRY
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class EngineProcess:
 
     def hurry(self) -> None:
         """Let a spare process that still imports give way no longer: it may be needed soon."""
-        if not self._is_hurried:
+        if self.is_running and not self._is_hurried:
             self._is_hurried = True
             self._say(HURRY)
 
@@ -105,6 +106,8 @@ class EngineProcess:
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
         self._process.stdin.write(word)
+        if self._is_spare:
+            spare_process.restore_priority(self._process.pid)
 
     def hide(self) -> None:
         """Remove the socket's file, when both ends hold the socket: a kill leaves no file behind."""

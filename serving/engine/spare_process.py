@@ -10,6 +10,7 @@ need the session's niceness as well.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -44,18 +45,25 @@ def import_gently(module: str, *rare: str) -> None:
     Then the rare ones, of which none is begun once the engine is needed.
     """
     importlib.import_module("numpy")  # its own threads start now, at the usual priority
+    if _is_needed(0):
+        importlib.import_module(module)
+        return
     usual = session_niceness()
     needed = threading.Event()
     thread = threading.Thread(target=_import, args=(module, rare, needed))
     set_session_niceness(LAST)
     thread.start()
-    while thread.is_alive() and not select.select([0], [], [], _LOOKS_S)[0]:
+    while thread.is_alive() and not _is_needed(_LOOKS_S):
         pass
     needed.set()
     set_session_niceness(usual)
     if thread.is_alive():
         _hurry(thread)
     thread.join()
+
+
+def _is_needed(within_s: float) -> bool:
+    return bool(select.select([0], [], [], within_s)[0])
 
 
 def session_niceness() -> int:
@@ -76,6 +84,19 @@ def set_session_niceness(niceness: int) -> None:
             return
     if AUTOGROUP.exists():
         print(f"WARNING this session's niceness cannot be set to {niceness}", file=sys.stderr)
+
+
+def restore_priority(pid: int) -> None:
+    """Give all of a spare process our priority at once, as far as the system allows.
+
+    It hears that it is needed too, but a process that gives way on busy cores takes seconds to hear.
+    """
+    with contextlib.suppress(OSError):  # not Linux, or too soon after another write, or it has ended
+        Path(f"/proc/{pid}/autogroup").write_text(str(session_niceness()))
+    tasks = Path(f"/proc/{pid}/task")
+    for thread in os.listdir(tasks) if tasks.is_dir() else ():
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def _hurry(thread: threading.Thread) -> None:

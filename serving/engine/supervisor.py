@@ -56,6 +56,7 @@ class Supervisor:
         self.trouble = ""  # why the last engine ended
         self.has_failed = False  # there will be no engine, although nobody asked for that
         self.start_s = 0.0  # how long the last start took
+        self._ready_s = math.inf  # since when this engine is ready
         self._had_spare = False  # when this engine was started
         self._starts_s: dict[bool, float] = {}  # how long the last one took, with a spare process and without
         self._pause_s = 0.0  # before the next start
@@ -151,7 +152,7 @@ class Supervisor:
     async def _live(self) -> None:
         """One engine after the other."""
         while True:
-            self._has_worked = False
+            self._has_worked, self._ready_s = False, math.inf
             spare = asyncio.ensure_future(self._keep_spare())
             try:
                 await self._live_once()
@@ -172,8 +173,13 @@ class Supervisor:
             self.trouble = str(error)
         finally:
             self._engine = self.facts = None
+        if self._spare is not None:
+            self._spare.hurry()  # also where a pause is due first
         log.error("%s", self.trouble)
-        self._pause_s = 0.0 if self._has_worked else min(2 * self._pause_s + 1, _LONGEST_PAUSE_S)
+        has_lasted = time.monotonic() - self._ready_s >= _LONGEST_PAUSE_S  # without being asked for anything
+        self._pause_s = (
+            0.0 if self._has_worked or has_lasted else min(2 * self._pause_s + 1, _LONGEST_PAUSE_S)
+        )
         self._due_s = time.monotonic() + self._pause_s + self._start_expected_s()
         self.has_failed = self.state == "starting"
         if self.state != "draining":
@@ -213,6 +219,7 @@ class Supervisor:
     def _begin(self, message: Ready, start_s: float) -> None:
         self.facts, self.start_s = message.facts, start_s
         self._starts_s[self._had_spare] = start_s
+        self._ready_s = time.monotonic()
         expected_s = message.facts.expected_step_s
         self.silence = Silence(self.silence.heard_s, self._limits.step_timeout_s, expected_s)
         log.info("ready after %.1f s, process %s", start_s, self.pid)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from recipes.schema.recipe import ROOT
 from serving.engine.messages import BEGIN, HURRY
-from serving.engine.spare_process import AUTOGROUP, LAST
+from serving.engine.spare_process import AUTOGROUP, LAST, restore_priority, session_niceness
 from tests.serving.server import PATIENCE_S
 
 TELL = """
@@ -121,3 +123,21 @@ def test_what_only_some_need_is_not_begun_once_the_engine_is_needed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", brief], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "['a', 'b']\n"
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="without it, only root may raise a priority again")
+def test_its_priority_is_restored_from_outside() -> None:
+    """On busy cores it would hear only seconds later that it is needed."""
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    with spare("wait") as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        os.kill(process.pid, signal.SIGSTOP)  # it can do nothing for itself
+        restore_priority(process.pid)
+        group = Path(f"/proc/{process.pid}/autogroup").read_text().split()[-1]
+        tasks = [int(each) for each in os.listdir(f"/proc/{process.pid}/task")]
+        found = {os.getpriority(os.PRIO_PROCESS, each) for each in tasks}
+        process.kill()
+    assert group == str(session_niceness())
+    assert found == {ours} if os.geteuid() == 0 else found <= {ours, LAST}

@@ -167,6 +167,33 @@ def test_a_spare_that_ended_is_replaced_when_the_engine_is_slow(
     asyncio.run(run())
 
 
+def test_an_engine_that_was_ready_for_long_is_followed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nobody asked it for anything: it does not fail at its start."""
+
+    async def pauses() -> list[float]:
+        now_s, lives_s, found = 1000.0, [1.0, 1.0, 60.0, 1.0], []
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now_s))
+        keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
+
+        async def ends(engine: object, born_s: float) -> None:
+            nonlocal now_s
+            keeper._begin(Ready(FACTS), 1.0)
+            now_s += lives_s[len(found)]
+            raise EngineLost("it ended")
+
+        async def engine() -> Short:
+            return Short()
+
+        monkeypatch.setattr(keeper, "_attend", ends)
+        monkeypatch.setattr(keeper, "_next", engine)
+        for _ in lives_s:
+            await keeper._live_once()
+            found.append(keeper._pause_s)
+        return found
+
+    assert asyncio.run(pauses()) == [1.0, 3.0, 0.0, 1.0]
+
+
 def test_a_client_is_told_how_long_a_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def told() -> list[int]:
         now_s, hints = 1000.0, []
