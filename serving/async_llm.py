@@ -69,6 +69,7 @@ class AsyncLLM:
         chosen = [] if profile is None else ["--profile", profile]
         self._arguments = [str(Path(recipe).resolve()), *overrides, *chosen]
         self.engine = Supervisor(self._arguments_of, self.recipe.server, self._hear, self._lose_engine)
+        self.stats.is_slow = lambda: self.engine.status == "slow"
         self.stats.silence_limit_s = lambda: self.engine.silence.limit_s
         self._threads = ThreadPoolExecutor(self.recipe.server.text_threads, "text")
         self._streams: dict[int, tuple[AnswerStream, int]] = {}  # until the engine has sent their end

@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from serving.api.access import key_of_environment
+from serving.api.api_keys import key_of_environment
 
 _TIMEOUT_S = 10.0
 LONGEST_INTERVAL_S = 3600.0
@@ -114,12 +114,20 @@ def frame(now: Scrape, before: Scrape) -> Panel:
     bars.add_row("pages", bar(pages), legend)
     waiting = f"{now.get('cb_requests_queued'):.0f} wait"
     bars.add_row("queue", Text(f"{waiting} for {', '.join(waits)}" if waits else waiting))
-    is_up = bool(now.get("cb_engine_up"))
-    state = "up" if is_up else f"[red]down, silent {now.get('cb_engine_step_age_seconds'):.1f} s[/red]"
     restarts = f"{now.get('cb_engine_restarts_total'):.0f} restarts"
     return Panel(
-        Group(bars, "", _rates(now, before)), title=f"{escape(now.model)}: engine {state}, {restarts}"
+        Group(bars, "", _rates(now, before)), title=f"{escape(now.model)}: engine {_state(now)}, {restarts}"
     )
+
+
+def _state(now: Scrape) -> str:
+    """Of the engine, and how long it has been silent where that matters."""
+    silent = f"silent {now.get('cb_engine_step_age_seconds'):.1f} s"
+    if not now.get("cb_engine_up"):
+        return f"[red]down, {silent}[/red]"
+    if now.get("cb_engine_slow"):
+        return f"[yellow]slow, {silent} of {now.get('cb_engine_step_age_limit_seconds'):.1f} s[/yellow]"
+    return "up"
 
 
 def _rates(now: Scrape, before: Scrape) -> Table:

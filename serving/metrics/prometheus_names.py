@@ -143,6 +143,7 @@ PAGES = (
 )
 ENGINE = (
     Metric("engine_up", "gauge", "1 while an engine can serve", lambda t: t.facts is not None),
+    Metric("engine_slow", "gauge", "1 while it is overdue, as /health says", lambda t: t.is_slow()),
     Metric("engine_step_age_seconds", "gauge", "Since the last sign of life", lambda t: t.silent_s),
     Metric(
         "engine_step_age_limit_seconds",

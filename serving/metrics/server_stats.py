@@ -133,6 +133,7 @@ class ServerStats:
         self.batch_tokens = 0  # of the last step
         self.is_idle = True
         self.num_lost_lines: Callable[[], int] = int  # of the log
+        self.is_slow: Callable[[], bool] = bool  # the engine should have sent something by now
         self.silence_limit_s: Callable[[], float] = float  # after which the engine is ended
         self._heard_s = self._beat_s = time.monotonic()
         self.last_beat: Beat | None = None  # of the engine that runs
