@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         "--served-model-name", dest="model_name", metavar="NAME", help="what clients call the model"
     )
     top.add_argument(
-        "--api-keys", metavar="FILE", help="KEY, KEY TENANT or KEY * a line; see docs/serving.md"
+        "--api-keys", metavar="FILE", help="KEY [TENANT or *] [max_priority=N] a line; see docs/serving.md"
     )
     top.add_argument(
         "--cors-origin",

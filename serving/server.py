@@ -19,7 +19,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from serving.api import access
-from serving.api.access import ApiKeys, key_of_environment
+from serving.api.api_keys import ApiKeys, Rights, key_of_environment
 from serving.api.app import application
 from serving.api.protocol import Protocol
 from serving.async_llm import AsyncLLM
@@ -58,12 +58,15 @@ class ServerOptions:
     log_format: str = "text"
     log_requests: bool = False
 
-    def tenant_of(self) -> dict[str, str]:
-        """The keys and their tenants; raises ValueError for a key that no client could send."""
-        tenant_of = {} if self.api_keys is None else ApiKeys.read(self.api_keys)
+    def rights_of(self) -> dict[str, Rights]:
+        """The keys and their rights; raises ValueError for a key that no client could send.
+
+        The environment's key is the operator's, and may ask for any priority.
+        """
+        rights_of = {} if self.api_keys is None else ApiKeys.read(self.api_keys)
         if key := key_of_environment():
-            tenant_of.setdefault(key, "")
-        return tenant_of
+            rights_of.setdefault(key, Rights())
+        return rights_of
 
 
 class SignalFreeServer(uvicorn.Server):
@@ -87,11 +90,11 @@ def run_server(options: ServerOptions) -> int:
 def _run(options: ServerOptions, lines: logs.Lines) -> int:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
     most_connections = _most_connections()
-    tenant_of = options.tenant_of()
+    rights_of = options.rights_of()
     stats, close = _stats(options.otlp_endpoint)
     llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
     stats.num_lost_lines = lambda: lines.num_lost
-    keys = ApiKeys(tenant_of, share_prefixes=llm.recipe.server.share_prefixes)
+    keys = ApiKeys(rights_of, share_prefixes=llm.recipe.server.share_prefixes)
     model = _name_of(llm, options.recipe) if options.model_name is None else options.model_name
     stats.model = model = _sendable(model)
     listener = listener_at(options.host, options.port)

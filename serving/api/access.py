@@ -8,24 +8,16 @@ every event of a stream.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
-import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import takewhile
-from pathlib import Path
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from continuous_batching.refusal import BadRequest, shown
-from models.file_bounds import MOST_JSON_BYTES, read_bounded
-from recipes.schema.verb import in_one_line
+from serving.api.api_keys import ApiKeys
 from serving.api.bodies import BodyMemory
 from serving.api.errors import DEFECT, error_response, response_of
 from serving.failures import ShutDown
@@ -34,118 +26,8 @@ from serving.metrics.server_stats import TRACE_HEADERS
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/", "/health", "/ready")  # a page that asks for the key, and the paths of probes
-GATEWAY = "*"  # in the place of a key's tenant: it may name the tenant of each request
 _LOCAL = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """Who sent a request: its key, which alone may see and end it, the tenant whose share it counts against,
-    and the salt that separates its pages. Without keys, all of these are "".
-    """
-
-    owner: str
-    tenant: str
-    salt: str
-    names_tenants: bool  # as a gateway, which knows its own clients
-
-    def tenant_for(self, named: str | None, user: str | None) -> str:
-        """Whose share a request counts against that names a tenant, or a user, or neither.
-
-        Raises BadRequest where the key may not name another tenant than its own: it would dodge its share.
-        """
-        if self.names_tenants:
-            return named or user or self.tenant
-        if named and named != self.tenant:
-            raise BadRequest(
-                "tenant",
-                f"is {shown(named)}, and this key has a tenant of its own",
-                value=named,
-                fix=f"leave it out; a key whose tenant is {GATEWAY} in the keys file may name others",
-            )
-        return self.tenant
-
-    def salted(self, own: str) -> str:
-        """Its salt with the request's own, which is hashed so that the length is always the same."""
-        return f"{self.salt}:{hashlib.sha256(own.encode()).hexdigest()[:32]}" if self.salt else own
-
-
-ANYBODY = Client("", "", "", names_tenants=True)
-
-
-def can_be_sent(key: str) -> bool:
-    """Whether every client can send this key."""
-    return key.isascii() and key.isprintable() and len(key.split()) == 1
-
-
-def key_of_environment() -> str:
-    """API_KEY, or "" without one; raises ValueError for one that no client could send."""
-    given = os.environ.get("API_KEY", "")
-    key = given.strip()  # it may come from a file with a line break
-    if given and not can_be_sent(key):
-        raise ValueError("API_KEY must be one word of printable ASCII; correct or unset it")
-    return key
-
-
-class ApiKeys:
-    """The keys that open the server; with none, it is open to all who reach it.
-
-    A key without a tenant is a tenant of its own, whose name no line of a keys file can hold.
-    """
-
-    def __init__(self, tenant_of: Mapping[str, str], *, share_prefixes: bool = False) -> None:
-        self._known = []
-        for number, (key, tenant) in enumerate(tenant_of.items(), 1):
-            digest = hashlib.sha256(key.encode()).digest()
-            salt = "" if share_prefixes else hashlib.sha256(b"salt" + digest).hexdigest()[:32]
-            owner, is_gateway = f"key {number}", tenant == GATEWAY
-            own = owner if is_gateway or not tenant else tenant
-            self._known.append((digest, Client(owner, own, salt, names_tenants=is_gateway)))
-
-    @staticmethod
-    def read(path: str) -> dict[str, str]:
-        """Keys and their tenants from a file: `KEY` or `KEY TENANT # COMMENT` a line; raises ValueError."""
-        tenant_of: dict[str, str] = {}
-        try:
-            text = read_bounded(Path(path), MOST_JSON_BYTES).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as such") from error
-        except OSError as error:
-            raise OSError(f"--api-keys {in_one_line(error)}") from error
-        for number, line in enumerate(text.splitlines(), 1):
-            words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
-            if not words:
-                continue
-            if len(words) > 2:
-                raise ValueError(
-                    f"{path}:{number}: a line is KEY or KEY TENANT, and this has {len(words)} words"
-                )
-            if not can_be_sent(words[0]):
-                raise ValueError(f"{path}:{number}: this key cannot be sent; it must be of printable ASCII")
-            if words[0] in tenant_of:
-                raise ValueError(f"{path}:{number}: this key stands there twice")
-            tenant_of[words[0]] = words[1] if len(words) == 2 else ""
-        if not tenant_of:
-            raise ValueError(f"{path} holds no key; write one a line")
-        return tenant_of
-
-    @property
-    def are_needed(self) -> bool:
-        """Whether a request must have one."""
-        return bool(self._known)
-
-    def client(self, authorization: str | None) -> Client | None:
-        """The sender of this header, or None if unknown. Takes the same time for every wrong key."""
-        if not self._known:
-            return ANYBODY
-        scheme, _, key = (authorization or "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
-        found = None
-        for known, client in self._known:
-            if hmac.compare_digest(known, digest):
-                found = client
-        return found if scheme.lower() == "bearer" else None
 
 
 class AccessControl:
@@ -176,6 +58,10 @@ class AccessControl:
         """Answer one request."""
         assert scope["type"] == "http", "the server is started without others"
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        names = [name for name, _ in scope["headers"]]
+        for label in (b"x-request-id", b"traceparent"):
+            if names.count(label) > 1:  # which of them is meant cannot be known
+                del headers[label]
         given = headers.get(b"x-request-id", "")
         state = scope.setdefault("state", {})
         name = state["request_id"] = given if _ID.fullmatch(given) else uuid.uuid4().hex

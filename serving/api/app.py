@@ -11,7 +11,8 @@ from starlette.types import ASGIApp
 
 from serving import fingerprint
 from serving.api import errors, live_page, operations
-from serving.api.access import AccessControl, ApiKeys, HeadAndOptions
+from serving.api.access import AccessControl, HeadAndOptions
+from serving.api.api_keys import ApiKeys
 from serving.api.bodies import BodyMemory, bounded_route
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute

@@ -19,7 +19,7 @@ from starlette.types import Receive
 
 from continuous_batching.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
-from serving.api.access import Client
+from serving.api.api_keys import Client
 from serving.api.errors import body_of
 from serving.api.model_names import ModelNames
 from serving.api.pieces import PIECE_BYTES, Json, gathered, is_short, object_around, to_json
@@ -83,6 +83,8 @@ class Generation:
         tenant = client.tenant_for(request.headers.get(_TENANT_HEADER) or body.tenant, body.user)
         if tenant:
             fields["tenant"] = tenant
+        if priority := client.priority_for(body.priority):
+            fields["priority"] = priority
         fields["cache_salt"] = client.salted(body.cache_salt or "")
         return fields
 

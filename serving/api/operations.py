@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from continuous_batching.refusal import BadRequest
 from recipes.build import versions
-from serving.api.access import Client
+from serving.api.api_keys import Client
 from serving.api.errors import NotFound
 from serving.api.model_names import ModelNames
 from serving.api.schemas import Conversation, DetokenizeBody, TokenizeBody

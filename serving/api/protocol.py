@@ -7,14 +7,16 @@ comes: a client could fill the memory by a header that never ends, or hold conne
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
+from starlette.responses import Response
+from uvicorn._types import HTTPScope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from serving.api import heads
 from serving.api.errors import error_response
 
 MOST_HEAD_BYTES = 64 * 1024
@@ -30,7 +32,6 @@ _TOO_MANY = (
     " them when it is answered, or on more connections"
 )
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client of HTTP/1.1 skips it, whenever it comes
-_ABSOLUTE = re.compile(rb"[^/?#]+://([^/?#]*)")  # a path with its scheme and host
 _TCP_CLOSE = 7  # of Linux's states of a connection: it was reset
 _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
 
@@ -94,7 +95,6 @@ class Protocol(HttpToolsProtocol):
     _in_head = False
     _has_reported = False  # the beginning of a request, or its body, in the current bytes
     _is_refused = False
-    _is_ignoring = False  # discard further data: one request too many was waiting
     _lingers = False  # for a client that may still send what was refused
     _num_head_bytes = 0
     _due: asyncio.TimerHandle | None = None
@@ -135,7 +135,7 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes came; of a head, or of trailers, the parser reports nothing before their end: count them."""
-        if self._is_ignoring or self._is_refused or self._responses.is_lingering:
+        if self._is_refused or self._responses.is_lingering:
             return
         self._has_reported = False
         self._unset_keepalive_if_required()
@@ -154,13 +154,10 @@ class Protocol(HttpToolsProtocol):
     def eof_received(self) -> bool:
         """The client sends no more. What it asked for whole is answered, unless it has gone away."""
         self._responses.flush()
+        if self._in_request and not self._responses.is_closing():
+            self._refuse(400, "the request ended before it was whole; send it again", lingers=False)
         last = self.cycle
-        if last is not None and last.more_body and self.pipeline:  # which will never come whole
-            self.pipeline.popleft()
-            last = self.pipeline[0][0] if self.pipeline else self._answered
         if last is None or last.more_body or last.response_complete or self._responses.is_closing():
-            if self._in_request and not self._responses.is_closing():
-                self._refuse(400, "the request ended before it was whole; send it again", lingers=False)
             return False  # the transport closes itself
         last.keep_alive = False
         self._stop_timer()
@@ -208,24 +205,13 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         if self._is_refused or self.parser.should_upgrade():
             return
-        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
-            self._refuse(400, "the only Transfer-Encoding is chunked; send the body without another")
-            return
         version = self.parser.get_http_version()
-        if version not in ("1.0", "1.1"):
-            self._refuse(505, f"this server speaks HTTP/1.1, not HTTP/{version}")
+        if refused := heads.refusal(self.headers, version):
+            self._refuse(*refused)
             return
-        if version == "1.0" and any(name == b"transfer-encoding" for name, _ in self.headers):
-            self._refuse(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length, or HTTP/1.1")
-            return
+        heads.take_host(self.headers, self.url)
         self.expect_100_continue &= version == "1.1"  # an older client would take it for the response
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
-        if target := _ABSOLUTE.match(self.url):  # its host counts, and not the header's
-            self.headers[:] = [each for each in self.headers if each[0] != b"host"] + [(b"host", target[1])]
-        if num_hosts > 1 or (not num_hosts and version == "1.1"):
-            self._refuse(400, f"a request has one Host header, and this has {num_hosts or 'none'}")
-        else:
-            super().on_headers_complete()
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
@@ -269,10 +255,13 @@ class Protocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._is_refused = True
-        answered = self._answered
-        # a refusal must not come in the middle of an answer
-        if answered is None or not answered.response_started or answered.response_complete:
-            response = error_response(status, message)
+        answered, response = self._answered, error_response(status, message)
+        if answered is not None and answered.response_complete:
+            answered = None
+        if answered is not None and not (answered is self.cycle and answered.more_body):
+            self._refuse_in_turn(response, lingers)
+            return
+        if answered is None or not answered.response_started:
             lines = [STATUS_LINE[status].rstrip(), b"connection: close"]
             lines += [name + b": " + value for name, value in response.raw_headers]
             self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
@@ -280,6 +269,36 @@ class Protocol(HttpToolsProtocol):
             self._stop_timer()
             self._lingers = lingers
         self.transport.close()
+
+    def _refuse_in_turn(self, response: Response, lingers: bool) -> None:
+        """Answer so to the last request, when those before it are answered, and read no other."""
+        if not self.pipeline or not self.pipeline[0][0].more_body:  # its head has not come whole
+            self.cycle = self._nothing()
+            self.pipeline.appendleft((self.cycle, response))
+        self._refuse_last(response, lingers)
+
+    def _refuse_last(self, response: Response, lingers: bool) -> None:
+        self._is_refused, self._lingers = True, lingers
+        self.cycle.keep_alive = self.cycle.more_body = False
+        self.cycle.body.clear()
+        self.pipeline[0] = self.cycle, response
+
+    def _nothing(self) -> RequestResponseCycle:
+        """A request of which nothing is known."""
+        scope = cast(HTTPScope, {"type": "http", "method": "GET", "http_version": "1.1", "headers": []})
+        return RequestResponseCycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=False,
+            on_response=self.on_response_complete,
+        )
 
     def _still_sends(self) -> bool:
         return self._lingers or (self.cycle is not None and self.cycle.more_body)
@@ -293,10 +312,7 @@ class Protocol(HttpToolsProtocol):
         self.flow.resume_reading()
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if len(self.pipeline) > MOST_WAITING or num_bytes > MOST_WAITING_BYTES:
-            self._is_ignoring = self._lingers = True
-            self.cycle.keep_alive = False
-            self.cycle.body.clear()
-            self.pipeline[0] = self.cycle, error_response(413, _TOO_MANY)  # the last one
+            self._refuse_last(error_response(413, _TOO_MANY), lingers=True)
 
     def _start_timer(self) -> None:
         self._stop_timer()

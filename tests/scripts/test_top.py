@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
+from recipes.schema.server_section import ServerSection
 from scripts.top import main
+from serving.engine.messages import Ready
+from serving.engine.supervisor import Supervisor
+from serving.metrics.exposition import Exposition
+from serving.metrics.server_stats import ServerStats
+from serving.terminal_view import frame, parse
+from tests.serving.test_supervisor import FACTS
 
 NOWHERE = "http://127.0.0.1:1"
 
@@ -55,6 +66,30 @@ def test_a_port_where_nobody_speaks_http(greeter: str) -> None:
 def test_readings_are_some_time_apart(every: str) -> None:
     with pytest.raises(ValueError, match=r"--every is \S+ s; it must be above 0, at most 3600"):
         main([NOWHERE, "--once", "--every", every])
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "shown"),
+    [(-1000.0, "engine up,"), (1000.0, "engine slow, silent 1000.0 s of 5.0 s,"), (None, "engine down,")],
+)
+def test_an_engine_that_is_overdue_is_shown_as_such(silent_s: float | None, shown: str) -> None:
+    stats = ServerStats()
+    stats.model = "tiny"
+    if silent_s is not None:
+        keeper = Supervisor(lambda life: [], ServerSection(), lambda message: None, lambda reason: None)
+        keeper._begin(Ready(FACTS), 0.0)
+        keeper.become("ready")
+        keeper.silence.heard_s = time.monotonic() - silent_s
+        stats.ready(FACTS, 0.0)
+        stats._heard_s = time.monotonic() - max(0.0, silent_s)
+        stats.is_slow = lambda: keeper.status == "slow"
+        stats.silence_limit_s = lambda: keeper.silence.limit_s
+    exposition = Exposition(stats, "tiny", lambda: None)
+    exposition.read()
+    now = parse(exposition.text().decode(), 1.0)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(frame(now, now))
+    assert shown in re.sub(r"10\d\d\.\d", "1000.0", console.export_text())
 
 
 def test_no_refusal_tells_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

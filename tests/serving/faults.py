@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from serving.api.access import ApiKeys
+from serving.api.api_keys import ApiKeys
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
 from serving.server import SignalFreeServer, configuration, listener_at

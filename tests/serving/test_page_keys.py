@@ -19,7 +19,7 @@ from kv_cache.page_keys import page_keys
 from recipes.build.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from serving.answers.jobs import Job, JobRun
-from serving.api.access import ApiKeys
+from serving.api.api_keys import ApiKeys, Rights
 from serving.async_llm import AsyncLLM
 from serving.engine.messages import Add, encode
 from serving.engine.worker import Worker, facts_of
@@ -137,7 +137,7 @@ def test_a_program_has_its_keys_before_the_first_step(served: Served, hashes: li
 
 def test_each_key_of_the_server_has_a_salt_that_no_request_can_choose() -> None:
     """A client's own salt is hashed behind its key's: so none can come to another's pages."""
-    keys = ApiKeys({"one": "", "two": ""})
+    keys = ApiKeys({"one": Rights(), "two": Rights()})
     one, two = keys.client("Bearer one"), keys.client("Bearer two")
     assert one is not None
     assert two is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serving.api.access import ApiKeys
+from serving.api.api_keys import ApiKeys, Rights
 from serving.server import ServerOptions, listener_at
 from tests.serving.server import PATIENCE_S, TINY, Server, started
 from tests.test_imports import ROOT
@@ -89,17 +89,31 @@ def test_a_port_that_cannot_be_is_refused(port: int) -> None:
 def test_a_key_is_one_word_however_it_came_into_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ServerOptions(TINY)
     monkeypatch.setenv("API_KEY", " abc\n")
-    assert options.tenant_of() == {"abc": ""}
+    assert options.rights_of() == {"abc": Rights()}
     for wrong in (" ", "a b", "schlüssel", "a\x01b"):
         monkeypatch.setenv("API_KEY", wrong)
         with pytest.raises(ValueError, match="API_KEY must be one word"):
-            options.tenant_of()
+            options.rights_of()
 
 
 def test_a_file_of_keys_may_be_marked_and_commented(tmp_path: Path) -> None:
     path = tmp_path / "keys"
+    found = {"first": "", "second": "b", "fo#rth": ""}
     path.write_text("\ufefffirst #note\nsecond b # of many words\n  # third\n\nfo#rth\n", encoding="utf-8")
-    assert ApiKeys.read(str(path)) == {"first": "", "second": "b", "fo#rth": ""}
+    assert ApiKeys.read(str(path)) == {key: Rights(tenant, 0) for key, tenant in found.items()}
+
+
+def test_a_file_of_keys_bounds_their_priorities(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("a\nb team\nc max_priority=5 # note\nd max_priority=-2 team\ne *\nf * max_priority=9\n")
+    assert ApiKeys.read(str(path)) == {
+        "a": Rights("", 0),
+        "b": Rights("team", 0),
+        "c": Rights("", 5),
+        "d": Rights("team", -2),
+        "e": Rights("*", None),
+        "f": Rights("*", 9),
+    }
 
 
 @pytest.mark.parametrize(
@@ -107,7 +121,11 @@ def test_a_file_of_keys_may_be_marked_and_commented(tmp_path: Path) -> None:
     [
         ("first\nschlüssel\n".encode(), "keys:2: this key cannot be sent; it must be of printable ASCII"),
         (b"first\na\x01b\n", "keys:2: this key cannot be sent"),
-        (b"a b c\n", "keys:1: a line is KEY or KEY TENANT, and this has 3 words"),
+        (b"a b c\n", r"keys:1: a line is KEY \[TENANT\] \[max_priority=N\], and this has 3 words"),
+        (b"a max_priority=1 max_priority=2\n", "and this has 3 words"),
+        (b"a\nb team max_priority=high\n", 'keys:2: max_priority= must be an integer .* not "high"'),
+        (b"a max_priority=\n", "keys:1: max_priority= must be an integer"),
+        (b"a max_priority=99999999999999999999\n", "keys:1: max_priority= must be an integer of at most"),
         (b"first \xff\n", "keys is not UTF-8: byte 6 is wrong"),
         (b"# first\n", "keys holds no key"),
     ],

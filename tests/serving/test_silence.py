@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from recipes.schema.server_section import ServerSection
-from serving.api.access import ApiKeys
+from serving.api.api_keys import ApiKeys
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
 from serving.engine import supervisor

@@ -16,7 +16,7 @@ from continuous_batching.inspection import Usage
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
 from serving.answers.answers import AnswerStream
-from serving.api.access import ANYBODY, ApiKeys, Client
+from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
 from serving.api.app import application
 from serving.api.live_page import LivePage
 from serving.async_llm import AsyncLLM
@@ -26,7 +26,8 @@ from serving.metrics.server_stats import NO_GAUGES
 from serving.text.tokenizer import TextOptions
 from tests.serving.server import TINY
 
-KEYS = {"one": "a", "two": "a", "three": "", "gate": "*"}
+KEYS = {key: Rights(tenant) for key, tenant in {"one": "a", "two": "a", "three": "", "gate": "*"}.items()}
+CHAT = [{"role": "user", "content": "a"}]
 SHARED = "server.share_prefixes=true"
 
 
@@ -114,6 +115,42 @@ def test_what_a_request_counts_against(key: str, named: dict[str, str], expected
         assert (response.status_code, response.json()["error"]["param"], asked) == (400, "tenant", [])
     else:
         assert (response.status_code, asked) == (503, [(expected, client_of(key).owner)])
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "is_let_in"),
+    [
+        *((0, 1, False), (0, 0, True), (0, None, True), (0, -3, True)),
+        *((-2, -1, False), (-2, 0, False), (-2, None, True), (-2, -2, True)),
+        *((5, 5, True), (5, 6, False), (None, 10**6, True)),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_key_asks_for_no_priority_above_its_own(
+    path: str, most: int | None, asked: int | None, is_let_in: bool
+) -> None:
+    async def told() -> httpx.Response:
+        keys = ApiKeys({"one": Rights("a", most)})
+        app = application(AsyncLLM(TINY), "tiny", keys, is_local=False)
+        headers = {"authorization": "Bearer one"}
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost", headers=headers
+        ) as client:
+            prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": CHAT}
+            return await client.post(path, json=prompt | {"priority": asked})
+
+    response = asyncio.run(told())
+    if is_let_in:
+        assert response.status_code == 503, "there is no engine"
+    else:
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "priority")
+        assert f"at most {most}" in error["message"]
+
+
+def test_who_asks_for_no_priority_gets_the_usual_one_or_the_highest_allowed() -> None:
+    of_keys = [Client("", "", "", False, most).priority_for(None) for most in (None, 0, 5, -2)]
+    assert of_keys == [0, 0, 0, -2]
 
 
 def test_a_viewer_sees_of_other_keys_requests_only_that_they_are_there() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from continuous_batching.request import Request, SamplingParams
 from serving.answers.answers import AnswerStream
-from serving.api.access import AccessControl, ApiKeys
+from serving.api.access import AccessControl
+from serving.api.api_keys import ApiKeys
 from serving.api.bodies import BodyMemory
 from serving.engine.messages import SampleEnd
 from serving.metrics.server_stats import TRACE_HEADERS

@@ -1,0 +1,182 @@
+"""Whose is a key, and what may it ask for?
+
+Keys come from a file, or one from the environment, and only their digests are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from continuous_batching.refusal import BadRequest, shown
+from models.file_bounds import MOST_JSON_BYTES, read_bounded
+from recipes.schema.verb import in_one_line
+from serving.text.field_types import LAST_ID
+
+GATEWAY = "*"  # in the place of a key's tenant: it may name the tenant of each request
+_PRIORITY = "max_priority="
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What a line of the keys file says of its key. Without a tenant it is a tenant of its own; no priority
+    above `max_priority` may be asked for, where that is not None.
+    """
+
+    tenant: str = ""
+    max_priority: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who sent a request: its key, which alone may see and end it, the tenant whose share it counts against,
+    and the salt that separates its pages. Without keys, all of these are "".
+    """
+
+    owner: str
+    tenant: str
+    salt: str
+    names_tenants: bool  # as a gateway, which knows its own clients
+    max_priority: int | None = None  # that it may ask for; None: any
+
+    def tenant_for(self, named: str | None, user: str | None) -> str:
+        """Whose share a request counts against that names a tenant, or a user, or neither.
+
+        Raises BadRequest where the key may not name another tenant than its own: it would dodge its share.
+        """
+        if self.names_tenants:
+            return named or user or self.tenant
+        if named and named != self.tenant:
+            raise BadRequest(
+                "tenant",
+                f"is {shown(named)}, and this key has a tenant of its own",
+                value=named,
+                fix=f"leave it out; a key whose tenant is {GATEWAY} in the keys file may name others",
+            )
+        return self.tenant
+
+    def priority_for(self, asked: int | None) -> int:
+        """Of a request that asks for this one, or for none.
+
+        Raises BadRequest for one above the key's: it would go before other keys' requests.
+        """
+        if self.max_priority is None or asked is None:
+            return asked or min(0, self.max_priority or 0)
+        if asked > self.max_priority:
+            raise BadRequest(
+                "priority",
+                f"is {asked}, and this key may ask for at most {self.max_priority}",
+                value=asked,
+                limit=self.max_priority,
+                fix=f"lower it; {_PRIORITY}N behind the key in the keys file allows more",
+            )
+        return asked
+
+    def salted(self, own: str) -> str:
+        """Its salt with the request's own, which is hashed so that the length is always the same."""
+        return f"{self.salt}:{hashlib.sha256(own.encode()).hexdigest()[:32]}" if self.salt else own
+
+
+ANYBODY = Client("", "", "", names_tenants=True)
+
+
+def can_be_sent(key: str) -> bool:
+    """Whether every client can send this key."""
+    return key.isascii() and key.isprintable() and len(key.split()) == 1
+
+
+def key_of_environment() -> str:
+    """API_KEY, or "" without one; raises ValueError for one that no client could send."""
+    given = os.environ.get("API_KEY", "")
+    key = given.strip()  # it may come from a file with a line break
+    if given and not can_be_sent(key):
+        raise ValueError("API_KEY must be one word of printable ASCII; correct or unset it")
+    return key
+
+
+class ApiKeys:
+    """The keys that open the server; with none, it is open to all who reach it.
+
+    A key without a tenant is a tenant of its own, whose name no line of a keys file can hold.
+    """
+
+    def __init__(self, rights_of: Mapping[str, Rights], *, share_prefixes: bool = False) -> None:
+        self._known = []
+        for number, (key, rights) in enumerate(rights_of.items(), 1):
+            digest = hashlib.sha256(key.encode()).digest()
+            salt = "" if share_prefixes else hashlib.sha256(b"salt" + digest).hexdigest()[:32]
+            owner, is_gateway = f"key {number}", rights.tenant == GATEWAY
+            tenant = owner if is_gateway or not rights.tenant else rights.tenant
+            client = Client(owner, tenant, salt, is_gateway, rights.max_priority)
+            self._known.append((digest, client))
+
+    @staticmethod
+    def read(path: str) -> dict[str, Rights]:
+        """Keys and their rights from a file; raises ValueError.
+
+        A line is `KEY [TENANT] [max_priority=N] # COMMENT`. Without `max_priority` a key may ask for none
+        above the usual 0, and a gateway for any.
+        """
+        rights_of: dict[str, Rights] = {}
+        try:
+            text = read_bounded(Path(path), MOST_JSON_BYTES).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as such") from error
+        except OSError as error:
+            raise OSError(f"--api-keys {in_one_line(error)}") from error
+        for number, line in enumerate(text.splitlines(), 1):
+            words = list(takewhile(lambda word: not word.startswith("#"), line.split()))
+            if not words:
+                continue
+            try:
+                key, rights = _line(words)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+            if key in rights_of:
+                raise ValueError(f"{path}:{number}: this key stands there twice")
+            rights_of[key] = rights
+        if not rights_of:
+            raise ValueError(f"{path} holds no key; write one a line")
+        return rights_of
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether a request must have one."""
+        return bool(self._known)
+
+    def client(self, authorization: str | None) -> Client | None:
+        """The sender of this header, or None if unknown. Takes the same time for every wrong key."""
+        if not self._known:
+            return ANYBODY
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
+        found = None
+        for known, client in self._known:
+            if hmac.compare_digest(known, digest):
+                found = client
+        return found if scheme.lower() == "bearer" else None
+
+
+def _line(words: list[str]) -> tuple[str, Rights]:
+    key, *more = words
+    if not can_be_sent(key):
+        raise ValueError("this key cannot be sent; it must be of printable ASCII")
+    tenants = [each for each in more if not each.startswith(_PRIORITY)]
+    bounds = [each.removeprefix(_PRIORITY) for each in more if each.startswith(_PRIORITY)]
+    if len(tenants) > 1 or len(bounds) > 1:
+        raise ValueError(f"a line is KEY [TENANT] [{_PRIORITY}N], and this has {len(words)} words")
+    tenant = "".join(tenants)
+    if not bounds:
+        return key, Rights(tenant, None if tenant == GATEWAY else 0)
+    try:
+        bound = int(bounds[0])
+    except ValueError:
+        bound = LAST_ID + 1
+    if abs(bound) > LAST_ID:
+        raise ValueError(f"{_PRIORITY} must be an integer of at most {LAST_ID}, not {shown(bounds[0])}")
+    return key, Rights(tenant, bound)
