@@ -3,7 +3,7 @@
     python -m scripts.simulate RECIPE [key=value] --trace FILE --device ascend910b --tp 8
     python -m scripts.simulate search RECIPE [key=value] --trace FILE --ttft-ms 500 --itl-ms 50
     python -m scripts.simulate fleet RECIPE [key=value] --dp 10000 --requests 10000000 --sample 100 ...
-    python -m scripts.simulate held-out RECIPE [key=value] --train FILE --held FILE
+    python -m scripts.simulate held-out RECIPE [key=value] --train FILE [--held FILE] [--runs N]
     python -m scripts.simulate fit RECORDING --output COSTS.json     what --costs takes
 
 The scheduler is the real one; the time of a step is what a model of the device says (`simulation/profiles`),

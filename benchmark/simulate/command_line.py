@@ -131,11 +131,13 @@ def fleet_parser() -> argparse.ArgumentParser:
 
 def held_out_parser() -> argparse.ArgumentParser:
     """The options of a fit that is held against another trace."""
-    top = _parser(" held-out", "How far off is a simulation, of a trace that its costs were not fitted to?")
+    top = _parser(" held-out", "How far off is a simulation, of runs that its costs were not fitted to?")
     add_recipe(top)
     add_json(top)
-    top.add_argument("--train", required=True, metavar="FILE", help="the trace that costs are fitted to")
-    top.add_argument("--held", required=True, metavar="FILE", help="the trace that is simulated")
+    add = top.add_argument
+    add("--train", required=True, metavar="FILE", help="the trace that costs are fitted to")
+    add("--held", metavar="FILE", help="the trace that is simulated (default: other runs of the same)")
+    add("--runs", type=at_least(2), default=3, metavar="N", help="measured runs of each (default: 3)")
     return top
 
 

@@ -1,120 +1,106 @@
-"""How far off is a simulation, of a trace that its costs were not fitted to?
+"""How far off is a simulation, of runs that its costs were not fitted to?
 
-Two engines serve two traces on this machine, a step of one and a step of the other in turn, so that both meet
-the same neighbours; each has a clock of its own, which runs while it is at work, also where another process
-has the core: that is what its clients wait for. Costs are fitted to the steps of the first, and the second is
-simulated with them: five times, each with its own seed of which steps are slow. Each figure is the median.
+Several engines serve a trace on this machine, and as many the trace to predict, all of them in turn. Costs
+are fitted to the steps of the first; the others are simulated with them, NUM_SIMULATED times, each time with
+its own seed of which steps are slow. Percentiles are of the requests of all measured runs, and of all
+simulated ones.
+
+Two runs of one trace on one machine differ, too, and no prediction can be nearer to a run than another run
+is. So beside each error stands how far one measured run is from the others.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from benchmark.simulate.deployment import SIMULATED, Result
+from benchmark.simulate.interleaved import MeasuredRun, serve_in_turn, steps_of
 from benchmark.simulate.one_run import trust_of
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_loading import requests_of
-from continuous_batching.engine import Engine, Step
-from continuous_batching.request import Request
-from recipes.build.engine import build
 from recipes.schema.reader import read
-from recipes.schema.recipe import Recipe
-from simulation.fitted import Timed, features, fit
-from simulation.run_totals import RunTotals, StepCounter
-from simulation.serve import in_order, serve
+from simulation.fitted import fit
+from simulation.run_totals import RunTotals
+from simulation.serve import serve
 
-NUM_SIMULATED = 5
-
-
-class WorkClock:
-    """Seconds in which its engine is at work, and what passed without work."""
-
-    def __init__(self) -> None:
-        self.passed_s = 0.0
-        self._since_s: float | None = None
-
-    def __call__(self) -> float:
-        return self.passed_s + (0.0 if self._since_s is None else time.perf_counter() - self._since_s)
-
-    def go(self) -> None:
-        """Start counting: its engine goes to work."""
-        self._since_s = time.perf_counter()
-
-    def halt(self) -> None:
-        """Stop counting: it is the other engine's turn."""
-        self.passed_s, self._since_s = self(), None
-
-
-class Served:
-    """One engine, the trace that it serves, and what its steps took."""
-
-    def __init__(self, recipe: Recipe, trace: Iterator[Request]) -> None:
-        self.clock = WorkClock()
-        self.engine: Engine = build(recipe, self.clock).engine
-        self.totals = RunTotals()
-        self.steps: list[Timed] = []
-        self._counter = StepCounter(self.engine, self.totals)
-        self._coming = deque(in_order(trace))
-        self._idle_s = 0.0
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._coming) or self.engine.has_work
-
-    def turn(self) -> None:
-        """Add the requests that have arrived, and make a step."""
-        clock, was_idle = self.clock, not self.engine.has_work
-        if was_idle:
-            clock.passed_s = max(clock.passed_s, self._coming[0].arrival_s)
-        clock.go()
-        while self._coming and self._coming[0].arrival_s <= clock():
-            request = self._coming.popleft()
-            self.totals.came(request)
-            self.engine.add(request)
-            self._counter.added(request)
-        step = self.engine.step()
-        clock.halt()
-        if step is not None:
-            self._count(step, was_idle)
-
-    def _count(self, step: Step, was_idle: bool) -> None:
-        self._counter.step(step)
-        if step.batch.num_spans:
-            since_s = step.start_s if was_idle else self._idle_s
-            self.steps.append(Timed(features(step.batch), step.end_s - since_s))
-        self._idle_s = step.end_s
+NUM_SIMULATED = 10
+AIM = 0.1  # a prediction that is no further off is good
+RATE = "output_tokens_per_s"
+FLOOR = (
+    "the largest difference of one measured run from the others; a prediction cannot be expected to be nearer"
+)
 
 
 def held_out(options: argparse.Namespace) -> Result:
-    """Figures of the held-out trace, real and simulated, and by how much they differ."""
+    """Figures of the predicted trace, measured and simulated, how much they differ, and a verdict on each."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     planned = place(recipe, None)
-    vocab_size = planned.config.vocab_size
-    traces = [requests_of(path, recipe, vocab_size, skip_bad=False) for path in (options.train, options.held)]
-    train, held = (Served(recipe, opened()) for opened in traces)
-    while train.has_work or held.has_work:
-        for each in (train, held):
-            if each.has_work:
-                each.turn()
-    fitted, real = fit(train.steps), held.totals.figures()
+    train, held = (
+        requests_of(path, recipe, planned.config.vocab_size, skip_bad=False)
+        for path in (options.train, options.held or options.train)
+    )
+    runs = [MeasuredRun(recipe, opened()) for _ in range(options.runs) for opened in (train, held)]
+    serve_in_turn(runs)
+    fitted = fit(steps_of(runs[0::2]))
     models = [replace(fitted, seed=seed) for seed in range(NUM_SIMULATED)]
-    foretold = [
-        serve(traces[1](), planned.scheduler(), model, overlap=recipe.scheduler.overlap).figures()
-        for model in models
+    simulated = [
+        serve(held(), planned.scheduler(), model, overlap=recipe.scheduler.overlap) for model in models
     ]
-    result: Result = {"SIMULATED": f"{SIMULATED}; beside it the real engine's", **trust_of(models[0])}
-    for name, part in (
-        ("output_tokens_per_s", None),
-        *((name, part) for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms") for part in ("p50", "p99")),
-    ):
-        was, *are = (each[name] if part is None else each[name].get(part) for each in (real, *foretold))
-        if was:
-            is_now = median(are)
-            label = name if part is None else f"{name} {part}"
-            result[label] = {"real": was, "simulated": is_now, "off": f"{100 * (is_now / was - 1):+.1f} %"}
+    return {
+        "SIMULATED": f"{SIMULATED}; beside it {options.runs} runs of the real engine",
+        **trust_of(models[0]),
+        "apart": FLOOR,
+        **compared([each.totals for each in runs[1::2]], simulated),
+    }
+
+
+def compared(measured: Sequence[RunTotals], simulated: Sequence[RunTotals]) -> Result:
+    """Each figure of the measured runs and of the simulated ones, with a verdict.
+
+    `apart` is FLOOR; the verdict is "within 10 %", "within the measured runs' spread" or "missed".
+    """
+    result: Result = {}
+    of_simulated = _figures(simulated)
+    alone_of = [_figures([each]) for each in measured]
+    others_of = [_figures([*measured[:at], *measured[at + 1 :]]) for at in range(len(measured))]
+    for name, value in _figures(measured).items():
+        foretold = of_simulated[name]
+        if not value or not foretold:
+            continue
+        apart = max(abs(one[name] / other[name] - 1) for one, other in zip(alone_of, others_of))
+        off = foretold / value - 1
+        result[name] = {
+            "real": value,
+            "simulated": foretold,
+            "off": f"{off:+.1%}",
+            "apart": f"{apart:.1%}",
+            "verdict": _verdict(abs(off), apart),
+            "runs": [each[name] for each in alone_of],
+        }
     return result
+
+
+def _verdict(off: float, apart: float) -> str:
+    if off <= AIM:
+        return f"within {AIM:.0%}"
+    return "within the measured runs' spread" if off <= apart else "missed"
+
+
+def _figures(runs: Sequence[RunTotals]) -> dict[str, float]:
+    """The median rate of runs, and percentiles of the requests and tokens of all of them."""
+    pooled = RunTotals()
+    for each in runs:
+        pooled.merge(each)
+    figures: dict[str, Any] = pooled.figures()
+    return {
+        RATE: median(each.figures()[RATE] for each in runs),
+        **{
+            f"{name} {part}": figures[name].get(part, 0.0)
+            for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+            for part in ("p50", "p99")
+        },
+    }
