@@ -18,7 +18,7 @@ from continuous_batching.recording.replay import Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from simulation.fit_trust import FitTrust, trust
-from simulation.spread import Spread, spread
+from simulation.spread import Spread, loads, spread
 
 Vector = NDArray[np.float64]
 NAMES = (
@@ -110,6 +110,7 @@ class Fitted:
                 "up_to_s": self.spread.up_to_s.tolist(),
                 "ratios": [each.tolist() for each in self.spread.ratios],
                 "ranks": self.spread.ranks.tolist(),
+                "loads": self.spread.loads.tolist(),
             },
             "trust": asdict(self.trust),
         }
@@ -124,12 +125,17 @@ class Fitted:
                 raise ValueError("it was changed since it was written")
             sizes = fields["sizes"]
             kept = Spread(
-                _vector(sizes["up_to_s"]), tuple(map(_vector, sizes["ratios"])), _vector(sizes["ranks"])
+                _vector(sizes["up_to_s"]),
+                tuple(map(_vector, sizes["ratios"])),
+                _vector(sizes["ranks"]),
+                _vector(sizes["loads"]),
             )
             if len(kept.ratios) != len(kept.up_to_s) + 1 or not all(map(len, [*kept.ratios, kept.ranks])):
                 raise ValueError("its sizes have no ratios")
             if kept.ranks.max() >= 1:
                 raise ValueError("a rank is not below 1")
+            if len(kept.loads) != len(kept.ranks):
+                raise ValueError("its steps have not all a load")
             if not all(type(each) in (int, float) for each in fields["trust"].values()):
                 raise ValueError("its trust is not all numbers")
             return cls(
@@ -200,15 +206,16 @@ def fit(steps: Sequence[Timed]) -> Fitted:
             f"step {taken_s.argmin()} took {taken_s.min():g} s by the recording's clock, which cannot be"
         )
     seen = np.array([each.features for each in steps])
-    modelled_s = taken_s
-    for _ in range(6):
+    modelled_s, load = taken_s, np.ones(len(taken_s))
+    for _ in range(8):
         # by the modelled time: by the real one, short times would count for more than long ones. Steps that
         # stalled (a page fault, another process, a compilation) count as if they had stalled less
         weights = 1 / modelled_s
-        bounded_s = np.clip(taken_s, modelled_s / 3, modelled_s * 3)
+        bounded_s = np.clip(taken_s / load, modelled_s / 3, modelled_s * 3)
         costs_s = non_negative(seen * weights[:, None], bounded_s * weights)
         modelled_s = np.maximum(seen @ costs_s, 1e-9)
-    kept = spread(taken_s[-MOST_KEPT:], modelled_s[-MOST_KEPT:])
+        load = loads(taken_s / modelled_s)
+    kept = spread(taken_s[-MOST_KEPT:], modelled_s[-MOST_KEPT:], load[-MOST_KEPT:])
     return Fitted(costs_s, seen.max(axis=0), kept, trust(taken_s, modelled_s))
 
 

@@ -18,6 +18,7 @@ from continuous_batching.slots import SlotPool
 from simulation.fit_trust import in_words, trust
 from simulation.fitted import NAMES, Fitted, Timed, Vector, features, fit, non_negative
 from simulation.serve import serve
+from simulation.spread import loads, spread
 from tests.simulation.test_serve import requests, scheduler
 from tests.thorough import cases
 
@@ -60,6 +61,37 @@ def fitted_to(device: Made) -> Fitted:
 
     serve(requests(300, 30.0), scheduler(), device, observe=observe)
     return fit(steps)
+
+
+def decodes(spans: int) -> Vector:
+    """Features of a step that yields a token for each of so many short requests."""
+    counted = {"step": 1, "tokens": spans, "spans": spans, "sampled": spans}
+    return np.array([float(counted.get(name, 0)) for name in NAMES])
+
+
+def test_a_load_is_not_taken_for_the_size_of_the_batches_that_it_makes() -> None:
+    """Where steps are slow, requests gather. Costs that know no load charge it to the large batches."""
+    random = np.random.default_rng(2)
+    steps: list[Timed] = []
+    for at in range(3000):
+        is_slow = at // 100 % 3 == 0
+        spans = 4 if random.random() < (0.9 if is_slow else 0.1) else 1
+        work_s = 1e-3 * (3 + 0.5 * spans) * (2.5 if is_slow else 1.0) * random.lognormal(0, 0.05)
+        steps.append(Timed(decodes(spans), work_s))
+    costs_s = fit(steps).costs_s
+    of_one, of_four = (float(decodes(spans) @ costs_s) for spans in (1, 4))
+    assert of_four / of_one == pytest.approx(5 / 3.5, rel=0.35)  # without loads: 107 % too much
+
+
+def test_loads_of_stretches_are_found_again() -> None:
+    random = np.random.default_rng(5)
+    modelled_s = random.uniform(1e-3, 2e-2, 960)
+    made = np.where(np.arange(960) // 96 % 2 == 0, 1.0, 3.0)
+    stalled = np.where(np.arange(960) % 50 == 0, 20.0, 1.0)  # a stall is no load
+    found = loads(made * stalled * random.lognormal(0, 0.05, 960))
+    assert found == pytest.approx(made / 2, rel=0.05)
+    kept = spread(modelled_s * made, modelled_s, made)
+    assert [kept.ratio(5e-3, at) for at in (0, 100)] == pytest.approx([1.0, 3.0])
 
 
 def test_slow_steps_come_together() -> None:
@@ -136,6 +168,7 @@ def test_costs_that_were_changed_are_refused(tmp_path: Path) -> None:
         ("sizes", "ranks", []),
         ("sizes", "ranks", [1.0]),
         ("sizes", "ranks", [[0.5]]),
+        ("sizes", "loads", [1.0]),
         ("trust", "steps", "many"),
         ("trust", "median_error", None),
     ],
