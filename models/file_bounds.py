@@ -1,13 +1,29 @@
-"""Can a file be read whole, without waiting for a writer and without filling the memory?"""
+"""Can a file that a user named be read without waiting for ever and without filling the memory?
+
+A checkpoint's files are plain ones (`check_regular`). What a command line names may be a pipe too, as in
+`--trace <(zcat trace.gz)`: it is read as a whole (`read_bounded`) or line by line (`lines_of`), never beyond
+a bound, and is not waited for without end. Folders, sockets and devices are no input.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import select
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MOST_JSON_BYTES = 2**24  # of a config.json, an index or a template: the largest published ones have 1 MiB
 MOST_TOKENIZER_BYTES = 2**28  # the largest published ones have 35 MiB
+MOST_LINE_BYTES = 2**26  # of one request: a prompt of a million token ids has 8 MiB
+MOST_INPUT_BYTES = 2**36  # of all requests of a file, or of a recording, which are not held at once
+PIPE_WAIT_S = 60.0  # for whoever writes to a pipe, to begin and to go on
 
 
 def is_there(path: Path) -> bool:
@@ -19,27 +35,96 @@ def is_there(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def check_regular(path: Path, most_bytes: int = MOST_JSON_BYTES) -> None:
+def check_regular(path: Path, most_bytes: int = MOST_JSON_BYTES, fix: str = "download it again") -> None:
     """Raise ValueError unless `path` is a plain file of at most so many bytes; OSError if it cannot be found.
 
     A pipe would be waited for, and a device may have no end.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path} is no plain file but a folder, pipe or device; download it again")
-    _check_size(path, found.st_size, most_bytes)
+        raise ValueError(f"{path} is no plain file but a folder, pipe or device; {fix}")
+    if found.st_size > most_bytes:
+        raise _too_long(path, most_bytes)
+
+
+def check_rereadable(path: Path) -> None:
+    """Raise ValueError for what gives its bytes only once, where a command reads them more than once."""
+    check_regular(path, MOST_INPUT_BYTES, "this command reads it more than once: write it to a file")
+
+
+def opened(path: str | Path, most_bytes: int = MOST_INPUT_BYTES) -> io.BufferedReader:
+    """A plain file, a pipe or a terminal, to be read in parts.
+
+    Raises OSError for what is none of them. Reading raises ValueError for more than `most_bytes`, and where
+    nobody writes to a pipe for PIPE_WAIT_S.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may have no writer yet
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        is_null = stat.S_ISCHR(mode) and os.path.samestat(os.fstat(descriptor), os.stat(os.devnull))
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or is_null or os.isatty(descriptor)):
+            raise ValueError(f"{path} is a device, which has no end; name a file")
+        return io.BufferedReader(_Bounded(descriptor, path, most_bytes), 2**16)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
     """The bytes of a file, which may be a pipe; raises ValueError for more than `most_bytes`."""
-    with path.open("rb") as file:
-        data = file.read(most_bytes + 1)
-    _check_size(path, len(data), most_bytes)
-    return data
+    with opened(path, most_bytes) as file:
+        parts = iter(lambda: file.read(2**20), b"")
+        return b"".join(parts)
 
 
-def _check_size(path: Path, num_bytes: int, most_bytes: int) -> None:
-    if num_bytes > most_bytes:
-        raise ValueError(
-            f"{path} has more than {most_bytes:,} bytes, which no file of its kind has; name the right one"
-        )
+def lines_of(path: str | Path) -> Iterator[bytes]:
+    """The lines of a file, which may be a pipe; raises ValueError for one of more than MOST_LINE_BYTES."""
+    with opened(path) as file:
+        yield from bounded_lines(file, str(path))
+
+
+def bounded_lines(file: io.BufferedIOBase, name: str) -> Iterator[bytes]:
+    """The lines of an open file, likewise; `name` is what an error calls it."""
+    number = 0
+    while line := file.readline(MOST_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MOST_LINE_BYTES:
+            raise ValueError(
+                f"{name}: line {number} has more than {MOST_LINE_BYTES:,} bytes, which no request has;"
+                " name the right file"
+            )
+        yield line
+
+
+class _Bounded(io.FileIO):
+    """A descriptor that gives at most so many bytes, and is waited for at most so long."""
+
+    def __init__(self, descriptor: int, path: str | Path, most_bytes: int) -> None:
+        super().__init__(descriptor, "rb")
+        self._path = path
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+        self._waits = not stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        count = None
+        while count is None:  # another reader of the pipe may have been faster
+            if self._waits and not self._poll.poll(1e3 * PIPE_WAIT_S):
+                raise ValueError(
+                    f"{self._path}: nothing came for {PIPE_WAIT_S:g} s; write to this pipe, or name a file"
+                )
+            count = super().readinto(buffer)
+        self._num_bytes += count
+        if self._num_bytes > self._most_bytes:
+            raise _too_long(self._path, self._most_bytes)
+        return count
+
+
+def _too_long(path: str | Path, most_bytes: int) -> ValueError:
+    return ValueError(
+        f"{path} has more than {most_bytes:,} bytes, which no file of its kind has; name the right one"
+    )

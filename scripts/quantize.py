@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from models.file_bounds import read_bounded
 from recipes.build.int8_checkpoint import quantize
-from recipes.build.scoring import comparison, score
+from recipes.build.scoring import check, comparison, score
 from recipes.schema import verb
 from serving.text.tokenizer import Text
+
+MOST_TEXT_BYTES = 2**26  # of a text to score: a book has 1 MiB
 
 
 def main(argv: list[str]) -> None:
@@ -33,26 +36,27 @@ def main(argv: list[str]) -> None:
         "--evaluate", type=Path, metavar="TEXT_FILE", help="a text of which each line is scored"
     )
     options = parser.parse_args(argv)
-    lines = _lines(options.evaluate) if options.evaluate else []
+    tokens = _tokens(options.evaluate, options.source) if options.evaluate else []
     before, after = quantize(options.source, options.target)
     print(f"{options.target}: {after / 2**20:,.1f} MiB of weights, from {before / 2**20:,.1f}")
     if options.evaluate:
-        text = Text.load(options.source)
-        if text is None:
-            raise ValueError(f"{options.source} has no tokenizer, so that no text can be scored")
-        tokens = [text.encode(line) for line in lines]
         print(comparison(score(options.source, tokens), score(options.target, tokens)))
 
 
-def _lines(path: Path) -> list[str]:
-    """The lines of a text; raises ValueError for one that cannot be scored."""
+def _tokens(path: Path, source: Path) -> list[list[int]]:
+    """The tokens of a text's lines; raises ValueError for what could not be scored after quantising."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong") from error
     if not any(lines):
         raise ValueError(f"{path} has no line that can be scored; name another")
-    return lines
+    text = Text.load(source)
+    if text is None:
+        raise ValueError(f"{source} has no tokenizer, so that no text can be scored; leave out --evaluate")
+    tokens = [text.encode(line) for line in lines]
+    check(source, tokens)
+    return tokens
 
 
 if __name__ == "__main__":

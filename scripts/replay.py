@@ -7,7 +7,8 @@
                                                         what if another policy had served these requests
 
 A recording is made with `scheduler.record=FILE` in the recipe. Exit 1: a decision came out otherwise; 2: the
-recording is damaged; 3: its end is missing. What comes before the damage is replayed all the same.
+recording is damaged; 3: its end is missing. What comes before the damage is replayed all the same, and a time
+line has a mark there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmark.recordings.recording_file import Recording
 from benchmark.recordings.what_if import change, compare
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
+from models.file_bounds import opened
 from recipes.build.scheduler import scheduler_from
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> int:
         )
     if options.trace is not None:
         keep_apart(options.trace, options.file)
-    with open(options.file, "rb") as file:
+    with opened(options.file) as file:
         recording = Recording(file, options.file)
         scheduler = scheduler_from(recording.facts)
         try:
@@ -73,7 +75,7 @@ def act(
         print("\n".join(story.lines))
     elif options.trace is not None:
         with outputs.whole(options.trace) as output:
-            count = perfetto.write(output, perfetto.Tracer(scheduler).events(events))
+            count = perfetto.write(output, perfetto.timeline(recording, scheduler, events))
         print(f"{count} events in {options.trace}; open it in ui.perfetto.dev")
     elif options.policy is not None:
         changes = {"policy": options.policy} | dict(map(change, options.changes))

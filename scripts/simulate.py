@@ -40,11 +40,11 @@ def show(options: argparse.Namespace, result: Result) -> None:
         print_table(result)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """Simulate, search or fit; raises ValueError or OSError for what cannot be read or cannot be."""
     if argv[:1] == ["fit"]:
-        return fit_main(fit_parser().parse_args(argv[1:]))
-    if argv[:1] == ["held-out"]:
+        fit_main(fit_parser().parse_args(argv[1:]))
+    elif argv[:1] == ["held-out"]:
         options = held_out_parser().parse_intermixed_args(argv[1:])
         show(options, held_out(options))
     elif argv[:1] == ["fleet"]:
@@ -55,7 +55,6 @@ def main(argv: list[str]) -> int:
     else:
         options = serve_parser(__doc__ or "").parse_intermixed_args(argv)
         show(options, simulate(options))
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import IO, Any
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.validation import longest_allowed
+from models.file_bounds import bounded_lines, lines_of
 from serving.answers.answers import finite
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
 from serving.text.request_fields import parse_request, text_options
@@ -23,14 +24,22 @@ from serving.text.tokenizer import Text
 from serving.text.truncation import fit
 
 Record = dict[str, Any]
+MOST_REQUESTS = 10**6  # of a file, all of which are in memory while they are served
 
 
 def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]:
-    """For each line of JSON its job, or {"id", "error"}; blank lines are skipped."""
+    """For each line of JSON its job, or {"id", "error"}; blank lines are skipped.
+
+    Raises ValueError for more than MOST_REQUESTS lines.
+    """
     line_of: dict[str, int] = {}
+    num_requests = 0
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        num_requests += 1
+        if num_requests > MOST_REQUESTS:
+            raise ValueError(f"there are more than {MOST_REQUESTS:,} requests in one file; split it")
         fields = None
         try:
             line.encode()  # fails where the file was not UTF-8
@@ -133,11 +142,9 @@ def _logprobs(entry: TokenLogprobs) -> Record:
 
 def lines_in(path: str) -> Iterator[str]:
     """The lines of a file; `-` is standard input."""
-    is_piped = path == "-"
-    source = sys.stdin.fileno() if is_piped else path
+    lines = bounded_lines(sys.stdin.buffer, "standard input") if path == "-" else lines_of(path)
     # Bytes that are not UTF-8 become halves of surrogate pairs: only their line is refused
-    with open(source, encoding="utf-8", errors="surrogateescape", closefd=not is_piped) as file:
-        yield from file
+    return (line.decode("utf-8", "surrogateescape") for line in lines)
 
 
 def opened(path: str) -> contextlib.AbstractContextManager[IO[str]]:

@@ -6,7 +6,6 @@ import json
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,8 +100,8 @@ class Fitted:
         """May what was simulated so far be trusted? As JSON holds it, with the doubts in words."""
         return self.trust.describe(self._num_beyond / max(1, self._num_steps))
 
-    def save(self, path: Path) -> None:
-        """Write it as JSON."""
+    def in_json(self) -> str:
+        """It as a file holds it."""
         fields = {
             "costs_s": dict(zip(NAMES, self.costs_s.tolist())),
             "largest": dict(zip(NAMES, self.largest.tolist())),
@@ -114,13 +113,16 @@ class Fitted:
             },
             "trust": asdict(self.trust),
         }
-        path.write_text(json.dumps({**fields, "crc32": _check(fields)}) + "\n", encoding="utf-8")
+        return json.dumps({**fields, "crc32": _check(fields)}) + "\n"
 
     @classmethod
-    def load(cls, path: Path) -> Fitted:
-        """Read it; raises ValueError for a file that holds no costs, or others than were written."""
+    def from_json(cls, data: bytes, name: object) -> Fitted:
+        """It from the bytes of a file, which an error calls `name`.
+
+        Raises ValueError for a file that holds no costs, or others than were written.
+        """
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = json.loads(data.decode("utf-8"))
             if fields.pop("crc32") != _check(fields):
                 raise ValueError("it was changed since it was written")
             sizes = fields["sizes"]
@@ -152,7 +154,7 @@ class Fitted:
             OverflowError,
             RecursionError,
         ) as error:
-            raise ValueError(f"{path} holds no costs ({error}); `scripts.simulate fit` makes them") from error
+            raise ValueError(f"{name} holds no costs ({error}); `scripts.simulate fit` makes them") from error
 
 
 def _vector(values: Any) -> Vector:

@@ -16,20 +16,21 @@ from benchmark.options import add_json, at_least, show, verdict_line
 from benchmark.run_clock import RunClock
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
+from models.file_bounds import check_rereadable
 from recipes.build import versions
 from recipes.build.engine import BuiltEngine, build
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
-from serving.offline import Job, Record, read_jobs, run_jobs
+from serving.offline import Job, Record, lines_in, read_jobs, run_jobs
 from serving.text.tokenizer import Text
 
 
 def load_trace(path: str, text: Text | None) -> list[Job | Record]:
     """The jobs of a JSONL file; raises ValueError where there are none, and for a line that is no request,
     because a benchmark of fewer requests than were asked for would not say so."""
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:  # such a line is refused by number
-        jobs = list(read_jobs(file, text))
+    check_rereadable(Path(path))
+    jobs = list(read_jobs(lines_in(path), text))
     refused = [job["error"] for job in jobs if not isinstance(job, Job)]
     if refused:
         raise ValueError(f"{path}: {refused[0]}")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
+from benchmark.recordings.recording_file import Recording
 from continuous_batching.recording.format import Ended
 from continuous_batching.recording.replay import Event, Replayed
 from continuous_batching.request import Request
@@ -43,6 +44,12 @@ class Tracer:
                 yield from self._step(event)
         for slot in list(self._stays):
             yield self._leave(slot)
+
+    def damaged(self, why: str) -> TraceEvent:
+        """A mark over all tracks at the end of what could be read."""
+        at_us = 0.0 if self._origin_s is None or math.isinf(self._idle_s) else self._us(self._idle_s)
+        name = f"the recording is damaged from here: {why}"
+        return {"ph": "i", "s": "g", "name": name, "pid": ENGINE, "tid": 0, "ts": at_us}
 
     def _step(self, step: Replayed) -> Iterator[TraceEvent]:
         batch, scheduler = step.batch, self._scheduler
@@ -92,6 +99,14 @@ class Tracer:
     def _us(self, now_s: float) -> float:
         assert self._origin_s is not None, "nothing happens before a request arrives"
         return round(1e6 * (now_s - self._origin_s), 3)
+
+
+def timeline(recording: Recording, scheduler: Scheduler, events: Iterable[Event]) -> Iterator[TraceEvent]:
+    """What happened in a replay on `scheduler`, and at its end a mark if the recording is damaged."""
+    tracer = Tracer(scheduler)
+    yield from tracer.events(events)
+    if recording.damage is not None:
+        yield tracer.damaged(recording.damage)
 
 
 def write(file: IO[str], events: Iterable[TraceEvent]) -> int:

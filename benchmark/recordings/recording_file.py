@@ -15,13 +15,17 @@ DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a rec
 class Recording:
     """The entries of a file up to its end, or to where it is damaged, which is reported on stderr.
 
-    Afterwards `status` is what the command that read it exits with: 0 for a recording that is whole.
+    Afterwards `status` is what the command that read it exits with, 0 for a recording that is whole, and
+    `damage` says where it is damaged; a file that is made of it must say so, too. One that `needs_all` raises
+    ValueError there instead.
     """
 
-    def __init__(self, file: IO[bytes], name: str) -> None:
+    def __init__(self, file: IO[bytes], name: str, *, needs_all: bool = False) -> None:
         self._entries = read_entries(file)
         self._name = name
+        self._needs_all = needs_all
         self.status = 0
+        self.damage: str | None = None
         try:
             header = next(self._entries)
         except (StopIteration, DamagedRecording) as error:
@@ -39,5 +43,8 @@ class Recording:
                     self.added.append(entry)
                 yield entry
         except DamagedRecording as damage:
+            if self._needs_all:
+                raise ValueError(f"{self._name}: {damage}; a recording that is whole is needed") from damage
+            self.damage = str(damage)
             self.status = CUT_SHORT if isinstance(damage, CutShort) else DAMAGED
             print(f"{self._name}: {damage}; only what comes before is used", file=sys.stderr)

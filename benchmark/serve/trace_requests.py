@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from models.file_bounds import check_rereadable, lines_of
 from models.shown import shown
 
 PROMPTS = ("prompt_token_ids", "prompt", "messages")
@@ -75,21 +76,21 @@ def read(path: Path, *, skip_bad: bool) -> tuple[list[TraceRequest], list[str]]:
     """
     asks: dict[str, TraceRequest] = {}
     skipped = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                ask = _ask(line)
-                if ask.id in asks:
-                    raise ValueError(f"the id {ask.id} is taken by an earlier line")
-            except (ValueError, RecursionError) as error:
-                reason = f"{path}: line {number}: {_reason(error)}"
-                if not skip_bad:
-                    raise ValueError(f"{reason}; --skip-bad leaves such lines out") from error
-                skipped.append(reason)
-            else:
-                asks[ask.id] = ask
+    check_rereadable(path)  # its digest is taken, too
+    for number, line in enumerate(lines_of(path), 1):
+        if not line.strip():
+            continue
+        try:
+            ask = _ask(line)
+            if ask.id in asks:
+                raise ValueError(f"the id {ask.id} is taken by an earlier line")
+        except (ValueError, RecursionError) as error:
+            reason = f"{path}: line {number}: {_reason(error)}"
+            if not skip_bad:
+                raise ValueError(f"{reason}; --skip-bad leaves such lines out") from error
+            skipped.append(reason)
+        else:
+            asks[ask.id] = ask
     if not asks:
         raise ValueError(f"{path} holds no request that can be read")
     return sorted(asks.values(), key=lambda ask: ask.due_s), skipped
@@ -97,7 +98,8 @@ def read(path: Path, *, skip_bad: bool) -> tuple[list[TraceRequest], list[str]]:
 
 def digest(path: Path) -> str:
     """The sha256 of a file, by which two runs know that they served the same."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def clients(asks: Sequence[TraceRequest]) -> list[list[TraceRequest]] | None:

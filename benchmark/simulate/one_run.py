@@ -15,6 +15,7 @@ from benchmark.simulate.placement import place
 from benchmark.simulate.trace_events import TraceEventFile
 from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.request import Request
+from models.file_bounds import MOST_JSON_BYTES, read_bounded
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
 from simulation.fit_trust import in_words
@@ -34,7 +35,9 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
         raise ValueError("--route chooses among engines; give several, by --dp or --split, or leave it out")
     if options.pp > 1 and options.dp > 1:
         raise ValueError("--pp is simulated for one engine; leave out --dp")
-    fitted = None if options.costs is None else Fitted.load(options.costs)
+    fitted = None
+    if options.costs is not None:
+        fitted = Fitted.from_json(read_bounded(options.costs, MOST_JSON_BYTES), options.costs)
     planned = place(recipe, options.device, options.tp, options.pp, fitted)
     return Deployment(planned, options.dp, options.route or "least_loaded", options.split)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from continuous_batching.request import Request
+from models.file_bounds import lines_of
 from recipes.schema.recipe import Recipe
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
@@ -27,12 +28,12 @@ def requests_of(
 
     def opened() -> Iterator[Request]:
         request = None
-        with open(path, "rb") as file:
-            try:
-                for request in trace.read(file, vocab_size, parse, skip if skip_bad else None):
-                    yield request
-            except trace.BadLine as error:
-                raise ValueError(f"{path}: {error}; --skip-bad leaves such lines out") from error
+        lines = lines_of(path)
+        try:
+            for request in trace.read(lines, vocab_size, parse, skip if skip_bad else None):
+                yield request
+        except trace.BadLine as error:
+            raise ValueError(f"{path}: {error}; --skip-bad leaves such lines out") from error
         if request is None:
             raise ValueError(f"{path} holds no request that can be simulated; make one with scripts.trace")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from models.file_bounds import MOST_JSON_BYTES, read_bounded
 from recipes.schema.verb import in_one_line
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
@@ -51,11 +52,13 @@ def _from_file(path: Path) -> Draw:
     """Any of the lengths in a file, one a line, as often as it stands there."""
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bounded(path, MOST_JSON_BYTES).decode("utf-8").splitlines()
     except OSError as error:
         raise argparse.ArgumentTypeError(in_one_line(error)) from error
     except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"{path} is not UTF-8: byte {error.start} is wrong") from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     for number, line in enumerate(lines, 1):
         text = line.strip()
         # float, because a whole number may have more digits than int reads

@@ -21,7 +21,9 @@ import numpy as np
 
 from benchmark.workloads.lengths import MOST_TOKENS
 from benchmark.workloads.synthetic import ARRIVAL, OUTPUT, THINK, Line, SyntheticLoad, line_of, mark
+from models.file_bounds import lines_of, read_bounded
 
+MOST_CONVERSATION_BYTES = 2**31  # the published list has 640 MiB, and is one JSON value
 MOONCAKE_TOKENS = 512  # of a prompt, for each of its hash_ids
 MOONCAKE, BURSTGPT = 20, 21  # streams of chance
 SHOWN = 60  # characters of what is wrong
@@ -84,10 +86,9 @@ def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
         output = _length(fields, "output_length")
         return line_of(str(number), _time(fields, "timestamp") / 1e3, {"prompt_token_ids": prompt}, output)
 
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"line {number}", lambda number=number, line=line: read(number, line)
+    for number, line in enumerate(lines_of(path), 1):
+        if line.strip():
+            yield f"line {number}", lambda number=number, line=line: read(number, line)
 
 
 def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
@@ -100,16 +101,16 @@ def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
         output = _length(row, "Response tokens")
         return line_of(str(number), _time(row, "Timestamp"), {"prompt_token_ids": prompt}, output)
 
-    with path.open("rb") as file:
-        try:
-            names = _cells(file.readline())
-        except (ValueError, csv.Error) as error:
-            raise ValueError(f"{path}: line 1: {_reason(error)}") from error
-        if missing := {"Timestamp", "Request tokens", "Response tokens"} - {*names}:
-            raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; is it BurstGPT's?")
-        for number, line in enumerate(file, 2):
-            if line.strip():
-                yield f"line {number}", lambda number=number, line=line: read(number, names, line)
+    lines = lines_of(path)
+    try:
+        names = _cells(next(lines, b""))
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path}: line 1: {_reason(error)}") from error
+    if missing := {"Timestamp", "Request tokens", "Response tokens"} - {*names}:
+        raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; is it BurstGPT's?")
+    for number, line in enumerate(lines, 2):
+        if line.strip():
+            yield f"line {number}", lambda number=number, line=line: read(number, names, line)
 
 
 def _cells(line: bytes) -> list[str]:
@@ -138,7 +139,7 @@ def conversations(path: Path) -> Iterator[Item]:
         return messages
 
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(read_bounded(path, MOST_CONVERSATION_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {_reason(error)}") from error
     if not isinstance(entries, list):

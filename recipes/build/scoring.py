@@ -56,24 +56,41 @@ class Score:
         return float((self.likeliest == other.likeliest).double().mean())
 
 
-@torch.inference_mode()
-def score(path: Path, lines: Sequence[Sequence[int]]) -> Score:
-    """Score each line of tokens by itself, in the checkpoint's own type on the CPU.
-
-    Raises ValueError where nothing is to score, and for a line that is too long.
+def check(path: Path, lines: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError where nothing is to score, for a line that is too long, and for a model that does not
+    fit this machine: all of it is known before anything is computed.
     """
     config = config_in(path)
     missing = config.weight_bytes - host_memory_bytes()
     if missing > 0:  # before anything is allocated: config.json may say what no file holds
         raise ValueError(f"{path} needs {in_gib(missing)} more than this machine has; score a smaller model")
+    longest = max(map(len, lines), default=0)
+    if longest < 2:
+        raise ValueError("the text has no line of two tokens; name another")
+    if longest > config.max_positions:
+        raise ValueError(f"a line has {longest} tokens; the model reaches {config.max_positions}: break it")
+    for token in {token for line in lines for token in line}:
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(
+                f"{path}: its tokenizer gives token {token}; the model's vocabulary goes from 0 to"
+                f" {config.vocab_size - 1}"
+            )
+
+
+@torch.inference_mode()
+def score(path: Path, lines: Sequence[Sequence[int]]) -> Score:
+    """Score each line of tokens by itself, in the checkpoint's own type on the CPU.
+
+    Raises ValueError for what `check` refuses.
+    """
+    check(path, lines)
+    config = config_in(path)
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     dtype = TORCH_DTYPES[config.dtype]
     shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, dtype, config.windows)
     decoder = Decoder(config, CpuOps(), Attention(shape))
     weights.load(decoder, path)
     parts = [_score(decoder, tokens) for tokens in lines if len(tokens) > 1]
-    if not parts:
-        raise ValueError("the text has no line of two tokens; name another")
     logprobs, likeliest = zip(*parts)
     return Score(torch.cat(logprobs), torch.cat(likeliest))
 
@@ -96,10 +113,6 @@ def comparison(before: Score, after: Score) -> str:
 def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """One span over pages of its own."""
     config, num_tokens = decoder.config, len(tokens)
-    if num_tokens > config.max_positions:
-        raise ValueError(
-            f"a line has {num_tokens} tokens; the model reaches {config.max_positions}: break it"
-        )
     num_pages = -(-num_tokens // PAGE_SIZE)
     cache = KVCache(
         config.num_layers,

@@ -23,6 +23,7 @@ _FIX_OF = {
     errno.ENOSPC: "free some space, or write elsewhere",
     errno.EDQUOT: "free some space, or write elsewhere",
     errno.EFBIG: "raise the limit (ulimit -f), or write elsewhere",
+    errno.ENXIO: "it is a socket, or a device that is not there: name a file",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "the link leads to itself: name another",
     errno.EMFILE: "let this process open more (ulimit -n)",

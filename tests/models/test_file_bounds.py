@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from benchmark.gate.printing import read_result
-from models.file_bounds import MOST_JSON_BYTES, read_bounded
+from models import file_bounds
+from models.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
 from models.weights import checkpoint_files
 from recipes.build.families import config_in, read
 from recipes.schema.recipe import ROOT
@@ -48,9 +52,60 @@ def test_what_is_no_plain_file_is_refused_by_its_name(name: str, kind: str, tmp_
     assert name in str(caught.value)
 
 
-def test_no_more_is_read_of_a_device_than_is_allowed() -> None:
-    with pytest.raises(ValueError, match=r"/dev/zero has more than 16,777,216 bytes"):
-        read_bounded(Path("/dev/zero"), MOST_JSON_BYTES)
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
+def test_nothing_is_read_of_a_device(device: str) -> None:
+    with pytest.raises(ValueError, match=f"{device} is a device, which has no end; name a file"):
+        read_bounded(Path(device), MOST_JSON_BYTES)
+
+
+def test_an_empty_device_is_an_empty_file() -> None:
+    assert read_bounded(Path("/dev/null"), MOST_JSON_BYTES) == b""
+
+
+def piped(path: Path, *parts: bytes, pause_s: float = 0.0) -> threading.Thread:
+    """A pipe, and who writes to it."""
+
+    def write() -> None:
+        with suppress(BrokenPipeError), path.open("wb", buffering=0) as file:
+            for part in parts:
+                file.write(part)
+                time.sleep(pause_s)
+
+    os.mkfifo(path)
+    thread = threading.Thread(target=write)
+    thread.start()
+    return thread
+
+
+def test_a_pipe_is_read_to_its_end_however_slowly_it_is_written(tmp_path: Path) -> None:
+    writer = piped(tmp_path / "pipe", b"a\nb", b"c", b"\n", pause_s=0.02)
+    assert list(lines_of(tmp_path / "pipe")) == [b"a\n", b"bc\n"]
+    writer.join()
+
+
+def test_no_more_is_read_of_a_pipe_than_is_allowed(tmp_path: Path) -> None:
+    writer = piped(tmp_path / "pipe", *[bytes(2**16)] * 64)
+    with pytest.raises(ValueError, match=r"pipe has more than 100,000 bytes"):
+        read_bounded(tmp_path / "pipe", 100_000)
+    writer.join()
+
+
+def test_a_line_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_bounds, "MOST_LINE_BYTES", 10)
+    (tmp_path / "file").write_bytes(b"123456789\n" + b"1" * 1000)
+    found = lines_of(tmp_path / "file")
+    assert next(found) == b"123456789\n"
+    with pytest.raises(ValueError, match=r"file: line 2 has more than 10 bytes"):
+        next(found)
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_bounds, "PIPE_WAIT_S", 0.01)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe: nothing came for 0.01 s; write to this pipe"):
+        read_bounded(tmp_path / "pipe", MOST_JSON_BYTES)
 
 
 def test_a_wrong_key_is_refused_with_the_folder_that_it_stands_in(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from recipes.build.int8_checkpoint import quantize
 from recipes.build.scoring import Score, score
 from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
+from scripts import quantize as quantize_verb
 from scripts.generate import main as generate
 from scripts.quantize import main
 from serving.text.tokenizer import Text
@@ -172,4 +173,27 @@ def test_a_damaged_weight_is_not_quantised(tmp_path: Path) -> None:
     save_file(tensors, source / SINGLE)
     with pytest.raises(ValueError, match=r"up_proj\.weight holds NaN"):
         quantize(source, target)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "left_out", "words"),
+    [
+        ("12+7=19\n", "tokenizer.model", "has no tokenizer, so that no text can be scored"),
+        ("1" * 5000 + "\n", "", "a line has .* tokens; the model reaches"),
+        ("\n", "", "has no line that can be scored"),
+    ],
+)
+def test_a_text_that_cannot_be_scored_is_refused_before_anything_is_quantised(
+    text: str, left_out: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for file in TINY.iterdir():
+        if file.name != left_out:
+            (source / file.name).symlink_to(file)
+    (tmp_path / "text").write_text(text)
+    monkeypatch.setattr(quantize_verb, "quantize", lambda *_: pytest.fail("it was quantised first"))
+    with pytest.raises(ValueError, match=words):
+        main([str(source), str(target), "--evaluate", str(tmp_path / "text")])
     assert not target.exists()

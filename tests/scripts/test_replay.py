@@ -71,17 +71,21 @@ def test_what_comes_before_damage_is_replayed_and_the_status_says_so(
             out, err = capsys.readouterr()
             assert re.fullmatch(f"{re.escape(str(path))}: {reason}\n", err), err
             assert out
-        assert simulate(["fit", str(path), "--output", str(tmp_path / "costs")]) == status
-        out, err = capsys.readouterr()
-        assert re.fullmatch(f"{re.escape(str(path))}: {reason}\n", err)
-        assert "the fit                is not to be trusted: " in out, "it has few steps"
+        *events, mark = json.loads((tmp_path / "line").read_text(encoding="utf-8"))["traceEvents"]
+        assert mark["name"].startswith("the recording is damaged from here: record ")
+        assert mark["ts"] >= max(event["ts"] for event in events if "step" in event["name"])
+        with pytest.raises(ValueError, match=r"record \d+ at byte .*; a recording that is whole is needed"):
+            simulate(["fit", str(path), "--output", str(tmp_path / "costs")])
+        assert not (tmp_path / "costs").exists(), "costs of a part would stand there as if of all"
+        assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
 def test_fitted_costs_give_the_same_figures_again_and_say_whether_to_trust_them(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs, trace = str(tmp_path / "costs.json"), tmp_path / "trace.jsonl"
-    assert simulate(["fit", str(recording), "--output", costs]) == 0
+    simulate(["fit", str(recording), "--output", costs])
+    assert "the fit                is not to be trusted: " in capsys.readouterr().out, "it has few steps"
     lines = [{"id": str(n), "prompt_token_ids": [1] * 40, "max_tokens": 9} for n in range(20)]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     results = []

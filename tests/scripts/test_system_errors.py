@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from models import file_bounds
 from recipes.schema.recipe import ROOT
 from recipes.schema.verb import in_one_line
 from serving import server
@@ -48,11 +50,21 @@ READERS = {
     "evaluate": ("scripts.quantize", ["recipes/tiny/weights", "OUT", "--evaluate", "FILE"]),
     "model": ("scripts.generate", [TINY, "model.path=FILE", "--prompt", "a"]),
 }
-KINDS: dict[str, Callable[[Path], None]] = {
+
+
+def socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+        made.bind(os.fsencode(path.name))
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: None,
     "directory": lambda path: path.mkdir(),
     "empty": lambda path: path.touch(),
     "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00\x80"),
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a pipe without a writer": os.mkfifo,
+    "a socket": lambda path: socket_at(path),
 }
 # What an empty file may rightly be: a recipe lacks keys then, and there are no requests or texts to do
 ALLOWED = {("generate input", "empty"), ("generate input", "not UTF-8")}
@@ -73,6 +85,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
     # A name that is not UTF-8, but for overrides, which are YAML, and what argparse prints by itself
     path = tmp_path / ("file" if name in ("model", "lengths") else "f\udcff ile")
     KINDS[kind](path)
+    monkeypatch.setattr(file_bounds, "PIPE_WAIT_S", 0.01)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"id": "a", "prompt_token_ids": [1], "max_tokens": 2}\n')
     module, arguments = READERS[name]
