@@ -8,25 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def numbers(text: str) -> list[int]:
-    """A comma-separated list of positive integers."""
-    values = [int(each) for each in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: each must be at least 1")
-    return values
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Reads an integer from `least` on."""
-
-    def integer(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least {least}")
-        return int(text)
-
-    return integer
-
-
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Whether programs read the result."""
     parser.add_argument("--json", action="store_true", help="print JSON rather than a table")

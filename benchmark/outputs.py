@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def file(text: str | Path) -> Path:
@@ -17,6 +20,15 @@ def file(text: str | Path) -> Path:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: make the folder {path.parent} first")
     return _may_write(path, path if path.exists() else path.parent)
+
+
+def picture(text: str) -> Path:
+    """Where a picture can be written; raises ValueError for a name that says no kind of picture."""
+    path = file(text)
+    if path.suffix not in PICTURES:
+        kinds = ", ".join(PICTURES)
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a picture; it must end in {kinds}")
+    return path
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from benchmark import outputs
 from benchmark.demo import NUM_SLOTS, ROWS, RUNS, figure, print_answers, run
 from benchmark.offline.charts import save_slots
 from recipes.schema import verb
+from recipes.schema.numbers import real, whole
 
 
 def main(argv: list[str]) -> None:
@@ -23,9 +24,11 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--requests", type=int, default=64, metavar="N")
-    parser.add_argument("--rate", type=float, default=200.0, metavar="PER_S", help="mean arrivals a second")
-    parser.add_argument("--output", type=outputs.file, default=Path("demo.png"), metavar="FILE.png")
+    parser.add_argument("--requests", type=whole(1, 10_000), default=64, metavar="N")
+    parser.add_argument(
+        "--rate", type=real(0.1, 1e6), default=200.0, metavar="PER_S", help="mean arrivals a second"
+    )
+    parser.add_argument("--output", type=outputs.picture, default=Path("demo.png"), metavar="FILE.png")
     options = parser.parse_args(argv)
     results = {name: run(overrides, options.requests, options.rate) for name, overrides in RUNS.items()}
 

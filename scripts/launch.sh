@@ -61,9 +61,11 @@ command -v "$python" >/dev/null || die "there is no Python at $python; run bash 
 # Where no recipe is among the arguments, the verb itself says what it takes
 device=$("$python" - "$@" <<'END'
 import re, sys
+from recipes.schema.command_line import positionals
 from recipes.schema.reader import load
-recipes = [each for each in sys.argv[1:] if each.endswith((".yaml", ".yml"))]
-changes = [each for each in sys.argv[1:] if re.match(r"(model|device|cache|scheduler)\.[a-z_.]+=", each)]
+given = positionals(sys.argv[1:])
+recipes = [each for each in given if each.endswith((".yaml", ".yml"))]
+changes = [each for each in given if re.match(r"(model|device|cache|scheduler)\.[a-z_.]+=", each)]
 try:
     device = load(recipes[0], changes).device if recipes else None
 except (ValueError, OSError) as error:

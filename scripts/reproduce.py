@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmark import outputs
 from benchmark.reproduce.experiments import experiments, reproduce
 from recipes.schema import verb
+from recipes.schema.numbers import whole
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,7 +29,13 @@ def parser() -> argparse.ArgumentParser:
     add("--output", type=outputs.folder, required=True, metavar="DIR")
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     add("--quick", action="store_true", help="little load: whether all goes, not what it gives")
-    add("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core)")
+    add(
+        "--jobs",
+        type=whole(1, 1024),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes (default: one a core)",
+    )
     add("--json", type=Path, metavar="FILE", help="all figures of all cases")
     return top
 
@@ -36,8 +43,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run, draw and print; raises ValueError or OSError for what cannot be done."""
     options = parser().parse_args(argv)
-    if options.jobs < 1:
-        raise ValueError(f"--jobs is {options.jobs}; it must be at least 1")
     chosen = [each for each in experiments() if each.name in options.only]
     if options.quick:
         chosen = [each.quick() for each in chosen]

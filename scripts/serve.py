@@ -14,6 +14,7 @@ import os
 
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import whole
 from serving.metrics.logs import FORMATS
 from serving.server import ServerOptions, run_server
 
@@ -25,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add_recipe(top)
     top.add_argument("--host", default="127.0.0.1", help="the address to listen at")
-    top.add_argument("--port", type=int, default=8000, help="0: any that is free, which is logged")
+    top.add_argument(
+        "--port", type=whole(0, 2**16 - 1), default=8000, help="0: any that is free, which is logged"
+    )
     top.add_argument(
         "--served-model-name", dest="model_name", metavar="NAME", help="what clients call the model"
     )

@@ -15,7 +15,10 @@ import time
 from rich.console import Console
 
 from recipes.schema import verb
+from recipes.schema.numbers import real
 from serving.terminal_view import LONGEST_INTERVAL_S, frame, read, watch
+
+LEAST_INTERVAL_S = 0.01  # a server has more to do than to be looked at
 
 
 def main(argv: list[str]) -> None:
@@ -24,11 +27,15 @@ def main(argv: list[str]) -> None:
         prog="python -m scripts.top", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     options.add_argument("url", help="such as http://127.0.0.1:8000")
-    options.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between readings")
+    options.add_argument(
+        "--every",
+        type=real(LEAST_INTERVAL_S, LONGEST_INTERVAL_S),
+        default=1.0,
+        metavar="SECONDS",
+        help="between readings",
+    )
     options.add_argument("--once", action="store_true", help="print one frame")
     asked = options.parse_args(argv)
-    if not 0 < asked.every <= LONGEST_INTERVAL_S:
-        raise ValueError(f"--every is {asked.every:g} s; it must be above 0, at most {LONGEST_INTERVAL_S:g}")
     if not asked.url.startswith(("http://", "https://")):
         raise ValueError(f"{asked.url!r} is no URL; it begins with http:// or https://")
     if not asked.once:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
+from benchmark import outputs
 from doctor.verify.report import is_right, parts, run, write
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import whole
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 
@@ -27,11 +28,9 @@ def main(argv: list[str]) -> int:
         prog="python -m scripts.verify", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_recipe(parser)
-    parser.add_argument("--output", type=Path, default=ROOT / "out", metavar="DIR")
-    parser.add_argument("--calls", type=int, default=50, metavar="N", help="of each operator")
+    parser.add_argument("--output", type=outputs.folder, default=ROOT / "out", metavar="DIR")
+    parser.add_argument("--calls", type=whole(1, 10_000), default=50, metavar="N", help="of each operator")
     options = parser.parse_intermixed_args(argv)
-    if options.calls < 1:
-        raise ValueError(f"--calls is {options.calls}; it must be at least 1")
     chosen = ["--profile", options.profile] if options.profile else []
     recipe = [options.recipe, *options.overrides, *chosen]
     device = load(options.recipe, options.overrides, options.profile).device

@@ -18,7 +18,7 @@ from continuous_batching.request import Request, SamplingParams, TokenIds
 
 Parse = Callable[[dict[str, Any]], Request]
 Tell = Callable[[str], None]
-MOST_PROMPT_TOKENS = 2**24  # more than any context holds, and few enough for memory
+MOST_PROMPT_TOKENS = 2**20  # the longest contexts are of this size
 
 
 class _Line(msgspec.Struct, frozen=True):

@@ -141,8 +141,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--virtual", action="store_true", help="on the stand-in, by itself a 910B")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
-    if options.calls < 1:
-        parser.error(f"--calls is {options.calls}; it must be at least 1")
+    for name, least, most in (("calls", 1, 10_000), ("seed", 0, 2**32 - 1)):
+        if not least <= getattr(options, name) <= most:
+            parser.error(f"--{name} is {getattr(options, name)}; it must be from {least:,} to {most:,}")
     product = PRODUCTS.get(options.product)
     if options.virtual:
         from virtual_npu.device import start

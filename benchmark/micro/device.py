@@ -22,7 +22,7 @@ from benchmark.micro import cuda_candidates as candidates
 from benchmark.micro.device_table import print_table
 from benchmark.micro.kv import seconds
 from benchmark.micro.step_loads import StepLoad, cached_bytes, operations, pair, read_bytes
-from benchmark.options import add_json, at_least, show
+from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.batch import Batch
 from models.dtypes import TORCH_DTYPES
@@ -32,6 +32,7 @@ from recipes.build.engine import build
 from recipes.build.families import model_config
 from recipes.build.machine import start
 from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 
@@ -230,7 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode", default="1x1024,32x1024,256x1024", metavar="COUNTxCONTEXT,...")
     add("--prefill", default="4x4096", metavar="COUNTxTOKENS,...")
     add("--mixed", default="32x1024+1x2048", metavar="DECODES+PROMPTS,...")
-    add("--repeats", type=at_least(1), default=20, metavar="N")
+    add("--repeats", type=whole(1, MOST_COUNT), default=20, metavar="N")
     add(
         "--candidates",
         default="",

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmark.gate.gate import with_verdict
 from benchmark.micro import queues
-from benchmark.options import add_json, at_least, numbers, show, verdict_line
+from benchmark.options import add_json, show, verdict_line
 from benchmark.run_clock import RunClock
 from continuous_batching.batch import Sampled
 from continuous_batching.policies.stall_free import StallFree
@@ -25,6 +25,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from recipes.build import versions
+from recipes.schema.numbers import MOST_COUNT, whole, wholes
 
 VOCAB_SIZE = 32_000
 CONTEXT_TOKENS = (1000, 1300)
@@ -116,11 +117,16 @@ def print_table(result: dict[str, Any]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `host`."""
     add = parser.add_argument
-    add("--slots", type=numbers, default=[64, 256, 1024, 4096], metavar="N,N,...")
-    add("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
-    add("--chunk", type=int, default=512, metavar="TOKENS", help="the new prompt in each step")
-    add("--steps", type=at_least(1), default=300, metavar="N")
-    add("--waiting", type=int, metavar="N", help="instead: under each policy and order, while so many wait")
+    add("--slots", type=wholes(2, 2**16), default=[64, 256, 1024, 4096], metavar="N,N,...")
+    add("--page-sizes", type=wholes(1, 2**16), default=[16, 128], metavar="N,N,...")
+    add("--chunk", type=whole(0, 2**16), default=512, metavar="TOKENS", help="the new prompt in each step")
+    add("--steps", type=whole(1, MOST_COUNT), default=300, metavar="N")
+    add(
+        "--waiting",
+        type=whole(1, MOST_COUNT),
+        metavar="N",
+        help="instead: under each policy and order, while so many wait",
+    )
     add_json(parser)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmark.gate.gate import with_verdict
-from benchmark.options import add_json, at_least, numbers, show, verdict_line
+from benchmark.options import add_json, show, verdict_line
 from benchmark.run_clock import RunClock
 from continuous_batching.batch import Sampled
 from continuous_batching.policies.stall_free import StallFree
@@ -22,6 +22,7 @@ from kv_cache.pages import PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
 from kv_cache.storage import KVCache
 from recipes.build import versions
+from recipes.schema.numbers import MOST_COUNT, whole, wholes
 
 PROMPT_TOKENS = 32_768
 TAKEN_PAGES = 1024
@@ -189,9 +190,9 @@ def print_table(result: dict[str, object]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kv`."""
     add = parser.add_argument
-    add("--page-sizes", type=numbers, default=[16, 128], metavar="N,N,...")
-    add("--repeats", type=at_least(1), default=25, metavar="N")
-    add("--requests", type=int, default=1000, metavar="N", help="in the trace of lengths")
+    add("--page-sizes", type=wholes(1, 2**16), default=[16, 128], metavar="N,N,...")
+    add("--repeats", type=whole(1, MOST_COUNT), default=25, metavar="N")
+    add("--requests", type=whole(1, MOST_COUNT), default=1000, metavar="N", help="in the trace of lengths")
     add_json(parser)
 
 

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from benchmark.gate.gate import with_verdict
-from benchmark.options import add_json, at_least, show, verdict_line
+from benchmark.options import add_json, show, verdict_line
 from benchmark.run_clock import RunClock
 from benchmark.simulate.placement import Placement, place
 from benchmark.workloads.lengths import Draw, lengths
 from continuous_batching.request import Request, SamplingParams
 from recipes.build import versions
 from recipes.build.scheduler import scheduler_of
+from recipes.schema.numbers import MOST_COUNT, RATES_PER_S, real, whole
 from recipes.schema.reader import read
 from simulation.serve import serve
 
@@ -82,9 +83,9 @@ def print_table(result: dict[str, Any]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `simulation`."""
     add = parser.add_argument
-    add("--slots", type=at_least(1), default=256, metavar="N")
-    add("--requests", type=at_least(1), default=23_608, metavar="N", help="of the drawn trace")
-    add("--rate", type=float, default=20.0, metavar="R", help="its requests a second")
+    add("--slots", type=whole(1, 2**16), default=256, metavar="N")
+    add("--requests", type=whole(1, MOST_COUNT), default=23_608, metavar="N", help="of the drawn trace")
+    add("--rate", type=real(*RATES_PER_S), default=20.0, metavar="R", help="its requests a second")
     add("--prompt-tokens", type=lengths, default="lognormal:300:0.8", metavar="DRAW")
     add("--output-tokens", type=lengths, default="lognormal:182:0.8", metavar="DRAW")
     add_json(parser)

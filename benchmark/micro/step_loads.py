@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from models.config import DecoderConfig
+from recipes.schema.numbers import MOST_TOKENS, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,11 @@ def pair(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
         raise ValueError(f"{text} is not of the form COUNTxTOKENS, as in 32x1024")
-    return int(found[1]), int(found[2])
+    one = whole(1, MOST_TOKENS)
+    try:
+        return one(found[1]), one(found[2])
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{text:.60}: {error}") from error
 
 
 def read_bytes(config: DecoderConfig, load: StepLoad) -> int:

@@ -17,12 +17,13 @@ from benchmark.offline import offline
 from benchmark.offline.accounts import hardware
 from benchmark.offline.throughput import jobs
 from benchmark.offline.timeline import Timeline, summarise
-from benchmark.options import add_json, at_least, show
+from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request
 from recipes.build import versions
 from recipes.build.engine import build
 from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_TOKENS, whole
 from recipes.schema.reader import read
 from serving.offline import Job
 
@@ -33,12 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `latency`."""
     add_recipe(parser)
     add = parser.add_argument
-    add("--batch-size", type=at_least(1), default=8, metavar="N")
-    add("--input-len", type=at_least(1), default=32, metavar="TOKENS")
-    add("--output-len", type=at_least(1), default=128, metavar="TOKENS")
-    add("--num-iters", type=at_least(1), default=30, metavar="N", help="batches that are counted")
-    add("--num-iters-warmup", type=at_least(0), default=10, metavar="N", help="batches before, not counted")
-    add("--seed", type=int, default=0)
+    add("--batch-size", type=whole(1, MOST_COUNT), default=8, metavar="N")
+    add("--input-len", type=whole(1, MOST_TOKENS), default=32, metavar="TOKENS")
+    add("--output-len", type=whole(1, MOST_TOKENS), default=128, metavar="TOKENS")
+    add("--num-iters", type=whole(1, MOST_COUNT), default=30, metavar="N", help="batches that are counted")
+    add(
+        "--num-iters-warmup",
+        type=whole(0, MOST_COUNT),
+        default=10,
+        metavar="N",
+        help="batches before, not counted",
+    )
+    add("--seed", type=whole(0, MOST_SEED), default=0)
     add_json(parser)
 
 

@@ -12,7 +12,7 @@ from benchmark import outputs
 from benchmark.gate.gate import with_verdict
 from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
-from benchmark.options import add_json, at_least, show, verdict_line
+from benchmark.options import add_json, show, verdict_line
 from benchmark.run_clock import RunClock
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
@@ -20,6 +20,7 @@ from models.file_bounds import check_rereadable
 from recipes.build import versions
 from recipes.build.engine import BuiltEngine, build
 from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.offline import Job, Record, lines_in, read_jobs, run_jobs
@@ -149,7 +150,7 @@ def print_table(result: dict[str, object]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `offline`."""
     add_trace_arguments(parser)
-    parser.add_argument("--plot", type=outputs.file, metavar="FILE.png", help="slots and pages over time")
+    parser.add_argument("--plot", type=outputs.picture, metavar="FILE.png", help="slots and pages over time")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +158,13 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add = parser.add_argument
     add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
-    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is reported")
+    add(
+        "--runs",
+        type=whole(1, MOST_COUNT),
+        default=1,
+        metavar="N",
+        help="counted runs; the median is reported",
+    )
     add_json(parser)
 
 

@@ -24,6 +24,7 @@ from recipes.build import versions
 from recipes.build.engine import build
 from recipes.build.machine import start
 from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, real, whole
 from recipes.schema.reader import read
 from serving.offline import Job
 
@@ -119,16 +120,19 @@ def _serve(
     }
 
 
+MOST_ANSWERS = 2**16  # each has a slot
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `stall`."""
     add_recipe(parser)
     add = parser.add_argument
-    add("--prompt-tokens", type=int, default=4096, metavar="N")
-    add("--every", type=float, default=1.0, metavar="SECONDS", help="between two long prompts")
-    add("--prompts", type=int, default=10, metavar="N", help="long prompts")
-    add("--answers", type=int, default=16, metavar="N", help="that run beside them")
-    add("--answer-tokens", type=int, default=256, metavar="N")
-    add("--chunk", type=int, default=128, metavar="TOKENS")
+    add("--prompt-tokens", type=whole(1, MOST_TOKENS), default=4096, metavar="N")
+    add("--every", type=real(0, 3600), default=1.0, metavar="SECONDS", help="between two long prompts")
+    add("--prompts", type=whole(1, MOST_COUNT), default=10, metavar="N", help="long prompts")
+    add("--answers", type=whole(1, MOST_ANSWERS), default=16, metavar="N", help="that run beside them")
+    add("--answer-tokens", type=whole(2, MOST_TOKENS), default=256, metavar="N")
+    add("--chunk", type=whole(1, MOST_TOKENS), default=128, metavar="TOKENS")
     add_json(parser)
 
 

@@ -10,11 +10,12 @@ import argparse
 
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
-from benchmark.options import add_json, at_least, show
+from benchmark.options import add_json, show
 from benchmark.workloads.lengths import lengths
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from recipes.build.engine import BuiltEngine
 from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_TOKENS, whole
 from recipes.schema.reader import read
 from serving.offline import Job, Record
 from serving.text.request_fields import parse_request
@@ -46,11 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add = parser.add_argument
     add("--trace", metavar="FILE.jsonl", help="requests, as `generate` reads them; if not, random ones:")
-    add("--num-prompts", type=at_least(1), metavar="N", help=str(NUM_PROMPTS))
-    add("--input-len", type=at_least(1), metavar="TOKENS", help=str(INPUT_LEN))
-    add("--output-len", type=at_least(1), metavar="TOKENS", help=str(OUTPUT_LEN))
-    add("--seed", type=int, default=0)
-    add("--runs", type=at_least(1), default=1, metavar="N", help="counted runs; the median is reported")
+    add("--num-prompts", type=whole(1, MOST_COUNT), metavar="N", help=str(NUM_PROMPTS))
+    add("--input-len", type=whole(1, MOST_TOKENS), metavar="TOKENS", help=str(INPUT_LEN))
+    add("--output-len", type=whole(1, MOST_TOKENS), metavar="TOKENS", help=str(OUTPUT_LEN))
+    add("--seed", type=whole(0, MOST_SEED), default=0)
+    add(
+        "--runs",
+        type=whole(1, MOST_COUNT),
+        default=1,
+        metavar="N",
+        help="counted runs; the median is reported",
+    )
     add_json(parser)
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import outputs
-from benchmark.options import add_json, at_least, show, verdict_line
+from benchmark.options import add_json, show, verdict_line
 from benchmark.serve import trace_requests
 from benchmark.serve.objectives import Objectives, objective
+from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_WAIT_S, RATES_PER_S, real, whole
 
 LATENCIES = {
     "ttft": "time to first token",
@@ -40,14 +41,7 @@ TOLD = {  # of the table, where the result has them
 }
 
 
-def rate(text: str) -> float:
-    """Requests a second, above 0; `inf` for all at once."""
-    try:
-        if (value := float(text)) > 0:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no rate; write requests a second, above 0, or inf")
+rate = real(*RATES_PER_S, endless=True)  # requests a second; `inf` for all at once
 
 
 def url(text: str) -> str:
@@ -78,13 +72,7 @@ def names(text: str) -> list[str]:
 
 def percentiles(text: str) -> list[float]:
     """Percentiles, separated by commas."""
-    try:
-        given = [float(each) for each in text.split(",")]
-    except ValueError:
-        given = [-1.0]
-    if not all(0 <= each <= 100 for each in given):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of percentiles, as in 50,99")
-    return given
+    return [real(0, 100)(each) for each in text.split(",")]
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, *, needs_url: bool) -> None:
@@ -95,16 +83,35 @@ def add_load_arguments(parser: argparse.ArgumentParser, *, needs_url: bool) -> N
     add("--skip-bad", action="store_true", help="report lines that cannot be read, and go on")
     add("--endpoint", metavar="PATH", help="if not /v1/completions, for chats /v1/chat/completions")
     add("--model", metavar="NAME", help="if not the first that the server names")
-    add("--num-prompts", type=at_least(1), metavar="N", help="the first N of the trace")
-    add("--max-concurrency", type=at_least(1), metavar="N", help="most requests on their way at once")
-    add("--num-warmups", type=at_least(0), default=1, metavar="N", help="requests before, not counted")
-    add("--seed", type=int, default=0, help="of drawn arrivals, and of requests without a seed")
+    add("--num-prompts", type=whole(1, 10**9), metavar="N", help="the first N of the trace")
+    add(
+        "--max-concurrency", type=whole(1, MOST_COUNT), metavar="N", help="most requests on their way at once"
+    )
+    add(
+        "--num-warmups",
+        type=whole(0, MOST_COUNT),
+        default=1,
+        metavar="N",
+        help="requests before, not counted",
+    )
+    add(
+        "--seed",
+        type=whole(0, MOST_SEED),
+        default=0,
+        help="of drawn arrivals, and of requests without a seed",
+    )
     add("--ignore-eos", action="store_true", help="every answer goes to its full length")
     add("--extra-body", type=body, default={}, metavar="JSON", help="fields for every request; null: none")
     add("--goodput", nargs="+", type=objective, metavar="NAME:MS", help="objectives: ttft, tpot, itl, e2el")
     add("--metric-percentiles", type=percentiles, default=[99.0], metavar="P,P,...")
-    add("--request-timeout-s", type=float, default=600.0, metavar="SECONDS")
-    add("--ready-check-timeout-sec", type=float, default=60.0, metavar="S", help="for a server that starts")
+    add("--request-timeout-s", type=real(1e-3, MOST_WAIT_S), default=600.0, metavar="SECONDS")
+    add(
+        "--ready-check-timeout-sec",
+        type=real(0, MOST_WAIT_S),
+        default=60.0,
+        metavar="S",
+        help="for a server that starts",
+    )
     add("--retry-rejected", action="store_true", help="come again when a busy server says so")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmark.serve.client import ClientAnswer
+from recipes.schema.numbers import real
 
 NAMES = ("ttft", "tpot", "itl", "e2el")
 
@@ -63,9 +64,6 @@ def token_times_s(answer: ClientAnswer) -> np.ndarray:
 def objective(text: str) -> tuple[str, float]:
     """From `NAME:MILLISECONDS`."""
     name, _, value = text.partition(":")
-    try:
-        if name in NAMES and 0 < float(value) < float("inf"):
-            return name, float(value)
-    except ValueError:
-        pass
+    if name in NAMES and value:
+        return name, real(1e-6, 1e9)(value)
     raise argparse.ArgumentTypeError(f"{text!r} is no objective; write {', '.join(NAMES)} and :MILLISECONDS")

@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 from benchmark import outputs
-from benchmark.options import add_json, at_least
+from benchmark.options import add_json
 from benchmark.workloads.lengths import lengths
 from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_SEED, RATES_PER_S, real, whole, wholes
 from simulation.fleet import ROUTERS
 
-
-def counts(text: str) -> list[int]:
-    """A comma-separated list of positive integers."""
-    values = [int(each) for each in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: each must be at least 1")
-    return values
-
-
-def positive(text: str) -> int:
-    """An integer from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
-    return int(text)
-
-
-def above_0(text: str) -> float:
-    """A number above 0, which `inf` is too."""
-    if not _number(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return float(text)
-
-
-def percent(text: str) -> float:
-    """A share that is not empty, of 100."""
-    if not 0 < _number(text) <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is no percentage above 0 and up to 100")
-    return float(text)
+MOST_DEVICES = 10**6  # of a fleet
+MOST_FLEET_REQUESTS = 10**10
+engines = whole(1, MOST_DEVICES)
+devices = wholes(1, MOST_DEVICES)
+milliseconds = real(1e-6, 1e9, endless=True)
 
 
 def drawn(text: str) -> str:
@@ -48,17 +25,10 @@ def drawn(text: str) -> str:
     return text
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def pair(text: str) -> tuple[int, int]:
     """Engines for prompts and for answers, from `P:D`."""
     prompts, _, answers = text.partition(":")
-    return positive(prompts), positive(answers)
+    return engines(prompts), engines(answers)
 
 
 def serve_parser(doc: str) -> argparse.ArgumentParser:
@@ -67,9 +37,9 @@ def serve_parser(doc: str) -> argparse.ArgumentParser:
     _add_trace(top)
     _add_device(top)
     add = top.add_argument
-    add("--tp", type=positive, default=1, metavar="N", help="devices that share each layer")
-    add("--pp", type=positive, default=1, metavar="N", help="stages of layers, each on devices of its own")
-    add("--dp", type=positive, default=1, metavar="N", help="engines behind a router")
+    add("--tp", type=engines, default=1, metavar="N", help="devices that share each layer")
+    add("--pp", type=engines, default=1, metavar="N", help="stages of layers, each on devices of its own")
+    add("--dp", type=engines, default=1, metavar="N", help="engines behind a router")
     add("--route", choices=ROUTERS, help="how the router chooses (default: least_loaded)")
     add("--split", type=pair, metavar="P:D", help="engines for prompts, and engines for answers")
     add("--costs", type=Path, metavar="COSTS.json", help="what `fit` made, in place of the device's profile")
@@ -85,19 +55,36 @@ def search_parser() -> argparse.ArgumentParser:
     add = top.add_argument
     add(
         "--ttft-ms",
-        type=above_0,
+        type=milliseconds,
         required=True,
         metavar="MS",
         help="objective of the time to the first token",
     )
-    add("--itl-ms", type=above_0, required=True, metavar="MS", help="objective of the time between tokens")
     add(
-        "--percent", type=percent, default=99.0, metavar="P", help="of each that must be within (default: 99)"
+        "--itl-ms",
+        type=milliseconds,
+        required=True,
+        metavar="MS",
+        help="objective of the time between tokens",
     )
-    add("--tp", type=counts, default=[1, 2, 4, 8], metavar="N,N,...", help="devices that share each layer")
-    add("--dp", type=counts, default=[1, 2, 4, 8], metavar="N,N,...", help="engines behind a router")
-    add("--chunk", type=counts, metavar="N,N,...", help="scheduler.max_batch_tokens; else the recipe's")
-    add("--slots", type=counts, metavar="N,N,...", help="scheduler.num_slots; else the recipe's")
+    add(
+        "--percent",
+        type=real(1e-3, 100),
+        default=99.0,
+        metavar="P",
+        help="of each that must be within (default: 99)",
+    )
+    add("--tp", type=devices, default=[1, 2, 4, 8], metavar="N,N,...", help="devices that share each layer")
+    add("--dp", type=devices, default=[1, 2, 4, 8], metavar="N,N,...", help="engines behind a router")
+    add(
+        "--chunk",
+        type=wholes(1, 2**31 - 1),
+        metavar="N,N,...",
+        help="scheduler.max_batch_tokens; else the recipe's",
+    )
+    add(
+        "--slots", type=wholes(1, 2**31 - 1), metavar="N,N,...", help="scheduler.num_slots; else the recipe's"
+    )
     return top
 
 
@@ -110,22 +97,32 @@ def fleet_parser() -> argparse.ArgumentParser:
     add_recipe(top)
     add_json(top)
     _add_device(top)
-    add("--requests", type=positive, required=True, metavar="N")
+    add("--requests", type=whole(1, MOST_FLEET_REQUESTS), required=True, metavar="N")
     add(
-        "--rate", type=above_0, required=True, metavar="R", help="requests a second, for all engines together"
+        "--rate",
+        type=real(*RATES_PER_S, endless=True),
+        required=True,
+        metavar="R",
+        help="requests a second, for all engines together",
     )
     add("--prompt-tokens", type=drawn, required=True, metavar="DRAW", help="as `scripts.trace` draws them")
     add("--output-tokens", type=drawn, required=True, metavar="DRAW", help="likewise")
-    add("--seed", type=at_least(0), default=0, metavar="S")
-    add("--tp", type=positive, default=1, metavar="N", help="devices that share each layer")
-    add("--dp", type=positive, required=True, metavar="N", help="engines, which are sent requests in turn")
+    add("--seed", type=whole(0, MOST_SEED), default=0, metavar="S")
+    add("--tp", type=engines, default=1, metavar="N", help="devices that share each layer")
+    add("--dp", type=engines, required=True, metavar="N", help="engines, which are sent requests in turn")
     add(
         "--sample",
-        type=positive,
+        type=engines,
         metavar="N",
         help="simulate N engines, drawn by the seed, and estimate the rest",
     )
-    add("--processes", type=positive, default=2, metavar="N", help="processes that simulate (default: 2)")
+    add(
+        "--processes",
+        type=whole(1, 1024),
+        default=2,
+        metavar="N",
+        help="processes that simulate (default: 2)",
+    )
     return top
 
 

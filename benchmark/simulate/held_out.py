@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmark.simulate.interleaved import MeasuredRun, serve_in_turn, steps_of
 from benchmark.simulate.one_run import trust_of
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_loading import requests_of
+from models.file_bounds import check_rereadable
 from recipes.schema.reader import read
 from simulation.fitted import fit
 from simulation.run_totals import RunTotals
@@ -38,6 +40,8 @@ FLOOR = (
 def held_out(options: argparse.Namespace) -> Result:
     """Figures of the predicted trace, measured and simulated, how much they differ, and a verdict on each."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
+    for path in filter(None, (options.train, options.held)):
+        check_rereadable(Path(path))
     planned = place(recipe, None)
     train, held = (
         requests_of(path, recipe, planned.config.vocab_size, skip_bad=False)

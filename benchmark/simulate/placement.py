@@ -94,14 +94,20 @@ class Placement:
         }
 
 
+def device_name(recipe: Recipe, device: str | None) -> str:
+    """The profile of the device that is simulated; raises ValueError where there is none."""
+    name = device or PRODUCTS.get(recipe.device.product or "") or KINDS[recipe.device.kind]
+    if name is None:
+        raise ValueError("the recipe names no device that has a profile; name one with --device")
+    return SimulatedDevice.load(name).name
+
+
 def place(
     recipe: Recipe, device: str | None, tensor: int = 1, pipeline: int = 1, fitted: Fitted | None = None
 ) -> Placement:
     """The recipe on a profile's device, or on its own; raises ValueError if it cannot run there."""
     config = model_config(recipe)
-    name = device or PRODUCTS.get(recipe.device.product or "") or KINDS[recipe.device.kind]
-    if name is None:
-        raise ValueError("the recipe names no device that has a profile; name one with --device")
+    name = device_name(recipe, device)
     for option, parts, whole, what in (
         ("--tp", tensor, config.num_heads, "heads"),
         ("--pp", pipeline, config.num_layers, "layers"),

@@ -11,12 +11,15 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result
-from benchmark.simulate.placement import place
+from benchmark.simulate.placement import device_name, place
 from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.request import Request
+from models.file_bounds import check_rereadable
+from recipes.build.families import model_config
 from recipes.schema.reader import read
 
 
@@ -102,6 +105,10 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
 
 def search(options: argparse.Namespace) -> list[Result]:
     """Each setting that was tried; those that meet the objectives stand last, the best at the end."""
+    recipe = read(options.recipe, options.overrides, options.profile).recipe  # what no setting changes
+    check_rereadable(Path(options.trace))
+    device_name(recipe, options.device)
+    model_config(recipe)
     found: list[Result] = []
     for num_devices, same in itertools.groupby(settings(options), key=lambda each: each.num_devices):
         fared = sorted(
@@ -129,6 +136,8 @@ def search_main(options: argparse.Namespace) -> None:
         print(f"SIMULATED: {SIMULATED}")
         for each in found:
             print(row(each))
+    if all("cannot_be" in each for each in found):
+        raise ValueError(f"none of {len(found)} settings can run; the last: {best['cannot_be']}")
     if not best["meets"]:
         raise ValueError(
             f"none of {len(found)} settings meets the objectives; allow more devices (--tp, --dp) or time"

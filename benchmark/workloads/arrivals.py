@@ -10,6 +10,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from recipes.schema.numbers import MOST_COUNT, RATES_PER_S, real, whole
+
+VARIATIONS = (0.01, 100)  # of the gaps between arrivals: from a clock to rare, huge bursts
+
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
@@ -47,12 +51,14 @@ def arrivals(text: str) -> Arrivals:
     try:
         if kind == "poisson" and not value:
             return Arrivals()
-        if kind in ("gamma", "ramp") and 0 < float(value) < math.inf:
-            return Arrivals("gamma" if kind == "gamma" else "ramp", float(value))
-        if kind == "closed" and int(value) > 0:
-            return Arrivals("closed", int(value))
-    except ValueError:
-        pass
+        if kind == "gamma":
+            return Arrivals("gamma", real(*VARIATIONS)(value))
+        if kind == "ramp":
+            return Arrivals("ramp", real(*RATES_PER_S)(value))
+        if kind == "closed":
+            return Arrivals("closed", whole(1, MOST_COUNT)(value))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{kind}: {error}") from error
     raise argparse.ArgumentTypeError(
         f"{text!r} is no process of arrivals; write poisson, gamma:CV, ramp:LAST_PER_S or closed:CLIENTS"
     )

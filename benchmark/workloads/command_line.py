@@ -11,7 +11,10 @@ from benchmark.workloads import public_traces
 from benchmark.workloads.arrivals import Arrivals, arrivals
 from benchmark.workloads.lengths import lengths
 from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, levels, shared_prompts, shares
+from recipes.schema.numbers import MOST_SEED, MOST_WAIT_S, RATES_PER_S, real, whole
 
+MOST_REQUESTS = 10**7  # of a trace, which is made in memory
+MOST_VOCABULARY = 10**7  # the largest published ones have 262,144 tokens
 FORMS = ("mooncake", "burstgpt", "sharegpt")
 # What is taken where an option is not given: a load that the tiny model of this repository serves too
 DRAWN_DEFAULTS = {"requests": "64", "prompt_tokens": "uniform:16:200", "output_tokens": "uniform:8:48"}
@@ -56,9 +59,17 @@ def parser(doc: str) -> argparse.ArgumentParser:
     top.add_argument("--skip-bad", action="store_true", help="report lines that cannot be read, and go on")
     top.add_argument("--tokenizer", metavar="FOLDER", help="counts the tokens of sharegpt's answers")
     top.add_argument(
-        "--requests", type=int, metavar="N", help="default: 64; where a file is read, at most so many"
+        "--requests",
+        type=whole(1, MOST_REQUESTS),
+        metavar="N",
+        help="default: 64; where a file is read, at most so many",
     )
-    top.add_argument("--rate", type=float, metavar="PER_S", help="mean arrivals a second; inf if not given")
+    top.add_argument(
+        "--rate",
+        type=real(*RATES_PER_S, endless=True),
+        metavar="PER_S",
+        help="mean arrivals a second; inf if not given",
+    )
     top.add_argument(
         "--arrivals",
         type=arrivals,
@@ -71,13 +82,21 @@ def parser(doc: str) -> argparse.ArgumentParser:
         "--system-prompts", type=shared_prompts, metavar="COUNT:LENGTHS", help="one begins each prompt"
     )
     top.add_argument("--turns", type=lengths, metavar="LENGTHS", help="of a session")
-    top.add_argument("--think-s", type=float, metavar="SECONDS", help="mean time between the turns' arrivals")
+    top.add_argument(
+        "--think-s",
+        type=real(0, MOST_WAIT_S),
+        metavar="SECONDS",
+        help="mean time between the turns' arrivals",
+    )
     top.add_argument("--tenants", type=shares, metavar="NAME=SHARE,...")
     top.add_argument("--priorities", type=levels, metavar="LEVEL=SHARE,...")
     top.add_argument(
-        "--vocab-size", type=int, metavar="N", help=_help("vocab_size", "ids go from 0 to N - 1")
+        "--vocab-size",
+        type=whole(1, MOST_VOCABULARY),
+        metavar="N",
+        help=_help("vocab_size", "ids go from 0 to N - 1"),
     )
-    top.add_argument("--seed", type=int, default=0)
+    top.add_argument("--seed", type=whole(0, MOST_SEED), default=0)
     top.add_argument("--output", type=outputs.file, required=True, metavar="FILE.jsonl")
     return top
 
@@ -89,13 +108,6 @@ def check(options: argparse.Namespace) -> None:
     given = {name for name, value in vars(options).items() if value is not None and value is not False}
     for name in (each for each in NO_USE[form] if each in given):
         raise ValueError(f"--{name.replace('_', '-')} has no meaning for {what}; leave it out")
-    for name in ("requests", "vocab_size", "rate"):
-        if name in given and not (value := getattr(options, name)) > 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
-    if options.seed < 0:
-        raise ValueError(f"--seed is {options.seed}; it must be 0 or more")
-    if options.think_s is not None and not 0 <= options.think_s < math.inf:
-        raise ValueError(f"--think-s is {options.think_s}; it must be 0 or more")
     if form == "sharegpt" and (options.tokenizer is None) == (options.output_tokens is None):
         raise ValueError(
             "sharegpt needs --tokenizer, to count answers, or else --output-tokens, to draw them"

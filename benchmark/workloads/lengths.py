@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.file_bounds import MOST_JSON_BYTES, read_bounded
+from recipes.schema.numbers import MOST_TOKENS
 from recipes.schema.verb import in_one_line
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
-MOST_TOKENS = 2**24  # more than any model takes; a prompt of them fits into memory
 
 
 def lengths(text: str) -> Draw:
@@ -23,7 +23,9 @@ def lengths(text: str) -> Draw:
         return _from_file(Path(text.removeprefix("file:")))
     kind, *values = text.split(":") if ":" in text else ("uniform", text, text)
     try:
-        if kind == "uniform":
+        if not text.isascii():
+            pass  # int() takes the digits of any script
+        elif kind == "uniform":
             least, most = (int(value) for value in values)
             if 1 <= least <= most <= MOST_TOKENS:
                 return lambda random, count: random.integers(least, most, count, endpoint=True)

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.workloads.lengths import MOST_TOKENS
-from benchmark.workloads.synthetic import ARRIVAL, OUTPUT, THINK, Line, SyntheticLoad, line_of, mark
+from benchmark.workloads.synthetic import ARRIVAL, OUTPUT, THINK, Line, SyntheticLoad, bounded, line_of, mark
 from models.file_bounds import lines_of, read_bounded
+from recipes.schema.numbers import MOST_TOKENS
 
 MOST_CONVERSATION_BYTES = 2**31  # the published list has 640 MiB, and is one JSON value
 MOONCAKE_TOKENS = 512  # of a prompt, for each of its hash_ids
@@ -185,7 +185,7 @@ def timed(
     """Requests of a trace that has times, which then count from the first; and what was skipped."""
     skipped: list[str] = []
     items = mooncake(path, load) if form == "mooncake" else burstgpt(path, load)
-    lines = [line for _, line in islice(good(path, items, skip_bad, skipped), most)]
+    lines = bounded(line for _, line in islice(good(path, items, skip_bad, skipped), most))
     lines.sort(key=lambda line: line["arrival_s"])
     first_s = lines[0]["arrival_s"] if lines else 0.0
     for line in lines:

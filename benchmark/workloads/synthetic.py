@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,15 @@ import numpy as np
 
 from benchmark.workloads.arrivals import Arrivals
 from benchmark.workloads.lengths import Draw, lengths
+from recipes.schema.numbers import real, whole
 
 Line = dict[str, Any]
 Shares = Mapping[str, float]
 # One stream of chance for each thing, so that changing one leaves the others
+MOST_TRACE_TOKENS = 2**28  # of all prompts, which are made in memory: Mooncake's longest has 2e8
+MOST_SYSTEM_PROMPTS = 10**4
+MOST_PRIORITY = 2**31 - 1
+LEAST_SHARE = 1e-9
 ARRIVAL, PROMPT, OUTPUT, TOKEN, SYSTEM, TURNS, THINK, TENANT, PRIORITY, ANSWER = range(10)
 
 
@@ -42,51 +47,69 @@ class SyntheticLoad:
 
 def shares(text: str) -> Shares:
     """Names and their shares, from `NAME=SHARE,NAME=SHARE,...`."""
-    try:
-        pairs = [(name, float(share)) for name, _, share in (each.partition("=") for each in text.split(","))]
-        if all(name and 0 < share < math.inf for name, share in pairs) and len(dict(pairs)) == len(pairs):
-            return dict(pairs)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no list of shares; write NAME=SHARE,..., as in a=3,b=1")
+    parts = [each.partition("=") for each in text.split(",")]
+    if not all(name and equals for name, equals, _ in parts) or len({name for name, *_ in parts}) < len(
+        parts
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of shares; write NAME=SHARE,..., as in a=3,b=1"
+        )
+    return {name: real(LEAST_SHARE, 1 / LEAST_SHARE)(share) for name, _, share in parts}
 
 
 def levels(text: str) -> Shares:
     """Priorities and their shares; each name is a whole number."""
     found = shares(text)
-    if not all(name.removeprefix("-").isdecimal() for name in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: a priority is a whole number, as in 0=9,5=1")
+    for name in found:
+        whole(-MOST_PRIORITY, MOST_PRIORITY)(name)
     return found
 
 
 def shared_prompts(text: str) -> tuple[int, Draw]:
     """How many system prompts, and how long, from `COUNT:LENGTHS`."""
     count, _, length = text.partition(":")
-    if not count.isdecimal() or int(count) < 1 or not length:
+    if not length:
         raise argparse.ArgumentTypeError(f"{text!r} is no COUNT:LENGTHS, as in 4:128 or 2:uniform:50:90")
-    return int(count), lengths(length)
+    return whole(1, MOST_SYSTEM_PROMPTS)(count), lengths(length)
 
 
 def draw_requests(load: SyntheticLoad, count: int) -> list[Line]:
     """The trace, one input line of `generate` for each request, in order of arrival."""
+    return mark(load, sorted(bounded(_drawn(load, count)), key=lambda line: line["arrival_s"]))
+
+
+def _drawn(load: SyntheticLoad, count: int) -> Iterator[Line]:
     sizes = _sessions(load, count)
     starts_s = load.arrivals.times_s(load.stream(ARRIVAL), len(sizes), load.rate_per_s * len(sizes) / count)
     num_prompt = load.prompt_tokens(load.stream(PROMPT), count).tolist()
     num_output = load.output_tokens(load.stream(OUTPUT), count).tolist()
     token, answer, think = load.stream(TOKEN), load.stream(ANSWER), load.stream(THINK)
     openings = _openings(load, len(sizes))
-    lines: list[Line] = []
+    number = 0
     for session, size in enumerate(sizes):
         at_s, prompt = float(starts_s[session]), openings[session]
         for turn in range(size):
-            number = len(lines)
             prompt = prompt + token.integers(0, load.vocab_size, num_prompt[number]).tolist()
             name = _name(load, number, session, turn)
-            lines.append(line_of(name, at_s, {"prompt_token_ids": prompt}, num_output[number]))
+            yield line_of(name, at_s, {"prompt_token_ids": prompt}, num_output[number])
             at_s += float(think.exponential(load.think_s))
             if turn + 1 < size:  # what the model answered is not known: a stand-in of its length
                 prompt = prompt + answer.integers(0, load.vocab_size, num_output[number]).tolist()
-    return mark(load, sorted(lines, key=lambda line: line["arrival_s"]))
+            number += 1
+
+
+def bounded(lines: Iterable[Line]) -> list[Line]:
+    """All lines; raises ValueError once their prompts hold more than MOST_TRACE_TOKENS."""
+    found, num_tokens = [], 0
+    for line in lines:
+        num_tokens += len(line["prompt_token_ids"])
+        if num_tokens > MOST_TRACE_TOKENS:
+            raise ValueError(
+                f"the first {len(found) + 1:,} requests have {num_tokens:,} prompt tokens; a trace has"
+                f" at most {MOST_TRACE_TOKENS:,}: lower --requests"
+            )
+        found.append(line)
+    return found
 
 
 def line_of(name: str, arrival_s: float, prompt: Line, max_tokens: int) -> Line:

@@ -4,7 +4,30 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+# Options of all verbs that take no value; `--recipe RECIPE key=value ...` is as good as none
+FLAGS = frozenset(
+    f"--{name}"
+    for name in [
+        "dry-run",
+        "help",
+        "ignore-eos",
+        "json",
+        "laws",
+        "log",
+        "log-requests",
+        "once",
+        "quick",
+        "retry-rejected",
+        "save-result",
+        "share-prefixes",
+        "skip-bad",
+        "sources",
+        "virtual",
+    ]
+)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -12,6 +35,19 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, such as recipes/tiny/cpu.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
     parser.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
+
+
+def positionals(arguments: Sequence[str]) -> list[str]:
+    """The arguments that are no options and no values of options, where the verb does not parse them."""
+    found, rest = [], iter(arguments)
+    for argument in rest:
+        if argument == "--":
+            return [*found, *rest]
+        if not argument.startswith("-") or argument == "-":
+            found.append(argument)
+        elif argument.startswith("--") and "=" not in argument and argument not in (*FLAGS, "--recipe"):
+            next(rest, None)  # its value
+    return found
 
 
 def keep_apart(output: str | Path, *inputs: str | Path) -> None:

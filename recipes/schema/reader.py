@@ -6,6 +6,7 @@ of which replaces what came before. Every error is one line that opens with the 
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
@@ -86,14 +87,23 @@ def _document(path: Path, asked_by: str = "") -> dict[str, Located]:
     except ValueError as error:
         raise RecipeError((), str(error), place=asked_by.rstrip(": ")) from None
     except OSError as error:
-        near = nearest(str(path), [str(each.relative_to(ROOT)) for each in ROOT.glob("recipes/**/*.yaml")])
-        problem = (error.strerror or "unreadable").lower() + near
+        problem = (error.strerror or "unreadable").lower() + _nearest_recipe(path)
         raise RecipeError((), problem, place=f"{asked_by}{path}") from None
     document = parse(text, str(path)).value or {}
     if not isinstance(document, dict):
         sections = ", ".join(sorted(SECTIONS))
         raise RecipeError((), "not a recipe", f"it must be a mapping of {sections}", place=str(path))
     return document
+
+
+def _nearest_recipe(path: Path) -> str:
+    """What to append to an error about a recipe that is not there: one that is, by its path from here."""
+    there = {str(each.relative_to(ROOT)): each for each in ROOT.glob("recipes/**/*.yaml")}
+    near = difflib.get_close_matches(str(path), there, n=1)
+    if not near:
+        return ""
+    from_here = os.path.relpath(there[near[0]])
+    return f"; did you mean {there[near[0]] if from_here.startswith(os.pardir) else from_here}?"
 
 
 def profiles() -> list[str]:

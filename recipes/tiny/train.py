@@ -22,6 +22,7 @@ import sentencepiece
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from recipes.schema.numbers import MOST_SEED, whole
 from recipes.tiny.corpus import ASSISTANT, BOS, CHAT_TEMPLATE, EOS, SYSTEM, USER, Document, documents
 from recipes.tiny.evaluate import report
 
@@ -233,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="default: recipes/tiny/weights, or recipes/tiny/draft")
     parser.add_argument("--draft", action="store_true", help="train the smaller sibling")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=whole(0, MOST_SEED), default=0)
     arguments = parser.parse_args()
     target = arguments.output or HERE / ("draft" if arguments.draft else "weights")
     target.mkdir(parents=True, exist_ok=True)

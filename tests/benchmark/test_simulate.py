@@ -49,6 +49,26 @@ def test_figures_pass_the_gate_and_say_what_they_are(
     assert capsys.readouterr().out.startswith("SIMULATED")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--device", "ascend912"], r"'ascend912' is no device profile; there are ascend910, "),
+        (["--profile", "none"], "--profile none: unknown profile"),
+        (["cache.page_sise=3"], r"did you mean cache\.page_size"),
+        (["model.path=none"], r"config\.json does not exist"),
+        (["--tp", "3,5"], "none of 4 settings can run; the last: --tp is 5; it must divide"),
+    ],
+)
+def test_a_search_says_what_no_setting_can_mend(
+    options: list[str], words: str, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--trace", trace, "--dp", "1,2", "--ttft-ms", "9", "--itl-ms", "9"]
+    device = [] if "--device" in options else ["--device", "h200"]
+    with pytest.raises(ValueError, match=words):
+        main(["search", *RECIPE, *asked, *device, *options])
+    assert "allow more devices" not in capsys.readouterr().out
+
+
 def test_a_mistake_is_one_line(trace: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there are ascend910, ascend910b"):
         main([*RECIPE, "--trace", trace, "--device", "ascend912"])
@@ -72,16 +92,16 @@ LOAD = ["--dp", "2", "--requests", "9", "--rate", "30", "--prompt-tokens", "9", 
     ("verb", "options", "reason"),
     [
         ("held-out", ["--train", "a", "--held", "b", "--device", "h200"], "unrecognized arguments: --device"),
-        ("fleet", [*LOAD, "--rate", "0"], "--rate: '0' is no number above 0"),
-        ("fleet", [*LOAD, "--rate", "nan"], "--rate: 'nan' is no number above 0"),
+        ("fleet", [*LOAD, "--rate", "0"], "--rate: '0' must be a number from 0.0001 to 1e+09, or inf"),
+        ("fleet", [*LOAD, "--rate", "nan"], "--rate: 'nan' must be a number from 0.0001"),
         ("fleet", [*LOAD, "--prompt-tokens", "bogus"], "--prompt-tokens: 'bogus' is no length"),
-        ("fleet", [*LOAD, "--seed=-1"], "--seed: '-1' must be an integer of at least 0"),
+        ("fleet", [*LOAD, "--seed=-1"], "--seed: '-1' must be a whole number from 0 to"),
         *(
-            ("search", [*TRACED, *AIMS, "--percent", each], "no percentage above 0 and up to 100")
+            ("search", [*TRACED, *AIMS, "--percent", each], "must be a number from 0.001 to 100")
             for each in ("0", "nan", "101")
         ),
-        ("search", [*TRACED, *AIMS, "--ttft-ms=-5"], "--ttft-ms: '-5' is no number above 0"),
-        ("search", [*TRACED, *AIMS, "--itl-ms", "x"], "--itl-ms: 'x' is no number above 0"),
+        ("search", [*TRACED, *AIMS, "--ttft-ms=-5"], "--ttft-ms: '-5' must be a number from 1e-06"),
+        ("search", [*TRACED, *AIMS, "--itl-ms", "x"], "--itl-ms: 'x' must be a number from 1e-06"),
     ],
 )
 def test_an_option_without_meaning_is_refused(

@@ -103,12 +103,13 @@ def test_bytes_that_are_no_text_do_not_end_the_report(
 
 
 def test_no_call_checks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="--calls is 0; it must be at least 1"):
+    with pytest.raises(SystemExit):
         verify.main([*ON_CPU, "--calls", "0", "--output", str(tmp_path)])
+    assert "--calls: '0' must be a whole number from 1 to 10,000" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     with pytest.raises(SystemExit):
         verify_operators(["--calls", "0"])
-    assert "--calls is 0; it must be at least 1" in capsys.readouterr().err
+    assert "--calls is 0; it must be from 1 to 10,000" in capsys.readouterr().err
 
 
 def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:

@@ -155,7 +155,7 @@ def test_what_is_no_recipe_at_all(recipe, text, line):
 def test_a_file_that_cannot_be_read(recipe, tmp_path):
     recipe()
     assert error("absent.yaml") == "absent.yaml: no such file or directory"
-    near = "recipes/tiny/cpu.yml: no such file or directory; did you mean recipes/tiny/cpu.yaml?"
+    near = f"recipes/tiny/cpu.yml: no such file or directory; did you mean {ROOT}/recipes/tiny/cpu.yaml?"
     assert error("recipes/tiny/cpu.yml") == near
     assert error(".") == ".: is a directory"
     Path("latin.yaml").write_bytes(b"model: \xff")
@@ -199,4 +199,18 @@ def test_a_value_that_yaml_cannot_make_is_refused_at_its_place(recipe, value):
 
 
 def test_a_file_without_an_end_is_no_recipe():
-    assert "/dev/zero has more than 262,144 bytes" in error("/dev/zero")
+    assert "/dev/zero is a device, which has no end" in error("/dev/zero")
+
+
+def test_a_recipe_is_proposed_by_its_path_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for asked in ("recipes/tiny/cpu.yaml", "recipes/tiny/cpu.yml"):
+        said = error(asked)
+        assert said.startswith(f"{asked}: no such file or directory; did you mean ")
+        proposed = said.rpartition("did you mean ")[2].removesuffix("?")
+        assert proposed != asked
+        assert (tmp_path / proposed).samefile(ROOT / "recipes/tiny/cpu.yaml")
+    monkeypatch.chdir(ROOT / "recipes")
+    assert error("recipes/tiny/cpu.yml").endswith("; did you mean tiny/cpu.yaml?")
+    monkeypatch.chdir(ROOT)
+    assert error("recipes/tiny/cpu.yml").endswith("; did you mean recipes/tiny/cpu.yaml?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from recipes.schema.command_line import FLAGS, positionals
 from recipes.schema.recipe import ROOT
 
+CPU = "recipes/tiny/cpu.yaml"
 NPU = "recipes/qwen3/qwen3_8b_910b.yaml"
 SETTINGS = (
     "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",
@@ -97,6 +100,44 @@ def test_a_stand_in_needs_no_cann() -> None:
     done = launch("--dry-run", "generate", NPU, "device.virtual=true", ASCEND="/nonexistent")
     assert done.returncode == 0
     assert "set_env.sh" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompt", "x.yaml", CPU],
+        ["--prompt=x.yaml", CPU],
+        ["--log", CPU, "--prompt", "device.kind=npu"],
+        ["--output", "none.yml", CPU, "--prompt", "a"],
+    ],
+)
+def test_a_value_of_an_option_is_no_recipe(arguments: list[str]) -> None:
+    done = launch("--dry-run", "generate", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "CANN" not in done.stderr
+
+
+def test_what_is_an_option_and_what_is_a_value() -> None:
+    assert positionals(["a", "--x", "b", "c", "--x=d", "--json", "e", "-", "--", "--f"]) == [
+        "a", "c", "e", "-", "--f",
+    ]  # fmt: skip
+    assert positionals(["sweep", "--recipe", CPU, "a.b=c", "--try", "d=1"]) == ["sweep", CPU, "a.b=c"]
+    assert positionals(["--last"]) == []
+
+
+def test_all_options_without_a_value_are_known() -> None:
+    found = {
+        argument.value
+        for room in ("scripts", "benchmark", "recipes/schema")
+        for path in (ROOT / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and any(ast.unparse(each) == "action='store_true'" for each in node.keywords)
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    }
+    assert found
+    assert found <= FLAGS
 
 
 @pytest.mark.parametrize(
