@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from continuous_batching.system_error import naming
+
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -44,7 +46,7 @@ def whole(path: str | Path) -> Iterator[IO[str]]:
         return
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with partial.open("w", encoding="utf-8") as output:
+        with naming(path), partial.open("w", encoding="utf-8") as output:
             yield output
         partial.replace(target)
     finally:

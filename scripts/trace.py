@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import sys
 
+from benchmark import outputs
 from benchmark.workloads.command_line import check, fill_in, made, parser, summary
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> None:
         print(f"skipped {reason}", file=sys.stderr)
     if not trace:
         raise ValueError(f"{options.source[1]} holds no request that can be read")
-    options.output.write_text("".join(json.dumps(each) + "\n" for each in trace), encoding="utf-8")
+    with outputs.whole(options.output) as output:
+        output.writelines(json.dumps(each) + "\n" for each in trace)
     print(summary(trace))
     if taken:
         print(f"not given, so taken: {', '.join(taken)}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +18,15 @@ from typing import IO, Any
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.validation import longest_allowed
+from continuous_batching.system_error import naming
 from models.file_bounds import bounded_lines, lines_of
 from serving.answers.answers import finite
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
 from serving.text.truncation import fit
+
+log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 MOST_REQUESTS = 10**6  # of a file, all of which are in memory while they are served
@@ -147,9 +152,16 @@ def lines_in(path: str) -> Iterator[str]:
     return (line.decode("utf-8", "surrogateescape") for line in lines)
 
 
-def opened(path: str) -> contextlib.AbstractContextManager[IO[str]]:
-    """A file to write to; `-` is standard output."""
-    return contextlib.nullcontext(sys.stdout) if path == "-" else open(path, "w", encoding="utf-8")
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[IO[str]]:
+    """A file to write to, from its start; `-` is standard output. Answers that stood in it are not resumed."""
+    if path == "-":
+        yield sys.stdout
+        return
+    if os.path.isfile(path) and (num_bytes := os.path.getsize(path)):
+        log.warning("%s is written anew, and its %s bytes of before are gone", path, f"{num_bytes:,}")
+    with naming(path), open(path, "w", encoding="utf-8") as output:
+        yield output
 
 
 def write_record(output: IO[str], record: Record) -> None:

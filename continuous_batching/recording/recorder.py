@@ -37,6 +37,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
+from continuous_batching.system_error import in_one_line
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class RecordingFile:
                 record = record[os.write(self._file, record) :]
         except OSError as error:
             self.failed = error
-            log.error("recording to %s ended: %s; serving goes on without it", self.path, error)
+            error.filename = str(self.path)
+            log.error("recording ended: %s; serving goes on without it", in_one_line(error))
 
 
 class Recorder(Observer):

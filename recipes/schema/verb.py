@@ -9,29 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from continuous_batching.system_error import in_one_line
+
 _LONGEST_LINE = 2000  # characters of an error: what is wrong stands at an end, a value of any length between
 UNUSABLE = 2  # the status of a recipe, file or option that cannot be used
-
-_FIX_OF = {
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "check the path: a part of it is a file",
-    errno.EISDIR: "name a file",
-    errno.EEXIST: "name a new file",
-    errno.EACCES: "ask for the right to use it, or name another",
-    errno.EPERM: "ask for the right to use it, or name another",
-    errno.EROFS: "name a path that can be written to",
-    errno.ENOSPC: "free some space, or write elsewhere",
-    errno.EDQUOT: "free some space, or write elsewhere",
-    errno.EFBIG: "raise the limit (ulimit -f), or write elsewhere",
-    errno.ENXIO: "it is a socket, or a device that is not there: name a file",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "the link leads to itself: name another",
-    errno.EMFILE: "let this process open more (ulimit -n)",
-    errno.ENFILE: "the whole system has no more: close some programs",
-    errno.EAGAIN: "let this user start more processes (ulimit -u)",
-    errno.ENOMEM: "free some memory",
-    errno.EIO: "see the system's log for the disk's state",
-}
 
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
@@ -62,19 +43,6 @@ def refused(error: ValueError | OSError) -> int:
     except OSError:
         _replace(sys.stderr.fileno())  # nobody reads it: the status alone says so
     return UNUSABLE
-
-
-def in_one_line(error: ValueError | OSError) -> str:
-    """The text of an error; one of the operating system in words: of what, what is wrong, how to fix it."""
-    if not isinstance(error, OSError) or error.errno is None:
-        return str(error)
-    what = error.filename if error.filename is not None else "reading or writing"
-    what = what if what != "" else "an empty path"
-    # of a failed look-up of a host's name, say, the number is none of errno's
-    wrong = os.strerror(error.errno) if error.errno in errno.errorcode else str(error.strerror)
-    said = f"{os.fsdecode(what) if isinstance(what, bytes) else what}: {wrong.lower()}"
-    fix = _FIX_OF.get(error.errno)
-    return f"{said}; {fix}" if fix else said
 
 
 def _printable(text: str) -> str:

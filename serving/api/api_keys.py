@@ -14,8 +14,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from continuous_batching.refusal import BadRequest, shown
+from continuous_batching.system_error import in_one_line
 from models.file_bounds import MOST_JSON_BYTES, read_bounded
-from recipes.schema.verb import in_one_line
 from serving.text.field_types import LAST_ID
 
 GATEWAY = "*"  # in the place of a key's tenant: it may name the tenant of each request

@@ -18,6 +18,7 @@ import threading
 import zmq
 
 from continuous_batching.engine import Engine
+from continuous_batching.system_error import in_one_line
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from serving.engine.messages import HURRY
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
         built = build(recipe)
     except (ValueError, OSError) as error:
-        log.error("%s", verb.in_one_line(error))
+        log.error("%s", in_one_line(error))
         return verb.UNUSABLE
     engines.append(built.engine)
     gc.collect()

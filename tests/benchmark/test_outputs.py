@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from importlib import import_module
 from pathlib import Path
 
@@ -79,3 +80,18 @@ def test_a_time_line_of_a_bad_trace_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="line 1"):
         import_module("scripts.simulate").main([RECIPE, "--trace", str(trace), "--timeline", str(timeline)])
     assert list(tmp_path.iterdir()) == [trace]
+
+
+def test_a_limit_that_is_reached_is_said_of_the_file_which_is_not_left_half(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with (
+            pytest.raises(OSError, match="File too large") as caught,
+            outputs.whole(tmp_path / "a") as output,
+        ):
+            output.write("b" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.filename == str(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []

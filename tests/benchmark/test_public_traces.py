@@ -142,14 +142,14 @@ BAD = [
         "line 1: timestamp is 1000",
         3,
     ),
-    ("mooncake", json_lines([{"input_length": 10**14}, *MOONCAKE]), "line 1: .* from 1 to 16777216", 3),
+    ("mooncake", json_lines([{"input_length": 10**14}, *MOONCAKE]), "line 1: .* from 1 to 1048576", 3),
     ("mooncake", "[" * 100_000 + "\n" + json_lines(MOONCAKE), "line 1: the JSON is nested too deeply", 3),
     ("burstgpt", BURSTGPT + "46,Chat\udcffGPT,9,3,12,API log\n", "line 4: not UTF-8 at byte 7", 2),
     ("burstgpt", BURSTGPT + f"46,{'x' * 131_073},9,3,12,API log\n", "line 4: field larger than", 2),
     (
         "burstgpt",
         BURSTGPT + "46,ChatGPT,1e14,3,12,API log\n",
-        "line 4: Request tokens is '1e14'; .* to 16777216",
+        "line 4: Request tokens is '1e14'; .* to 1048576",
         2,
     ),
     (

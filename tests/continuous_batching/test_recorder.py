@@ -235,7 +235,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     unhindered = record(tmp_path / "unhindered", scheduler(), seed=4, num_requests=6)
     assert [each.answer.tolist() for each in finished] == [each.answer.tolist() for each in unhindered]
     (line,) = caplog.messages
-    assert line.startswith(f"recording to {tmp_path / 'full'} ended: [Errno 28]")
+    assert line.startswith(f"recording ended: {tmp_path / 'full'}: no space left on device; free some space")
     assert line.endswith("serving goes on without it")
 
 

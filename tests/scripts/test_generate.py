@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmark.recordings.recording_file import CUT_SHORT
+from continuous_batching.system_error import in_one_line
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.tiny.corpus import messages
 from scripts.generate import main
+from scripts.replay import main as replay
 
 RECIPE = "recipes/tiny/cpu.yaml"
 QUICK = ["device.compile=false", "device.threads=1"]
@@ -132,3 +136,49 @@ def test_answers_that_are_there_are_kept_where_no_engine_can_be_built(tmp_path: 
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         main([RECIPE, *QUICK, "model.path=recipes/tiny", "--input", str(source), "--output", str(target)])
     assert target.read_text() == "answers of before"
+
+
+def test_where_a_recording_reaches_a_limit_no_answer_is_lost_and_the_recording_stays_readable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"id": f"{n}", "prompt": "1+1=", "max_tokens": 20, "ignore_eos": True} for n in range(40)]
+    path, limits = tmp_path / "recording", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # of any file, as by `ulimit -f`
+    try:
+        records = generate(tmp_path, lines, f"scheduler.record={path}", "scheduler.num_slots=2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {len(record["token_ids"]) for record in records.values()} == {20}
+    (said,) = [each for each in caplog.messages if "recording" in each]
+    assert said == (
+        f"recording ended: {path}: file too large; raise the limit (ulimit -f), or write elsewhere;"
+        " serving goes on without it"
+    )
+    assert path.stat().st_size == 20_000
+    assert replay([str(path)]) == CUT_SHORT
+    assert "every decision is the same" in capsys.readouterr().out
+
+
+def test_where_the_answers_reach_a_limit_their_file_is_named(tmp_path: Path) -> None:
+    lines: list[object] = [{"id": f"{n}", "prompt": "1+1=", "max_tokens": 9} for n in range(20)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            generate(tmp_path, lines)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert in_one_line(caught.value).startswith(f"{tmp_path / 'out.jsonl'}: file too large; raise the limit")
+
+
+def test_answers_that_are_written_over_are_said_and_not_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines: list[object] = [{"id": f"{n}", "prompt": "1+1=", "max_tokens": 3} for n in range(3)]
+    generate(tmp_path, lines)
+    assert not [each for each in caplog.messages if "written anew" in each]
+    path = tmp_path / "out.jsonl"
+    half = path.read_bytes()[:-20]  # as a run that was killed leaves it
+    path.write_bytes(half)
+    assert set(generate(tmp_path, lines)) == {"0", "1", "2"}, "whole lines alone, one a request"
+    assert f"{path} is written anew, and its {len(half):,} bytes of before are gone" in caplog.messages

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from continuous_batching.system_error import in_one_line
 from models import file_bounds
 from recipes.schema.recipe import ROOT
-from recipes.schema.verb import in_one_line
 from serving import server
 
 TINY = "recipes/tiny/cpu.yaml"

@@ -171,7 +171,7 @@ def test_a_full_disk_ends_a_recording_and_nothing_else(tmp_path: Path) -> None:
     for _ in range(3):
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
         assert answer["usage"]["completion_tokens"] == 300
-    server.wait_for("recording to .*record ended: .*serving goes on without it")
+    server.wait_for("recording ended: .*record: .*serving goes on without it")
     os.kill(server.engine_pid, signal.SIGKILL)
     server.wait_until("/health", 503)
     server.ready()
