@@ -154,7 +154,7 @@ def lines_in(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[IO[str]]:
-    """A file to write to, from its start; `-` is standard output. Answers that stood in it are not resumed."""
+    """A file to write to, from its start; `-` is standard output. Answers in it are not resumed."""
     if path == "-":
         yield sys.stdout
         return

@@ -1,0 +1,75 @@
+"""Do allowed tokens, bad words and biases hold where steps are compiled, captured or computed by an NPU?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from continuous_batching.request import Request, SamplingParams, packed_ids
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import has_npu, settings
+
+NPU = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
+WAYS = {
+    "cpu": ["device.compile=false"],
+    "cpu, compiled": ["device.compile=true"],
+    "npu": [*settings("npu"), "device.graphs=0"],
+    "npu, captured": [*settings("npu"), "device.graphs=6"],
+}
+ALLOWED = list(range(300, 340))
+LIKED, DISLIKED = 77, 301
+# Words of which each ends in a token that the bias makes the likeliest, so that without masks it is chosen
+WORDS = ((320,), (DISLIKED, DISLIKED), (302, 303))
+
+
+def asked() -> list[Request]:
+    """Masks, biases, both and neither beside one another, drawn and not."""
+    random = np.random.default_rng(5)
+    kinds = [
+        SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, allowed_token_ids=packed_ids(ALLOWED)),
+        SamplingParams(
+            max_tokens=12, temperature=0, ignore_eos=True, logit_bias={DISLIKED: 100.0}, bad_words=WORDS
+        ),
+        SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+        SamplingParams(
+            max_tokens=12, temperature=1, seed=3, ignore_eos=True, allowed_token_ids=packed_ids(ALLOWED),
+            bad_words=WORDS, logit_bias={LIKED: 100.0, DISLIKED: 100.0},
+        ),
+        SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logit_bias={LIKED: 100.0}),
+    ]  # fmt: skip
+    return [
+        Request(str(number), random.integers(3, 300, 5 + 9 * number), params)
+        for number, params in enumerate(kinds)
+    ]
+
+
+def holds(answer: list[int], word: tuple[int, ...]) -> bool:
+    return any(tuple(answer[at : at + len(word)]) == word for at in range(len(answer)))
+
+
+MARKS = {"cpu": [], "cpu, compiled": [pytest.mark.slow], "npu": NPU, "npu, captured": NPU}
+
+
+@pytest.mark.parametrize("way", [pytest.param(each, marks=MARKS[each]) for each in WAYS])
+def test_masks_and_biases_hold(way: str) -> None:
+    few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48", "device.threads=1"]
+    few = [each for each in few if "threads" not in each or "cpu" in way]
+    engine = build(load(ROOT / "recipes/tiny/cpu.yaml", [*WAYS[way], *few])).engine
+    made = asked()
+    for request in made:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert [request.finish_reason for request in made] == ["length"] * 5, [each.error for each in made]
+    allowed, words, plain, both, liked = (request.answer.tolist() for request in made)
+    assert set(allowed) <= set(ALLOWED)
+    assert set(both) <= set(ALLOWED)
+    assert liked == [LIKED] * 12
+    assert DISLIKED in words, "its bias makes it the likeliest wherever no word ends with it"
+    assert DISLIKED in both
+    for word in WORDS:
+        assert not holds(words, word)
+        assert not holds(both, word)
+    assert set(plain).isdisjoint([LIKED, DISLIKED]), "what neighbours ask for does not reach it"
