@@ -134,7 +134,7 @@ def held_out_parser() -> argparse.ArgumentParser:
     add = top.add_argument
     add("--train", required=True, metavar="FILE", help="the trace that costs are fitted to")
     add("--held", metavar="FILE", help="the trace that is simulated (default: other runs of the same)")
-    add("--runs", type=at_least(2), default=3, metavar="N", help="measured runs of each (default: 3)")
+    add("--runs", type=whole(2, 100), default=3, metavar="N", help="measured runs of each (default: 3)")
     return top
 
 
