@@ -65,7 +65,15 @@ def test_a_server_whose_terminal_is_closed_leaves_nothing(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "scripts.serve", TINY, "--port", "0", "server.spare_engine=false"]
     environment = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     assert tempfile.gettempdir() != str(tmp_path)
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        # the tests may run under nohup
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "Started server process" in line:
