@@ -310,6 +310,25 @@ def test_a_ratio_of_stalls_may_be_below_one() -> None:
     assert not audit({**result, "worst_itl_times_lower": 0.33}, [law]).passed
 
 
+def test_a_ratio_of_rounded_means_may_be_off_by_their_rounding() -> None:
+    """A queue that was held up for long: 0.05 of the first mean are much of the ratio."""
+    means = {"fifo": 340.04, "sjf": 340.04 * 52.8749}
+    rows = [
+        {
+            "variant": name,
+            **dict.fromkeys(("mean_us", "p50_us", "p99_us"), round(mean, 1)),
+            "times_the_first": round(mean / means["fifo"], 2),
+            "times_us": [round(mean, 1)],
+        }
+        for name, mean in means.items()
+    ]
+    result = {"benchmark": "host", "waiting": 3, "clock": {"monotonic_s": 9.0}, "slots": {"4": rows}}
+    [law] = MICRO_LAWS["host"]
+    assert audit(result, [law]).passed
+    rows[1]["times_the_first"] += 0.05
+    assert not audit(result, [law]).passed
+
+
 def test_the_cases_that_a_stranger_found_are_refused(offline: Result) -> None:
     """Each by a law, not by the digests: a forger would compute those again."""
     at_once = [
