@@ -60,7 +60,7 @@ class Attention:
     A device's subclass overrides what it does faster, and `check` to refuse what it cannot do.
     """
 
-    sliced: ClassVar[bool] = True  # whether a slice of the tensors that hold pages is a view of them
+    indexed: ClassVar[bool] = True  # whether pages of a tensor may be read and written by their numbers
 
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
@@ -159,8 +159,11 @@ class Attention:
                 output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
         return output
 
-    def check_graphs(self, num_graphs: int) -> None:
-        """Raise ValueError where `num_graphs` steps of decodes cannot be captured as graphs."""
+    def graph_sizes(self, sizes: list[int]) -> list[int]:
+        """Which of these numbers of decodes are captured as graphs, the largest always among them.
+
+        Raises ValueError where none can be.
+        """
         raise ValueError(
             f"device.graphs: {type(self).__name__} needs the host at each span and cannot be captured: set it"
             " to 0"
@@ -168,7 +171,7 @@ class Attention:
 
     def plan_static(self, decodes: StaticDecodes) -> AttentionMetadata:
         """As `plan`, for a step that is captured: a replay computes with what `decodes` then holds."""
-        raise AssertionError("check_graphs refuses an attention without plan_static")
+        raise AssertionError("graph_sizes refuses an attention without plan_static")
 
     def replay(self, graph: Any, metadata: AttentionMetadata, kv_lens: list[int]) -> None:
         """Run a captured step; `kv_lens` [R] equal those on the device, for operators that read them here."""

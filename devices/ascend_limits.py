@@ -7,7 +7,7 @@ _310p/attention; CANN, PagedAttentionOperation; CANN's error messages where thes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,7 +40,8 @@ class AscendProduct:
     head_dims: tuple[int, ...] = (64, 128)
     is_fused: bool = True  # has npu_fused_infer_attention_score
     is_atb: bool = False  # has ATB's paged attention instead
-    has_swiglu: bool = True
+    swiglu_bytes: int = 1  # of which half a row of swiglu is a multiple (CANN, aclnnSwiGlu)
+    adds_to_tiles: bool = True  # addmm takes a weight in FRACTAL_NZ (op-plugin, AddmmKernelNpuOpApi.cpp)
     most_spans: int = MOST_SPANS  # in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # multiplies int8 with a scale for each token
@@ -143,16 +144,27 @@ class AscendProduct:
                 " to bfloat16"
             )
 
-    def check_graphs(self, num_graphs: int, num_layers: int) -> None:
-        """Raise ValueError for more graphs than a device holds: every layer of every graph takes a stream."""
+    def graph_sizes(self, sizes: Sequence[int], num_layers: int, page_size: int) -> list[int]:
+        """Which of these numbers of rows are captured, where a device may hold fewer graphs: every layer of
+        every graph takes a stream.
+
+        As vllm-ascend's update_aclgraph_sizes takes an even sample, but of those up to a page alone: beyond,
+        all are needed, since a step is padded by a page at most. Raises ValueError where these are too many.
+        """
         most = MOST_STREAMS // (num_layers + 1)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs)
-        if num_graphs > most:
+        if len(sizes) <= most:
+            return list(sizes)
+        small = [size for size in sizes if size <= page_size]
+        large = [size for size in sizes if size > page_size]
+        if len(large) >= most:
             raise ValueError(
-                f"device.graphs asks for {num_graphs} graphs of {num_layers} layers; the {self.name} holds"
-                f" {most}: lower it, or raise cache.page_size, which makes the steps between sizes longer"
+                f"device.graphs asks for {len(sizes)} graphs of {num_layers} layers; the {self.name} holds"
+                f" {most}: set it to at most {most * page_size}, or raise cache.page_size"
             )
+        chosen = np.linspace(len(small) - 1, 0, most - len(large)).round().astype(int)
+        return sorted({small[at] for at in chosen}) + large
 
     def cuts(self, lens: Index) -> Iterator[tuple[int, int]]:
         """The spans [first, last) of each call, given their lengths: as few calls as the product allows."""
@@ -171,13 +183,21 @@ PRODUCTS = (
         dtypes=(torch.float16,),
         is_fused=False,
         is_atb=True,
-        has_swiglu=False,
+        swiglu_bytes=64,
+        adds_to_tiles=False,
         has_int8=False,
         most_spans=2000,
     ),
     AscendProduct(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d"),
     AscendProduct(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d"),
-    AscendProduct(name="950", chip="Ascend950", chips=r"Ascend950", is_mixed=False, most_graphs=4),
+    AscendProduct(
+        name="950",
+        chip="Ascend950",
+        chips=r"Ascend950",
+        is_mixed=False,
+        has_int8=False,  # the pages of npu_quant_matmul and npu_dynamic_quant do not list it
+        most_graphs=4,  # vllm-ascend #10567: its driver holds no more
+    ),
     AscendProduct(
         name="910",
         chip="Ascend910A",

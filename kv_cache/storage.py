@@ -25,11 +25,11 @@ class KVCache:
     """Keys and values of all layers, allocated once; `keys[layer]` and `values[layer]` are [P, B, K, D].
 
     `allocate` makes such a tensor of a given number of pages, at zero, for attention that has its own order
-    within a page: only the first axis matters here. Where it is not `sliced`, a slice of the tensor would be
-    a copy (as_strided of torch_npu copies tensors in its internal formats), and pages are reached by index
-    only. Page 0 is the null page: no request owns it, so it serves as padding for operators. A page that is
-    used again still holds what its last owner wrote. `num_host_pages` more pages lie in the host's memory,
-    where no operator reads them.
+    within a page: only the first axis matters here. Where it is not `indexed`, pages are reached by slices
+    only (torch_npu converts all of a tensor in FRACTAL_NZ for an index, which it reads on the host). Page 0
+    is the null page: no request owns it, so it serves as padding for operators. A page that is used again
+    still holds what its last owner wrote. `num_host_pages` more pages lie in the host's memory, where no
+    operator reads them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class KVCache:
         *,
         num_host_pages: int = 0,
         allocate: Callable[[int], Tensor] | None = None,
-        sliced: bool = True,
+        indexed: bool = True,
     ) -> None:
         device = torch.device(device)
 
@@ -58,7 +58,7 @@ class KVCache:
 
         self.num_pages = num_pages
         self.page_size = page_size
-        self._allocate, self._sliced = allocate or plain, sliced
+        self._allocate, self._indexed = allocate or plain, indexed
         self.keys, self.values = ([self._allocate(num_pages) for _ in range(num_layers)] for _ in range(2))
         self._host_keys, self._host_values = ([on_host() for _ in range(num_layers)] for _ in range(2))
 
@@ -82,7 +82,7 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             pages = _flat(tensor)
             for read, written in _chunks(pages, sources, targets):
-                _copy(pages, read, pages, written, sliced=self._sliced)
+                _copy(pages, read, pages, written, indexed=self._indexed)
 
     def scratch(self, num_places: int) -> KVCache:
         """A cache of at least `num_places` tokens for work without requests; all layers share its pages."""
@@ -94,7 +94,7 @@ class KVCache:
     def clear_null_page(self) -> None:
         """Set page 0 back to zero after work without requests has written to it."""
         for tensor in (*self.keys, *self.values):
-            tensor.index_fill_(0, _index(np.zeros(1, np.int64), tensor), 0)
+            tensor[:1].zero_()
 
     def resize(self, num_pages: int) -> None:
         """Change the number of pages; pages that remain keep their contents.
@@ -106,7 +106,7 @@ class KVCache:
             for layer, old in enumerate(tensors):
                 new = self._allocate(num_pages)
                 for read, written in _chunks(old, kept, kept):
-                    _copy(old, read, new, written, sliced=self._sliced)
+                    _copy(old, read, new, written, indexed=self._indexed)
                 tensors[layer] = new
         self.num_pages = num_pages
         del old, new
@@ -122,8 +122,8 @@ class KVCache:
             stays = source.device == target.device
             source, target = _flat(source, stays=stays), _flat(target, stays=stays)
             for read, written in _chunks(source, sources, targets):
-                if stays:
-                    _copy(source, read, target, written, sliced=self._sliced)
+                if stays or not self._indexed:
+                    _copy(source, read, target, written, indexed=self._indexed)
                 elif to_host:
                     _to_host(source, read, target, written)
                 else:
@@ -154,13 +154,17 @@ def _chunks(pages: Tensor, sources: Index, targets: Index) -> Iterator[tuple[Ind
         yield sources[at : at + size], targets[at : at + size]
 
 
-def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, sliced: bool) -> None:
+def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, indexed: bool) -> None:
     """Copy pages within one device.
 
-    It takes one pass where one side is a run of pages that may be `sliced`, otherwise a temporary copy.
+    It takes one pass where one side is a run of pages, otherwise a temporary copy, or, where pages cannot be
+    `indexed`, a pass for each run.
     """
+    if not indexed:
+        _copy_slices(source, read, target, written)
+        return
     (low, high), (first, last) = _ends(read), _ends(written)
-    reads_run, writes_run = sliced and _is_run(read), sliced and _is_run(written)
+    reads_run, writes_run = _is_run(read), _is_run(written)
     if reads_run and writes_run:
         target[first:last].copy_(source[low:high])
     elif source is target and low < last and first < high:  # an operator must not write what it may read
@@ -171,6 +175,13 @@ def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, sliced
         target[first:last].index_copy_(0, _index(written - first, target), source[low:high])
     else:
         target.index_copy_(0, _index(written, target), source.index_select(0, _index(read, source)))
+
+
+def _copy_slices(source: Tensor, read: Index, target: Tensor, written: Index) -> None:
+    """Copy pages without an index, also between host and device, without waiting for the device."""
+    for start, stop in _runs(read, written):
+        pages = source[read[start] : read[stop - 1] + 1]
+        target[written[start] : written[stop - 1] + 1].copy_(pages, non_blocking=True)
 
 
 def _to_host(device: Tensor, read: Index, host: Tensor, written: Index) -> None:
@@ -200,7 +211,8 @@ def _is_run(pages: Index) -> bool:
     return bool((np.diff(pages) == 1).all())
 
 
-def _runs(pages: Index) -> list[tuple[int, int]]:
-    """Where in `pages` each run of consecutive numbers starts and stops."""
-    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
-    return list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(pages)]))
+def _runs(*lists: Index) -> list[tuple[int, int]]:
+    """Where each run of numbers that are consecutive in all of these equally long lists starts and stops."""
+    jumps = np.any([np.diff(pages) != 1 for pages in lists], axis=0)
+    breaks = np.flatnonzero(jumps) + 1
+    return list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(lists[0])]))

@@ -59,7 +59,14 @@ class DecodeGraphs:
         self, decoder: Decoder, cache: KVCache, attention: Attention, slots: SlotPool, most: int
     ) -> None:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
-        self.sizes = ladder(min(most, slots.num_slots), slots.page_size)
+        wanted = ladder(min(most, slots.num_slots), slots.page_size)
+        self.sizes = attention.graph_sizes(wanted)
+        if self.sizes != wanted:
+            log.warning(
+                "graphs: of the sizes %s the device holds %s; steps of others run in the next larger one",
+                ", ".join(map(str, wanted)),
+                ", ".join(map(str, self.sizes)),
+            )
         self.device = torch.get_device_module(attention.device)
         self.steps: dict[int, CapturedStep] = {}
         self._turn = 0  # a step's inputs may be written while those of the step before are still being copied

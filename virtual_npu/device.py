@@ -136,7 +136,8 @@ def _boot(chip: str, memory_bytes: int | None) -> VirtualDevice:
     for name in ("state", "settle", "replaced", "in_group", "holds"):
         getattr(library, f"virtual_npu_{name}").argtypes = [ctypes.c_void_p]
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
-    library.virtual_npu_product(chip.encode())
+    product = CHIPS[chip]
+    library.virtual_npu_product(chip.encode(), product.compiles_online, product.captured_sizes or 0)
     if library.virtual_npu_memory(memory_bytes or 0):
         raise MemoryError(library.aclGetRecentErrMsg().decode())
     os.environ["TASK_QUEUE_ENABLE"] = "0"  # calls reach the device in the thread that makes them, in order

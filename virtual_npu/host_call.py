@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from virtual_npu import aclop
 from virtual_npu.memory import Memory
 
 # Operators of torch that may read a tensor of the host beside one of the device
@@ -22,6 +23,7 @@ MIXED = {
     "_foreach_copy_",
 }
 CPU = torch.device("cpu")
+FORMAT_CAST = "npu::npu_format_cast"
 NEEDS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Originals = dict[
@@ -58,6 +60,8 @@ class HostCall:
         originals: Originals = {}
         on_host, named = self.to_host(args, kwargs, originals)
         result = self.perform(on_host, named, originals)
+        if self.name == FORMAT_CAST:
+            return self._in_format(result, int(args[1]))
         return result if kwargs.get("device") == CPU else self.to_device(result, originals)
 
     def needs_host(self, args: tuple[Any, ...]) -> bool:
@@ -97,6 +101,8 @@ class HostCall:
                 f"{self.name}: Expected all tensors to be on the same device, but found at least "
                 "two devices, npu:0 and cpu!"
             )
+        if self.is_aten:
+            aclop.check(self.name, [each for _, each in originals.values() if not each.is_cpu])
         return on_host, named
 
     def _host(self, value: Any, originals: Originals) -> Any:
@@ -130,6 +136,16 @@ class HostCall:
     def on_host(self, tensor: Tensor) -> Tensor:
         """The tensor itself, or its bytes where it is on npu:0."""
         return tensor if tensor.is_cpu else self.memory.view(tensor)
+
+    def _in_format(self, result: Tensor, acl_format: int) -> Tensor:
+        """A tensor of the device whose description says that it lies so; its bytes stay in rows."""
+        import torch_npu  # here, since it brings CANN
+
+        new: Tensor = torch_npu.empty_with_format(
+            result.shape, dtype=result.dtype, device="npu:0", acl_format=acl_format
+        )
+        self.memory.view(new).copy_(result)
+        return new
 
     def to_device(self, result: Any, originals: Originals) -> Any:
         """A result with its tensors on npu:0; an argument that is returned is the caller's tensor."""

@@ -268,6 +268,7 @@ ATB_MAKERS: Mapping[str, Maker] = {
     "npu_rms_norm": _norm,
     "npu_add_rms_norm": _add_norm,
     "npu_apply_rotary_pos_emb": _rotary,
+    "npu_swiglu": _swiglu,
     "npu_format_cast": _format_cast,
 }
 RESULTS = {"npu_fused_infer_attention_score": (0,), "npu_rms_norm": (0,), "npu_add_rms_norm": (0, 2)}

@@ -27,6 +27,7 @@ class Product:
     page_sizes: tuple[int, ...]  # a page's tokens; () is whatever the operator takes
     captured_sizes: int | None  # so many sizes of a graph at most
     unified_buffer_bytes: int
+    compiles_online: bool  # operators of torch, unless the compile mode is set
     sources: Mapping[str, str]
 
 
@@ -48,6 +49,7 @@ def _sources(**said: str) -> Mapping[str, str]:
         "page_sizes": "op-plugin npu_fused_infer_attention_score_v2: page attention, by layout",
         "captured_sizes": "vllm-ascend compilation/acl_graph.py: bounded by streams alone",
         "unified_buffer_bytes": _BUFFER,
+        "compiles_online": "CANN: ACL_OP_JIT_COMPILE is on before the 910B, off from it on",
     }
     return MappingProxyType(common | said)
 
@@ -63,6 +65,7 @@ P310 = Product(
     page_sizes=(128, 64),
     captured_sizes=None,
     unified_buffer_bytes=256 * 1024,
+    compiles_online=True,
     sources=_sources(
         dtypes="CANN PagedAttentionOperation: float16 alone on Atlas inference products",
         mixed_spans="vllm-ascend _310p/attention/attention_v1.py: splitfuse takes both",
@@ -81,6 +84,7 @@ A1 = Product(
     page_sizes=(),
     captured_sizes=None,
     unified_buffer_bytes=256 * 1024,
+    compiles_online=True,
     sources=_sources(
         dtypes="CANN: bfloat16 begins with the 910B",
         mixed_spans="op-plugin: no attention operator lists the first Atlas training products",
@@ -98,6 +102,7 @@ A2 = Product(
     page_sizes=(),
     captured_sizes=None,
     unified_buffer_bytes=192 * 1024,
+    compiles_online=False,
     sources=_sources(),
 )
 A3 = Product(
@@ -111,6 +116,7 @@ A3 = Product(
     page_sizes=(),
     captured_sizes=None,
     unified_buffer_bytes=192 * 1024,
+    compiles_online=False,
     sources=_sources(),
 )
 A5 = Product(
@@ -124,11 +130,12 @@ A5 = Product(
     page_sizes=(),
     captured_sizes=4,
     unified_buffer_bytes=192 * 1024,
+    compiles_online=False,
     sources=_sources(
         fused_attention="vllm-ascend attention/attention_v1.py: the 950 makes the same call",
         mixed_spans="vllm-ascend attention/attention_v1.py: a chunked prefill is two calls on the 950",
         paged_attention="vllm-ascend attention/attention_v1.py: not used on the 950",
-        captured_sizes="vllm-ascend: capture sizes are cut to 4 on the 950",
+        captured_sizes="vllm-ascend #10567, #15991: cut to 4 on the 950, whose driver lacks the streams",
     ),
 )
 

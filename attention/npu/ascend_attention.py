@@ -42,8 +42,8 @@ class AscendAttention(Attention):
     def check_longest(self, num_tokens: int) -> None:
         self.product.check_longest(num_tokens)
 
-    def check_graphs(self, num_graphs: int) -> None:
-        self.product.check_graphs(num_graphs, len(self.shape.windows))
+    def graph_sizes(self, sizes: list[int]) -> list[int]:
+        return self.product.graph_sizes(sizes, len(self.shape.windows), self.shape.page_size)
 
     def cuts(self, batch: Batch) -> Iterator[tuple[slice, slice]]:
         """For each call, its spans and their rows of the packed query."""

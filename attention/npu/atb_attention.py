@@ -50,7 +50,7 @@ class AtbMetadata(AttentionMetadata):
 class AtbAttention(AscendAttention):
     """Attention on a 310P, which stores pages as [P, C, B, 16] in the format FRACTAL_NZ."""
 
-    sliced = False
+    indexed = False
 
     def __init__(
         self,

@@ -28,6 +28,13 @@ def chip() -> str:
     return torch.npu.get_device_name(0)
 
 
+def use_compiled_kernels() -> None:
+    """Run CANN's precompiled kernels: before the 910B, torch_npu otherwise compiles operators when they are
+    called, which no graph can capture (torch_npu, framework/interface/EnvVariables.cpp).
+    """
+    torch.npu.set_compile_mode(jit_compile=False)
+
+
 class NpuOps(Ops):
     """Linear, also in int8, norm, rotary and swiglu on an NPU."""
 
@@ -44,6 +51,13 @@ class NpuOps(Ops):
         if weight.dtype == torch.float32:
             return weight, bias
         return torch_npu.npu_format_cast(weight, FRACTAL_NZ), bias
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """[T, in] -> [T, out]."""
+        weight, bias = packed
+        if bias is None or self.product.adds_to_tiles:
+            return super().linear(x, packed)
+        return super().linear(x, (weight, None)).add_(bias)
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """As `pack`, for an int8 weight [out, in] with its scale [out], transposed to [in, out]."""
@@ -83,6 +97,6 @@ class NpuOps(Ops):
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
-        if not self.product.has_swiglu:
+        if gate_up.shape[-1] // 2 * gate_up.itemsize % self.product.swiglu_bytes:
             return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)

@@ -65,7 +65,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.graphs:
         rows = min(recipe.device.graphs, recipe.scheduler.num_slots)
-        attention.check_graphs(len(ladder(rows, recipe.cache.page_size)))
+        attention.graph_sizes(ladder(rows, recipe.cache.page_size))  # refused before weights are loaded
     decoder = Decoder(config, ops, attention)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
@@ -82,7 +82,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         attention.device,
         num_host_pages=memory.num_host_pages,
         allocate=attention.new_pages,
-        sliced=attention.sliced,
+        indexed=attention.indexed,
     )
     limits = SchedulerLimits.of(config, memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits)

@@ -174,10 +174,11 @@ class Npu(Accelerator):
                 value=False,
             )
         try:
-            from models.ops.npu import chip
+            from models.ops.npu import chip, use_compiled_kernels
 
             self.chip = chip()
             self.product = product(asked.product, self.chip)
+            use_compiled_kernels()
         except (ImportError, ValueError) as error:
             raise RecipeError(
                 "device.kind",

@@ -107,14 +107,14 @@ def test_the_cache_keeps_its_format_through_all_that_is_done_to_pages() -> None:
     import torch_npu
 
     attention = atb(dtype=torch.float16)
-    order = {"allocate": attention.new_pages, "sliced": attention.sliced}
+    order = {"allocate": attention.new_pages, "indexed": attention.indexed}
     cache = KVCache(1, 6, 128, 2, 64, torch.float16, "npu:0", num_host_pages=3, **order)
     tensors = (*cache.keys, *cache.values)
     assert tensors[0].shape == (6, 8, 128, 16)
     assert sum(each.nbytes for each in tensors) == 6 * KVCache.page_bytes(1, 128, 2, 64, torch.float16)
     for number in range(6):
         for tensor in tensors:
-            tensor.index_fill_(0, torch.tensor([number], device="npu:0"), number)
+            tensor[number].fill_(number)
     cache.copy(np.array([1, 2]), np.array([4, 5]))
     cache.apply([PageCopy(np.array([5, 3]), np.array([2, 1]), "to_host")])
     cache.apply([PageCopy(np.array([1, 2]), np.array([2, 1]), "from_host")])

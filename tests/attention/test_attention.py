@@ -70,20 +70,19 @@ class Bench:
             shape.dtype,
             self.device,
             allocate=attention.new_pages,
-            sliced=attention.sliced,
+            indexed=attention.indexed,
         )
-        every = torch.arange(1, num_pages, device=self.device)
         for tensor in (*self.cache.keys, *self.cache.values):
-            tensor.index_fill_(0, every, torch.nan)
+            tensor[1:].fill_(torch.nan)
         self.free = [int(page) for page in 1 + self.rng.permutation(num_pages - 1)]
         self.page_table = np.zeros((ROWS, max_pages), np.int32)
         self.told = [Told() for _ in range(ROWS)]
 
     def leave(self, row: int) -> None:
         """The request of a row goes; what it wrote turns to NaN, its stale page numbers stay."""
-        pages = torch.tensor(self.told[row].pages, dtype=torch.int64, device=self.device)
         for tensor in (*self.cache.keys, *self.cache.values):
-            tensor.index_fill_(0, pages, torch.nan)
+            for page in self.told[row].pages:
+                tensor[page].fill_(torch.nan)
         self.free += self.told[row].pages
         self.rng.shuffle(self.free)
         self.told[row] = Told()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from devices.ascend_limits import MOST_SPANS, PRODUCTS, product
+from models.graphs import ladder
 from tests.attention.test_attention import shape
 
 NAMES = ["910B", "910C", "950"]
@@ -122,12 +123,34 @@ def test_an_unknown_device_is_refused_with_what_may_be_said():
         product(None, "Ascend310B1")
 
 
-def test_graphs_are_bounded_by_streams():
-    product("910B", "").check_graphs(54, 32)
-    with pytest.raises(ValueError, match="asks for 55 graphs of 32 layers; the 910B holds 54: lower it"):
-        product("910B", "").check_graphs(55, 32)
-    with pytest.raises(ValueError, match="the 950 holds 4"):
-        product("950", "").check_graphs(5, 2)
+@pytest.mark.parametrize(
+    ("name", "most", "page_size", "kept"),
+    [
+        ("910B", 256, 128, [1, 2, 4, 8, 16, 32, 64, 128, 256]),
+        ("950", 8, 128, [1, 2, 4, 8]),
+        ("950", 100, 128, [1, 4, 32, 100]),
+        ("950", 256, 128, [1, 16, 128, 256]),
+        ("950", 512, 128, [128, 256, 384, 512]),
+    ],
+)
+def test_of_more_sizes_than_a_product_holds_a_sample_is_captured(
+    name: str, most: int, page_size: int, kept: list[int]
+) -> None:
+    sizes = product(name, "").graph_sizes(ladder(most, page_size), 2, page_size)
+    assert sizes == kept
+    assert all(above - below <= page_size for below, above in pairwise([0, *sizes]))
+
+
+def test_graphs_are_bounded_by_streams() -> None:
+    wanted = ladder(60 * 128, 128)
+    assert len(wanted) == 67
+    assert product("910B", "").graph_sizes(wanted, 25, 128) == wanted
+    sampled = product("910B", "").graph_sizes(wanted, 26, 128)
+    assert (len(sampled), sampled[0], sampled[-1]) == (66, 1, 60 * 128)
+    with pytest.raises(ValueError, match="67 graphs of 32 layers; the 910B holds 54: set it to at most 6912"):
+        product("910B", "").graph_sizes(wanted, 32, 128)
+    with pytest.raises(ValueError, match="5 layers; the 950 holds 4: set it to at most 512, or raise cache"):
+        product("950", "").graph_sizes(ladder(513, 128), 5, 128)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,8 +179,8 @@ def test_every_span_is_in_one_call_and_no_call_holds_what_it_may_not(each):
 
 @pytest.mark.parametrize("name", [each.name for each in PRODUCTS])
 def test_int8_is_refused_where_tokens_have_no_scale(name: str) -> None:
-    if name in ("310P", "910"):
-        with pytest.raises(ValueError, match=f"the {name} takes no scale for each token, 910B, 910C, 950 do"):
+    if name in ("310P", "910", "950"):
+        with pytest.raises(ValueError, match=f"the {name} takes no scale for each token, 910B, 910C do"):
             product(name, "").check_int8(torch.float16)
         return
     product(name, "").check_int8(torch.bfloat16)

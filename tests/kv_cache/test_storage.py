@@ -99,7 +99,7 @@ def test_copies_are_made_in_their_order_and_pages_come_back_from_the_host() -> N
 WAYS = [
     storage._to_host,
     storage._from_host,
-    *(partial(storage._copy, sliced=each) for each in (True, False)),
+    *(partial(storage._copy, indexed=each) for each in (True, False)),
 ]
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.schema import verb
+from tests.mutation.aclop_faults import ACLOP_FAULTS, ACLOP_TESTS_OF
 from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
@@ -47,6 +48,7 @@ FAULTS = (
     *ANSWER_FAULTS,
     *PROMPT_FAULTS,
     *NPU_FAULTS,
+    *ACLOP_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -80,7 +82,7 @@ QUEUE_TESTS = tuple(
     for name in ("test_policies.py", "test_ordering.py", "test_limits.py", "test_adaptive_prefill_budget.py")
 )
 PROMPT_TESTS = "tests/models/test_prompt_logprobs.py"
-DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py")
+DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py", "tests/attention/test_atb.py")
 TESTS_OF = {  # all others: HOST_TESTS
     **dict.fromkeys(QUEUES, QUEUE_TESTS),
     **dict.fromkeys((REQUEST, FOLLOWERS), (*HOST_TESTS, PROMPT_TESTS)),
@@ -93,6 +95,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     BEAMS: (BATCHING + "test_beam_scoring.py", BATCHING + "test_beam_search.py"),
     SEARCHES: (BATCHING + "test_beam_search.py",),
     **NPU_TESTS_OF,
+    **ACLOP_TESTS_OF,
 }
 
 

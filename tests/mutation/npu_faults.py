@@ -16,7 +16,11 @@ SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULE
 WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb.py"
 DEFERRED = "virtual_npu/deferred_calls.py"
 
-CALLS = ("tests/models/test_npu.py", "tests/attention/test_attention.py")
+CALLS = (
+    "tests/models/test_npu.py",
+    "tests/attention/test_attention.py",
+    "tests/virtual_npu/test_aclop.py",
+)
 ATB_CALLS = ("tests/attention/test_products.py", "tests/attention/test_atb.py", "tests/models/test_310p.py")
 RULE_TESTS = tuple(
     f"tests/virtual_npu/test_{name}.py" for name in ("wrong_calls", "attention", "right_calls")
@@ -128,11 +132,11 @@ NPU_FAULTS = (
         "what is hidden outweighs all else",
     ),
     Fault(
-        "swiglu_of_no_product",
+        "swiglu_of_any_width",
         PRODUCTS,
-        "        has_swiglu=False,\n",
+        "        swiglu_bytes=64,\n",
         "",
-        "npu_swiglu is not there on the 310P",
+        "npu_swiglu of the 310P takes halves of a multiple of 64 bytes",
     ),
     Fault(
         "rotary_mul_forgotten",

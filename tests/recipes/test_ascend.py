@@ -78,7 +78,9 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
         named.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.attention == "fused":
         named.check(shape)
-        named.check_graphs(len(ladder(recipe.device.graphs, recipe.cache.page_size)), config.num_layers)
+        page_size = recipe.cache.page_size
+        sizes = ladder(recipe.device.graphs, page_size)
+        assert named.graph_sizes(sizes, config.num_layers, page_size) == sizes
         assert recipe.device.graphs <= recipe.scheduler.num_slots
     else:
         with pytest.raises(ValueError, match="no fused attention"):

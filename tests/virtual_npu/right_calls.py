@@ -302,8 +302,11 @@ def rotary_mul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 
 def swiglu(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    x = torch.randn(*rng.integers(1, 5, 2).tolist(), 2 * int(rng.integers(1, 40)))
-    return {"input": x.to(pick(rng, torch.float32, *HALVES))}, Conditions(product=pick(rng, A2, A3, A5))
+    product = pick(rng, P310, A2, A3, A5)
+    on_310p = product is P310
+    dtype = pick(rng, torch.float32, torch.float16) if on_310p else pick(rng, torch.float32, *HALVES)
+    x = torch.randn(*rng.integers(1, 5, 2).tolist(), 2 * (32 if on_310p else 1) * int(rng.integers(1, 40)))
+    return {"input": x.to(dtype)}, Conditions(product=product)
 
 
 def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -319,13 +322,13 @@ def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     if dtype == torch.int8 and bool(rng.integers(2)):
         arguments["offset"] = torch.rand(columns)
     on_310p = dtype in (torch.int8, torch.float16) and arguments.get("pertoken_scale") is None
-    return arguments, Conditions(product=pick(rng, A2, A3, A5, P310) if on_310p else pick(rng, A2, A3, A5))
+    return arguments, Conditions(product=pick(rng, A2, A3, P310) if on_310p else pick(rng, A2, A3))
 
 
 def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     x = torch.randn(*rng.integers(1, 6, int(rng.integers(2, 4))).tolist()).to(pick(rng, *HALVES))
     smooth = pick(rng, None, torch.rand(x.shape[-1]).to(x.dtype))
-    return {"input": x, "smooth_scales": smooth}, Conditions(product=pick(rng, A2, A3, A5))
+    return {"input": x, "smooth_scales": smooth}, Conditions(product=pick(rng, A2, A3))
 
 
 def format_cast(rng: np.random.Generator) -> tuple[Arguments, Conditions]:

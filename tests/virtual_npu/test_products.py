@@ -48,7 +48,7 @@ def test_operators_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].split() == ["operator", "rules", *PRODUCTS]
     assert [line.split()[0] for line in lines[1:]] == [each.qualified for each in OPERATORS]
     swiglu = next(line for line in lines if "npu_swiglu" in line)
-    assert swiglu.split() == ["npu::npu_swiglu", "7", "x", "x", "x"]
+    assert swiglu.split() == ["npu::npu_swiglu", "8", "x", "x", "x", "x"]
 
 
 def test_one_operator_is_listed_rule_by_rule(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def test_the_bases_of_wrong_calls_are_right() -> None:
 
 def test_a_call_within_a_task_group_may_be_captured() -> None:
     for operator in (each for each in OPERATORS if each.name.endswith(".out")):
-        arguments, conditions = call(operator, Wrong("", put(), "", ""))
+        arguments, conditions = call(operator, Wrong("", put(), "", "", "decodes"))
         operator.check_capture(replace(conditions, capture=lambda: "group"), **arguments)
 
 

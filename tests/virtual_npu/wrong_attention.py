@@ -55,6 +55,7 @@ def long_rows() -> Arguments:
 ATTENTION_BASES: dict[str, Callable[[], Arguments]] = {
     "base": packed_base,
     "decodes": lambda: packed_base(lens=[(1, 20), (1, 5)]),
+    "seventeen": lambda: packed_base(lens=[(1, 20), (17, 30), (16, 16)]),
     "own heads": lambda: packed_base(heads=(2, 2)),
     "window": lambda: packed_base(window=9),
     "sink": lambda: packed_base(sink=True),
@@ -212,6 +213,15 @@ ATTENTION = [
         put(workspace=None),
         "workspace",
         "None, while",
+        captured=True,
+        conditions={"capture": lambda: "group"},
+    ),
+    Wrong(
+        "captured-queries",
+        put(),
+        "actual_seq_qlen",
+        "of 17 query tokens",
+        "seventeen",
         captured=True,
         conditions={"capture": lambda: "group"},
     ),

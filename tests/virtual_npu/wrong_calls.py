@@ -155,8 +155,12 @@ MULTIPLY = [
 ]
 SWIGLU = [
     Wrong("dtype", to("input", Tensor.double), "input", "float64"),
+    Wrong("dtype", to("input", Tensor.bfloat16), "input", "bfloat16", conditions=ON_310P),
     Wrong("axis", put(dim=3), "dim", "3 of"),
     Wrong("even", to("input", lambda x: x[..., 1:].contiguous()), "input", "input is"),
+    Wrong(
+        "aligned", put(input=torch.ones(3, 62).half()), "input", "in halves of 62 bytes", conditions=ON_310P
+    ),
     Wrong("contiguous", to("input", strided), "input", "strided"),
 ]
 MATMUL = [

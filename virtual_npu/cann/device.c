@@ -6,10 +6,16 @@
 
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char product[64] = "";
+static bool compiles_online;
+int most_graphs;
 static _Thread_local char said[1024];
 static _Thread_local bool chosen;
 
-void virtual_npu_product(const char *name) { snprintf(product, sizeof product, "%s", name); }
+void virtual_npu_product(const char *name, int online, int graphs) {
+    snprintf(product, sizeof product, "%s", name);
+    compiles_online = online;
+    most_graphs = graphs;
+}
 void virtual_npu_say(const char *text) { snprintf(said, sizeof said, "%s", text); }
 
 int refuse(int code, const char *format, ...) {
@@ -70,7 +76,7 @@ aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t *va
 int aclGetDeviceCapability(uint32_t device, int kind, int64_t *value) { return *value = 24, ACL_SUCCESS; }
 
 int aclGetCompileopt(int option, char *value, size_t size) {
-    return snprintf(value, size, "disable"), ACL_SUCCESS;
+    return snprintf(value, size, compiles_online ? "enable" : "disable"), ACL_SUCCESS;
 }
 size_t aclGetCompileoptSize(int option) { return sizeof "disable"; }
 

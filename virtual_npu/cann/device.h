@@ -80,6 +80,8 @@ struct graph {
 /* device.c */
 extern pthread_mutex_t lock; /* over all state; never held while a kernel runs */
 /* Remembers a sentence for aclGetRecentErrMsg, which torch_npu adds to its exception, and returns the code */
+extern int most_graphs; /* that the product holds; 0: as many as its streams allow */
+
 int refuse(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* state.c; the lock is held, as for all that follows but memory.c */

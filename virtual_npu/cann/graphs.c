@@ -24,9 +24,11 @@ static void open_capture(struct stream *stream, int mode) {
 aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode mode) {
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
-    int code = ACL_SUCCESS, held = 0;
-    for (const struct graph *each = graphs; each; each = each->next)
+    int code = ACL_SUCCESS, held = 0, num_graphs = 0;
+    for (const struct graph *each = graphs; each; each = each->next) {
         held += each->dead ? 0 : each->num_streams;
+        num_graphs += !each->dead;
+    }
     if (stream->graph)
         code = refuse(ACL_ERROR_RT_STREAM_CAPTURED, "a capture begins on a stream that is captured already");
     else if (stream->queue.first < stream->queue.count)
@@ -37,6 +39,10 @@ aclError aclmdlRICaptureBegin(aclrtStream handle, aclmdlRICaptureMode mode) {
                       "%d captured streams are held by graphs, and a device has no more: "
                       "capture fewer graphs, or reset those no longer used",
                       held);
+    else if (most_graphs && num_graphs >= most_graphs)
+        code = refuse(ACL_ERROR_RT_NO_STREAM_RESOURCE,
+                      "%d graphs are held, and this product has no room for more: capture fewer sizes",
+                      num_graphs);
     else
         open_capture(stream, mode);
     pthread_mutex_unlock(&lock);

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
-from virtual_npu.simulated_products import A2, A3, A5
+from virtual_npu.simulated_products import A2, A3, A5, P310
 
 SWIGLU = "op-plugin npu_swiglu"
+ON_310P = "CANN aclnnSwiGlu: the 310P; vllm-ascend _310p/ops/linear.py: _MLP_ALIGN"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALF_BYTES = 64  # of which the 310P takes a multiple
 
 
 def _swiglu(call: Call) -> Tensor:
@@ -22,8 +24,9 @@ def _swiglu(call: Call) -> Tensor:
 
 
 def _dtype(call: Call) -> Iterator[Breach]:
-    if call["input"].dtype not in TYPES:
-        yield "input", shape(call["input"])
+    x: Tensor = call["input"]
+    if x.dtype not in TYPES or (call.conditions.product is P310 and x.dtype == torch.bfloat16):
+        yield "input", shape(x)
 
 
 def _axis(call: Call) -> Iterator[Breach]:
@@ -38,6 +41,13 @@ def _even(call: Call) -> Iterator[Breach]:
         yield "input", shape(x)
 
 
+def _aligned(call: Call) -> Iterator[Breach]:
+    x: Tensor = call["input"]
+    half_bytes = x.shape[call["dim"]] // 2 * x.element_size()
+    if call.conditions.product is P310 and half_bytes % HALF_BYTES:
+        yield "input", f"{shape(x)}, in halves of {half_bytes} bytes"
+
+
 def _contiguous(call: Call) -> Iterator[Breach]:
     if not call["input"].is_contiguous():
         yield "input", f"strided {tuple(call['input'].stride())} over {shape(call['input'])}"
@@ -46,10 +56,10 @@ def _contiguous(call: Call) -> Iterator[Breach]:
 OPERATORS = (
     Operator(
         schema="npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor",
-        products=(A2, A3, A5),
-        source=SWIGLU + "; vllm-ascend _310p/ops/activation.py does without it",
+        products=(P310, A2, A3, A5),
+        source=f"{SWIGLU}; {ON_310P}",
         rules=(
-            Rule("dtype", "it takes float32, float16 and bfloat16", SWIGLU, "cast it", _dtype),
+            Rule("dtype", "it takes float32, float16 and, off the 310P, bfloat16", SWIGLU, "cast it", _dtype),
             Rule("axis", "it is one of 1 to 8 axes", SWIGLU, "leave dim at -1", _axis),
             Rule(
                 "even",
@@ -57,6 +67,13 @@ OPERATORS = (
                 SWIGLU,
                 "join gate and up into one matrix",
                 _even,
+            ),
+            Rule(
+                "aligned",
+                f"on the 310P, a half is a multiple of {HALF_BYTES} bytes",
+                ON_310P,
+                "compute it in plain torch, or pad the matrix before it",
+                _aligned,
             ),
             Rule("contiguous", "it is contiguous", SWIGLU, "call contiguous() first", _contiguous),
         ),

@@ -11,6 +11,7 @@ prefixes count twice; and that the scale is not the default, since 1.0 can be in
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ from torch import Tensor
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
 from virtual_npu.operators.attention_arguments import LENGTHS, OPTIONS
 from virtual_npu.operators.attention_batch import BATCH, WRONG_PAST
-from virtual_npu.operators.attention_shapes import DOC, FIELD, SHAPES, head_dim
+from virtual_npu.operators.attention_shapes import DOC, FIELD, SHAPES, head_dim, packed
 from virtual_npu.operators.softmax import attend, forget_past, uniform
 from virtual_npu.operators.spans import LAYOUTS, FusedAttentionCall, in_order
 from virtual_npu.simulated_products import A2, A3, A5
 
+MOST_CAPTURED_QUERIES = 16  # of a sequence: one, and the tokens that are speculated
 WORKSPACE = 16 * 2**20  # bytes that every call needs; workspace_bytes adds those for its query
 
 
@@ -76,6 +78,14 @@ def _no_workspace(call: Call) -> Iterator[Breach]:
         yield "workspace", "None, while a stream is captured"
 
 
+def _many_queries(call: Call) -> Iterator[Breach]:
+    ends = call["actual_seq_qlen"]
+    if packed(call) and ends:
+        longest = max(after - before for before, after in pairwise([0, *ends]))
+        if longest > MOST_CAPTURED_QUERIES:
+            yield "actual_seq_qlen", f"of {longest} query tokens a sequence"
+
+
 def _small_workspace(asked: FusedAttentionCall) -> Iterator[Breach]:
     given: Tensor | None = asked.call["workspace"]
     needed = workspace_bytes(asked.call["query"])
@@ -123,6 +133,13 @@ CAPTURED = (
         CAPTURE,
         "ask _get_max_workspace for it, with the largest query",
         _no_workspace,
+    ),
+    Rule(
+        "captured-queries",
+        f"in TND a captured step of decodes has at most {MOST_CAPTURED_QUERIES} query tokens a sequence",
+        "vllm-ascend attention/attention_v1.py: decode_threshold, the limit of the TND layout",
+        "run longer spans without a graph",
+        _many_queries,
     ),
 )
 OUT_FORM = (

@@ -183,8 +183,8 @@ OPERATORS = (
         "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
         "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, int[]? group_sizes=None, "
         "Tensor? y_scale=None) -> Tensor",
-        products=(P310, A2, A3, A5),
-        source=PRODUCT + "; CANN aclnnQuantMatmulWeightNz for the 950",
+        products=(P310, A2, A3),
+        source=PRODUCT + ": products; vllm-ascend computes in MXFP8 on the 950",
         rules=(
             Rule(
                 "int8", "both sides are int8; int4 in int32 is not checked here", PRODUCT, "quantise", _int8
@@ -233,8 +233,8 @@ OPERATORS = (
         schema="npu::npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, "
         'Tensor? group_index=None, int? dst_type=None, str quant_mode="pertoken", '
         "float dst_type_max=0.) -> (Tensor, Tensor)",
-        products=(A2, A3, A5),
-        source=QUANT,
+        products=(A2, A3),
+        source=QUANT + ": products",
         rules=(
             Rule("dtype", "it is float16 or bfloat16, of 2 axes or more", QUANT, "cast it", _quant_dtype),
             Rule("smooth", "smooth_scales are of its type, one a column", QUANT, "cast them", _smooth),
