@@ -10,7 +10,7 @@ page, N slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class Attention:
     A device's subclass overrides what it does faster, and `check` to refuse what it cannot do.
     """
 
-    indexed: ClassVar[bool] = True  # whether pages of a tensor may be read and written by their numbers
+    indexed: bool = True  # whether pages of a tensor may be read and written by their numbers
 
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape

@@ -45,6 +45,13 @@ class AscendProduct:
     most_spans: int = MOST_SPANS  # in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # multiplies int8 with a scale for each token
+    tiles_weights: bool = False  # of 16 bits, in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
+    # What no source says: the probes of verify_npu.sh answer it (devices/ascend_answers.py)
+    keeps_nan: bool = True  # the maximum of a row with a NaN is NaN
+    packs_float16: bool = True  # fused attention takes float16 in TND; vllm-ascend's mla_v1.py casts it
+    bares_decodes: bool = True  # fused attention of decodes is right without a mask
+    slices_tiles: bool = True  # slices of a cache in FRACTAL_NZ are views (vllm-ascend _310p/kv_block_zeroer)
+    exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
     def check(self, shape: AttentionShape, *, takes_float32: bool = False) -> None:
@@ -62,6 +69,11 @@ class AscendProduct:
             raise ValueError(
                 f"model.dtype is {_name(shape.dtype)}; fused attention of the {self.name} takes"
                 f" {' or '.join(names)}: set model.dtype to {names[0]}, {plain}"
+            )
+        if self.is_fused and shape.dtype == torch.float16 and not self.packs_float16:
+            raise ValueError(
+                "model.dtype is float16; verify_npu.sh found that fused attention of this"
+                f" {self.name} is wrong in it: set model.dtype to bfloat16, {plain}"
             )
         if self.is_atb:
             self._check_atb(shape, plain)
@@ -185,6 +197,7 @@ PRODUCTS = (
         is_atb=True,
         swiglu_bytes=64,
         adds_to_tiles=False,
+        tiles_weights=True,  # vllm-ascend utils.py: maybe_trans_nz
         has_int8=False,
         most_spans=2000,
     ),

@@ -50,8 +50,6 @@ class AtbMetadata(AttentionMetadata):
 class AtbAttention(AscendAttention):
     """Attention on a 310P, which stores pages as [P, C, B, 16] in the format FRACTAL_NZ."""
 
-    indexed = False
-
     def __init__(
         self,
         shape: AttentionShape,
@@ -61,6 +59,7 @@ class AtbAttention(AscendAttention):
         takes_float32: bool = False,
     ) -> None:
         super().__init__(shape, device, product, takes_float32=takes_float32)
+        self.indexed = not product.slices_tiles
         mask = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.float16).triu(1) * HIDDEN
         self.mask = mask.to(self.device)
 

@@ -61,6 +61,11 @@ def parts(
             "do they compute what the contract says?",
             ("virtual_npu.verify", "--json", "--calls", str(num_calls), *flags),
         ),
+        VerifyPart(
+            "probes",
+            "what does it where no source says?",
+            ("doctor.verify.probes", *recipe, *(["--answers", str(folder)] if virtual else [])),
+        ),
         VerifyPart("tokens", "are they those of a CPU?", ("doctor.verify.tokens", *recipe)),
         VerifyPart("trace", "what is to be served?", ("scripts.trace", *load)),
         VerifyPart("benchmark", "how fast is the tiny model?", ("scripts.benchmark", *bench)),
@@ -87,7 +92,7 @@ def run(part: VerifyPart) -> PartOutcome:
 
 
 def in_words(outcomes: Sequence[PartOutcome], *, virtual: bool) -> str:
-    """One line a part, and below it why it is not right, or what of it was left out."""
+    """One line a part, and below it why it is not right, or what of it was left out or answered."""
     lines = ["VIRTUAL: a stand-in computed this; no figure here is one of an NPU"] if virtual else []
     for each in outcomes:
         verdict = "right" if each.is_right else "WRONG" if each.counts else "not fit"
@@ -113,12 +118,19 @@ def _reasons(outcome: PartOutcome) -> list[str]:
 
 
 def _left_out(outcome: PartOutcome) -> list[str]:
-    """What the product lacks, so that it was not checked."""
+    """What the product lacks, so that it was not checked, and what it answered."""
     match outcome.result:
         case []:
             return ["there is nothing of it on this product"]
         case list(verdicts):
-            return [f"without {each['name']}: {each['left_out']}" for each in verdicts if "left_out" in each]
+            left_out = [
+                f"without {each['name']}: {each['left_out']}" for each in verdicts if "left_out" in each
+            ]
+            return left_out + [
+                f"{each['question']} {'yes' if each['answer'] else 'no'}: {each['said']}"
+                for each in verdicts
+                if "answer" in each
+            ]
     return []
 
 

@@ -28,6 +28,11 @@ def chip() -> str:
     return torch.npu.get_device_name(0)
 
 
+def cann() -> str:
+    """The version of CANN, such as 9.0.0."""
+    return str(torch.npu.utils.get_cann_version())
+
+
 def use_compiled_kernels() -> None:
     """Run CANN's precompiled kernels: before the 910B, torch_npu otherwise compiles operators when they are
     called, which no graph can capture (torch_npu, framework/interface/EnvVariables.cpp).
@@ -47,8 +52,10 @@ class NpuOps(Ops):
         self.product.check_int8(dtype)
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Convert the weight to the format of the matrix unit, which has none for float32."""
-        if weight.dtype == torch.float32:
+        """Convert the weight to the format of the matrix unit, which has none for float32, where the product
+        gains by it.
+        """
+        if weight.dtype == torch.float32 or not self.product.tiles_weights:
             return weight, bias
         return torch_npu.npu_format_cast(weight, FRACTAL_NZ), bias
 
@@ -100,3 +107,8 @@ class NpuOps(Ops):
         if gate_up.shape[-1] // 2 * gate_up.itemsize % self.product.swiglu_bytes:
             return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As Ops.greedy; where the maximum does not keep a NaN, each logit is looked at."""
+        tokens, is_finite = super().greedy(logits)
+        return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)

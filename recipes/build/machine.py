@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from attention.reference import Attention
+from devices.ascend_answers import answered, answers_file
 from devices.ascend_limits import PRODUCTS, product
 from devices.compiled import CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads
@@ -24,11 +25,12 @@ from devices.shapes import AttentionShape
 from models.ops.reference import Ops
 from models.runner import ModelRunner
 from models.warm_up import decode_step
-from recipes.schema.recipe import DeviceSection
+from recipes.schema.recipe import ROOT, DeviceSection
 from recipes.schema.recipe_error import RecipeError, in_yaml
 
 log = logging.getLogger(__name__)
 
+ANSWERS = ROOT / "out" / "ascend"  # of the probes of verify_npu.sh
 # Where the limits of control groups lie, of version 2 and of version 1
 CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max"),
@@ -174,11 +176,14 @@ class Npu(Accelerator):
                 value=False,
             )
         try:
-            from models.ops.npu import chip, use_compiled_kernels
+            from models.ops.npu import cann, chip, use_compiled_kernels
 
             self.chip = chip()
-            self.product = product(asked.product, self.chip)
+            named = product(asked.product, self.chip)
             use_compiled_kernels()
+            self.cann = cann()
+            path = answers_file(ANSWERS, named.name, self.cann, virtual=asked.virtual)
+            self.product = answered(named, path)
         except (ImportError, ValueError) as error:
             raise RecipeError(
                 "device.kind",

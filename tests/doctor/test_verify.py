@@ -115,12 +115,21 @@ def test_no_call_checks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
     asked = ["recipes/tiny/npu.yaml", "device.virtual=true"]
     whole = reporting.parts(Path("/x"), asked, virtual=True, num_calls=7)
-    assert [part.name for part in whole] == ["environment", "operators", "tokens", "trace", "benchmark"]
+    assert [part.name for part in whole] == [
+        "environment",
+        "operators",
+        "probes",
+        "tokens",
+        "trace",
+        "benchmark",
+    ]
     assert [part.name for part in whole if not part.counts] == ["environment"]
     assert "--virtual" in whole[1].command
-    assert all("device.virtual=true" in whole[index].command for index in (2, 4))
+    assert all("device.virtual=true" in whole[index].command for index in (2, 3, 5))
+    assert whole[2].command[-2:] == ("--answers", "/x"), "those of a stand-in are for the report"
     real = reporting.parts(Path("/x"), asked[:1], virtual=False, num_calls=7)
     assert all(part.counts and "--virtual" not in part.command for part in real)
+    assert not any("--answers" in part.command for part in real)
     assert reporting.in_words([], virtual=True).startswith("VIRTUAL: ")
     named = reporting.parts(Path("/x"), asked, virtual=True, num_calls=7, product="310P")
     assert named[1].command[-2:] == ("--product", "310P")
@@ -135,6 +144,12 @@ def test_what_a_product_has_not_is_told_and_right() -> None:
     lines = [line.strip() for line in reporting.in_words(outcomes, virtual=False).splitlines()]
     assert lines[1] == "there is nothing of it on this product"
     assert lines[3:] == ["without W8A8: none"]
+
+
+def test_what_a_product_answers_is_told() -> None:
+    asked = [{"question": "is it so?", "answer": False, "said": "0.3 from float32", "is_right": True}]
+    text = reporting.in_words([PartOutcome("probes", "?", 0, 0.1, True, asked, "")], virtual=False)
+    assert text.splitlines()[-1].strip() == "is it so? no: 0.3 from float32"
 
 
 @pytest.mark.parametrize("name", ["310P", "910"])
@@ -204,5 +219,5 @@ def test_the_stand_in_passes(overrides: tuple[str, ...], tmp_path: Path) -> None
     assert done.stdout.startswith("VIRTUAL: ")
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     told = json.loads((folder / "report.json").read_text())
-    assert [part["is_right"] for part in told["parts"] if part["counts"]] == [True] * 4
+    assert [part["is_right"] for part in told["parts"] if part["counts"]] == [True] * 5
     assert "VIRTUAL" in told["parts"][-1]["result"]["machine"]["device"]

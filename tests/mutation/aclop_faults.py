@@ -8,6 +8,7 @@ ACLOP, LIMITS, FUSED = "virtual_npu/aclop.py", "devices/ascend_limits.py", "mode
 MACHINE, ACTIVATION = "recipes/build/machine.py", "virtual_npu/operators/activation.py"
 MATMUL, CAPTURED = "virtual_npu/operators/matmul.py", "virtual_npu/operators/attention.py"
 STORAGE, HOST_CALL = "kv_cache/storage.py", "virtual_npu/host_call.py"
+ANSWERS = "devices/ascend_answers.py"
 
 ACLOP_TESTS = ("tests/virtual_npu/test_aclop.py",)
 ACLOP_TESTS_OF = {
@@ -15,6 +16,7 @@ ACLOP_TESTS_OF = {
     HOST_CALL: ACLOP_TESTS,
     **dict.fromkeys((ACTIVATION, MATMUL, CAPTURED), ("tests/virtual_npu/test_wrong_calls.py",)),
     MACHINE: ACLOP_TESTS,
+    ANSWERS: ("tests/devices/test_ascend_answers.py",),
 }
 
 ACLOP_FAULTS = (
@@ -101,5 +103,33 @@ ACLOP_FAULTS = (
         "            tensor[:1].zero_()\n",
         "            tensor.index_fill_(0, _index(np.zeros(1, np.int64), tensor), 0)\n",
         "op-plugin uploads two layer-sized tensors of the host for it",
+    ),
+    Fault(
+        "answers_without_effect",
+        ANSWERS,
+        "return replace(product, **found)",
+        "return product",
+        "the first day on hardware changes nothing",
+    ),
+    Fault(
+        "float16_in_spite_of_the_answer",
+        LIMITS,
+        "and not self.packs_float16:",
+        "and self.packs_float16 is None:",
+        "attention that was found wrong in float16 is used in it",
+    ),
+    Fault(
+        "nan_that_the_maximum_lost",
+        FUSED,
+        "is_finite & ~logits.isnan().any(-1)",
+        "is_finite",
+        "a row of NaN gives a token, where the device's maximum does not keep it",
+    ),
+    Fault(
+        "tiles_of_every_weight",
+        FUSED,
+        "if weight.dtype == torch.float32 or not self.product.tiles_weights:",
+        "if weight.dtype == torch.float32:",
+        "vllm-ascend #4960: bfloat16 in FRACTAL_NZ failed in captured steps",
     ),
 )

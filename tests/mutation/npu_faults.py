@@ -20,8 +20,15 @@ CALLS = (
     "tests/models/test_npu.py",
     "tests/attention/test_attention.py",
     "tests/virtual_npu/test_aclop.py",
+    "tests/doctor/test_probes.py",
 )
-ATB_CALLS = ("tests/attention/test_products.py", "tests/attention/test_atb.py", "tests/models/test_310p.py")
+ATB_CALLS = (
+    "tests/attention/test_products.py",
+    "tests/attention/test_atb.py",
+    "tests/devices/test_ascend_answers.py",
+    "tests/virtual_npu/test_aclop.py",
+    "tests/models/test_310p.py",
+)
 RULE_TESTS = tuple(
     f"tests/virtual_npu/test_{name}.py" for name in ("wrong_calls", "attention", "right_calls")
 )

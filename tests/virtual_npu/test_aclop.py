@@ -52,6 +52,8 @@ print(torch.npu.is_jit_compile_false(), refusal(lambda: captured(lambda: x + 1))
 print(refusal(lambda: torch.nn.functional.linear(x, *tiled)))
 print(refusal(lambda: torch.nn.functional.linear(x, weight, bias)))
 print(refusal(lambda: captured(lambda: ops.linear(x, tiled))))
+for half in (31, 32):
+    print(refusal(lambda: ops.swiglu(torch.ones(3, 2 * half).half().npu())))
 wide = torch.nn.functional.linear(x.cpu().float(), weight.cpu().float(), bias.cpu().float())
 print(bool((ops.linear(x, tiled).cpu() - wide).abs().max() < 0.02))
 """
@@ -66,6 +68,8 @@ def test_before_the_910b_nothing_is_captured_online_and_no_sum_takes_tiles() -> 
         "False online-compile",
         "True none",
         "sum-of-tiles",
+        "none",
+        "none",
         "none",
         "none",
         "True",

@@ -1,0 +1,57 @@
+"""What did verify_npu.sh find where no source says what a product does?
+
+Its probes write their answers to a file for each product and version of CANN, which the product's limits
+follow from then on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+from devices.ascend_limits import AscendProduct
+
+log = logging.getLogger(__name__)
+
+PROBED = ("keeps_nan", "packs_float16", "bares_decodes", "tiles_weights", "slices_tiles", "exact_angles")
+assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
+
+
+def answers_file(folder: Path, name: str, cann: str, *, virtual: bool) -> Path:
+    """Where the answers of a product with this version of CANN lie; those of a stand-in lie apart."""
+    return folder / f"{'virtual-' * virtual}{name}-cann-{cann or 'unknown'}.json"
+
+
+def write_answers(path: Path, found: Mapping[str, bool]) -> None:
+    """Write what the probes found."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dict(found), indent=2) + "\n", encoding="utf-8")
+
+
+def answered(product: AscendProduct, path: Path) -> AscendProduct:
+    """The product as the file says that it is, which is logged; as it was where there is no such file."""
+    if not path.is_file():
+        return product
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} holds no JSON ({error}): {AGAIN}") from error
+    if not isinstance(found, dict) or not all(isinstance(each, bool) for each in found.values()):
+        raise ValueError(f"{path} holds no answers of yes and no by their names: {AGAIN}")
+    if unknown := sorted(set(found) - set(PROBED)):
+        raise ValueError(f"{path} answers {', '.join(unknown)}, which nothing asks: {AGAIN}")
+    changed = [
+        f"{name} {'yes' if found[name] else 'no'} (was {'yes' if getattr(product, name) else 'no'})"
+        for name in found
+        if found[name] != getattr(product, name)
+    ]
+    log.info("device: follows the answers of verify_npu.sh in %s: %s", path, "; ".join(changed) or "as known")
+    if not found.get("exact_angles", True):
+        log.warning("device: cosines of large angles are not exact here, which dynamic rope computes")
+    return replace(product, **found)
+
+
+AGAIN = "remove it, or run `bash scripts/verify_npu.sh` again"

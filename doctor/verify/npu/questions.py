@@ -1,0 +1,212 @@
+"""Which questions does the first day on hardware answer, and how is each asked?
+
+Legend of a call of attention: H query heads, K key and value heads, D head dim, S spans.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from recipes.build.machine import Npu
+
+Found = tuple[bool, str]  # the answer, and what it was judged by
+
+HEADS, DIM, PAGE = 8, 128, 128
+MASK_SIDE = 2048  # of the one mask of sparse_mode 3
+NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of attention, as virtual_npu.verify allows
+SIDE, ROWS, CALLS = 4096, (1, 32), 50  # of the products that are timed
+MOST_POSITION, NEAR_ANGLE = 131072, 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A question about a product, named as the field of its limits that follows the answer."""
+
+    name: str
+    question: str
+    applies: Callable[[AscendProduct], bool]
+    ask: Callable[[Npu], Found]
+
+
+def keeps_nan(machine: Npu) -> Found:
+    """In each type of logits, with a NaN in the first, a middle and the last place of a wide row."""
+    bad = []
+    for dtype in (*machine.product.dtypes, torch.float32):
+        logits = torch.randn(3, 151_936).to(dtype)
+        for row, place in enumerate((0, 70_000, -1)):
+            logits[row, place] = torch.nan
+        best = logits.to(machine.device).max(-1)[0].cpu()
+        bad += [f"{dtype} {best.tolist()}"] if not bool(best.isnan().all()) else []
+    return not bad, "; ".join(bad) or "the maximum is NaN in every type"
+
+
+def packs_float16(machine: Npu) -> Found:
+    """Over a prompt, a chunk and a decode, with as many key heads as query heads and with fewer."""
+    furthest = max(
+        _attention_apart(machine, torch.float16, [(300, 300), (40, 500), (1, 260)], kv_heads)
+        for kv_heads in (HEADS, 2)
+    )
+    return furthest <= NEAR[torch.float16], f"{furthest:.2g} from float32"
+
+
+def bares_decodes(machine: Npu) -> Found:
+    """Against plain torch, in the first type of the product; both ways are timed."""
+    dtype, lens = machine.product.dtypes[0], [(1, 1), (1, 128), (1, 700), (1, 2000)]
+    apart = max(_attention_apart(machine, dtype, lens, kv_heads, bare=True) for kv_heads in (HEADS, 2))
+    call, _ = _attention(machine, dtype, lens, 2)
+    masked_us = _us(machine, call)
+    bare_us = _us(machine, partial(call, sparse_mode=0, atten_mask=None))
+    said = f"{apart:.2g} from float32; {bare_us:.0f} us without a mask, {masked_us:.0f} us with it"
+    return apart <= NEAR[dtype], said
+
+
+def tiles_weights(machine: Npu) -> Found:
+    """Right, in a graph too, and faster than rows at few and at many rows of x."""
+    import torch_npu
+
+    dtype = machine.product.dtypes[0]
+    weight = torch.randn(SIDE, SIDE).to(dtype).to(machine.device) / math.sqrt(SIDE)
+    tiles = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
+    times = []
+    for rows in ROWS:
+        x = torch.randn(rows, SIDE).to(dtype).to(machine.device)
+        wanted, graph = F.linear(x, weight), torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            found = F.linear(x, tiles)
+        graph.replay()
+        apart = float((found.float() - wanted.float()).abs().max())
+        if not apart <= NEAR[dtype]:
+            return False, f"{apart:.2g} from the product of rows"
+        times.append((_us(machine, partial(F.linear, x, tiles)), _us(machine, partial(F.linear, x, weight))))
+    said = ", ".join(f"{nz:.0f} us against {nd:.0f}" for nz, nd in times)
+    if machine.asked.virtual:  # whose times mean nothing
+        return machine.product.tiles_weights, "right, and as it was: a stand-in has no times"
+    return all(nz <= nd for nz, nd in times), said
+
+
+def slices_tiles(machine: Npu) -> Found:
+    """Whether slices of a cache in tiles are zeroed and copied, here and to the host and back."""
+    import torch_npu
+
+    numbers = torch.arange(1, 7).half()[:, None, None, None].expand(6, 8, PAGE, 16)
+    cache = torch_npu.empty_with_format(
+        numbers.shape, dtype=torch.float16, device=machine.device, acl_format=FRACTAL_NZ
+    )
+    cache.copy_(numbers)
+    host = torch.empty(2, 8, PAGE, 16, dtype=torch.float16, pin_memory=True)
+    cache[:1].zero_()
+    cache[1:3].copy_(cache[3:5])
+    host.copy_(cache[4:6], non_blocking=True)
+    torch.npu.synchronize()
+    cache[3:5].copy_(host, non_blocking=True)
+    found, wanted = cache.cpu(), torch.tensor([0, 4, 5, 5, 6, 6]).half()
+    is_right = torch.equal(found, wanted[:, None, None, None].expand_as(found))
+    return is_right, f"pages are {found[:, 0, 0, 0].tolist()}"
+
+
+def exact_angles(machine: Npu) -> Found:
+    """Cosines and sines in float32 of positions up to MOST_POSITION, in radians."""
+    angles = torch.arange(0, MOST_POSITION, 7).float()
+    there = angles.to(machine.device)
+    apart = max(
+        float((on_device.cpu().double() - exact).abs().max())
+        for on_device, exact in ((there.cos(), angles.double().cos()), (there.sin(), angles.double().sin()))
+    )
+    return apart <= NEAR_ANGLE, f"{apart:.2g} from float64"
+
+
+def _fused(product: AscendProduct) -> bool:
+    return product.is_fused
+
+
+PROBES = (
+    Probe("keeps_nan", "is the maximum of a row with a NaN NaN?", lambda _: True, keeps_nan),
+    Probe("packs_float16", "is packed attention right in float16?", _fused, packs_float16),
+    Probe("bares_decodes", "is attention of decodes right without a mask?", _fused, bares_decodes),
+    Probe(
+        "tiles_weights",
+        "are 16-bit weights in FRACTAL_NZ right and faster?",
+        lambda product: product.is_fused or product.is_atb,
+        tiles_weights,
+    ),
+    Probe("slices_tiles", "are slices of tiles views?", lambda product: product.is_atb, slices_tiles),
+    Probe("exact_angles", "are cosines of large angles exact?", lambda _: True, exact_angles),
+)
+
+
+def _attention_apart(
+    machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int, *, bare: bool = False
+) -> float:
+    """How far one call over (queries, keys) of each span is from plain torch in float32."""
+    call, wanted = _attention(machine, dtype, lens, kv_heads)
+    found = call(sparse_mode=0, atten_mask=None) if bare else call()
+    return float((found.cpu().float() - wanted).abs().nan_to_num(nan=torch.inf).max())
+
+
+def _attention(
+    machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int
+) -> tuple[Callable[..., Tensor], Tensor]:
+    """A causal call over pages, and what plain torch has for it in float32."""
+    import torch_npu
+
+    generator = torch.Generator().manual_seed(kv_heads)
+    counts = [-(-keys // PAGE) for _, keys in lens]
+    cache = torch.randn(2, 1 + sum(counts), PAGE, kv_heads * DIM, generator=generator).to(dtype)
+    query = torch.randn(sum(queries for queries, _ in lens), HEADS, DIM, generator=generator).to(dtype)
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    wanted, row, page = [], 0, 1
+    for span, (queries, keys) in enumerate(lens):
+        pages = slice(page, page + counts[span])
+        table[span, : counts[span]] = torch.arange(pages.start, pages.stop)
+        k, v = (
+            each[pages].flatten(0, 1)[:keys].view(keys, kv_heads, DIM).transpose(0, 1).float()
+            for each in cache
+        )
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        q = query[row : row + queries].transpose(0, 1).float()
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], seen, enable_gqa=True)[0]
+        wanted.append(out.transpose(0, 1))
+        row, page = row + queries, pages.stop
+    ends = torch.tensor([queries for queries, _ in lens]).cumsum(0).tolist()
+    arguments = {
+        "query": query.to(machine.device),
+        "key": cache[0].to(machine.device),
+        "value": cache[1].to(machine.device),
+        "atten_mask": torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1).to(machine.device),
+        "actual_seq_lengths": ends,
+        "actual_seq_lengths_kv": [keys for _, keys in lens],
+        "block_table": table.to(machine.device),
+        "num_heads": HEADS,
+        "num_key_value_heads": kv_heads,
+        "scale": DIM**-0.5,
+        "input_layout": "TND",
+        "block_size": PAGE,
+        "sparse_mode": 3,
+    }
+
+    def call(**changes: object) -> Tensor:
+        found: Tensor = torch_npu.npu_fused_infer_attention_score(**arguments | changes)[0]
+        return found
+
+    return call, torch.cat(wanted)
+
+
+def _us(machine: Npu, call: Callable[[], object]) -> float:
+    """Microseconds of one of CALLS calls after another; of a stand-in, those of a single call."""
+    num_calls = 1 if machine.asked.virtual else CALLS
+    call()
+    torch.npu.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    torch.npu.synchronize()
+    return (time.perf_counter() - start_s) / num_calls * 1e6

@@ -1,0 +1,67 @@
+"""What does the product do where no source says?
+
+    python -m doctor.verify.probes recipes/tiny/npu.yaml [key=value ...] [--answers DIR]
+
+Each probe asks the recipe's device one question. The answers are written to a file for the product and the
+version of CANN, which recipes follow from then on. Status 0: every question has an answer, yes or no.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from devices.ascend_answers import answers_file, write_answers
+from doctor.verify.npu.questions import PROBES, Probe
+from recipes.build.machine import ANSWERS, Npu, one_line, start
+from recipes.schema import verb
+from recipes.schema.command_line import add_recipe
+from recipes.schema.reader import load
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a probe."""
+
+    name: str
+    question: str
+    answer: bool
+    said: str
+    is_right: bool = True  # a no is an answer too
+
+
+def answer(probe: Probe, machine: Npu) -> Answer:
+    """Ask; what the device refuses is a no."""
+    try:
+        found, said = probe.ask(machine)
+    except (RuntimeError, ValueError) as error:
+        found, said = False, one_line(error)[:500]
+    return Answer(probe.name, probe.question, found, said)
+
+
+def main(argv: list[str]) -> int:
+    """Ask every question of the product, write the answers, and print them as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m doctor.verify.probes",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add_recipe(parser)
+    parser.add_argument("--answers", type=Path, default=ANSWERS, metavar="DIR", help="where they are kept")
+    options = parser.parse_intermixed_args(argv)
+    machine = start(load(options.recipe, options.overrides, options.profile).device)
+    found: list[Answer] = []
+    if isinstance(machine, Npu):
+        found = [answer(each, machine) for each in PROBES if each.applies(machine.product)]
+        path = answers_file(
+            options.answers, machine.product.name, machine.cann, virtual=machine.asked.virtual
+        )
+        write_answers(path, {each.name: each.answer for each in found})
+    print(json.dumps([asdict(each) for each in found], indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    verb.run(main)

@@ -1,0 +1,194 @@
+"""Does each probe answer yes where the device is right, and no where it is not, and what follows?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from devices.ascend_answers import PROBED
+from devices.ascend_limits import FRACTAL_NZ, PRODUCTS, product
+from doctor.verify import probes
+from doctor.verify.probes import PROBES, answer
+from recipes.build import machine as machines
+from recipes.build.machine import Npu, start
+from tests.device_kinds import section, stand_in_alone
+from virtual_npu.operators.attention_batch import causal_mask
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+
+ATTENTION = "npu_fused_infer_attention_score"
+ON_ATB = ("slices_tiles",)
+
+
+@pytest.fixture
+def npu() -> Npu:
+    found = start(section("npu"))
+    assert isinstance(found, Npu)
+    return found
+
+
+@pytest.fixture
+def wrong(npu: Npu) -> Iterator[Callable[[str, Callable[..., Any]], None]]:
+    """Put another function in an operator's place, as long as the test runs."""
+    import virtual_npu
+
+    device, changed = virtual_npu.start(fp32=True), []
+
+    def put(name: str, function: Callable[..., Any]) -> None:
+        changed.append(name)
+        device.implement(name, function)
+
+    yield put
+    for name in changed:
+        if name.startswith("aten::"):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            device.implement(name, getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    conditions, device.conditions = device.conditions, None
+    assert conditions is not None
+    device.contract(conditions)
+
+
+def ask(name: str, npu: Npu) -> bool:
+    probe = next(each for each in PROBES if each.name == name)
+    found = answer(probe, npu)
+    assert found.said
+    return found.answer
+
+
+def test_every_answer_is_asked_for_and_of_some_product() -> None:
+    assert [each.name for each in PROBES] == list(PROBED)
+    asked = {
+        name: [each.name for each in PROBES if each.applies(product(name, ""))] for name in ("310P", "910B")
+    }
+    assert set(asked["310P"]) | set(asked["910B"]) == set(PROBED)
+    assert "packs_float16" not in asked["310P"]
+
+
+@pytest.mark.parametrize("name", [name for name in PROBED if name != "bares_decodes"])
+def test_a_right_device_is_found_right(name: str, npu: Npu) -> None:
+    expected = getattr(npu.product, name)
+    assert ask(name, npu) == expected
+
+
+def largest_but_nan(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    best, place = x.nan_to_num(nan=-torch.inf).max(dim, keepdim)
+    return best, place
+
+
+def test_a_maximum_that_loses_nan_is_found_and_followed(npu: Npu, wrong: Any) -> None:
+    from models.ops.npu import NpuOps
+
+    wrong("aten::max.dim", largest_but_nan)
+    assert not ask("keeps_nan", npu)
+    logits = torch.zeros(2, 64, device=npu.device)
+    logits[1, 5] = torch.nan
+    assert NpuOps(npu.product).greedy(logits)[1].tolist() == [True, True]
+    followed = NpuOps(replace(npu.product, keeps_nan=False))
+    assert followed.greedy(logits)[1].tolist() == [True, False]
+
+
+def attending(change: Callable[[dict[str, Any]], dict[str, Any]], npu: Npu, factor: float = 1) -> Any:
+    """Attention of the contract, with other arguments and a factor."""
+    from virtual_npu.contract import Conditions
+    from virtual_npu.operators import operator
+
+    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = operator(ATTENTION)(Conditions(), *args, **change(kwargs))
+        return out * factor, lse
+
+    return attend
+
+
+def causal(arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments | {"sparse_mode": 3, "atten_mask": causal_mask()}
+
+
+def test_attention_that_is_wrong_in_float16_is_found(npu: Npu, wrong: Any) -> None:
+    wrong(f"npu::{ATTENTION}", attending(dict, npu, 1.1))
+    assert not ask("packs_float16", npu)
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, True), (1.1, False)])
+def test_decodes_without_a_mask_are_judged_by_their_numbers(
+    factor: float, expected: bool, npu: Npu, wrong: Any
+) -> None:
+    wrong(f"npu::{ATTENTION}", attending(causal, npu, factor))
+    assert ask("bares_decodes", npu) == expected
+
+
+def test_tiles_that_no_graph_takes_are_found(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from virtual_npu import aclop
+
+    tiled = replace(npu.product, tiles_weights=True)
+    monkeypatch.setattr(npu, "product", tiled)
+    assert ask("tiles_weights", npu)
+    monkeypatch.setattr(aclop, "PRODUCTS_OF_TILES", set())
+    assert not ask("tiles_weights", npu)
+
+
+def test_weights_lie_in_tiles_where_the_answer_is_yes(npu: Npu) -> None:
+    import torch_npu
+
+    from models.ops.npu import NpuOps
+
+    weight = torch.ones(32, 16, dtype=torch.bfloat16, device=npu.device)
+    for tiles in (False, True):
+        packed, _ = NpuOps(replace(npu.product, tiles_weights=tiles)).pack(weight, None)
+        assert (int(torch_npu.get_npu_format(packed)) == FRACTAL_NZ) == tiles
+    assert [each.name for each in PRODUCTS if each.tiles_weights] == ["310P"]
+
+
+def test_slices_that_are_copies_are_found_and_not_used(npu: Npu, wrong: Any) -> None:
+    from attention.npu.atb_attention import AtbAttention
+    from tests.attention.test_attention import shape
+
+    wrong("aten::zero_", lambda x: x)
+    assert not ask("slices_tiles", npu)
+    on_310p = product("310P", "")
+    for slices in (True, False):
+        attention = AtbAttention(shape(page_size=128), npu.device, replace(on_310p, slices_tiles=slices))
+        assert attention.indexed == (not slices)
+
+
+def test_cosines_that_are_off_are_found(npu: Npu, wrong: Any) -> None:
+    wrong("aten::cos", lambda x: (x * (1 + 2**-20)).cos())
+    assert not ask("exact_angles", npu)
+
+
+def test_a_recipe_follows_what_was_written(
+    tmp_path: Path,
+    npu: Npu,
+    wrong: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrong("aten::max.dim", largest_but_nan)
+    monkeypatch.setattr(
+        probes, "PROBES", tuple(each for each in PROBES if each.name in ("keeps_nan", "exact_angles"))
+    )
+    asked = ["recipes/tiny/npu.yaml", "device.virtual=true", "device.virtual_fp32=true"]
+    assert probes.main([*asked, "--answers", str(tmp_path)]) == 0
+    assert [each["answer"] for each in json.loads(capsys.readouterr().out)] == [False, True]
+    monkeypatch.setattr(machines, "ANSWERS", tmp_path)
+    with caplog.at_level(logging.INFO):
+        followed = start(section("npu"))
+    assert isinstance(followed, Npu)
+    assert not followed.product.keeps_nan
+    assert any("keeps_nan no (was yes)" in line for line in caplog.messages)
+
+
+def test_a_machine_without_an_npu_has_no_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        probes.main(["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0", "device.compile=false"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out) == []
