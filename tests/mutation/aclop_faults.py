@@ -11,10 +11,11 @@ STORAGE, HOST_CALL = "kv_cache/storage.py", "virtual_npu/host_call.py"
 ANSWERS = "devices/ascend_answers.py"
 
 ACLOP_TESTS = ("tests/virtual_npu/test_aclop.py",)
+RULE_TESTS = tuple(f"tests/virtual_npu/test_{name}.py" for name in ("wrong_calls", "right_calls", "products"))
 ACLOP_TESTS_OF = {
     ACLOP: ACLOP_TESTS,
     HOST_CALL: ACLOP_TESTS,
-    **dict.fromkeys((ACTIVATION, MATMUL, CAPTURED), ("tests/virtual_npu/test_wrong_calls.py",)),
+    **dict.fromkeys((ACTIVATION, MATMUL, CAPTURED), RULE_TESTS),
     MACHINE: ACLOP_TESTS,
     ANSWERS: ("tests/devices/test_ascend_answers.py",),
 }

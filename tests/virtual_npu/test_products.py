@@ -30,6 +30,11 @@ def test_a_product_is_found_by_its_name() -> None:
         product("A9")
 
 
+def test_the_950_is_on_no_page_of_int8_products() -> None:
+    for name in ("npu_quant_matmul", "npu_dynamic_quant"):
+        assert PRODUCTS["950"] not in operator(name).products
+
+
 def test_an_unknown_operator_is_said_to_be_one() -> None:
     with pytest.raises(ValueError, match="operator 'npu_x' is not known here"):
         operator("npu_x")

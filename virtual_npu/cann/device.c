@@ -11,10 +11,10 @@ int most_graphs;
 static _Thread_local char said[1024];
 static _Thread_local bool chosen;
 
-void virtual_npu_product(const char *name, int online, int graphs) {
+void virtual_npu_product(const char *name, int online, int most) {
     snprintf(product, sizeof product, "%s", name);
     compiles_online = online;
-    most_graphs = graphs;
+    most_graphs = most;
 }
 void virtual_npu_say(const char *text) { snprintf(said, sizeof said, "%s", text); }
 
