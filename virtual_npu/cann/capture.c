@@ -44,6 +44,7 @@ int capture(struct stream *stream, struct task task) {
         return ACL_SUCCESS;
     }
     stream->num_captured++;
+    if (event) event->num_tasks++;
     task.group = graph->open;
     append(&graph->tasks, task);
     return ACL_SUCCESS;
@@ -68,17 +69,45 @@ int replace(struct stream *stream, struct task task) {
     return ACL_SUCCESS;
 }
 
+static bool before(const struct moment *moment, const struct stream *stream) {
+    if (!moment->stream) return true;
+    int id = moment->stream->id;
+    return stream->seen[id] >= moment->count || seen_by_host[id] >= moment->count;
+}
+
 /* Does the stream that replays come after the last update of the task's group? */
 int in_order(struct stream *stream, const struct task *task) {
-    const struct group *group = task->group;
-    if (!group || !group->updater || group->updater == stream || group->updater->settled >= group->update)
-        return ACL_SUCCESS;
-    for (size_t i = 0; i < stream->num_seen; i++)
-        if (stream->seen[i].stream == group->updater && stream->seen[i].updates >= group->update)
-            return ACL_SUCCESS;
+    if (!task->group || before(&task->group->updated, stream)) return ACL_SUCCESS;
     return refuse(
         ACL_ERROR_RT_MODEL_EXECUTE,
         "a replay runs a task group whose update nothing orders before it: the device may still use "
         "the old arguments. Let the graph wait for an ExternalEvent that the update stream records after "
         "graph_task_update_end");
+}
+
+/* Has a replay that is under way begun this task? */
+static bool begun(const struct graph *graph, size_t task) {
+    for (const struct stream *each = all_streams(); each; each = each->next)
+        for (size_t i = each->queue.first; i < each->queue.count; i++)
+            if (each->queue.items[i].kind == REPLAY && each->queue.items[i].graph == graph &&
+                each->queue.items[i].next > task)
+                return true;
+    return false;
+}
+
+/* May the arguments of a group be replaced on this stream now? The device reads them when a replay runs the group, so
+ * the last run has to come before: vllm-ascend waits for it on the host (compilation/acl_graph.py) or on the update
+ * stream (worker/v2/aclgraph_utils.py). */
+int updatable(struct stream *stream, const struct group *group) {
+    if (group->graph->dead)
+        return refuse(ACL_ERROR_RT_INVALID_HANDLE, "a task group is updated that no living graph has");
+    if (begun(group->graph, group->first))
+        return refuse(ACL_ERROR_RT_MODEL_RUNNING,
+                      "a task group is updated that the running replay has already begun or done");
+    if (!before(&group->ran, stream))
+        return refuse(ACL_ERROR_RT_MODEL_RUNNING,
+                      "a task group is updated while its last replay may still read the old arguments: before "
+                      "the next replay, synchronize the stream that replays, or let the update stream wait for "
+                      "it (update_stream.wait_stream)");
+    return ACL_SUCCESS;
 }

@@ -4,7 +4,13 @@
 #include <pthread.h>
 #include <stdbool.h>
 
-enum kind { KERNEL, RECORD, WAIT, RESET, WRITE, AWAIT, COPY, FILL, CALL, REPLAY };
+enum kind { KERNEL, RECORD, WAIT, RESET, WRITE, AWAIT, COPY, FILL, CALL, UPDATE, REPLAY };
+
+/* More than torch_npu's pools have */
+enum { MAX_STREAMS = 128 };
+
+/* How far each stream is known to have come, by its id: what happened before */
+typedef uint64_t clocks[MAX_STREAMS];
 
 /* One thing that a stream does, or that a graph holds */
 struct task {
@@ -13,12 +19,13 @@ struct task {
     struct event *event;
     void *target;
     const void *source;
-    size_t count; /* COPY, FILL: bytes; WRITE, AWAIT: the number at `target` */
+    size_t count; /* COPY, FILL: bytes; WRITE, AWAIT: the number at `target`; RECORD, WAIT: which record of the
+                     event; UPDATE: the number of kernels at `target` */
     int value;
     void (*function)(void *); /* CALL, with `target` */
     struct graph *graph;      /* REPLAY, from task `next` on */
     size_t next;
-    struct group *group; /* of a graph's task */
+    struct group *group; /* of a graph's task, and of an UPDATE */
 };
 
 struct tasks {
@@ -27,11 +34,13 @@ struct tasks {
 };
 
 struct event {
-    bool external, recorded;
+    bool external, recorded, destroyed;
+    uint64_t num_sent, num_recorded; /* records that streams were given, and that they did */
+    size_t num_tasks;                /* that name it, in queues and graphs */
     uint64_t time_ns;
-    struct stream *recorder;
-    uint64_t updates;      /* of the recorder, when it recorded */
-    struct graph *graph;   /* the capture that recorded it last, if one did */
+    clocks before;           /* what happened before it was recorded */
+    struct stream *recorder; /* in a capture */
+    struct graph *graph;     /* the capture that recorded it last, if one did */
     uint64_t num_captured; /* of the recorder, when it was captured */
 };
 
@@ -39,27 +48,29 @@ struct stream {
     int id;
     bool dead, running;
     pthread_t runner;
-    struct tasks queue; /* what waits behind an event */
+    struct tasks queue; /* what waits behind an event, or for the thread that runs the stream */
+    uint64_t num_sent, num_left;
+    int num_waiting; /* threads that wait to run what they sent */
     /* capture */
     struct graph *graph;
     uint64_t num_captured, num_joined;
     /* update of a task group */
     struct group *updated;
     struct tasks update;
-    uint64_t updates, settled; /* finished updates, and those that the host waited for */
-    struct {
-        struct stream *stream;
-        uint64_t updates;
-    } seen[8]; /* updates of others that come before */
-    size_t num_seen;
+    clocks seen; /* of the stream itself too, where it counts updates of task groups and runs of them */
     struct stream *next;
+};
+
+/* A count of a stream's clock; no stream: never */
+struct moment {
+    const struct stream *stream;
+    uint64_t count;
 };
 
 struct group {
     struct graph *graph;
     size_t first, stop;
-    struct stream *updater;
-    uint64_t update;
+    struct moment updated, ran; /* last */
     struct group *next;
 };
 
@@ -87,12 +98,16 @@ int refuse(int code, const char *format, ...) __attribute__((format(printf, 2, 3
 /* state.c; the lock is held, as for all that follows but memory.c */
 extern struct graph *graphs;
 extern _Thread_local int thread_mode; /* of captures, for calls that this thread makes meanwhile */
+extern clocks seen_by_host; /* which waited for it */
 extern int (*run_kernel)(uint64_t kernel);
 extern void (*forget_kernel)(uint64_t kernel);
 struct stream *new_stream(void);
 struct stream *stream_of(aclrtStream handle);
 struct stream *all_streams(void);
 void append(struct tasks *tasks, struct task task);
+void release(struct event *event); /* a task that named it is gone */
+void learn(clocks known, const clocks more);
+struct moment tick(struct stream *stream);
 void count_busy(void);
 struct event *event_of(const void *word);
 bool capturing_anywhere(void);
@@ -109,10 +124,14 @@ int capture(struct stream *stream, struct task task);
 int join_capture(struct stream *stream, const struct event *event);
 int replace(struct stream *stream, struct task task);
 int in_order(struct stream *stream, const struct task *task);
+int updatable(struct stream *stream, const struct group *group);
 
 /* execution.c */
 int submit(struct stream *stream, struct task task);
+void forget(struct tasks tasks); /* their kernels are needed no more; drops the lock meanwhile */
 int settle(struct stream *stream);
+int settle_event(struct event *event);
+bool complete(const struct event *event);
 
 /* streams.c, events.c, graphs.c, groups.c: what torch_npu and Python call, and nothing here */
 

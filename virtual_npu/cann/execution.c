@@ -4,10 +4,11 @@
 #define _GNU_SOURCE
 #include "device.h"
 #include <dlfcn.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-static pthread_cond_t idle = PTHREAD_COND_INITIALIZER;
+static pthread_cond_t progress = PTHREAD_COND_INITIALIZER;
 
 static uint64_t now_ns(void) {
     struct timespec now;
@@ -16,23 +17,11 @@ static uint64_t now_ns(void) {
 }
 
 /* `event` is recorded, now */
-static void mark(struct stream *stream, struct event *event) {
+static void mark(struct stream *stream, struct event *event, uint64_t number) {
     event->recorded = true;
-    event->graph = NULL;
+    if (event->num_recorded < number) event->num_recorded = number;
     event->time_ns = now_ns();
-    event->recorder = stream;
-    event->updates = stream->updates;
-}
-
-/* What the recorder of `event` did is done */
-static void see(struct stream *stream, const struct event *event) {
-    if (!event->recorder) return;
-    size_t i = 0;
-    while (i < stream->num_seen && stream->seen[i].stream != event->recorder) i++;
-    if (i == 8) i = 0; /* more updating streams than any program has: the oldest is forgotten */
-    if (i == stream->num_seen) stream->num_seen++;
-    stream->seen[i].stream = event->recorder;
-    stream->seen[i].updates = event->updates;
+    memcpy(event->before, stream->seen, sizeof event->before);
 }
 
 static bool reached(const struct task *task) {
@@ -47,24 +36,41 @@ static bool reached(const struct task *task) {
 
 enum { DONE, BLOCKED, FAILED };
 
-/* Does one task; the lock is dropped while a kernel or a host function runs */
-static int perform(struct stream *stream, struct task *task, int *code, bool *recorded) {
+/* Replaces the kernels of a task group; the lock is dropped while the old ones are forgotten */
+static int update(struct stream *stream, const struct task *task) {
+    struct group *group = task->group;
+    struct tasks kernels = {.items = task->target, .count = task->count};
+    int code = updatable(stream, group);
+    for (size_t i = 0; i < kernels.count && !code; i++) {
+        struct task *old = &group->graph->tasks.items[group->first + i];
+        uint64_t kernel = old->kernel;
+        old->kernel = kernels.items[i].kernel;
+        kernels.items[i].kernel = kernel;
+    }
+    if (!code) group->updated = tick(stream);
+    forget(kernels);
+    return code;
+}
+
+/* Does one task but a replay; the lock is dropped while a kernel or a host function runs */
+static int perform(struct stream *stream, const struct task *task, int *code, bool *recorded) {
     switch (task->kind) {
     case WAIT:
-        if (!task->event->recorded) return BLOCKED;
-        return see(stream, task->event), DONE;
-    case RECORD: return mark(stream, task->event), *recorded = true, DONE;
+        if (!task->event->recorded || task->event->num_recorded < task->count) return BLOCKED;
+        return learn(stream->seen, task->event->before), DONE;
+    case RECORD: return mark(stream, task->event, task->count), *recorded = true, DONE;
     case AWAIT:
         if (!reached(task)) return BLOCKED;
-        return see(stream, event_of(task->target)), DONE;
+        return learn(stream->seen, event_of(task->target)->before), DONE;
     case WRITE:
         *(uint64_t *)task->target = task->count;
-        return mark(stream, event_of(task->target)), *recorded = true, DONE;
+        return mark(stream, event_of(task->target), 0), *recorded = true, DONE;
     case RESET: return task->event->recorded = false, DONE;
     case COPY: return memmove(task->target, task->source, task->count), DONE;
     case FILL: return memset(task->target, task->value, task->count), DONE;
     case KERNEL:
         if ((*code = in_order(stream, task))) return FAILED;
+        if (task->group) task->group->ran = tick(stream);
         pthread_mutex_unlock(&lock);
         *code = run_kernel(task->kernel);
         pthread_mutex_lock(&lock);
@@ -74,63 +80,68 @@ static int perform(struct stream *stream, struct task *task, int *code, bool *re
         task->function(task->target);
         pthread_mutex_lock(&lock);
         return DONE;
-    case REPLAY:
-        while (task->next < task->graph->tasks.count) {
-            struct task copy = task->graph->tasks.items[task->next];
-            int outcome = perform(stream, &copy, code, recorded);
-            if (outcome == BLOCKED) return BLOCKED;
-            if (outcome == FAILED) return task->graph->num_replays--, FAILED;
-            task->next++;
-        }
-        task->graph->num_replays--;
+    case UPDATE: return (*code = update(stream, task)) ? FAILED : DONE;
+    case REPLAY: break;
     }
     return DONE;
 }
 
-/* Does what can be done of a stream's queue; a failed task takes the rest of the queue with it */
-static int drain(struct stream *stream, bool *recorded) {
-    int code = ACL_SUCCESS;
+/* Does the first task of a queue. How far a replay has come is written into the queue before each of its tasks, for
+ * other threads look there while a kernel runs, and may move the queue by adding to it. */
+static int perform_first(struct stream *stream, int *code, bool *recorded) {
+    struct task task = stream->queue.items[stream->queue.first];
+    if (task.kind != REPLAY) return perform(stream, &task, code, recorded);
+    int outcome = DONE;
+    while (outcome == DONE && task.next < task.graph->tasks.count) {
+        struct task copy = task.graph->tasks.items[task.next];
+        stream->queue.items[stream->queue.first].next = ++task.next;
+        outcome = perform(stream, &copy, code, recorded);
+    }
+    if (outcome == BLOCKED) stream->queue.items[stream->queue.first].next--;
+    return outcome;
+}
+
+/* The first task of a queue is done, or will never be */
+static void leave(struct stream *stream) {
+    struct task task = stream->queue.items[stream->queue.first++];
+    if (task.event) release(task.event);
+    if (task.kind == REPLAY) task.graph->num_replays--;
+    stream->num_left++;
+    pthread_cond_broadcast(&progress);
+}
+
+/* A failed task takes the rest of the queue with it, but for its events: other streams would wait for them forever */
+static void fail(struct stream *stream, bool *recorded) {
+    for (leave(stream); stream->queue.first < stream->queue.count; leave(stream)) {
+        struct task task = stream->queue.items[stream->queue.first];
+        int code;
+        if (task.kind == RECORD || task.kind == WRITE || task.kind == RESET)
+            perform(stream, &task, &code, recorded);
+        if (task.kind == UPDATE) forget((struct tasks){.items = task.target, .count = task.count});
+        if (task.kind == KERNEL) {
+            pthread_mutex_unlock(&lock);
+            forget_kernel(task.kernel);
+            pthread_mutex_lock(&lock);
+        }
+    }
+}
+
+/* Does what can be done of a stream's queue. Beyond task `mine` it leaves the rest to the threads that sent it, where
+ * they wait: else a thread would never come back from a stream that others keep busy. */
+static int drain(struct stream *stream, uint64_t mine, bool *recorded) {
+    int code = ACL_SUCCESS, outcome = DONE;
     if (stream->running) return ACL_SUCCESS; /* by whoever runs it, here or in another thread */
     stream->running = true;
     stream->runner = pthread_self();
-    while (stream->queue.first < stream->queue.count) {
-        struct task task = stream->queue.items[stream->queue.first];
-        int outcome = perform(stream, &task, &code, recorded);
-        stream->queue.items[stream->queue.first] = task; /* a replay knows how far it came */
-        if (outcome == BLOCKED) break;
-        if (outcome == FAILED) {
-            while (++stream->queue.first < stream->queue.count)
-                if (stream->queue.items[stream->queue.first].kind == REPLAY)
-                    stream->queue.items[stream->queue.first].graph->num_replays--;
-            break;
-        }
-        stream->queue.first++;
+    while (outcome == DONE && stream->queue.first < stream->queue.count &&
+           (stream->num_left < mine || !stream->num_waiting)) {
+        outcome = perform_first(stream, &code, recorded);
+        if (outcome == DONE) leave(stream);
     }
+    if (outcome == FAILED) fail(stream, recorded);
     if (stream->queue.first == stream->queue.count) stream->queue.first = stream->queue.count = 0;
     stream->running = false;
-    pthread_cond_broadcast(&idle);
-    return code;
-}
-
-int submit(struct stream *stream, struct task task) {
-    if (stream->dead) return refuse(ACL_ERROR_RT_INVALID_HANDLE, "the stream is destroyed");
-    if (stream->updated) return replace(stream, task);
-    if (task.kind == WAIT && !stream->graph) {
-        int refused = join_capture(stream, task.event);
-        if (refused) return refused;
-    }
-    if (stream->graph) return capture(stream, task);
-    append(&stream->queue, task);
-    bool recorded = false;
-    int code = drain(stream, &recorded);
-    while (recorded) { /* others may go on, and record what others wait for */
-        recorded = false;
-        for (struct stream *each = all_streams(); each; each = each->next) {
-            int other = each->queue.first < each->queue.count ? drain(each, &recorded) : ACL_SUCCESS;
-            code = code ? code : other;
-        }
-    }
-    count_busy();
+    pthread_cond_broadcast(&progress);
     return code;
 }
 
@@ -142,11 +153,76 @@ static bool holds_python(void) {
     return check && check();
 }
 
-/* The host waits for a stream */
+/* Does the tasks of a stream up to `mine`, when no other thread runs it */
+static int run(struct stream *stream, uint64_t mine, bool *recorded) {
+    while (stream->running && stream->num_left < mine) {
+        if (pthread_equal(stream->runner, pthread_self()) || holds_python()) return ACL_SUCCESS;
+        stream->num_waiting++;
+        pthread_cond_wait(&progress, &lock);
+        stream->num_waiting--;
+    }
+    return drain(stream, mine, recorded);
+}
+
+/* A wait is for the last record that was asked for before it, and an event may be recorded again */
+static void count_event(struct task *task) {
+    struct event *event = task->event;
+    event->num_tasks++;
+    if (event->external) return;
+    if (task->kind == RECORD) {
+        task->count = ++event->num_sent;
+        event->graph = NULL;
+    }
+    if (task->kind == WAIT) task->count = event->num_sent;
+}
+
+int submit(struct stream *stream, struct task task) {
+    if (stream->dead) return refuse(ACL_ERROR_RT_INVALID_HANDLE, "the stream is destroyed");
+    if (stream->updated) return replace(stream, task);
+    if (task.kind == WAIT && !stream->graph) {
+        int refused = join_capture(stream, task.event);
+        if (refused) return refused;
+    }
+    if (stream->graph) return capture(stream, task);
+    if (task.event) count_event(&task);
+    if (task.kind == REPLAY) task.graph->num_replays++;
+    append(&stream->queue, task);
+    bool recorded = false;
+    int code = run(stream, ++stream->num_sent, &recorded);
+    while (recorded) { /* others may go on, and record what others wait for */
+        recorded = false;
+        for (struct stream *each = all_streams(); each; each = each->next) {
+            int other = each->queue.first < each->queue.count ? drain(each, 0, &recorded) : ACL_SUCCESS;
+            code = code ? code : other;
+        }
+    }
+    count_busy();
+    return code;
+}
+
+void forget(struct tasks tasks) {
+    pthread_mutex_unlock(&lock);
+    for (size_t i = 0; i < tasks.count; i++)
+        if (tasks.items[i].kind == KERNEL && forget_kernel) forget_kernel(tasks.items[i].kernel);
+    pthread_mutex_lock(&lock);
+    free(tasks.items);
+}
+
+/* Does another thread do work, on any stream, that may be what is waited for? */
+static bool others_run(void) {
+    for (const struct stream *each = all_streams(); each; each = each->next)
+        if (each->num_waiting || (each->running && !pthread_equal(each->runner, pthread_self()))) return true;
+    return false;
+}
+
+/* The host waits for what a stream was sent before, not for what other threads send it meanwhile */
 int settle(struct stream *stream) {
-    while (stream->running && !pthread_equal(stream->runner, pthread_self())) {
+    uint64_t sent = stream->num_sent;
+    bool inside = stream->running && pthread_equal(stream->runner, pthread_self()); /* of one of its kernels */
+    while (stream->num_left < sent && (inside || others_run())) {
         if (holds_python()) return ACL_SUCCESS;
-        pthread_cond_wait(&idle, &lock);
+        if (inside) break;
+        pthread_cond_wait(&progress, &lock);
     }
     if (stream->graph)
         return refuse(ACL_ERROR_RT_STREAM_CAPTURED,
@@ -154,10 +230,32 @@ int settle(struct stream *stream) {
     if (forbidden_in_capture())
         return refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
                       "the host waits for the device during a capture");
-    if (stream->queue.first < stream->queue.count)
+    if (stream->num_left < sent)
         return refuse(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
                       "the host waits for a stream that waits for an event nothing has recorded: "
                       "on the device this hangs. Record the event (after the task update) first");
-    stream->settled = stream->updates;
+    learn(seen_by_host, stream->seen);
+    count_busy();
+    return ACL_SUCCESS;
+}
+
+bool complete(const struct event *event) { return event->recorded && event->num_recorded == event->num_sent; }
+
+/* The host waits for an event */
+int settle_event(struct event *event) {
+    uint64_t sent = event->num_sent;
+    while (event->num_recorded < sent && others_run()) {
+        if (holds_python()) return ACL_SUCCESS;
+        pthread_cond_wait(&progress, &lock);
+    }
+    if (event->graph)
+        return refuse(ACL_ERROR_RT_EVENT_CAPTURED, "the host waits for an event that was recorded in a capture");
+    if (forbidden_in_capture())
+        return refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "the host waits for an event during a capture");
+    if (!event->recorded || event->num_recorded < sent)
+        return refuse(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
+                      "the host waits for an event that nothing has recorded: on the device this hangs");
+    learn(seen_by_host, event->before);
+    count_busy();
     return ACL_SUCCESS;
 }

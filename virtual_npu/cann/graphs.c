@@ -117,9 +117,7 @@ static int replay(struct graph *graph, struct stream *stream) {
             return refuse(ACL_ERROR_RT_MODEL_RUNNING,
                           "a graph is replayed while a task group of it is being updated: "
                           "call graph_task_update_end first");
-    graph->num_replays++;
-    int code = submit(stream, (struct task){.kind = REPLAY, .graph = graph});
-    return code;
+    return submit(stream, (struct task){.kind = REPLAY, .graph = graph});
 }
 
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
@@ -143,9 +141,7 @@ aclError aclmdlRIDestroy(aclmdlRI model) {
         tasks = graph->tasks;
         graph->tasks = (struct tasks){0};
     }
+    forget(tasks);
     pthread_mutex_unlock(&lock);
-    for (size_t i = 0; i < tasks.count; i++)
-        if (tasks.items[i].kind == KERNEL && forget_kernel) forget_kernel(tasks.items[i].kernel);
-    free(tasks.items);
     return code;
 }

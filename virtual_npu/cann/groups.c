@@ -42,16 +42,6 @@ static struct group *group_of(const void *handle) {
     return NULL;
 }
 
-/* Has a replay that is under way passed this task already? */
-static bool passed(const struct graph *graph, size_t task) {
-    for (const struct stream *each = all_streams(); each; each = each->next)
-        for (size_t i = each->queue.first; i < each->queue.count; i++)
-            if (each->queue.items[i].kind == REPLAY && each->queue.items[i].graph == graph &&
-                each->queue.items[i].next > task)
-                return true;
-    return false;
-}
-
 aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_handle) {
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
@@ -65,11 +55,9 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_h
         code = refuse(ACL_ERROR_RT_STREAM_CAPTURED, "a task group is updated on a stream that is captured");
     else if (stream->updated)
         code = refuse(ACL_ERROR_RT_PARAM_INVALID, "a task group is updated inside the update of another");
-    else if (passed(group->graph, group->first))
-        code = refuse(ACL_ERROR_RT_MODEL_RUNNING,
-                      "a task group is updated that the running replay has already begun or done");
-    else
-        stream->updated = group;
+    else if (stream->queue.first == stream->queue.count) /* else it is known when its turn comes */
+        code = updatable(stream, group);
+    if (!code) stream->updated = group;
     count_busy();
     pthread_mutex_unlock(&lock);
     return code;
@@ -97,23 +85,15 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
     else if (count != expected)
         code = refuse(ACL_ERROR_RT_MODEL_UPDATE_FAILED,
                       "the task group holds %zu operators and its update %zu", expected, count);
-    else {
-        for (size_t i = 0; i < count; i++) {
-            struct task *old = &group->graph->tasks.items[group->first + i];
-            uint64_t kernel = old->kernel;
-            old->kernel = stream->update.items[i].kernel;
-            stream->update.items[i].kernel = kernel; /* to be forgotten */
-        }
-        group->updater = stream;
-        group->update = ++stream->updates;
-    }
-    struct tasks done = stream->update;
+    struct tasks update = stream->update;
     stream->update = (struct tasks){0};
     stream->updated = NULL;
+    if (code)
+        forget(update);
+    else
+        code = submit(stream, (struct task){.kind = UPDATE, .group = group, .target = update.items, .count = count});
     count_busy();
     pthread_mutex_unlock(&lock);
-    for (size_t i = 0; i < done.count; i++) forget_kernel(done.items[i].kernel);
-    free(done.items);
     return code;
 }
 

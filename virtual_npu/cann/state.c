@@ -2,7 +2,8 @@
 #include "device.h"
 #include <stdlib.h>
 
-/* Streams that capture, update or wait: while it is 0, kernels run without a question */
+/* Streams that capture, update or wait, or whose task groups the host has not waited for: while it is 0, kernels run
+ * without a question */
 int virtual_npu_busy;
 
 int (*run_kernel)(uint64_t kernel);
@@ -10,6 +11,7 @@ void (*forget_kernel)(uint64_t kernel);
 void virtual_npu_run_with(int (*function)(uint64_t)) { run_kernel = function; }
 void virtual_npu_forget_with(void (*function)(uint64_t)) { forget_kernel = function; }
 
+clocks seen_by_host;
 static struct stream *streams, first_stream = {.id = 0};
 static int num_streams;
 
@@ -21,6 +23,7 @@ struct stream *all_streams(void) {
 }
 
 struct stream *new_stream(void) {
+    if (num_streams == MAX_STREAMS - 1) return NULL;
     struct stream *stream = calloc(1, sizeof *stream);
     stream->id = ++num_streams;
     stream->next = streams;
@@ -35,10 +38,24 @@ void append(struct tasks *tasks, struct task task) {
     tasks->items[tasks->count++] = task;
 }
 
+void release(struct event *event) {
+    if (--event->num_tasks == 0 && event->destroyed) free(event);
+}
+
+void learn(clocks known, const clocks more) {
+    for (size_t i = 0; i < MAX_STREAMS; i++)
+        if (known[i] < more[i]) known[i] = more[i];
+}
+
+struct moment tick(struct stream *stream) {
+    return (struct moment){stream, ++stream->seen[stream->id]};
+}
+
 void count_busy(void) {
     int busy = 0;
     for (struct stream *each = all_streams(); each; each = each->next)
-        busy += each->graph || each->updated || each->queue.first < each->queue.count || each->running;
+        busy += each->graph || each->updated || each->queue.first < each->queue.count || each->running ||
+                seen_by_host[each->id] < each->seen[each->id];
     __atomic_store_n(&virtual_npu_busy, busy, __ATOMIC_SEQ_CST);
 }
 

@@ -6,10 +6,11 @@ aclError aclrtCreateStreamWithConfig(aclrtStream *handle, uint32_t priority, uin
     pthread_mutex_lock(&lock);
     *handle = new_stream();
     pthread_mutex_unlock(&lock);
-    return ACL_SUCCESS;
+    if (*handle) return ACL_SUCCESS;
+    return refuse(ACL_ERROR_RT_NO_STREAM_RESOURCE, "the virtual device has %d streams and no more", MAX_STREAMS);
 }
 aclError aclrtCreateStream(aclrtStream *handle) { return aclrtCreateStreamWithConfig(handle, 0, 0); }
-aclError aclrtDestroyStream(aclrtStream handle) { return stream_of(handle)->dead = true, ACL_SUCCESS; }
+aclError aclrtDestroyStream(aclrtStream handle) { LOCKED((stream_of(handle)->dead = true, ACL_SUCCESS)); }
 aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
 aclError aclrtStreamGetId(aclrtStream handle, int32_t *id) {
     return *id = stream_of(handle)->id, ACL_SUCCESS;
