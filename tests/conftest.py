@@ -1,6 +1,8 @@
 """What holds for all tests?"""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,12 @@ def same_numbers() -> None:
     import torch  # here, because it reads the above when it is imported
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on_the_virtual_npu() -> Iterator[None]:
+    """A test that leaves a stream blocked is the one that fails, not those after it."""
+    yield
+    stand_in = sys.modules.get("virtual_npu.device")
+    left = sum(device.abandon() for device in stand_in._started) if stand_in is not None else 0
+    assert not left, f"{left} streams of the virtual NPU still wait for an event that nothing records"

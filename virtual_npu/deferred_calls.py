@@ -83,7 +83,7 @@ class DeferredCalls:
             raise RuntimeError(
                 f"virtual NPU: {call.name} reads a tensor of the host, and cannot wait its turn with it"
             )
-        if not call.mixed:  # a scalar of the host is an argument with its value at the time of the call
+        if call.name != "aten::copy_":  # else what lies on the host is read when the call is made, not run
             frozen = {key: view.clone() for key, (view, each) in originals.items() if each is view}
             on_host, named = swapped(on_host, frozen), swapped(named, frozen)
         if call.captured is not None and state == CAPTURED:

@@ -15,6 +15,7 @@ ARGUMENTS = RULES + "attention_arguments.py"
 SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULES + "spans.py"
 WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb.py"
 DEFERRED = "virtual_npu/deferred_calls.py"
+CAPTURE, EXECUTION = "virtual_npu/cann/capture.c", "virtual_npu/cann/execution.c"
 
 CALLS = (
     "tests/models/test_npu.py",
@@ -32,11 +33,13 @@ ATB_CALLS = (
 RULE_TESTS = tuple(
     f"tests/virtual_npu/test_{name}.py" for name in ("wrong_calls", "attention", "right_calls")
 )
+GRAPH_TESTS = tuple(f"tests/virtual_npu/test_{name}.py" for name in ("graphs", "task_groups"))
 NPU_TESTS_OF = {
     **dict.fromkeys((NPU, ASCEND, FUSED), CALLS),
     **dict.fromkeys((ATB, PRODUCTS), ATB_CALLS),
     **dict.fromkeys((ARGUMENTS, SHAPES, PAGING, SPANS, WRITES, ATB_RULES), RULE_TESTS),
-    DEFERRED: ("tests/virtual_npu/test_graphs.py", "tests/models/test_npu.py"),
+    DEFERRED: (*GRAPH_TESTS, "tests/models/test_npu.py"),
+    **dict.fromkeys((CAPTURE, EXECUTION), (*GRAPH_TESTS, "tests/virtual_npu/test_hammer.py")),
 }
 
 NPU_FAULTS = (
@@ -95,6 +98,13 @@ NPU_FAULTS = (
         'call.arguments | {"actual_seq_lengths_kv": kv_lens}',
         "call.arguments",
         "vllm-ascend #4649: a replay attends to what was there when it was captured",
+    ),
+    Fault(
+        "replayed_before_the_last_was_waited_for",
+        NPU,
+        "        torch.npu.current_stream().synchronize()  # no call may be running while it is updated\n",
+        "",
+        "a step reads the lengths of the one after it",
     ),
     Fault(
         "rows_of_the_next_call",
@@ -214,6 +224,48 @@ NPU_FAULTS = (
         "on_device(call[name]) != wanted",
         "on_device(call[name]) is None",
         "lengths that the device cannot find pass",
+    ),
+    Fault(
+        "lengths_frozen_unseen",
+        ATB_RULES,
+        'if on_host and call.conditions.capture() != "group":',
+        'if on_host and call.conditions.capture() == "none":',
+        "every replay reads as many keys as there were when it was captured",
+    ),
+    Fault(
+        "lengths_read_when_replayed",
+        DEFERRED,
+        'if call.name != "aten::copy_":',
+        "if not call.mixed:",
+        "what the host writes after the capture would reach the device, where it never does",
+    ),
+    Fault(
+        "updated_while_it_runs",
+        CAPTURE,
+        "if (!before(&group->ran, stream))",
+        "if (group->ran.count < 0)",
+        "a replay that nobody waited for may read the arguments of the next",
+    ),
+    Fault(
+        "older_record_will_do",
+        EXECUTION,
+        "    if (task->kind == WAIT) task->count = event->num_sent;\n",
+        "",
+        "a wait passes by an older record of its event",
+    ),
+    Fault(
+        "failure_without_records",
+        EXECUTION,
+        "if (task.kind == RECORD || task.kind == WRITE || task.kind == RESET)",
+        "if (task.kind == RESET)",
+        "other streams wait forever for one that failed",
+    ),
+    Fault(
+        "host_waits_for_nobody",
+        EXECUTION,
+        "while (stream->num_left < sent && (inside || others_run())) {",
+        "while (stream->num_left < sent && inside) {",
+        "a stream is called blocked while another thread is about to record its event",
     ),
     Fault(
         "update_that_writes_elsewhere",

@@ -16,7 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_stands_once_in_its_file_and_parses(fault: Fault) -> None:
     text = (ROOT / fault.file).read_text(encoding="utf-8")
-    assert ast.dump(ast.parse(fault.applied_to(text))) != ast.dump(ast.parse(text))
+    changed = fault.applied_to(text)
+    if fault.file.endswith(".py"):
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
+    else:  # C, which the test of the fault compiles
+        assert changed.split() != text.split()
 
 
 def test_faults_have_names_of_their_own_and_tests_that_exist() -> None:

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 
 import pytest
 import torch
 
+from tests.virtual_npu.captured import column, waiting
+
 pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("device")]
-
-
-def column(value: float = 0.0) -> torch.Tensor:
-    return torch.full((4,), value, dtype=torch.float32, device="npu")
-
-
-def waiting(event) -> torch.npu.Stream:
-    """Let the current stream wait for an event that is then cleared."""
-    stream = torch.npu.current_stream()
-    event.wait(stream)
-    event.reset(stream)
-    return stream
-
-
-def grouped(x, scale: float):
-    """A graph of one task group, x *= scale, behind an event; the group's handle and the event."""
-    graph, event = torch.npu.NPUGraph(), torch.npu.ExternalEvent()
-    with torch.npu.graph(graph):
-        stream = waiting(event)
-        torch.npu.graph_task_group_begin(stream)
-        x.mul_(scale)
-        handle = torch.npu.graph_task_group_end(stream)
-    return graph, handle, event
 
 
 def test_a_capture_runs_nothing_and_a_replay_all():
@@ -132,86 +110,41 @@ def test_work_behind_an_event_waits_for_it():
         assert z.tolist() == sent.tolist() == [10.0] * 4
 
 
-def test_a_task_group_takes_new_arguments():
-    x, updates = column(1), torch.npu.Stream()
-    graph, handle, event = grouped(x, 2.0)
-    expected = 1.0
-    for scale in (3.0, 5.0):
-        graph.replay()  # it waits for the update
-        with torch.npu.stream(updates):
-            torch.npu.graph_task_update_begin(updates, handle)
-            x.mul_(scale)
-            torch.npu.graph_task_update_end(updates)
-            event.record(updates)
-        expected *= scale
-        assert x.tolist() == [expected] * 4
-
-
-def test_an_update_that_nothing_orders_before_its_use_is_refused():
-    x, updates, graph = column(1), torch.npu.Stream(), torch.npu.NPUGraph()
+def test_a_wait_is_for_the_last_record_of_an_event():
+    x, graph, gate, again = column(1), torch.npu.NPUGraph(), torch.npu.ExternalEvent(), torch.npu.Event()
     with torch.npu.graph(graph):
-        stream = torch.npu.current_stream()
-        torch.npu.graph_task_group_begin(stream)
+        waiting(gate)
         x.mul_(2)
-        handle = torch.npu.graph_task_group_end(stream)
-    with torch.npu.stream(updates):
-        torch.npu.graph_task_update_begin(updates, handle)
-        x.mul_(3)
-        with pytest.raises(RuntimeError, match="while a task group of it is being updated"):
-            graph.replay()
-        torch.npu.graph_task_update_end(updates)
-    with pytest.raises(RuntimeError, match="nothing orders before it"):
-        graph.replay()
-    torch.npu.current_stream().wait_stream(updates)
+    other, stream = torch.npu.Stream(), torch.npu.current_stream()
+    again.record(stream)
     graph.replay()
-    assert x.tolist() == [3.0] * 4
+    again.record(stream)
+    with torch.npu.stream(other):
+        again.wait(other)
+        y = x + 1
+    assert not again.query()
+    gate.record(torch.npu.Stream())
+    torch.npu.synchronize()
+    assert again.query()
+    assert y.tolist() == [3.0] * 4
 
 
-def test_an_update_is_of_the_same_operators_at_the_same_places():
-    x, updates = column(1), torch.npu.Stream()
-    graph, handle, event = grouped(x, 2.0)
-    with torch.npu.stream(updates):
-        torch.npu.graph_task_update_begin(updates, handle)
-        with pytest.raises(RuntimeError, match="where its task group holds aten::mul_"):
-            x.add_(1)
-        with pytest.raises(RuntimeError, match="writes elsewhere"):
-            torch.empty_like(x).mul_(2)
-        with pytest.raises(RuntimeError, match="holds 1 operators and its update 0"):
-            torch.npu.graph_task_update_end(updates)
-    event.record(updates)
-    graph.replay()
-    assert x.tolist() == [2.0] * 4  # as it was captured
-
-
-def test_a_handle_of_no_graph_is_refused():
-    graph, handle, _ = grouped(column(1), 2.0)
-    del graph
-    gc.collect()
-    stream = torch.npu.Stream()
-    with pytest.raises(RuntimeError, match="no living graph has"):
-        torch.npu.graph_task_update_begin(stream, handle)
-
-
-def test_a_running_replay_is_not_updated_behind_its_back():
-    x, graph, first, second = (
-        column(1),
-        torch.npu.NPUGraph(),
-        torch.npu.ExternalEvent(),
-        torch.npu.ExternalEvent(),
-    )
+def test_a_stream_that_fails_does_not_hold_up_others():
+    x, graph, gate = column(1), torch.npu.NPUGraph(), torch.npu.ExternalEvent()
+    freed = column(1)
     with torch.npu.graph(graph):
-        stream = waiting(first)
-        torch.npu.graph_task_group_begin(stream)
-        x.mul_(2)
-        handle = torch.npu.graph_task_group_end(stream)
-        waiting(second)
-    updates = torch.npu.Stream()
+        waiting(gate)
+        freed.mul_(2)
+    del freed
     graph.replay()
-    first.record(updates)  # the group has run; the graph waits for the second event
-    with pytest.raises(RuntimeError, match="has already begun or done"):
-        torch.npu.graph_task_update_begin(updates, handle)
-    second.record(updates)
-    assert x.tolist() == [2.0] * 4
+    other = torch.npu.Stream()
+    other.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(other):
+        y = x + 1
+    with pytest.raises(RuntimeError, match="uses a tensor that is freed"):
+        gate.record(torch.npu.Stream())
+    torch.npu.synchronize()
+    assert y.tolist() == [2.0] * 4
 
 
 def test_random_numbers_of_a_replay_are_new():
@@ -238,52 +171,6 @@ def test_graphs_run_out_of_streams():
     capture(1_800)  # what vllm-ascend asks for at most
     with pytest.raises(RuntimeError, match="captured streams are held by graphs"):
         capture(2_048)
-
-
-def attention(kv_lens: list[int]) -> dict[str, object]:
-    """Two decodes over pages of 128 tokens."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = [
-        torch.randn(*shape, generator=generator).half().npu() for shape in [(2, 4, 128), *[(6, 128, 256)] * 2]
-    ]
-    mask = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
-    return dict(zip(("query", "key", "value"), drawn)) | {
-        "atten_mask": mask.npu(),
-        "actual_seq_lengths": [1, 2],
-        "actual_seq_lengths_kv": kv_lens,
-        "block_table": torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device="npu"),
-        "num_heads": 4,
-        "num_key_value_heads": 2,
-        "scale": 0.1,
-        "input_layout": "TND",
-        "block_size": 128,
-        "sparse_mode": 3,
-    }
-
-
-def test_torch_npu_updates_attention_by_itself():
-    import torch_npu
-
-    call, graph = attention([1, 1]), torch.npu.NPUGraph()
-    with torch.npu.graph(graph, auto_dispatch_capture=True):
-        attended = torch_npu.npu_fused_infer_attention_score(**call)[0]
-    for kv_lens in ([100, 200], [256, 3]):
-        graph.replay()
-        graph.update([{"actual_seq_lengths_kv": kv_lens}])
-        torch.npu.synchronize()
-        expected = torch_npu.npu_fused_infer_attention_score(**call | {"actual_seq_lengths_kv": kv_lens})[0]
-        assert torch.equal(attended, expected)
-
-
-def test_a_capture_outside_a_task_group_would_freeze_the_lengths():
-    import torch_npu
-
-    call = attention([1, 1])
-    with (
-        pytest.raises(ValueError, match="capture-form"),
-        torch.npu.graph(torch.npu.NPUGraph()),
-    ):
-        torch_npu.npu_fused_infer_attention_score(**call)
 
 
 def test_threads_replay_and_allocate_side_by_side():

@@ -11,6 +11,7 @@ from virtual_npu.operators.atb_call import in_tiles
 from virtual_npu.simulated_products import A2, A5, P310
 
 ON_310P = {"product": P310}
+Sent = torch.nn.Parameter  # stands for a tensor in the device's memory
 NOBODYS, HELD = {"held": pages_but()}, {"held": lambda: [39]}
 
 
@@ -71,6 +72,27 @@ ATB = [
     Wrong("mask-shape", put(mask_type=2), "mask_type", "is 2"),
     Wrong("mask-content", to("mask", torch.ones_like), "mask", "not 0 up to each query"),
 ]
+FROZEN_KEYS = Wrong(
+    "task-group",
+    put(),
+    "context_lens",
+    "frozen by the capture",
+    captured=True,
+    conditions={"product": A2, "on_device": lambda _: False, "capture": lambda: "stream"},
+)
+FROZEN_QUERIES = Wrong(
+    "task-group",
+    lambda call: {"context_lens": Sent(call["context_lens"], False)} if "context_lens" in call else {},
+    "seq_len",
+    "frozen by the capture",
+    captured=True,
+    conditions={
+        **ON_310P,
+        "on_device": lambda lens: isinstance(lens, Sent),
+        "capture": lambda: "stream",
+    },
+)
+DECODES, SPANS = [*ATB, FROZEN_KEYS], [*ATB, FROZEN_QUERIES]
 WRITES = [
     Wrong("mode", put(cache_mode="ND"), "cache_mode", "is ND"),
     Wrong("mode", put(seq_lens=torch.ones(1)), "seq_lens", "float32 (1,)"),
@@ -196,12 +218,13 @@ SAMPLING = [
 ]
 
 FAMILIES = {
+    **dict.fromkeys(("_npu_paged_attention", "_npu_paged_attention_get_workspace"), DECODES),
     **dict.fromkeys(
         (
-            *("_npu_paged_attention", "_npu_paged_attention_get_workspace", "_npu_paged_attention_splitfuse"),
-            *("_npu_paged_attention_splitfuse_v2", "_npu_flash_attention", "_npu_flash_attention_v3"),
+            *("_npu_paged_attention_splitfuse", "_npu_paged_attention_splitfuse_v2"),
+            *("_npu_flash_attention", "_npu_flash_attention_v3"),
         ),
-        ATB,
+        SPANS,
     ),
     **dict.fromkeys(
         ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "_npu_reshape_and_cache_siso"), WRITES

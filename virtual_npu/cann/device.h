@@ -132,6 +132,7 @@ void forget(struct tasks tasks); /* their kernels are needed no more; drops the 
 int settle(struct stream *stream);
 int settle_event(struct event *event);
 bool complete(const struct event *event);
+bool abandon(struct stream *stream); /* its queue and its open update; was there any? */
 
 /* streams.c, events.c, graphs.c, groups.c: what torch_npu and Python call, and nothing here */
 

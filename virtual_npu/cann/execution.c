@@ -110,20 +110,43 @@ static void leave(struct stream *stream) {
     pthread_cond_broadcast(&progress);
 }
 
+/* The first task of a queue will not be done */
+static void drop(struct stream *stream) {
+    struct task task = stream->queue.items[stream->queue.first];
+    if (task.kind == UPDATE) forget((struct tasks){.items = task.target, .count = task.count});
+    if (task.kind == KERNEL) {
+        pthread_mutex_unlock(&lock);
+        forget_kernel(task.kernel);
+        pthread_mutex_lock(&lock);
+    }
+    leave(stream);
+}
+
 /* A failed task takes the rest of the queue with it, but for its events: other streams would wait for them forever */
 static void fail(struct stream *stream, bool *recorded) {
-    for (leave(stream); stream->queue.first < stream->queue.count; leave(stream)) {
+    for (leave(stream); stream->queue.first < stream->queue.count; drop(stream)) {
         struct task task = stream->queue.items[stream->queue.first];
         int code;
         if (task.kind == RECORD || task.kind == WRITE || task.kind == RESET)
             perform(stream, &task, &code, recorded);
-        if (task.kind == UPDATE) forget((struct tasks){.items = task.target, .count = task.count});
-        if (task.kind == KERNEL) {
-            pthread_mutex_unlock(&lock);
-            forget_kernel(task.kernel);
-            pthread_mutex_lock(&lock);
-        }
     }
+}
+
+bool abandon(struct stream *stream) {
+    bool pending = !stream->running && stream->queue.first < stream->queue.count, open = stream->updated;
+    struct tasks update = stream->update;
+    stream->updated = NULL;
+    stream->update = (struct tasks){0};
+    forget(update);
+    if (pending) {
+        stream->running = true;
+        stream->runner = pthread_self();
+        while (stream->queue.first < stream->queue.count) drop(stream);
+        stream->queue.first = stream->queue.count = 0;
+        stream->running = false;
+        pthread_cond_broadcast(&progress);
+    }
+    return pending || open;
 }
 
 /* Does what can be done of a stream's queue. Beyond task `mine` it leaves the rest to the threads that sent it, where

@@ -99,3 +99,13 @@ int virtual_npu_submit(aclrtStream handle, uint64_t kernel) {
 
 /* The host reads what a stream has written */
 int virtual_npu_settle(aclrtStream handle) { LOCKED(settle(stream_of(handle))); }
+
+/* Drops what streams wait to do and never will; returns how many had such work */
+int virtual_npu_abandon(void) {
+    int count = 0;
+    pthread_mutex_lock(&lock);
+    for (struct stream *each = all_streams(); each; each = each->next) count += abandon(each);
+    count_busy();
+    pthread_mutex_unlock(&lock);
+    return count;
+}

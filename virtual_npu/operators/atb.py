@@ -100,6 +100,14 @@ def _placed(call: Call) -> Iterator[Breach]:
             yield name, "on the host" if wanted else "on the device"
 
 
+def _frozen(call: Call) -> Iterator[Breach]:
+    on_device = call.conditions.on_device
+    for name in ("seq_len", "context_lens"):
+        on_host = on_device is not None and call[name] is not None and not on_device(call[name])
+        if on_host and call.conditions.capture() != "group":
+            yield name, "on the host, frozen by the capture"
+
+
 def _context(call: Call) -> Iterator[Breach]:
     context, queries = call["context_lens"], call["seq_len"]
     batch = call["query"].shape[0] if queries is None else len(queries)
@@ -198,6 +206,15 @@ FIRST = (
 KEYS = (
     Rule("keys", "key and value have a row a query", FIELD + "/attention_v1.py", "cut them alike", _keys),
 )
+CAPTURED = (
+    Rule(
+        "task-group",
+        "lengths on the host can be updated after a capture only in a task group",
+        "vllm-ascend compilation/acl_graph.py",
+        "put the call between graph_task_group_begin and graph_task_group_end",
+        _frozen,
+    ),
+)
 PAGES = (
     Rule(
         "cache",
@@ -292,6 +309,7 @@ def _over_pages(schema: str, products: tuple[Product, ...], more: tuple[Rule, ..
         read=partial(AtbAttentionCall, paged=True),
         first=FIRST + PAGES,
         rules=READ_PAGES + more,
+        captured=CAPTURED,
         reference=attend,
     )
 
@@ -304,6 +322,7 @@ def _over_keys(schema: str) -> Operator:
         read=partial(AtbAttentionCall, paged=False),
         first=FIRST + KEYS,
         rules=MASK,
+        captured=CAPTURED,
         reference=attend,
     )
 
