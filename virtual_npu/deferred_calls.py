@@ -1,7 +1,8 @@
 """What happens to an operator that cannot run immediately?
 
 A stream may be captured, or update a task group, or wait for an event. Then the operator's outputs are
-allocated and filled with NaN, and its work is kept until the device runs it, on the same addresses.
+allocated, and filled with NaN in a capture, and its work is kept until the device runs it, on the same
+addresses.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ class DeferredCalls:
         result = _outputs(call, on_host, named, originals)
         ours = {id(each) for _, each in originals.values()}
         places = [call.memory.view(each) for each in tensors(result) if id(each) not in ours]
-        for each in places:
-            poison(each)
+        if state == CAPTURED:  # in a queue, tasks before this one may still read the memory that it was given
+            for each in places:
+                poison(each)
 
         def run() -> None:
             done = call.perform(on_host, named, originals_of_run)
@@ -105,8 +107,11 @@ class DeferredCalls:
         # Only views are kept: a graph knows addresses and keeps no tensor alive
         originals_of_run: Originals = {key: (view, view) for key, (view, _) in originals.items()}
         written = [each for each in tensors(result) if not each.is_cpu]
+        # The allocator gives memory on in the order of the stream: a queue may use what its caller has freed
         outside = tuple(
-            self._outside(each) for _, each in originals.values() if not each.is_cpu and self._kept(each)
+            self._outside(each)
+            for _, each in originals.values()
+            if state != WAITING and not each.is_cpu and self._kept(each)
         )
         self._submit(
             DeferredCall(

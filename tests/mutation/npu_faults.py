@@ -277,8 +277,8 @@ NPU_FAULTS = (
     Fault(
         "what_is_captured_is_there",
         DEFERRED,
-        "        for each in places:\n            poison(each)\n",
-        "",
+        "if state == CAPTURED:  # in a queue",
+        "if state == UPDATING:  # in a queue",
         "a value read while a graph is captured looks like a result",
     ),
 )

@@ -92,6 +92,23 @@ def test_a_freed_input_is_refused():
     assert y.isnan().all()
 
 
+def test_memory_is_given_on_while_work_that_reads_it_waits():
+    x, graph, event = column(), torch.npu.NPUGraph(), torch.npu.ExternalEvent()
+    with torch.npu.graph(graph):
+        waiting(event)
+        x.add_(1)
+    read = column(5)
+    address = read.data_ptr()
+    graph.replay()
+    first = read * 2
+    del read
+    second = x + 1  # in the memory of `read`, as the order of the stream allows
+    assert second.data_ptr() == address
+    event.record(torch.npu.Stream())
+    assert first.tolist() == [10.0] * 4
+    assert second.tolist() == [2.0] * 4
+
+
 def test_work_behind_an_event_waits_for_it():
     x, graph, event = column(), torch.npu.NPUGraph(), torch.npu.ExternalEvent()
     with torch.npu.graph(graph):

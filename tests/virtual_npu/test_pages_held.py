@@ -25,12 +25,13 @@ pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("device")]
 def engine(device: Any) -> Iterator[Engine]:
     """One with few pages, whose cache holds NaN but for the null page, so that requests share and preempt."""
     few = ["cache.num_pages=14", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48"]
+    before = device.conditions
     made = build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings("npu"), *few])).engine
     cache = made.runner.cache
     for tensor in (*cache.keys, *cache.values):
         tensor[1:] = torch.nan
     yield made
-    device.contract(Conditions(capture=device.capture))
+    device.contract(before)
 
 
 def serve(engine: Engine) -> list[list[int]]:

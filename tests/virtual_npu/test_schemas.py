@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.npu, pytest.mark.usefixtures("device")]
 @pytest.fixture
 def under(device: Any) -> Iterator[Callable[[Conditions], None]]:
     """Put the device under other conditions, until the test ends."""
+    before = device.conditions
     yield lambda conditions: device.contract(replace(conditions, capture=device.capture))
-    device.contract(Conditions(capture=device.capture))
+    device.contract(before)
 
 
 def of_the_wheel(each: Operator) -> torch._ops.OpOverload:
