@@ -212,6 +212,6 @@ def test_threads_replay_and_allocate_side_by_side():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
