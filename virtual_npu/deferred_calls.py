@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from virtual_npu.host_call import HostCall, Originals, swapped, tensors
+from virtual_npu.launch_log import LaunchLog, call_kind
 
 CAPTURED, WAITING, UPDATING = 1, 2, 3  # as virtual_npu_state answers
 IN_POOL = 2  # as virtual_npu_holds answers
@@ -36,13 +37,14 @@ class DeferredCall:
     writes: tuple[int, ...]
     outside: tuple[StorageWeakRef, ...]
     once: bool
+    place: str  # of the launch log, when it was called
 
 
 class DeferredCalls:
     """The operators that wait, by the numbers that the device has for them."""
 
-    def __init__(self, device: ctypes.CDLL) -> None:
-        self.device = device
+    def __init__(self, device: ctypes.CDLL, log: LaunchLog) -> None:
+        self.device, self.log = device, log
         self.busy = ctypes.c_int.in_dll(device, "virtual_npu_busy")
         self._waiting: dict[int, DeferredCall] = {}
         self._numbers = itertools.count(1)
@@ -115,7 +117,12 @@ class DeferredCalls:
         )
         self._submit(
             DeferredCall(
-                call.name, run, tuple(each.data_ptr() for each in written), outside, state == WAITING
+                call.name,
+                run,
+                tuple(each.data_ptr() for each in written),
+                outside,
+                state == WAITING,
+                self.log.place,
             ),
             state,
         )
@@ -123,12 +130,13 @@ class DeferredCalls:
 
     def _submit(self, deferred: DeferredCall, state: int) -> None:
         if state == UPDATING:
-            self._check_update(deferred)
+            deferred = replace(deferred, place=self._updated(deferred).place)
         number = next(self._numbers)
         self._waiting[number] = deferred
         self.check(self.device.virtual_npu_submit(stream(), number))
 
-    def _check_update(self, deferred: DeferredCall) -> None:
+    def _updated(self, deferred: DeferredCall) -> DeferredCall:
+        """The captured call that this one takes the place of. Raises RuntimeError where it may not."""
         old = self._waiting.get(self.device.virtual_npu_replaced(stream()))
         if old is None:
             raise RuntimeError(
@@ -143,6 +151,7 @@ class DeferredCalls:
                 f"virtual NPU: the update of {old.name} writes elsewhere than the captured call, and what"
                 " follows in the graph would read the old place: use the .out form with the captured outputs"
             )
+        return old
 
     def _kept(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
@@ -160,6 +169,8 @@ class DeferredCalls:
                     " would read or write whatever lies there now. Keep the tensor as long as the graph"
                 )
             deferred.run()
+            if not deferred.once:
+                self.log.note(call_kind(deferred.name), deferred.name, deferred.place, in_graph=True)
         except Exception as error:  # noqa: BLE001 - it goes through C, and is raised again beyond
             self.device.virtual_npu_say(f"virtual NPU: {deferred.name}: {error}".encode())
             return EXECUTION_FAILED

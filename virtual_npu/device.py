@@ -19,6 +19,7 @@ from virtual_npu import libraries
 from virtual_npu.contract import Capture, Conditions
 from virtual_npu.deferred_calls import CAPTURED, DeferredCalls
 from virtual_npu.kernels import Kernels
+from virtual_npu.launch_log import LaunchLog
 from virtual_npu.memory import Memory
 from virtual_npu.operators import OPERATORS
 from virtual_npu.simulated_products import PRODUCTS
@@ -35,8 +36,9 @@ class VirtualDevice:
     def __init__(self, chip: str, memory_bytes: int | None, library: ctypes.CDLL) -> None:
         self.chip, self.memory_bytes, self.library = chip, memory_bytes, library
         self.memory = Memory(library.virtual_npu_base(), library.virtual_npu_span())
-        self.deferred_calls = DeferredCalls(library)
-        self.kernels = Kernels(self.memory, self.deferred_calls)
+        self.log = LaunchLog(library)
+        self.deferred_calls = DeferredCalls(library, self.log)
+        self.kernels = Kernels(self.memory, self.deferred_calls, self.log)
         self.num_kernels = self.kernels.register()
         self.num_operators = len(OPERATORS)
         self.conditions: Conditions | None = None

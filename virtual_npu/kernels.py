@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from virtual_npu.deferred_calls import DeferredCalls
+from virtual_npu.deferred_calls import CAPTURED, UPDATING, DeferredCalls
 from virtual_npu.host_call import HostCall
+from virtual_npu.launch_log import Kind, LaunchLog, call_kind
 from virtual_npu.memory import Memory
 from virtual_npu.randomness import seeded
 
 Kernel = Callable[..., Any]
+ITEM = "aten::_local_scalar_dense"
+WAITS = "a copy that is not both pinned and non_blocking"
 
 # torch_npu's own kernels are used: they make, view or describe tensors and do not touch elements
 KEEP = {
@@ -39,8 +42,8 @@ KEEP = {
 class Kernels:
     """The kernels of every operator on npu:0, registered as long as this object lives."""
 
-    def __init__(self, memory: Memory, deferred_calls: DeferredCalls) -> None:
-        self.memory, self.deferred_calls = memory, deferred_calls
+    def __init__(self, memory: Memory, deferred_calls: DeferredCalls, log: LaunchLog) -> None:
+        self.memory, self.deferred_calls, self.log = memory, deferred_calls, log
         self._libraries: dict[str, torch.library.Library] = {}
 
     def register(self) -> int:
@@ -85,15 +88,22 @@ class Kernels:
         """What torch calls for an operator."""
         if torch.Tag.nondeterministic_seeded in call.operator.tags:
             call.function = seeded(call.function, {each.name for each in call.operator._schema.arguments})
-        deferred_calls, busy = self.deferred_calls, self.deferred_calls.busy
+        deferred_calls, busy, log = self.deferred_calls, self.deferred_calls.busy, self.log
+        kind = call_kind(call.name)
         answers_host = call.name.endswith("_get_max_workspace")  # it sends nothing to the device
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if busy.value and not answers_host:
-                if call.needs_host(args):
+            if answers_host:
+                return call(args, kwargs)
+            if call.needs_host(args):
+                log.note("wait", call.name)
+                if busy.value:
                     deferred_calls.host_waits(call.name)
-                elif state := deferred_calls.state():
-                    return deferred_calls.defer(call, args, kwargs, state)
+            elif busy.value and (state := deferred_calls.state()):
+                if state != CAPTURED:  # what is captured counts when it is replayed
+                    log.note("update" if state == UPDATING else kind, call.name)
+                return deferred_calls.defer(call, args, kwargs, state)
+            log.note(*("to host", call.name) if call.name == ITEM else (kind, call.name))
             return call(args, kwargs)
 
         return run
@@ -101,15 +111,22 @@ class Kernels:
     def _copy(self) -> Kernel:
         """copy_, which is not an operator of the device alone: one side may be the host's."""
         call = HostCall(torch.ops.aten.copy_.default, torch.ops.aten.copy_.default, self.memory)
-        deferred_calls = self.deferred_calls
+        deferred_calls, log = self.deferred_calls, self.log
 
         def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-            if deferred_calls.busy.value:
-                host = [each for each in (target, source) if each.is_cpu]
-                if host and not (non_blocking and host[0].is_pinned()):
-                    deferred_calls.host_waits("a copy that is not both pinned and non_blocking")
-                elif state := deferred_calls.state():
-                    return deferred_calls.defer(call, (target, source), {}, state)
+            if not target.numel():
+                return target
+            host = [each for each in (target, source) if each.is_cpu]
+            kind: Kind = "launch" if not host else "to host" if target.is_cpu else "to device"
+            if host and not (non_blocking and host[0].is_pinned()):
+                log.note("wait", WAITS)
+                if deferred_calls.busy.value:
+                    deferred_calls.host_waits(WAITS)
+            elif deferred_calls.busy.value and (state := deferred_calls.state()):
+                if state != CAPTURED:
+                    log.note(kind, call.name)
+                return deferred_calls.defer(call, (target, source), {}, state)
+            log.note(kind, call.name)
             call.on_host(target).copy_(call.on_host(source))
             return target
 

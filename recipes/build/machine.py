@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,10 @@ from models.runner import ModelRunner
 from models.warm_up import decode_step
 from recipes.schema.recipe import ROOT, DeviceSection
 from recipes.schema.recipe_error import RecipeError, in_yaml
+
+if TYPE_CHECKING:
+    from virtual_npu import VirtualDevice
+    from virtual_npu.launch_log import LaunchLog
 
 log = logging.getLogger(__name__)
 
@@ -166,9 +171,8 @@ class Npu(Accelerator):
 
     def __init__(self, asked: DeviceSection) -> None:
         super().__init__(asked)
-        if asked.virtual:
-            _stand_in(asked)
-        elif "virtual_npu" in sys.modules:
+        self._stand_in = _stand_in(asked) if asked.virtual else None
+        if self._stand_in is None and "virtual_npu" in sys.modules:
             raise RecipeError(
                 "device.virtual",
                 "this process has a stand-in already, and would take it for the NPU",
@@ -201,6 +205,11 @@ class Npu(Accelerator):
         wide = ", and takes float32 as no product does" if self.asked.virtual_fp32 else ""
         return f"VIRTUAL {kind}: a stand-in, whose figures say nothing{wide}"
 
+    @property
+    def launch_log(self) -> LaunchLog | None:
+        """What the device is asked to do, where it is the stand-in, which counts that."""
+        return None if self._stand_in is None else self._stand_in.log
+
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention
         from attention.npu.fused_attention import FusedAttention
@@ -226,12 +235,12 @@ def decided(asked: DeviceSection) -> list[tuple[str, str]]:
     return list(Cpu(asked).decided()) if asked.kind == "cpu" else []
 
 
-def _stand_in(asked: DeviceSection) -> None:
+def _stand_in(asked: DeviceSection) -> VirtualDevice:
     import virtual_npu
 
     chip = next(each.chip for each in PRODUCTS if each.name == (asked.product or "910B"))
     try:
-        virtual_npu.start(chip, fp32=asked.virtual_fp32)
+        return virtual_npu.start(chip, fp32=asked.virtual_fp32)
     except (OSError, RuntimeError, ValueError) as error:
         raise RecipeError(
             "device.virtual", f"the stand-in does not start: {one_line(error)}", value=True

@@ -101,6 +101,9 @@ extern _Thread_local int thread_mode; /* of captures, for calls that this thread
 extern clocks seen_by_host; /* which waited for it */
 extern int (*run_kernel)(uint64_t kernel);
 extern void (*forget_kernel)(uint64_t kernel);
+/* What launch_log.py reads: waits of the host for a stream, an event or the device, and replays */
+enum counted { STREAM_WAITS, EVENT_WAITS, DEVICE_WAITS, REPLAYS, NUM_COUNTED };
+void counted(enum counted what); /* the lock need not be held */
 struct stream *new_stream(void);
 struct stream *stream_of(aclrtStream handle);
 struct stream *all_streams(void);

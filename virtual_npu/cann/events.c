@@ -38,7 +38,10 @@ aclError aclrtValueWait(void *address, uint64_t value, uint32_t flag, aclrtStrea
                   (struct task){.kind = AWAIT, .target = address, .count = value, .value = flag}));
 }
 
-aclError aclrtSynchronizeEvent(aclrtEvent handle) { LOCKED(settle_event(handle)); }
+aclError aclrtSynchronizeEvent(aclrtEvent handle) {
+    counted(EVENT_WAITS);
+    LOCKED(settle_event(handle));
+}
 
 aclError aclrtQueryEventStatus(aclrtEvent handle, aclrtEventRecordedStatus *status) {
     pthread_mutex_lock(&lock);

@@ -121,6 +121,7 @@ static int replay(struct graph *graph, struct stream *stream) {
 }
 
 aclError aclmdlRIExecuteAsync(aclmdlRI model, aclrtStream handle) {
+    counted(REPLAYS);
     pthread_mutex_lock(&lock);
     int code = replay(known(model), stream_of(handle));
     pthread_mutex_unlock(&lock);

@@ -20,7 +20,10 @@ aclError aclrtSetStreamAttribute(aclrtStream handle, aclrtStreamAttr kind, aclrt
 }
 aclError aclrtSetStreamFailureMode(aclrtStream handle, uint64_t mode) { return ACL_SUCCESS; }
 
-aclError aclrtSynchronizeStream(aclrtStream handle) { LOCKED(settle(stream_of(handle))); }
+aclError aclrtSynchronizeStream(aclrtStream handle) {
+    counted(STREAM_WAITS);
+    LOCKED(settle(stream_of(handle)));
+}
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) {
     return aclrtSynchronizeStream(handle);
 }
@@ -30,7 +33,10 @@ static int settle_all(void) {
     for (struct stream *each = all_streams(); each && !code; each = each->next) code = settle(each);
     return code;
 }
-aclError aclrtSynchronizeDevice(void) { LOCKED(settle_all()); }
+aclError aclrtSynchronizeDevice(void) {
+    counted(DEVICE_WAITS);
+    LOCKED(settle_all());
+}
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout) { return aclrtSynchronizeDevice(); }
 
 aclError aclrtStreamQuery(aclrtStream handle, aclrtStreamStatus *status) {

@@ -1,0 +1,163 @@
+"""What does a decode step ask of an NPU: how many launches, copies and waits of the host?
+
+Counted over the stand-in for CANN, which sees every call, also where the recipe names a real NPU. The model
+has the recipe's heads, norms, biases, windows and types, but few layers, narrow products and random weights:
+what a layer asks for does not depend on these, so the sums of the whole depth are exact. A launch is one
+operator of torch or torch_npu that computes on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmark.options import add_json, show
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from models.runner import ModelRunner
+from recipes.build.engine import build
+from recipes.build.families import model_config, read
+from recipes.build.machine import Npu, start
+from recipes.schema.command_line import add_recipe
+from recipes.schema.reader import load
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+
+LAYERS = 3  # the first has no residual before it; those after it are alike
+NARROW = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512, "eos_token_id": 2}
+ROWS = 2
+SETTLED = 3  # steps before the one that is read, the first of which is the prompts'
+SAMPLING: Mapping[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "top-k and top-p": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+}
+COLUMNS = {
+    "a_layer": "launches a layer",
+    "in_graph": "in the graph",
+    "outside_graph": "outside the graph",
+    "to_device": "copies to the device",
+    "to_host": "copies to the host",
+    "waits": "waits of the host",
+    "updates": "updates of tasks",
+    "prefetches": "prefetches",
+}
+
+
+def run(recipe: Recipe) -> dict[str, object]:
+    """The counts of a decode step of the recipe's model, eager and captured, by way of sampling."""
+    num_layers = model_config(recipe).num_layers
+    small = _narrow(recipe)
+    machine = start(small.device)
+    assert isinstance(machine, Npu), "a narrow recipe names an NPU"
+    log = machine.launch_log
+    assert log is not None, "and the stand-in for it"
+    built = build(small)
+    _name_layers(built.runner, lambda place: setattr(log, "place", place))
+    built.runner.capture(ROWS)  # once more, now that the layers are named
+    graphs, steps = built.runner.graphs, []
+    for way in ("eager", "captured"):
+        built.runner.graphs = graphs if way == "captured" else None
+        for sampling, params in SAMPLING.items():
+            _settle(built.engine, SamplingParams(max_tokens=SETTLED + 2, ignore_eos=True, **params))
+            with log.reading() as asked:
+                built.engine.step()
+            steps.append({"step": f"{way}, {sampling}"} | _sums(asked, num_layers))
+            while built.engine.has_work:
+                built.engine.step()
+    return {"num_layers": num_layers, "steps": steps}
+
+
+def _narrow(recipe: Recipe) -> Recipe:
+    """The same model with few layers and narrow products, on the stand-in."""
+    if recipe.device.kind != "npu":
+        raise RecipeError(
+            "device.kind", "no NPU, whose launches are counted", "choose a recipe of an NPU",
+            value=recipe.device.kind,
+        )  # fmt: skip
+    hf = dict(recipe.model.config or {}) if recipe.model.path is None else read(recipe.model.path)
+    config = model_config(recipe)
+    hf |= {**NARROW, "num_hidden_layers": LAYERS, "head_dim": config.head_dim}
+    if isinstance(hf.get("layer_types"), list):
+        hf["layer_types"] = hf["layer_types"][:LAYERS]
+    model = replace(recipe.model, path=None, config=hf, weights="random")
+    device = replace(recipe.device, virtual=True, graphs=ROWS)
+    cache = replace(recipe.cache, num_pages=8, memory_gib=None, memory_fraction=None, host_gib=None)
+    scheduler = replace(recipe.scheduler, num_slots=ROWS, max_batch_tokens=64, record=None)
+    return replace(recipe, model=model, device=device, cache=cache, scheduler=scheduler)
+
+
+def _name_layers(runner: ModelRunner, name: Callable[[str], None]) -> None:
+    """Call `name` where a layer begins, and with nothing where it ends."""
+    for number, layer in enumerate(runner.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, at=str(number): name(at))
+        layer.register_forward_hook(lambda *_: name(""))
+
+
+def _settle(engine: Engine, params: SamplingParams) -> None:
+    """Bring the engine to where its next step is of decodes only, as those before and after it."""
+    for row in range(ROWS):
+        engine.add(Request(str(row), np.arange(3, 8), params))
+    for _ in range(SETTLED):
+        engine.step()
+
+
+def _sums(asked: Sequence[Any], num_layers: int) -> dict[str, object]:
+    kinds = Counter(each.kind for each in asked)
+    launches = [each for each in asked if each.kind == "launch"]
+    layers = [Counter(each.name for each in launches if each.place == str(at)) for at in range(LAYERS)]
+    assert layers[1] == layers[2], f"layers differ: {layers[1]} and {layers[2]}"
+    depth = layers[0].total() + (num_layers - 1) * layers[1].total()
+    around = [Counter(e.name for e in launches if not e.place and e.in_graph == of) for of in (True, False)]
+    is_captured = any(each.in_graph for each in launches)
+    return {
+        "a_layer": layers[1].total(),
+        "in_graph": depth + around[0].total() if is_captured else 0,
+        "outside_graph": around[1].total() + (0 if is_captured else depth),
+        "to_device": kinds["to device"],
+        "to_host": kinds["to host"],
+        "waits": kinds["wait"],
+        "updates": kinds["update"] // LAYERS * num_layers,
+        "prefetches": kinds["prefetch"],
+        "operators": {
+            "first layer": dict(layers[0]),
+            "each further layer": dict(layers[1]),
+            "rest of the graph": dict(around[0]),
+            "outside": dict(around[1]),
+            "waits": dict(Counter(each.name for each in asked if each.kind == "wait")),
+        },
+    }
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """A row a way of stepping, and below it which operators they are."""
+    print("\n".join(table(result)))
+    for step in result["steps"]:
+        print(f"\n{step['step']}:")
+        for place, names in step["operators"].items():
+            said = ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
+            print(f"  {place}: {said or 'nothing'}")
+
+
+def table(result: Mapping[str, Any]) -> Iterator[str]:
+    """The counts in Markdown, of a model of `num_layers` layers."""
+    yield f"| {result['num_layers']} layers, counted over the stand-in | {' | '.join(COLUMNS.values())} |"
+    yield f"|---|{'---|' * len(COLUMNS)}"
+    for step in result["steps"]:
+        yield f"| {step['step']} | {' | '.join(str(step[name]) for name in COLUMNS)} |"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `launches`."""
+    add_recipe(parser)
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    recipe = load(options.recipe, options.overrides, options.profile)
+    show({"benchmark": "launches", "recipe": options.recipe, **run(recipe)}, options, print_table)

@@ -1,0 +1,82 @@
+"""The launches, copies and waits of a decode step on an NPU, which are exact on any machine."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from benchmark.micro import launches
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import stand_in_alone
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+
+LLAMA = (
+    "{model_type: llama, vocab_size: 32000, hidden_size: 4096, intermediate_size: 11008,"
+    " num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 32, torch_dtype: float16,"
+    " max_position_embeddings: 4096, eos_token_id: 2}"
+)
+QWEN2 = (
+    "{model_type: qwen2, vocab_size: 152064, hidden_size: 3584, intermediate_size: 18944,"
+    " num_hidden_layers: 28, num_attention_heads: 28, num_key_value_heads: 4, torch_dtype: bfloat16,"
+    " max_position_embeddings: 32768, rope_theta: 1000000, eos_token_id: 151645}"
+)
+QWEN3 = (
+    "{model_type: qwen3, vocab_size: 151936, hidden_size: 4096, intermediate_size: 12288, head_dim: 128,"
+    " num_hidden_layers: 36, num_attention_heads: 32, num_key_value_heads: 8, torch_dtype: bfloat16,"
+    " max_position_embeddings: 40960, rope_theta: 1000000, eos_token_id: 151645}"
+)
+MODELS = {
+    "Qwen3-8B, bfloat16": ("qwen3/qwen3_8b_910b", QWEN3),
+    "Qwen3-8B, W8A8": ("qwen3/qwen3_8b_910b_w8a8", QWEN3),
+    "Llama-2-7B, float16": ("llama/llama2_7b_910b", LLAMA),
+    "Qwen2.5-7B, W8A8": ("qwen2/qwen2.5_7b_910b_w8a8", QWEN2),
+}
+# Launches a layer, in the graph, and outside it: greedy, with top-p, with top-k and top-p
+EXPECTED = {
+    "Qwen3-8B, bfloat16": (15, 554, 4, 355, 64),
+    "Qwen3-8B, W8A8": (19, 698, 4, 355, 64),
+    "Llama-2-7B, float16": (13, 430, 4, 355, 64),
+    "Qwen2.5-7B, W8A8": (17, 490, 4, 355, 64),
+}
+
+
+@cache
+def counted(name: str) -> dict[str, dict[str, Any]]:
+    """The counts by step, of the recipe with the configuration of the real model."""
+    recipe, config = MODELS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODELS", "/models")
+        chosen = ["model.path=null", f"model.config={config}", "model.weights=random"]
+        result: dict[str, Any] = launches.run(load(ROOT / f"recipes/{recipe}.yaml", chosen))
+    return {each["step"]: each for each in result["steps"]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_asks_for_so_many_launches(name: str) -> None:
+    steps = counted(name)
+    captured = [steps[f"captured, {sampling}"] for sampling in launches.SAMPLING]
+    layer, graph, *outside = EXPECTED[name]
+    assert {step["a_layer"] for step in steps.values()} == {layer}
+    assert {step["in_graph"] for step in captured} == {graph}
+    assert [step["outside_graph"] for step in captured] == outside
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_captured_step_asks_for_so_many_copies_and_waits(name: str) -> None:
+    steps = counted(name)
+    asked = {
+        sampling: tuple(
+            steps[f"captured, {sampling}"][column] for column in ("to_device", "to_host", "waits")
+        )
+        for sampling in ("greedy", "top-p")
+    }
+    assert asked == {"greedy": (1, 1, 2), "top-p": (2, 1, 3)}
+
+
+def test_a_recipe_of_another_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"device\.kind: no NPU, whose launches are counted"):
+        launches.run(load(ROOT / "recipes/tiny/cpu.yaml"))

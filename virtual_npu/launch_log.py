@@ -1,0 +1,67 @@
+"""What does a piece of work ask of the device: which launches, copies, replays, and waits of the host?
+
+A launch is one operator of torch or torch_npu that computes on the device; views and empty tensors are none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["launch", "prefetch", "to device", "to host", "wait", "replay", "update"]
+
+# Counted by the device itself, in the order of `enum counted` in cann/device.h
+COUNTED: tuple[tuple[Kind, str], ...] = (
+    ("wait", "stream"),
+    ("wait", "event"),
+    ("wait", "device"),
+    ("replay", "graph"),
+)
+
+
+def call_kind(name: str) -> Kind:
+    """What a call of this operator counts as: a prefetch computes nothing."""
+    return "prefetch" if name == "npu::npu_prefetch" else "launch"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One thing that the device or the host was asked to do.
+
+    `place` is what `LaunchLog.place` was when it was asked or captured; `in_graph` says that a replay did it.
+    """
+
+    kind: Kind
+    name: str
+    place: str = ""
+    in_graph: bool = False
+
+
+class LaunchLog:
+    """What was asked while it was read; whoever runs a part of the work may name it by `place`."""
+
+    def __init__(self, device: ctypes.CDLL) -> None:
+        self.place = ""
+        self._counts = (ctypes.c_uint64 * len(COUNTED)).in_dll(device, "virtual_npu_counts")
+        self._asked: list[Asked] | None = None
+
+    @contextmanager
+    def reading(self) -> Iterator[list[Asked]]:
+        """The list is filled while the context is open, with what the device counts itself at its end."""
+        assert self._asked is None, "one reads at a time"
+        self._asked = asked = []
+        before = list(self._counts)
+        try:
+            yield asked
+        finally:
+            self._asked = None
+            for (kind, name), first, last in zip(COUNTED, before, self._counts):
+                asked += [Asked(kind, name)] * (last - first)
+
+    def note(self, kind: Kind, name: str, place: str | None = None, *, in_graph: bool = False) -> None:
+        """Remember one thing, where someone reads."""
+        if self._asked is not None:
+            self._asked.append(Asked(kind, name, self.place if place is None else place, in_graph))
