@@ -24,7 +24,8 @@ from continuous_batching.batch import Batch
 from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape
 
-CAUSAL, BAND = 3, 4  # sparse_mode: all keys up to a query's own, or the last pre_tokens + 1 of these
+# sparse_mode: all keys, those up to a query's own, or the last pre_tokens + 1 of these
+ALL, CAUSAL, BAND = 0, 3, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class FusedSpans:
     query_ends: list[int]  # running sum of lengths, from the first of `rows`
     kv_lens: list[int]  # of each span
     page_table: Tensor  # int32 [S, pages]
+
+    @property
+    def is_decodes(self) -> bool:
+        """Whether every span is one query, which sees all of its request's keys."""
+        return self.query_ends[-1] == len(self.query_ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,6 @@ class FusedAttention(AscendAttention):
             "query": query[part.rows],
             "key": keys.flatten(2),  # [P, B, K * D]
             "value": values.flatten(2),
-            "atten_mask": self.mask,
             "actual_seq_lengths": part.query_ends,
             "actual_seq_lengths_kv": part.kv_lens,
             "block_table": part.page_table,
@@ -124,11 +129,13 @@ class FusedAttention(AscendAttention):
             "scale": self.shape.scale,
             "input_layout": "TND",
             "block_size": self.shape.page_size,
-            "sparse_mode": CAUSAL,
         }
         if window is not None:
-            arguments |= {"sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": 0}
-        return arguments
+            band = {"sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": 0}
+            return arguments | band | {"atten_mask": self.mask}
+        if part.is_decodes:  # vllm-ascend #10302: without a mask decodes are up to 12 % faster
+            return arguments | {"sparse_mode": ALL}
+        return arguments | {"sparse_mode": CAUSAL, "atten_mask": self.mask}
 
     def plan_static(self, decodes: StaticDecodes) -> FusedMetadata:
         """As `plan`, for a captured step of one decode a row; `replay` gives the lengths on the host."""

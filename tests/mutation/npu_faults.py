@@ -51,6 +51,20 @@ NPU_FAULTS = (
         "op-plugin's third example of sparse_mode 3 passes the mask so: queries see the future",
     ),
     Fault(
+        "prompts_without_a_mask",
+        NPU,
+        "        if part.is_decodes:",
+        "        if True:",
+        "vllm-ascend #13699: with several queries a span this comes to the mean of the values",
+    ),
+    Fault(
+        "decodes_of_a_window_without_a_mask",
+        NPU,
+        "        if window is not None:",
+        "        if window is not None and not part.is_decodes:",
+        "a decode sees what lies before its window",
+    ),
+    Fault(
         "mask_of_half_the_side",
         ASCEND,
         "MASK_SIDE = 2048",

@@ -142,6 +142,18 @@ def test_a_single_query_ignores_the_mode() -> None:
     assert torch.equal(plain, V2(FP32, query, key, key, sparse_mode=2, **shared)[0])
 
 
+def test_packed_decodes_without_a_mask_see_all_their_keys() -> None:
+    arguments, _ = paged(np.random.default_rng(5))
+    rows = len(arguments["actual_seq_kvlen"])
+    decodes = arguments | {
+        "query": torch.randn(rows, *arguments["query"].shape[1:]),
+        "actual_seq_qlen": list(range(1, rows + 1)),
+        "return_softmax_lse": False,
+    }
+    bare = decodes | {"atten_mask": None, "sparse_mode": 0}
+    assert torch.equal(V2(FP32, **bare)[0], V2(FP32, **decodes)[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_comes_back_in_its_type(dtype: torch.dtype) -> None:
     arguments, dense = paged(np.random.default_rng(3), dtype)

@@ -30,7 +30,7 @@ WORKSPACE = 16 * 2**20  # bytes that every call needs; workspace_bytes adds thos
 
 def fused_attention(asked: FusedAttentionCall) -> tuple[Tensor, Tensor]:
     """The output in its layout, and the log of the sum of exponents in float32, empty where not wanted."""
-    if asked.packed and asked.mode == 0 and asked.call["atten_mask"] is None:
+    if asked.averages:
         return in_order(uniform(asked), LAYOUTS[asked.layout][1]), torch.zeros(0)
     if asked.mode == 0 and asked.call["atten_mask"] is not None:
         asked = FusedAttentionCall(_forgetting(asked.call))

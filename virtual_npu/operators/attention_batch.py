@@ -119,8 +119,7 @@ def _never_written(asked: FusedAttentionCall) -> Iterator[Breach]:
 
 
 def _average(asked: FusedAttentionCall) -> Iterator[Breach]:
-    bare = asked.packed and asked.mode == 0 and asked.call["atten_mask"] is None
-    if bare and not asked.call.conditions.faithful:
+    if asked.averages and not asked.call.conditions.faithful:
         yield "sparse_mode", f"0 without a mask in {asked.layout}"
 
 
@@ -181,8 +180,9 @@ BATCH = (
     ),
     Rule(
         "silent-average",
-        "this comes to the mean of the values, without an error",
-        "vllm-ascend #13699",
+        "with spans of several queries this comes to the mean of the values, without an error; a batch of "
+        "decodes wants no mask",
+        "vllm-ascend #13699; #10302 and #16889 for decodes",
         "use sparse_mode 3, or another layout",
         _average,
     ),

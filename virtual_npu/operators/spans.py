@@ -168,6 +168,12 @@ class FusedAttentionCall:
         """Whether the operator's path for one query a sequence is taken, which ignores `sparse_mode`."""
         return not self.packed and self.query.shape[1] == 1
 
+    @property
+    def averages(self) -> bool:
+        """Whether it comes to the mean of the values: packed spans of several queries, and no mask."""
+        bare = self.packed and self.mode == 0 and self.call["atten_mask"] is None
+        return bare and any(length > 1 for length in self.query_lens)
+
     @cached_property
     def pages(self) -> list[Tensor]:
         """The pages that each sequence reads, in order, int64; none without a page table."""
