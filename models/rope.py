@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from models.config import RopeConfig
 
@@ -20,10 +21,22 @@ class Rope:
     """Cosines and sines of the step's positions."""
 
     def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
-        self.config = config
-        frequencies, self.attention_factor = _frequencies(config)
-        self.frequencies = frequencies.to(device)  # [D / 2], radians a position
-        self.exponents = _exponents(config).to(device)
+        self.config, self.device = config, torch.device(device)
+        self.frequencies, self.attention_factor = _frequencies(config)  # [D / 2], radians a position
+        self._cos_sin: tuple[Tensor, Tensor] | None = None  # [positions, D]
+        self._stretched: Tensor | None = None  # [lengths, D / 2], for "dynamic"
+
+    def tabulate(self, num_positions: int, dtype: torch.dtype) -> None:
+        """Make `cos_sin` look up positions below this, and for "dynamic" the base of lengths up to it.
+
+        The host computes what a device would compute in every step anew, perhaps less exactly: angles reach
+        as many radians as there are positions.
+        """
+        if self.config.kind == "dynamic":
+            self._stretched = self.stretched(torch.arange(num_positions + 1)).to(self.device)
+            return
+        cos, sin = self._turned(torch.arange(num_positions), self.frequencies, dtype)
+        self._cos_sin = cos.to(self.device), sin.to(self.device)
 
     def cos_sin(self, positions: Tensor, lens: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, D] with two equal halves. `lens` [T], for "dynamic" only, sets the base.
@@ -31,22 +44,30 @@ class Rope:
         For a token at position p of a request with a prompt of L tokens it is max(L, p + 1), as when a
         request runs alone, its prompt in one step and its answer token by token.
         """
-        frequencies = self.frequencies
         if self.config.kind == "dynamic":
             assert lens is not None, "dynamic rope needs every token's length"
-            frequencies = self._stretched(lens)
+            assert self._stretched is not None, "tabulate before the first step"
+            return self._turned(positions, F.embedding(lens, self._stretched), dtype)
+        assert self._cos_sin is not None, "tabulate before the first step"
+        cos, sin = self._cos_sin
+        return F.embedding(positions, cos), F.embedding(positions, sin)
+
+    def _turned(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_factor != 1:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos.to(dtype), sin.to(dtype)
 
-    def _stretched(self, lens: Tensor) -> Tensor:
-        """Dynamic NTK [T, D / 2]: the base grows with the length once this exceeds the original positions."""
+    def stretched(self, lens: Tensor) -> Tensor:
+        """Dynamic NTK of lengths [T] as [T, D / 2]: the base grows once a length exceeds the original
+        positions."""
         factor, original, dim = self.config.factor, self.config.original_max_positions, self.config.dim
         growth = (factor * lens.clamp_min(original) / original) - (factor - 1)
         # In float32 the power is off by 3e-7, which becomes visible at positions of some hundreds
         base = self.config.theta * (growth.double() ** (dim / (dim - 2))).float()
-        stretched = 1.0 / base[:, None] ** self.exponents
+        stretched = 1.0 / base[:, None] ** _exponents(self.config)
         return torch.where((lens > original)[:, None], stretched, self.frequencies)
 
 

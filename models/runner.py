@@ -47,6 +47,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.decoder, self.cache, self.attention = decoder, cache, attention
         self.sampler, self.slots = sampler, slots
+        decoder.rope.tabulate(slots.max_tokens, decoder.embedding.dtype)
         # The last token of each row: the next step may begin before the host knows it
         self._last = torch.zeros(slots.num_slots, dtype=torch.int64, device=attention.device)
 

@@ -90,6 +90,7 @@ def score(path: Path, lines: Sequence[Sequence[int]]) -> Score:
     shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, dtype, config.windows)
     decoder = Decoder(config, CpuOps(), Attention(shape))
     weights.load(decoder, path)
+    decoder.rope.tabulate(max(map(len, lines), default=1), dtype)
     parts = [_score(decoder, tokens) for tokens in lines if len(tokens) > 1]
     logprobs, likeliest = zip(*parts)
     return Score(torch.cat(logprobs), torch.cat(likeliest))

@@ -56,7 +56,7 @@ def plan_memory(
         cache_tokens=0,
         longest_tokens=0,
         longest_because="",
-        slot_bytes=num_devices * _slot_bytes(recipe, most_tokens),
+        slot_bytes=num_devices * _slot_bytes(recipe, config, most_tokens),
         activation_bytes=stages * estimate(recipe, config) if activation_bytes is None else activation_bytes,
         is_measured=activation_bytes is not None,
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
@@ -75,7 +75,7 @@ def plan_memory(
         cache_tokens=cache_tokens,
         longest_tokens=longest_tokens,
         longest_because=longest_because,
-        slot_bytes=num_devices * _slot_bytes(recipe, longest_tokens),
+        slot_bytes=num_devices * _slot_bytes(recipe, config, longest_tokens),
     )
     spare_bytes = sizing.memory_bytes - sizing.beside_bytes
     sizing = replace(sizing, num_pages_fitting=max(0, spare_bytes // page_bytes))
@@ -139,9 +139,12 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
 
 
-def _slot_bytes(recipe: Recipe, longest_tokens: int) -> int:
-    """Bytes of the token ids and page tables of all slots."""
-    return recipe.scheduler.num_slots * 4 * (longest_tokens + -(-longest_tokens // recipe.cache.page_size))
+def _slot_bytes(recipe: Recipe, config: DecoderConfig, longest_tokens: int) -> int:
+    """Bytes of the token ids and page tables of all slots, and of the rotary embedding's table."""
+    rope_bytes = longest_tokens * 2 * config.head_dim * config.dtype_bytes
+    return rope_bytes + recipe.scheduler.num_slots * 4 * (
+        longest_tokens + -(-longest_tokens // recipe.cache.page_size)
+    )
 
 
 def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:

@@ -64,6 +64,7 @@ def test_frequencies(rope: dict[str, Any], theta: float) -> None:
     torch.testing.assert_close(mine.frequencies, frequencies, rtol=1e-7, atol=0)
     assert mine.attention_factor == pytest.approx(factor, rel=1e-12)
     positions = torch.tensor([0, 1, 63, 255, 4000])
+    mine.tabulate(4001, torch.float32)
     cos, sin = mine.cos_sin(positions, None, torch.float32)
     angles = torch.cat((positions[:, None] * frequencies,) * 2, dim=-1)
     torch.testing.assert_close(cos, angles.cos() * factor, rtol=0, atol=1e-6)
@@ -74,7 +75,9 @@ def test_frequencies(rope: dict[str, Any], theta: float) -> None:
 def test_dynamic_takes_each_token_by_its_own_length(factor: float) -> None:
     rope = {"rope_type": "dynamic", "factor": factor}
     lens = torch.tensor([1, *range(MAX_POSITIONS, MAX_POSITIONS + 64), 5000])  # whole vectors of them
-    cos, _ = ours(rope, 1e4).cos_sin(lens - 1, lens, torch.float32)
+    mine = ours(rope, 1e4)
+    mine.tabulate(5000, torch.float32)
+    cos, _ = mine.cos_sin(lens - 1, lens, torch.float32)
     for line, length in zip(cos, lens):
         frequencies, _ = theirs(rope, 1e4, length if length > MAX_POSITIONS else None)
         torch.testing.assert_close(line[: DIM // 2], ((length - 1) * frequencies).cos(), rtol=0, atol=1e-6)
@@ -113,3 +116,16 @@ def test_original_length_beside_the_rope_comes_first() -> None:
 def test_a_rope_that_cannot_be_honoured_is_refused(hf: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         rope_config(hf, DIM, MAX_POSITIONS)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_a_step_computes_no_power_and_the_plain_kinds_no_angle(kind: str) -> None:
+    mine = ours({"rope_type": kind, "factor": 2.0}, 1e4)
+    mine.tabulate(600, torch.bfloat16)
+    places = torch.tensor([3, 599])
+    with torch.profiler.profile() as profile:
+        cos, _ = mine.cos_sin(places, places + 1, torch.bfloat16)
+    asked = {each.name for each in profile.events()}
+    assert not asked & {"aten::pow", "aten::reciprocal", "aten::where"}
+    assert ("aten::cos" in asked) == (kind == "dynamic")
+    assert cos.dtype == torch.bfloat16
