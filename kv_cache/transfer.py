@@ -31,7 +31,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 def all_to_device(arrays: Arrays, device: torch.device) -> Tensors:
     """Arrays of small integers (int64 on the device) and of float32, in one copy."""
     parts = [a.view(np.int32) if a.dtype == np.float32 else a.astype(np.int32) for a in arrays.values()]
-    whole = torch.from_numpy(np.concatenate(parts)).to(device)
+    whole = to_device(np.concatenate(parts), device)
     pieces = torch.split_with_sizes(whole, [len(part) for part in parts])
     return {
         name: piece.view(torch.float32) if array.dtype == np.float32 else piece.long()

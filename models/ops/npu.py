@@ -1,7 +1,8 @@
 """Which of Ascend's fused operators compute what lies between a decoder's matrix products?
 
 npu_top_k_top_p is not among them: it drops some of several equal logits, takes at most 1024 for k and has no
-min_p. models/sampling/top_k_top_p.py keeps all equals, so that a draw does not depend on how a device sorts.
+min_p. models/sampling/top_k_top_p.py keeps all equals, so that a draw does not depend on how a device sorts;
+one sort serves both of its thresholds.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
@@ -101,6 +102,10 @@ class NpuOps(Ops):
                 query.contiguous(), key.contiguous(), cos, sin, layout="TND", rotary_mode="half"
             )
         return torch_npu.npu_rotary_mul(query, cos, sin), torch_npu.npu_rotary_mul(key, cos, sin)
+
+    def tile_size(self, vocab_size: int) -> int:
+        """The whole row: its running sum is one launch, where tiles take ten."""
+        return vocab_size
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""

@@ -84,6 +84,14 @@ class Ops:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def tile_size(self, vocab_size: int) -> int:
+        """How many weights of a row the sampler sums one by one: a divisor of the vocabulary.
+
+        Here at most 512, so that sums over it take two short steps, each in the same order whatever the
+        number of rows.
+        """
+        return next(size for size in range(512, 0, -1) if vocab_size % size == 0)
+
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite, bool [R].
 

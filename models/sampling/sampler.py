@@ -31,7 +31,13 @@ from models.sampling.logprobs import (
     rows_with_logprobs,
     top_logprobs,
 )
-from models.sampling.top_k_top_p import draw, tile_size, top_k_threshold, top_p_threshold
+from models.sampling.top_k_top_p import (
+    draw,
+    sort_parameters,
+    thresholds_by_sorting,
+    top_k_threshold,
+    top_p_threshold,
+)
 
 _GREEDY_BELOW = 1e-5  # temperatures under it would divide float32 logits out of range
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -76,7 +82,7 @@ class Sampler:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._ops = ops or Ops()
-        self._tile = tile_size(vocab_size)
+        self._tile = self._ops.tile_size(vocab_size)
 
     def run(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Sampled:
         """Tokens for logits [R, V] of the slot rows [R], each for position `targets` [R] of its row."""
@@ -94,13 +100,14 @@ class Sampler:
             changed[beams.at] = False  # their log-probabilities are changed, not their logits
         work = np.flatnonzero(drawn | changed)
 
-        tokens, finite = self._ops.greedy(logits)
+        best, finite = self._ops.greedy(logits)
+        tokens = torch.where(finite, best, NOT_FINITE)
         if not len(work) and not asked and not beams:
-            tokens = torch.where(finite, tokens, NOT_FINITE)
-            arrival = to_host(tokens)
-            return Chosen(tokens, lambda: Sampled(arrival()))
-        host: Arrays = {"work": work, "asked": np.array([index for index, _ in asked], dtype=np.int64)}
-        host |= self._parameters(rows[work], targets[work], drawn[work], slots)
+            return _arriving(tokens)
+        host: Arrays = {"asked": np.array([index for index, _ in asked], dtype=np.int64)} if asked else {}
+        if len(work) < len(rows):
+            host["work"] = work
+        host |= self._parameters(rows[work], targets[work], drawn[work], slots, logits.device)
         if changed.any():
             asking = rows[work], targets[work], slots
             host |= gather_changes(*asking, self._eos_token_ids, self._vocab_size)
@@ -108,9 +115,10 @@ class Sampler:
             host |= beams.arrays()
         sent = all_to_device(host, logits.device)
         if len(work):
-            chosen, possible = self._choose(logits, tokens, host, sent)
-            tokens[sent["work"]] = torch.where(possible, chosen, NONE_LEFT)
-        up = {"tokens": torch.where(finite, tokens, NOT_FINITE)}
+            tokens = self._choose(logits, best, tokens, host, sent)
+        if not asked and not beams:
+            return _arriving(tokens)
+        up = {"tokens": tokens}
         if asked:
             up |= top_logprobs(logits[sent["asked"]], tokens[sent["asked"]])
         if beams:
@@ -124,49 +132,69 @@ class Sampler:
 
         return Chosen(up["tokens"], wait)
 
-    def _parameters(self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool) -> Arrays:
+    def _parameters(
+        self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool, device: torch.device
+    ) -> Arrays:
         """What drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""
         if not drawn.any():
             return {}
-        top_k, top_p = slots.top_k[rows], slots.top_p[rows]
+        top_k, top_p, min_p = slots.top_k[rows], slots.top_p[rows], slots.min_p[rows]
         has_k = drawn & (top_k > 0) & (top_k < self._vocab_size)
-        k_rows, p_rows = np.flatnonzero(has_k), np.flatnonzero(drawn & ~has_k & (top_p < 1))
+        has_p = drawn & (top_p < 1)
         arrays: Arrays = {
             "uniform": uniforms(slots.seed[rows], targets),
             "sharpness": 1 / np.where(drawn, slots.temperature[rows], np.float32(1)),
-            "drawn": drawn.astype(np.int64),
         }
+        if not drawn.all():
+            arrays["drawn"] = drawn.astype(np.int64)
+        if min_p.any():
+            arrays["min_p"] = min_p
+        if device.type != "cpu":
+            if (has_k | has_p).any():
+                top_k = np.where(has_k, top_k, self._vocab_size)
+                arrays |= sort_parameters(top_k, np.where(drawn, top_p, np.float32(1)), self._vocab_size)
+            return arrays
+        k_rows, p_rows = np.flatnonzero(has_k), np.flatnonzero(has_p & ~has_k)
         if len(k_rows):
             arrays |= {"k_rows": k_rows, "top_k": top_k[k_rows], "k_top_p": top_p[k_rows]}
         if len(p_rows):
             arrays |= {"p_rows": p_rows, "top_p": top_p[p_rows]}
-        min_p = slots.min_p[rows]
-        if len(k_rows) or len(p_rows) or min_p.any():
-            arrays["min_p"] = min_p
         return arrays
 
-    def _choose(self, logits: Tensor, best: Tensor, host: Arrays, sent: Tensors) -> tuple[Tensor, Tensor]:
-        """Tokens [W] of the rows that are changed or drawn, and whether any token was possible, bool [W]."""
-        work = sent["work"]
-        scores, best = _take(logits, work).contiguous().float(), best[work]
+    def _choose(self, logits: Tensor, best: Tensor, tokens: Tensor, host: Arrays, sent: Tensors) -> Tensor:
+        """Tokens [R] of logits [R, V]: `tokens` [R], but chosen anew where a row is changed or drawn.
+
+        `best` [R] has the largest logit of each row.
+        """
+        work = sent.get("work")
+        scores, best, chosen = (each if work is None else each[work] for each in (logits, best, tokens))
+        scores = scores.contiguous().float()
         if scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # the caller's stay as they are
         if "bias" in sent:
             apply_changes(scores, sent)
             best = scores.argmax(-1)
-        peak = scores.gather(1, best[:, None])
-        possible = peak.isfinite()[:, 0]
-        if "uniform" not in sent:
-            return best, possible
-        weights = scores.sub_(peak).mul_(sent["sharpness"][:, None]).exp_()
-        if "min_p" in sent:
-            weights.masked_fill_(weights < self._thresholds(weights, host, sent), 0.0)
-        tokens = draw(weights, sent["uniform"], best, self._tile)
-        return torch.where(sent["drawn"] > 0, tokens, best), possible
+            is_possible = scores.gather(1, best[:, None]).isfinite()[:, 0]
+            changed = torch.where(is_possible, best, NONE_LEFT)
+            chosen = torch.where(chosen == NOT_FINITE, chosen, changed)
+        if "uniform" in sent:
+            weights = scores.sub_(scores.gather(1, best[:, None])).mul_(sent["sharpness"][:, None]).exp_()
+            least = self._thresholds(weights, host, sent)
+            if least is not None:
+                weights.masked_fill_(weights < least, 0.0)
+            drawn = draw(weights, sent["uniform"], chosen, self._tile)
+            chosen = drawn if "drawn" not in sent else torch.where(sent["drawn"] > 0, drawn, chosen)
+        return chosen if work is None else tokens.index_copy(0, work, chosen)
 
-    def _thresholds(self, weights: Tensor, host: Arrays, sent: Tensors) -> Tensor:
-        """The least weight [W, 1] that may be drawn in each row."""
-        least = sent["min_p"][:, None].clone()
+    def _thresholds(self, weights: Tensor, host: Arrays, sent: Tensors) -> Tensor | None:
+        """The least weight [W, 1] that may be drawn in each row; None where all may."""
+        least = sent["min_p"][:, None] if "min_p" in sent else None
+        if "excess" in sent:
+            by_sorting = thresholds_by_sorting(weights, sent, self._tile)
+            return by_sorting if least is None else torch.maximum(least, by_sorting)
+        if "k_rows" not in sent and "p_rows" not in sent:
+            return least
+        least = torch.zeros(len(weights), 1) if least is None else least.clone()
         if "k_rows" in sent:
             at, largest_k = sent["k_rows"], int(host["top_k"].max())
             threshold = top_k_threshold(_take(weights, at), sent["top_k"], sent["k_top_p"], largest_k)
@@ -176,6 +204,11 @@ class Sampler:
             threshold = top_p_threshold(_take(weights, at), sent["top_p"], self._tile)
             least[at] = torch.maximum(least[at], threshold)
         return least
+
+
+def _arriving(tokens: Tensor) -> Chosen:
+    arrival = to_host(tokens)
+    return Chosen(tokens, lambda: Sampled(arrival()))
 
 
 def _take(table: Tensor, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from continuous_batching.batch import NONE_LEFT, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
+from kv_cache.transfer import all_to_device
 from models.sampling import sampler as sampler_module
 from models.sampling import top_k_top_p
 from models.sampling.sampler import Sampler, uniforms
@@ -161,20 +162,25 @@ def test_equals_at_a_threshold_all_stay(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
+@pytest.mark.parametrize("tile", [512, 4096])
 @pytest.mark.parametrize("scale", [0.0, 0.3, 2.0, 20.0])
-@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.8, 0.999])
-def test_the_nucleus_is_the_same_with_and_without_a_sort(scale: float, top_p: float) -> None:
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.8, 0.999, 1.0])
+@pytest.mark.parametrize("top_k", [1, 40, 4095, 4096])
+def test_one_sort_keeps_what_the_cpu_keeps(top_k: int, top_p: float, scale: float, tile: int) -> None:
     logits = torch.stack([some_logits(seed, 4096, scale) for seed in range(6)])
     logits[0, :4000] = -math.inf
     weights = (logits - logits.amax(1, keepdim=True)).exp()
-    share = torch.full((6,), top_p)
-    sorting, halving = (
-        top_k_top_p._by_sorting(weights, share, 512),
-        top_k_top_p._by_halving(weights, share, 512),
-    )
-    assert ((weights >= sorting).sum(1) - (weights >= halving).sum(1)).abs().max() <= 1  # a rounding apart
-    mass = torch.where(weights >= halving, weights, 0).sum(1)
-    assert (mass >= top_p * weights.sum(1) * (1 - 1e-5)).all()
+    counts, shares = np.full(6, top_k), np.full(6, top_p, np.float32)
+    sent = all_to_device(top_k_top_p.sort_parameters(counts, shares, 4096), torch.device("cpu"))
+    by_sorting = top_k_top_p.thresholds_by_sorting(weights, sent, tile)
+    k, p = torch.from_numpy(counts), torch.from_numpy(shares)
+    if top_k == 4096:
+        expected = top_k_top_p.top_p_threshold(weights, p, 512)
+    else:
+        expected = top_k_top_p.top_k_threshold(weights, k, p, top_k)
+    kept, wanted = ((weights >= each) & (weights > 0) for each in (by_sorting, expected))
+    apart = (kept.sum(1) - wanted.sum(1)).abs().max()
+    assert apart <= (1 if top_p < 1 else 0)  # a rounding apart, and exactly the same without top_p
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 0.99, 0.5]), st.integers(1, 200))
