@@ -15,7 +15,7 @@ from attention.reference import Attention, AttentionMetadata
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
 from models.dtypes import TORCH_DTYPES
-from models.ops.int8 import quantize_rows
+from models.ops.int8 import Int8Rows, quantize_rows
 from models.ops.reference import Ops
 from models.rope import Rope
 
@@ -76,10 +76,15 @@ class Linear(nn.Module):
             self.packed = self.ops.pack_int8(weight, scale[:, 0], bias)
         self.weight = self.weight_scale = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
+    @property
+    def is_int8(self) -> bool:
+        """Whether it multiplies in int8."""
+        return self.form != "plain"
+
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
+        """[T, in] -> [T, out]; rows in int8 are taken by a linear in int8 alone."""
         assert self.packed is not None, "pack the decoder before its first step"
-        linear = self.ops.linear if self.form == "plain" else self.ops.linear_int8
+        linear = self.ops.linear_int8 if self.is_int8 else self.ops.linear
         return linear(x, self.packed)
 
 
@@ -102,7 +107,7 @@ class SelfAttention(nn.Module):
         self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
         self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
+    def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]; first writes the step's keys and values to the cache."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -127,8 +132,10 @@ class MLP(nn.Module):
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = Linear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
+        """[T, hidden] -> [T, hidden]; `x` as for a linear."""
+        if self.gate_up.is_int8 and self.down.is_int8:
+            return self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
         return self.down(self.ops.swiglu(self.gate_up(x)))
 
 
@@ -151,10 +158,17 @@ class DecoderLayer(nn.Module):
         if residual is None:
             x, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
         else:
-            x, residual = self.ops.add_rms_norm(x, residual, self.input_norm, self.eps)
+            x, residual = self._add_norm(x, residual, self.input_norm, self.attention.qkv)
         x = self.attention(x, cos, sin, step)
-        x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        x, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp.gate_up)
         return self.mlp(x), residual
+
+    def _add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, reader: Linear
+    ) -> tuple[Tensor | Int8Rows, Tensor]:
+        """The norm of the sum, as the linear that reads it takes it, and the sum."""
+        norm = self.ops.add_rms_norm_int8 if reader.is_int8 else self.ops.add_rms_norm
+        return norm(x, residual, weight, self.eps)
 
 
 class Decoder(nn.Module):

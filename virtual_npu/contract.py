@@ -219,6 +219,8 @@ def _is(kind: str, value: object) -> bool:
             return isinstance(value, (list, tuple)) and all(isinstance(each, Tensor) for each in value)
         case "List[int]":
             return isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
+        case "List[bool]":
+            return isinstance(value, (list, tuple)) and all(type(each) is bool for each in value)
         case "int" | "ScalarType":
             return isinstance(value, (int, torch.dtype)) and not isinstance(value, bool)
         case "float":

@@ -240,6 +240,21 @@ def _quant_matmul(draw: RandomInputs) -> dict[str, Any]:
     }
 
 
+def _add_norm_quant(draw: RandomInputs) -> dict[str, Any]:
+    return _add_norm(draw) | {"output_mask": [True, False]}
+
+
+def _swiglu_quant(draw: RandomInputs) -> dict[str, Any]:
+    tokens, width = draw.number(1, 200), 2 * draw.one(96, 512, 11008)
+    return {
+        "x": draw.int8(tokens, width).int() * 100,
+        "weight_scale": draw.scale(1, width),
+        "activation_scale": draw.scale(tokens, 1),
+        "activate_left": True,
+        "quant_mode": 1,
+    }
+
+
 def _format_cast(draw: RandomInputs) -> dict[str, Any]:
     weight = draw.one(draw.tensor, draw.int8)(draw.one(64, 512), draw.one(96, 1024))
     return {"input": weight, "acl_format": FRACTAL_NZ}
@@ -257,6 +272,8 @@ MAKERS: Mapping[str, Maker] = {
     "npu_swiglu": _swiglu,
     "npu_dynamic_quant": _dynamic_quant,
     "npu_quant_matmul": _quant_matmul,
+    "npu_add_rms_norm_dynamic_quant": _add_norm_quant,
+    "npu_dequant_swiglu_quant": _swiglu_quant,
     "npu_format_cast": _format_cast,
 }
 # In place of fused attention and the write beside it; a first 910 has no operator that an engine calls
@@ -271,7 +288,12 @@ ATB_MAKERS: Mapping[str, Maker] = {
     "npu_swiglu": _swiglu,
     "npu_format_cast": _format_cast,
 }
-RESULTS = {"npu_fused_infer_attention_score": (0,), "npu_rms_norm": (0,), "npu_add_rms_norm": (0, 2)}
+RESULTS = {
+    "npu_fused_infer_attention_score": (0,),
+    "npu_rms_norm": (0,),
+    "npu_add_rms_norm": (0, 2),
+    "npu_add_rms_norm_dynamic_quant": (0, 2, 3),
+}
 _CACHES = ("key_cache", "value_cache")
 WRITTEN = {
     "npu_scatter_pa_kv_cache": _CACHES,

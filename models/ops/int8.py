@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 LARGEST = 127  # -128 stays unused, so that the range is symmetric
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """Rows that an operator before a linear has quantized already."""
+
+    rows: Tensor  # int8 [T, n]
+    scale: Tensor  # float32 [T]
+    dtype: torch.dtype  # of what they stand for
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch_npu
 from torch import Tensor
 
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Packed
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
@@ -73,13 +74,38 @@ class NpuOps(Ops):
         bias = None if bias is None else bias.float()
         return torch_npu.npu_format_cast(turned, FRACTAL_NZ), scale.contiguous(), bias
 
-    def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
+    def linear_int8(self, x: Tensor | Int8Rows, packed: Packed) -> Tensor:
         """[T, in] -> [T, out]; the operators take bfloat16 and float16 only."""
         weight, scale, bias = packed
-        rows, row_scale = torch_npu.npu_dynamic_quant(x)
+        x = _int8(x)
         return torch_npu.npu_quant_matmul(
-            rows, weight, scale, pertoken_scale=row_scale, bias=bias, output_dtype=x.dtype
+            x.rows, weight, scale, pertoken_scale=x.scale, bias=bias, output_dtype=x.dtype
         )
+
+    def add_rms_norm_int8(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Int8Rows, Tensor]:
+        """(rms_norm(x + residual) in int8, x + residual)."""
+        rows, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
+            x, residual, weight, epsilon=eps, output_mask=[True, False]
+        )
+        return Int8Rows(rows, scale, x.dtype), total
+
+    def mlp_int8(self, x: Tensor | Int8Rows, gate_up: Packed, down: Packed) -> Tensor:
+        """[T, hidden] -> [T, hidden]: the first product stays in int32, and its scales come after it."""
+        weight, scale, bias = gate_up
+        if bias is not None:
+            return super().mlp_int8(x, gate_up, down)
+        x = _int8(x)
+        product = torch_npu.npu_quant_matmul(x.rows, weight, scale, output_dtype=torch.int32)
+        rows, row_scale = torch_npu.npu_dequant_swiglu_quant(
+            product,
+            weight_scale=scale[None],
+            activation_scale=x.scale[:, None],
+            activate_left=True,
+            quant_mode=1,
+        )
+        return self.linear_int8(Int8Rows(rows, row_scale, x.dtype), down)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
@@ -117,3 +143,10 @@ class NpuOps(Ops):
         """As Ops.greedy; where the maximum does not keep a NaN, each logit is looked at."""
         tokens, is_finite = super().greedy(logits)
         return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)
+
+
+def _int8(x: Tensor | Int8Rows) -> Int8Rows:
+    if isinstance(x, Int8Rows):
+        return x
+    rows, scale = torch_npu.npu_dynamic_quant(x)
+    return Int8Rows(rows, scale, x.dtype)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.ops.int8 import quantize_rows
+from models.ops.int8 import Int8Rows, quantize_rows
 
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
@@ -48,7 +48,10 @@ class Ops:
         return weight, scale, bias
 
     def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out] in x's type: x is quantized token by token and multiplied in int8."""
+        """[T, in] -> [T, out] in x's type: x is quantized token by token and multiplied in int8.
+
+        Or `x` is what this device's `add_rms_norm_int8` returned.
+        """
         weight, scale, bias = packed
         rows, row_scale = self.quantize(x)
         y = self.int8_product(rows, weight).float() * scale * row_scale
@@ -73,6 +76,16 @@ class Ops:
         """(rms_norm(x + residual), x + residual)."""
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
+
+    def add_rms_norm_int8(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor | Int8Rows, Tensor]:
+        """As `add_rms_norm`, where only linears in int8 read the first of its results."""
+        return self.add_rms_norm(x, residual, weight, eps)
+
+    def mlp_int8(self, x: Tensor | Int8Rows, gate_up: Packed, down: Packed) -> Tensor:
+        """[T, hidden] -> [T, hidden]: SwiGLU between two linears in int8; `x` as for `linear_int8`."""
+        return self.linear_int8(self.swiglu(self.linear_int8(x, gate_up)), down)
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query [T, H, D] and key [T, K, D]; cos and sin [T, D] have two equal halves."""

@@ -130,6 +130,32 @@ def test_each_device_multiplies_as_it_is_defined(
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("device", on_each("fused"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_each_device_norms_and_gates_in_int8_as_it_is_defined(
+    device: tuple[Kind, Way], dtype: torch.dtype, has_bias: bool
+) -> None:
+    shape = AttentionShape(4, 2, 64, 128, 1.0, dtype, (None,))
+    (ops, attention), plain = device_kinds.operators(*device, shape), Ops()
+    generator = torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(5, 192, generator=generator).to(dtype) for _ in range(2))
+    gamma = (1 + torch.randn(192, generator=generator) / 10).to(dtype)
+    biases = [torch.randn(n, generator=generator).to(dtype) if has_bias else None for n in (128, 192)]
+    given = [[*weight_of(n, m), bias] for (n, m), bias in zip(((128, 192), (192, 64)), biases)]
+    results = []
+    for each, place in ((plain, torch.device("cpu")), (ops, attention.device)):
+        there = [[None if part is None else part.clone().to(place) for part in parts] for parts in given]
+        normed, total = each.add_rms_norm_int8(*(part.to(place) for part in (x, residual, gamma)), 1e-5)
+        packed = [each.pack_int8(*parts) for parts in there]
+        found = each.mlp_int8(normed, *packed), each.linear_int8(normed, packed[0]), total
+        results.append([part.cpu() for part in found])
+    for found, expected in zip(*results):
+        assert found.dtype == dtype
+        size = float(expected.float().abs().max())
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * size)
+
+
 @pytest.mark.parametrize("name", ["llama_biased", "qwen3"])
 def test_a_quantised_checkpoint_is_the_plain_one_quantised_at_load(name: str, tmp_path: Path) -> None:
     path = checkpoint(name, tmp_path)

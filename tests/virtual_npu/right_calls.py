@@ -309,6 +309,26 @@ def swiglu(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return {"input": x.to(dtype)}, Conditions(product=product)
 
 
+def add_rms_norm_dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    x = torch.randn(*rng.integers(1, 6, 2).tolist(), 16 * int(rng.integers(1, 9))).to(pick(rng, *HALVES))
+    made: Arguments = {"x1": x, "x2": torch.randn_like(x), "gamma": torch.randn(x.shape[-1]).to(x.dtype)}
+    if bool(rng.integers(2)):
+        made["output_mask"] = pick(rng, [True, False], [True, True])
+    return made | {"epsilon": 1e-5}, Conditions(product=pick(rng, A2, A3, A5))
+
+
+def dequant_swiglu_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    rows, columns = int(rng.integers(1, 9)), 2 * int(rng.integers(1, 40))
+    made = {
+        "x": torch.randint(-9999, 9999, (rows, columns), dtype=torch.int32),
+        "weight_scale": torch.rand(1, columns) / 1000,
+        "activation_scale": torch.rand(pick(rng, (rows, 1), (rows,))),
+        "activate_left": bool(rng.integers(2)),
+        "quant_mode": 1,
+    }
+    return made, Conditions(product=pick(rng, A2, A3))
+
+
 def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     rows, inner, columns = rng.integers(1, 40, 3).tolist()
     x1, x2 = (torch.randint(-128, 128, size).to(torch.int8) for size in ((rows, inner), (columns, inner)))
@@ -372,6 +392,8 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_apply_rotary_pos_emb": apply_rotary,
     "npu_rotary_mul": rotary_mul,
     "npu_swiglu": swiglu,
+    "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
+    "npu_dequant_swiglu_quant": dequant_swiglu_quant,
     "npu_quant_matmul": quant_matmul,
     "npu_dynamic_quant": dynamic_quant,
     "npu_format_cast": format_cast,

@@ -75,6 +75,30 @@ def test_rows_are_quantised_to_their_own_greatest() -> None:
     assert (rows.float() * scale[..., None] - x.float()).abs().max() <= scale.max() * 0.51
 
 
+def test_a_norm_that_ends_in_int8_is_the_norm_and_then_the_rows() -> None:
+    x, residual, gamma = (torch.randn(*size).half() for size in ((5, 64), (5, 64), (64,)))
+    rows, more, total, scale, none = KERNELS["npu::npu_add_rms_norm_dynamic_quant"](
+        x, residual, gamma, epsilon=1e-5, output_mask=[True, False]
+    )
+    normed, _, wanted = KERNELS["npu::npu_add_rms_norm"](x, residual, gamma, 1e-5)
+    assert torch.equal(total, wanted)
+    assert not more.numel()
+    assert not none.numel()
+    near = float(scale.max()) * 0.6
+    torch.testing.assert_close(rows * scale[:, None], normed.float(), atol=near, rtol=1e-2)
+
+
+def test_a_product_in_int32_is_scaled_gated_and_quantised() -> None:
+    product = torch.randint(-999, 999, (4, 20), dtype=torch.int32)
+    weight_scale, row_scale = torch.rand(1, 20) / 100, torch.rand(4, 1)
+    rows, scale = KERNELS["npu::npu_dequant_swiglu_quant"](
+        product, weight_scale=weight_scale, activation_scale=row_scale, activate_left=True, quant_mode=1
+    )
+    gate, up = (product * weight_scale * row_scale).chunk(2, 1)
+    wanted = gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(rows * scale[:, None], wanted, atol=float(scale.max()) * 0.51, rtol=0)
+
+
 def test_a_cast_to_tiles_shows_in_no_element() -> None:
     weight = torch.randn(5, 7).half()
     assert torch.equal(KERNELS["npu::npu_format_cast"](weight, 29), weight)

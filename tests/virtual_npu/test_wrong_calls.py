@@ -123,13 +123,16 @@ def call(operator: Operator, wrong: Wrong) -> tuple[Arguments, Conditions]:
     )
 
 
+BROAD = ("mask", "weight_scale")  # whose first axis is no axis of rows
+
+
 @cache
 def drawn(name: str, product: Any) -> tuple[Arguments, Conditions]:
     """A right call with three rows or more in its tensors, of a product if one is named."""
     wanted = WANTED.get(name, lambda _: True)
     for seed in range(200):
         arguments, conditions = RIGHT[name](np.random.default_rng(seed))
-        tensors = [each for key, each in arguments.items() if isinstance(each, Tensor) and key != "mask"]
+        tensors = [each for key, each in arguments.items() if isinstance(each, Tensor) and key not in BROAD]
         long = all(each.shape[0] > 2 for each in tensors if each.dim() > 1)
         fits = product is None or conditions.product is product or product.name not in made_for(name)
         if long and fits and wanted(arguments):

@@ -203,6 +203,21 @@ QUANT = [
     Wrong("by-token", put(quant_mode="pertensor"), "quant_mode", "pertensor"),
     Wrong("by-token", put(dst_type=16), "dst_type", "is 16"),
 ]
+NORM_QUANT = [
+    Wrong("halves", to("x1", Tensor.double), "x1", "float64"),
+    Wrong("halves", cut("x2"), "x2", "beside"),
+    Wrong("columns", to("gamma", Tensor.double), "gamma", "float64"),
+    Wrong("outputs", put(output_mask=[False, False]), "output_mask", "[False, False]"),
+    Wrong("int8", put(y_dtype=16), "y_dtype", "is 16"),
+]
+SWIGLU_QUANT = [
+    Wrong("summed", to("x", Tensor.double), "x", "float64"),
+    Wrong("summed", to("x", lambda x: x[:, 1:]), "x", "int32"),
+    Wrong("scales", put(activation_scale=None), "activation_scale", "None for int32"),
+    Wrong("scales", to("weight_scale", lambda scale: scale[0]), "weight_scale", "for int32"),
+    Wrong("modelled", put(quant_mode=0), "quant_mode", "is 0"),
+    Wrong("modelled", put(swiglu_mode=1), "swiglu_mode", "is 1"),
+]
 FORMAT = [
     Wrong("format", put(acl_format=3), "acl_format", "is 3"),
     Wrong("tiles", lambda call: {"input": call["input"].float(), "acl_format": 29}, "input", "float32"),
@@ -236,6 +251,8 @@ FAMILIES = {
     "npu_swiglu": SWIGLU,
     "npu_quant_matmul": MATMUL,
     "npu_dynamic_quant": QUANT,
+    "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
+    "npu_dequant_swiglu_quant": SWIGLU_QUANT,
     "npu_format_cast": FORMAT,
     "npu_top_k_top_p": SAMPLING,
 }

@@ -8,6 +8,7 @@ from virtual_npu.operators import (
     atb,
     attention,
     cache,
+    int8_fusions,
     matmul,
     norm,
     rotary,
@@ -19,7 +20,7 @@ OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
         *(attention, atb, cache, scatter),
-        *(norm, rotary, activation, matmul, sampling),
+        *(norm, rotary, activation, matmul, int8_fusions, sampling),
     )
     for operator in room.OPERATORS
 )

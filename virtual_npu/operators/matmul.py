@@ -59,10 +59,14 @@ def _product(call: Call) -> Tensor:
 
 
 def _quantise(call: Call) -> tuple[Tensor, Tensor]:
-    """int8 by rows, and what to multiply each row by."""
     wide = call["input"].float()
     if call["smooth_scales"] is not None:
         wide = wide * call["smooth_scales"].float()
+    return by_rows(wide)
+
+
+def by_rows(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 as int8 by rows, and what to multiply each row by."""
     scale = wide.abs().amax(-1) / 127
     rows = wide / scale.where(scale > 0, 1)[..., None]
     return rows.round().clamp(-128, 127).to(torch.int8), scale

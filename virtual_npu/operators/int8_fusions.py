@@ -1,0 +1,188 @@
+"""What are the fused operators that end in rows of int8, and when are they called right?
+
+Legend: T tokens, H columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
+from virtual_npu.operators.matmul import by_rows
+from virtual_npu.operators.norm import rms_norm
+from virtual_npu.simulated_products import A2, A3, A5
+
+NORM = "op-plugin npu_add_rms_norm_dynamic_quant"
+SWIGLU = "op-plugin npu_dequant_swiglu_quant"
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def _norm(call: Call) -> tuple[Tensor, ...]:
+    """Two forms of the quantised rows, of which the second may be left out; the sum; their scales."""
+    total: Tensor = call["x1"] + call["x2"]
+    normed = rms_norm(total.float(), call["gamma"].float(), call["epsilon"])[0]
+    if call["beta"] is not None:
+        normed = normed + call["beta"].float()
+    outputs = []
+    for smooth, wanted in zip((call["smooth_scale1"], call["smooth_scale2"]), _wanted(call)):
+        wide = normed if smooth is None else normed * smooth.float()
+        empty = torch.empty(0, dtype=torch.int8), torch.empty(0)
+        outputs.append(by_rows(wide) if wanted else empty)
+    (rows, scale), (more, more_scale) = outputs
+    return rows, more, total, scale, more_scale
+
+
+def _wanted(call: Call) -> tuple[bool, bool]:
+    mask = call["output_mask"]
+    return (True, call["smooth_scale2"] is not None) if mask is None else tuple(mask)
+
+
+def _halves(call: Call) -> Iterator[Breach]:
+    x1, x2 = call["x1"], call["x2"]
+    if not is_dtype(x1, HALVES, call.conditions) or x1.dim() < 2 or not x1.numel():
+        yield "x1", shape(x1)
+    if (x2.shape, x2.dtype) != (x1.shape, x1.dtype):
+        yield "x2", f"{shape(x2)} beside {shape(x1)}"
+
+
+def _columns(call: Call) -> Iterator[Breach]:
+    x: Tensor = call["x1"]
+    for name in ("gamma", "smooth_scale1", "smooth_scale2", "beta"):
+        each = call[name]
+        if each is not None and (each.dtype != x.dtype or each.shape != x.shape[-1:]):
+            yield name, f"{shape(each)} for {shape(x)}"
+
+
+def _outputs(call: Call) -> Iterator[Breach]:
+    mask, smooth = call["output_mask"], (call["smooth_scale1"], call["smooth_scale2"])
+    if mask is None:
+        if smooth[0] is None and smooth[1] is not None:
+            yield "smooth_scale2", "given without smooth_scale1"
+    elif not any(mask) or any(each is not None and not on for each, on in zip(smooth, mask)):
+        yield "output_mask", mask
+
+
+def _int8(call: Call) -> Iterator[Breach]:
+    if call["y_dtype"] not in (None, 1, torch.int8):
+        yield "y_dtype", call["y_dtype"]
+
+
+def _swiglu(call: Call) -> tuple[Tensor, Tensor]:
+    wide: Tensor = call["x"].float()
+    for name in ("weight_scale", "activation_scale"):
+        scale = call[name]
+        if scale is not None:
+            wide = wide * (scale.view(-1, 1) if name == "activation_scale" else scale)
+    first, second = wide.chunk(2, -1)
+    gate, up = (first, second) if call["activate_left"] else (second, first)
+    return by_rows(functional.silu(gate) * up)
+
+
+def _summed(call: Call) -> Iterator[Breach]:
+    x: Tensor = call["x"]
+    if x.dtype not in (torch.int32, torch.bfloat16) or x.dim() != 2 or x.shape[1] % 2 or not x.numel():
+        yield "x", shape(x)
+
+
+def _scales(call: Call) -> Iterator[Breach]:
+    x, weight, rows = call["x"], call["weight_scale"], call["activation_scale"]
+    if x.dtype == torch.int32:
+        for name in ("weight_scale", "activation_scale"):
+            if call[name] is None:
+                yield name, f"None for {shape(x)}"
+    elif rows is not None:
+        yield "activation_scale", f"{shape(rows)} for {shape(x)}"
+    if weight is not None and (weight.dtype != torch.float32 or weight.shape != (1, x.shape[1])):
+        yield "weight_scale", f"{shape(weight)} for {shape(x)}"
+    if rows is not None and (rows.dtype != torch.float32 or rows.shape not in ((len(x), 1), (len(x),))):
+        yield "activation_scale", f"{shape(rows)} for {shape(x)}"
+
+
+def _modelled(call: Call) -> Iterator[Breach]:
+    for name in (
+        "bias",
+        "quant_scale",
+        "quant_offset",
+        "group_index",
+        "dst_type",
+        "round_mode",
+        "activate_dim",
+    ):
+        if call[name] is not None:
+            yield name, shape(call[name]) if isinstance(call[name], Tensor) else call[name]
+    for name, value in (("quant_mode", 1), ("swiglu_mode", 0)):
+        if call[name] != value:
+            yield name, call[name]
+
+
+OPERATORS = (
+    Operator(
+        schema="npu::npu_add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor gamma, *, "
+        "Tensor? smooth_scale1=None, Tensor? smooth_scale2=None, Tensor? beta=None, "
+        "float epsilon=9.9999999999999995e-07, bool[2]? output_mask=None, int? y_dtype=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        products=(A2, A3, A5),
+        source=NORM,
+        rules=(
+            Rule(
+                "halves", "x1 and x2 are float16 or bfloat16, alike, of 2 axes or more", NORM, "cast", _halves
+            ),
+            Rule(
+                "columns",
+                "gamma, beta and the smooth scales are of the type of x1, one a column",
+                NORM,
+                "cast them when weights are loaded",
+                _columns,
+            ),
+            Rule(
+                "outputs",
+                "at least one output is wanted, and each smooth scale has its own",
+                NORM,
+                "pass output_mask [True, False] for one",
+                _outputs,
+            ),
+            Rule(
+                "int8", "rows become int8; other types are not checked here", NORM, "leave y_dtype out", _int8
+            ),
+        ),
+        reference=_norm,
+    ),
+    Operator(
+        schema="npu::npu_dequant_swiglu_quant(Tensor x, *, Tensor? weight_scale=None, "
+        "Tensor? activation_scale=None, Tensor? bias=None, Tensor? quant_scale=None, "
+        "Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=False, int quant_mode=0, "
+        "int? dst_type=None, int? round_mode=None, int? activate_dim=None, int swiglu_mode=0, "
+        "float clamp_limit=7., float glu_alpha=1.702, float glu_bias=1.) -> (Tensor, Tensor)",
+        products=(A2, A3),
+        source=SWIGLU,
+        rules=(
+            Rule(
+                "summed",
+                "x is the int32 of a product, or bfloat16, [T, 2 * H]",
+                SWIGLU,
+                "multiply with output_dtype int32",
+                _summed,
+            ),
+            Rule(
+                "scales",
+                "int32 has float32 scales: of the weight [1, 2 * H], and of the rows [T, 1], or [T] as "
+                "vllm-ascend has them; bfloat16 has none of the rows",
+                SWIGLU + "; vllm-ascend ops/fused_moe/moe_mlp.py",
+                "pass the scales of both sides of the product",
+                _scales,
+            ),
+            Rule(
+                "modelled",
+                "static quantisation, groups, bias, smooth scales and other activations are not checked here",
+                "virtual_npu/operators/int8_fusions.py",
+                "pass quant_mode 1, and leave the argument out",
+                _modelled,
+            ),
+        ),
+        reference=_swiglu,
+    ),
+)
