@@ -16,7 +16,7 @@ from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
 from models.dtypes import TORCH_DTYPES
 from models.ops.int8 import Int8Rows, quantize_rows
-from models.ops.reference import Ops
+from models.ops.reference import Ops, Widths
 from models.rope import Rope
 
 
@@ -52,9 +52,10 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         form: Form = "plain",
+        widths: Widths = (),
     ) -> None:
         super().__init__()
-        self.ops, self.form = ops, form
+        self.ops, self.form, self.widths = ops, form, widths
         stored = torch.int8 if form == "int8" else dtype
         self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=stored, device=device)
         self.weight_scale: nn.Parameter | None = None
@@ -67,13 +68,14 @@ class Linear(nn.Module):
         """Called once, when the weight is filled; drops the unpacked weight."""
         assert self.weight is not None, "a linear is packed once"
         bias = None if self.bias is None else self.bias.data
-        if self.form == "plain":
-            self.packed = self.ops.pack(self.weight.data, bias)
-        elif self.weight_scale is not None:
-            self.packed = self.ops.pack_int8(self.weight.data, self.weight_scale.data[:, 0], bias)
-        else:
-            weight, scale = quantize_rows(self.weight.data)
-            self.packed = self.ops.pack_int8(weight, scale[:, 0], bias)
+        weight, scale = self.weight.data, self.weight_scale
+        if self.form == "quantize":
+            weight, scale = quantize_rows(weight)
+        given = (weight, bias) if scale is None else (weight, scale[:, 0], bias)
+        pack, split = self.ops.pack, self.ops.pack_split
+        if self.is_int8:
+            pack, split = self.ops.pack_int8, self.ops.pack_int8_split
+        self.packed = split(*given, self.widths) if self.widths else pack(*given)
         self.weight = self.weight_scale = None
 
     @property
@@ -88,6 +90,16 @@ class Linear(nn.Module):
         return linear(x, self.packed)
 
 
+class SplitLinear(Linear):
+    """A linear whose outputs are read apart, the first widths[0] of them, and so on."""
+
+    def forward(self, x: Tensor | Int8Rows) -> tuple[Tensor, ...]:
+        """[T, in] -> a tensor [T, width] for each width."""
+        assert self.packed is not None, "pack the decoder before its first step"
+        linear = self.ops.linear_int8_split if self.is_int8 else self.ops.linear_split
+        return linear(x, self.packed, self.widths)
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention with one product for queries, keys and values."""
 
@@ -95,22 +107,24 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.eps = config.rms_eps
         self.ops, self.attention = ops, attention
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        widths = tuple(
+            count * config.head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        )
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         form = [config.form(f"model.layers.{layer}.self_attn.{name}") for name in ("q_proj", "o_proj")]
-        self.qkv = Linear(ops, hidden, width, config.attention_bias, dtype, device, form[0])
+        self.qkv = SplitLinear(
+            ops, hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
+        )
         self.output = Linear(ops, heads, hidden, config.output_bias, dtype, device, form[1])
         self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
         self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]; first writes the step's keys and values to the cache."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in self.qkv(x))
         if self.query_norm is not None and self.key_norm is not None:
             query = self.ops.rms_norm(query, self.query_norm, self.eps)
             key = self.ops.rms_norm(key, self.key_norm, self.eps)

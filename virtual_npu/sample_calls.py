@@ -224,6 +224,21 @@ def _swiglu(draw: RandomInputs) -> dict[str, Any]:
     return {"input": draw.tensor(draw.number(1, 200), 2 * draw.one(96, 512, 11008)), "dim": -1}
 
 
+def _grouped_matmul(draw: RandomInputs) -> dict[str, Any]:
+    tokens, inputs = draw.number(1, 200), draw.one(64, 512, 4096)
+    widths = draw.one((256, 64, 64), (128, 128, 128))
+    bias = draw.one(None, [draw.tensor(width) for width in widths])
+    if bias is not None and draw.dtype != torch.float16:
+        bias = [each.float() for each in bias]
+    return {
+        "x": [draw.tensor(tokens, inputs)] * len(widths),
+        "weight": [draw.tensor(inputs, width) for width in widths],
+        "bias": bias,
+        "split_item": 0,
+        "group_type": -1,
+    }
+
+
 def _dynamic_quant(draw: RandomInputs) -> dict[str, Any]:
     return {"input": draw.tensor(draw.number(1, 200), draw.one(64, 512, 4096))}
 
@@ -271,6 +286,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_rotary_mul": _rotary_mul,
     "npu_swiglu": _swiglu,
     "npu_dynamic_quant": _dynamic_quant,
+    "npu_grouped_matmul": _grouped_matmul,
     "npu_quant_matmul": _quant_matmul,
     "npu_add_rms_norm_dynamic_quant": _add_norm_quant,
     "npu_dequant_swiglu_quant": _swiglu_quant,

@@ -111,6 +111,8 @@ def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
             if name in call.tiled and torch.device(device).type != "cpu":
                 cast = {"input": arguments[name], "acl_format": FRACTAL_NZ}
                 arguments[name] = on_device("npu_format_cast", cast)
+        elif isinstance(value, list) and isinstance(value[0], Tensor):
+            arguments[name] = [each.clone().to(device) for each in value]
     return arguments
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.ops.int8 import Int8Rows
-from models.ops.reference import Ops, Packed
+from models.ops.reference import Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in float32, five times
@@ -68,6 +68,23 @@ class NpuOps(Ops):
             return super().linear(x, packed)
         return super().linear(x, (weight, None)).add_(bias)
 
+    def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
+        """A weight [in, width] for each width, since npu_grouped_matmul takes them so."""
+        if not self.product.is_fused:
+            return super().pack_split(weight, bias, widths)
+        wide = weight.dtype in (torch.bfloat16, torch.float32)
+        biases = None if bias is None else [each.float() if wide else each for each in bias.split(widths)]
+        parts = [self.pack(each.t().contiguous(), None)[0] for each in weight.split(widths)]
+        return parts, biases
+
+    def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
+        """One launch, whose results are contiguous: a copy of each part would be one more."""
+        if not self.product.is_fused:
+            return super().linear_split(x, packed, widths)
+        weights, biases = packed
+        sides = [x] * len(weights)
+        return torch_npu.npu_grouped_matmul(sides, weights, bias=biases, split_item=0, group_type=-1)
+
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """As `pack`, for an int8 weight [out, in] with its scale [out], transposed to [in, out]."""
         turned = weight.t().contiguous()
@@ -81,6 +98,16 @@ class NpuOps(Ops):
         return torch_npu.npu_quant_matmul(
             x.rows, weight, scale, pertoken_scale=x.scale, bias=bias, output_dtype=x.dtype
         )
+
+    def pack_int8_split(self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
+        """A weight for each width."""
+        biases = [None] * len(widths) if bias is None else bias.split(widths)
+        return [self.pack_int8(*part) for part in zip(weight.split(widths), scale.split(widths), biases)]
+
+    def linear_int8_split(self, x: Tensor | Int8Rows, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
+        """A product for each width: npu_grouped_matmul gives bfloat16 only with scales in bfloat16."""
+        x = _int8(x)
+        return tuple(self.linear_int8(x, part) for part in packed)
 
     def add_rms_norm_int8(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

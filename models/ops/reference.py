@@ -19,6 +19,7 @@ from models.ops.int8 import Int8Rows, quantize_rows
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
+Widths = tuple[int, ...]  # outputs of a linear that are read apart, in order
 
 
 class Ops:
@@ -40,6 +41,14 @@ class Ops:
         weight, bias = packed
         return F.linear(x, weight, bias)
 
+    def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
+        """As `pack`, for a linear whose outputs are read apart: the first widths[0] of them, and so on."""
+        return self.pack(weight, bias)
+
+    def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
+        """[T, in] -> a tensor [T, width] for each of `widths`."""
+        return self.linear(x, packed).split(widths, dim=-1)
+
     def check_int8(self, dtype: torch.dtype) -> None:
         """Raise ValueError where this device cannot multiply in int8 for a model of this type."""
 
@@ -56,6 +65,14 @@ class Ops:
         rows, row_scale = self.quantize(x)
         y = self.int8_product(rows, weight).float() * scale * row_scale
         return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def pack_int8_split(self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
+        """As `pack_int8`, for a linear whose outputs are read apart."""
+        return self.pack_int8(weight, scale, bias)
+
+    def linear_int8_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
+        """[T, in] -> a tensor [T, width] for each of `widths`; `x` as for `linear_int8`."""
+        return self.linear_int8(x, packed).split(widths, dim=-1)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, n] -> int8 [T, n], float32 scale [T, 1]."""

@@ -106,7 +106,8 @@ def test_a_tied_head_is_counted_again_where_the_device_has_it_in_an_order_of_its
     shape = AttentionShape(4, 2, 64, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows)
     decoder = Decoder(config, *operators("npu", "fused", shape))
     decoder.pack()
-    heads = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
+    packed = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
+    heads = [part for each in packed for part in (each if isinstance(each, list) else [each])]
     held = {each.data_ptr(): each.nbytes for each in (*decoder.parameters(), *heads)}
     assert sizing.weight_bytes == sum(held.values())
     head = config.vocab_size * config.hidden_size * 2

@@ -329,6 +329,24 @@ def dequant_swiglu_quant(rng: np.random.Generator) -> tuple[Arguments, Condition
     return made, Conditions(product=pick(rng, A2, A3))
 
 
+def grouped_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    dtype, (rows, inner) = pick(rng, *HALVES), rng.integers(1, 40, 2).tolist()
+    widths = rng.integers(1, 40, int(rng.integers(1, 4))).tolist()
+    turned = bool(rng.integers(2))
+    made: Arguments = {
+        "x": [torch.randn(rows, inner).to(dtype)] * len(widths),
+        "weight": [
+            torch.randn(width, inner).to(dtype).t() if turned else torch.randn(inner, width).to(dtype)
+            for width in widths
+        ],
+        "group_type": -1,
+    }
+    if bool(rng.integers(2)):
+        bias = torch.float16 if dtype == torch.float16 else torch.float32
+        made["bias"] = [torch.randn(width).to(bias) for width in widths]
+    return made, Conditions(product=pick(rng, A2, A3, A5))
+
+
 def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     rows, inner, columns = rng.integers(1, 40, 3).tolist()
     x1, x2 = (torch.randint(-128, 128, size).to(torch.int8) for size in ((rows, inner), (columns, inner)))
@@ -394,6 +412,7 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_swiglu": swiglu,
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
     "npu_dequant_swiglu_quant": dequant_swiglu_quant,
+    "npu_grouped_matmul": grouped_matmul,
     "npu_quant_matmul": quant_matmul,
     "npu_dynamic_quant": dynamic_quant,
     "npu_format_cast": format_cast,

@@ -99,6 +99,17 @@ def test_a_product_in_int32_is_scaled_gated_and_quantised() -> None:
     torch.testing.assert_close(rows * scale[:, None], wanted, atol=float(scale.max()) * 0.51, rtol=0)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_grouped_products_are_the_products_one_by_one(has_bias: bool) -> None:
+    x, weights = torch.randn(5, 48).half(), [torch.randn(48, width).half() for width in (16, 3)]
+    biases = [torch.randn(width).half() for width in (16, 3)] if has_bias else None
+    found = KERNELS["npu::npu_grouped_matmul"]([x, x], weights, bias=biases, group_type=-1)
+    for each, weight, bias in zip(found, weights, biases or (0, 0)):
+        wanted = x.double() @ weight.double() + (bias if has_bias else 0)
+        torch.testing.assert_close(each.double(), wanted, atol=1e-2, rtol=1e-3)
+        assert each.is_contiguous()
+
+
 def test_a_cast_to_tiles_shows_in_no_element() -> None:
     weight = torch.randn(5, 7).half()
     assert torch.equal(KERNELS["npu::npu_format_cast"](weight, 29), weight)

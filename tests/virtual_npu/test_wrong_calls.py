@@ -27,11 +27,12 @@ def family(operator: Operator) -> list[Wrong]:
     arguments = {each.name for each in operator.parsed.arguments}
     back = {real: said for said, real in operator.names.items()}
     known = arguments | {back.get(name, name) for name in arguments}
-    tensor = next(each.name for each in operator.parsed.arguments if str(each.type) == "Tensor")
+    first = next(each for each in operator.parsed.arguments if str(each.type) in ("Tensor", "List[Tensor]"))
+    tensor = first.name
     tensor = back.get(tensor, tensor)
     shared = [
         Wrong("schema", put(nonsense=1), "nonsense", "no argument of it"),
-        Wrong("types", put(**{tensor: [1, 2]}), tensor, "a list where the schema has Tensor"),
+        Wrong("types", put(**{tensor: [1, 2]}), tensor, f"a list where the schema has {first.type}"),
     ]
     absent = [each for each in PRODUCTS.values() if each not in operator.products]
     if absent:

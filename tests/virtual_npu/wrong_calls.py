@@ -218,6 +218,17 @@ SWIGLU_QUANT = [
     Wrong("modelled", put(quant_mode=0), "quant_mode", "is 0"),
     Wrong("modelled", put(swiglu_mode=1), "swiglu_mode", "is 1"),
 ]
+GROUPED = [
+    Wrong("groups", to("x", lambda x: x[1:]), "weight", "a list of"),
+    Wrong("matched", to("x", lambda x: [each.double() for each in x]), "x", "float64"),
+    Wrong("matched", lambda call: {"bias": [each[0].short() for each in call["weight"]]}, "bias", "int16"),
+    Wrong("sides", to("weight", lambda weights: [each[1:] for each in weights]), "weight", "for"),
+    Wrong("order", to("x", lambda x: [strided(each) for each in x]), "x", "strided"),
+    Wrong("alone", put(group_type=0), "group_type", "is 0"),
+    Wrong("alone", put(split_item=2), "split_item", "is 2"),
+    Wrong("alone", put(group_list=torch.tensor([1, 2])), "group_list", "int64"),
+    Wrong("modelled", put(output_dtype=15), "output_dtype", "given"),
+]
 FORMAT = [
     Wrong("format", put(acl_format=3), "acl_format", "is 3"),
     Wrong("tiles", lambda call: {"input": call["input"].float(), "acl_format": 29}, "input", "float32"),
@@ -251,6 +262,7 @@ FAMILIES = {
     "npu_swiglu": SWIGLU,
     "npu_quant_matmul": MATMUL,
     "npu_dynamic_quant": QUANT,
+    "npu_grouped_matmul": GROUPED,
     "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
     "npu_dequant_swiglu_quant": SWIGLU_QUANT,
     "npu_format_cast": FORMAT,

@@ -8,6 +8,7 @@ from virtual_npu.operators import (
     atb,
     attention,
     cache,
+    grouped_matmul,
     int8_fusions,
     matmul,
     norm,
@@ -20,7 +21,7 @@ OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
         *(attention, atb, cache, scatter),
-        *(norm, rotary, activation, matmul, int8_fusions, sampling),
+        *(norm, rotary, activation, matmul, grouped_matmul, int8_fusions, sampling),
     )
     for operator in room.OPERATORS
 )
