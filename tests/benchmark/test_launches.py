@@ -44,6 +44,9 @@ EXPECTED = {
 }
 
 
+WAITS = 2
+
+
 @cache
 def counted(name: str) -> dict[str, dict[str, Any]]:
     """The counts by step, of the recipe with the configuration of the real model."""
@@ -74,7 +77,14 @@ def test_a_captured_step_asks_for_so_many_copies_and_waits(name: str) -> None:
         )
         for sampling in ("greedy", "top-p")
     }
-    assert asked == {"greedy": (1, 1, 2), "top-p": (2, 1, 2)}
+    assert asked == {"greedy": (1, 1, WAITS), "top-p": (2, 1, WAITS)}
+
+
+def test_the_counts_stand_in_the_manual() -> None:
+    lines = (ROOT / "docs/ascend.md").read_text().splitlines()
+    for name, counts in EXPECTED.items():
+        begin = f"| {name} | {' | '.join(map(str, (*counts, WAITS)))} |"
+        assert [line for line in lines if line.startswith(begin)], begin
 
 
 def test_a_recipe_of_another_machine_is_refused() -> None:

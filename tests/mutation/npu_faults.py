@@ -14,8 +14,9 @@ RULES = "virtual_npu/operators/"
 ARGUMENTS = RULES + "attention_arguments.py"
 SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULES + "spans.py"
 WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb.py"
-DEFERRED = "virtual_npu/deferred_calls.py"
 CAPTURE, EXECUTION = "virtual_npu/cann/capture.c", "virtual_npu/cann/execution.c"
+DEFERRED, KERNELS = "virtual_npu/deferred_calls.py", "virtual_npu/kernels.py"
+ROPE, FILTERS = "models/rope.py", "models/sampling/top_k_top_p.py"
 
 CALLS = (
     "tests/models/test_npu.py",
@@ -35,11 +36,15 @@ RULE_TESTS = tuple(
 )
 GRAPH_TESTS = tuple(f"tests/virtual_npu/test_{name}.py" for name in ("graphs", "task_groups"))
 NPU_TESTS_OF = {
-    **dict.fromkeys((NPU, ASCEND, FUSED), CALLS),
+    **dict.fromkeys((NPU, ASCEND), CALLS),
+    FUSED: (*CALLS, "tests/models/test_quantization.py"),
     **dict.fromkeys((ATB, PRODUCTS), ATB_CALLS),
     **dict.fromkeys((ARGUMENTS, SHAPES, PAGING, SPANS, WRITES, ATB_RULES), RULE_TESTS),
     DEFERRED: (*GRAPH_TESTS, "tests/models/test_npu.py"),
     **dict.fromkeys((CAPTURE, EXECUTION), (*GRAPH_TESTS, "tests/virtual_npu/test_hammer.py")),
+    KERNELS: ("tests/virtual_npu/test_launch_log.py",),
+    ROPE: ("tests/models/test_rope.py",),
+    FILTERS: ("tests/models/test_sampler.py",),
 }
 
 NPU_FAULTS = (
@@ -175,6 +180,41 @@ NPU_FAULTS = (
         "if not (turned or self.product.is_fused):",
         "if not turned:",
         "heads beyond the buffer are turned in plain torch on every product",
+    ),
+    Fault(
+        "gate_and_up_exchanged",
+        FUSED,
+        "activate_left=True",
+        "activate_left=False",
+        "the operator's own default gates by the second half",
+    ),
+    Fault(
+        "scale_of_the_other_output",
+        FUSED,
+        "rows, _, total, scale, _ =",
+        "rows, _, total, _, scale =",
+        "the second output is left out, and its scale is empty",
+    ),
+    Fault(
+        "table_without_the_longest",
+        ROPE,
+        "torch.arange(num_positions + 1)",
+        "torch.arange(num_positions)",
+        "a request at its full length reads past the table of dynamic rope",
+    ),
+    Fault(
+        "dropped_share_for_the_kept",
+        FILTERS,
+        '"excess": 1 - top_p',
+        '"excess": top_p',
+        "over rising weights the running sum is first of what top_p drops",
+    ),
+    Fault(
+        "captured_calls_counted_twice",
+        KERNELS,
+        "if state != CAPTURED:  # what is captured",
+        "if True:  # what is captured",
+        "a capture launches nothing",
     ),
     Fault(
         "sum_of_queries_unasked",
