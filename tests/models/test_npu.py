@@ -20,6 +20,7 @@ from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import product
+from models.ops.reference import Ops
 from recipes.build.engine import build
 from recipes.build.machine import Npu, start
 from recipes.schema.reader import load
@@ -291,9 +292,21 @@ def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
     ops.swiglu(heads[..., :2].contiguous())
     bias = torch.ones(32, dtype=torch.float16, device="npu:0")
     ops.linear(heads[:, 0].half(), ops.pack(torch.ones(32, 16, device="npu:0").half(), bias))
+    half = torch.ones(32, 16, dtype=torch.float16, device="npu:0")
+    ops.linear_split(half, ops.pack_split(half, None, (16, 16)), (16, 16))
     monkeypatch.delattr(torch_npu, "_npu_paged_attention_splitfuse_v2")
     with pytest.raises(ValueError, match=r"install 2\.13"):
         bench.attention.check()
+
+
+def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
+    """Run what a layer in W8A8 runs, on rows of 32."""
+    x, _ = ops.add_rms_norm_int8(rows, rows, rows[0].clone(), 1e-5)
+    square, scale = torch.ones(32, 32, dtype=torch.int8, device="npu:0"), torch.ones(32, device="npu:0")
+    assert len(ops.linear_int8_split(x, ops.pack_int8_split(square, scale, None, (16, 16)), (16, 16))) == 2
+    down = ops.pack_int8(square[:, :16], scale, None)
+    for bias in (None, scale):
+        ops.mlp_int8(x, ops.pack_int8(square, scale, bias), down)
 
 
 @stand_in_alone
@@ -316,7 +329,10 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.check_int8(torch.bfloat16)
         ones = torch.ones(16, 32, dtype=torch.int8, device="npu:0")
         packed = ops.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
-        ops.linear_int8(torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0"), packed)
+        rows = torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0")
+        ops.linear_int8(rows, packed)
+        ops.pack_split(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None, (8, 8))
+        _in_int8(ops, rows)
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
         with answering_as_310p():
