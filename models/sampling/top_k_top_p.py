@@ -51,7 +51,7 @@ def sort_parameters(top_k: NDArray[np.int64], top_p: NDArray[np.float32], vocab_
     outside = vocab_size - top_k  # so many tokens top_k drops
     if outside.any():
         places = np.concatenate((outside, np.maximum(outside - 1, 0)))
-        arrays |= {"k_places": places, "k_share": np.where(outside > 0, top_p, np.float32(0))}
+        arrays |= {"k_places": places, "k_share": np.where((outside > 0) & (top_p < 1), top_p, np.float32(0))}
     return arrays
 
 
@@ -65,11 +65,20 @@ def thresholds_by_sorting(weights: Tensor, sent: Tensors, tile: int) -> Tensor:
     if "k_places" not in sent:
         return rising.gather(1, _reach(rising, sent["excess"][:, None], tile))
     first, last_dropped = sent["k_places"].view(2, -1, 1)
-    mass = rising.cumsum(-1)
-    # Both summands are exact where top_p is 1 or no token is dropped by top_k
+    mass = _running_sum(rising, tile)
+    # Zero where top_p is 1: then top_k decides alone
     target = mass.gather(1, last_dropped) * sent["k_share"][:, None] + mass[:, -1:] * sent["excess"][:, None]
     kept_from = torch.searchsorted(mass, target, right=True).clamp(max=weights.shape[1] - 1)
     return rising.gather(1, torch.maximum(kept_from, first))
+
+
+def _running_sum(weights: Tensor, tile: int) -> Tensor:
+    """[R, V] -> [R, V], tile by tile: only where R is 1 would torch split one long sum among threads."""
+    if tile == weights.shape[1]:
+        return weights.cumsum(-1)
+    tiles = weights.view(weights.shape[0], -1, tile)
+    sums = tiles.sum(-1)
+    return (tiles.cumsum(-1) + (sums.cumsum(-1) - sums)[:, :, None]).flatten(1)
 
 
 def draw(weights: Tensor, uniform: Tensor, otherwise: Tensor, tile: int) -> Tensor:
