@@ -15,10 +15,13 @@ from torch import Tensor
 from continuous_batching.batch import NONE_LEFT, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
+from devices.shapes import AttentionShape
 from kv_cache.transfer import all_to_device
+from models.ops.reference import Ops
 from models.sampling import sampler as sampler_module
 from models.sampling import top_k_top_p
 from models.sampling.sampler import Sampler, uniforms
+from tests.device_kinds import Kind, Way, on_each, operators
 
 V = 48
 EOS = 7
@@ -35,7 +38,12 @@ class Row:
     seed: int = 0
 
 
-def sample(rows: list[Row], order: list[int] | None = None, vocab_size: int = V) -> Sampled:
+def sample(
+    rows: list[Row],
+    order: list[int] | None = None,
+    vocab_size: int = V,
+    device: tuple[Ops, torch.device] = (Ops(), torch.device("cpu")),
+) -> Sampled:
     """Run the sampler over rows that stand in the slot table in any order."""
     slots = SlotPool(num_slots=len(rows) + 3, max_tokens=64, page_size=4)
     taken = []
@@ -48,7 +56,8 @@ def sample(rows: list[Row], order: list[int] | None = None, vocab_size: int = V)
     order = list(range(len(rows))) if order is None else order
     logits = torch.stack([rows[index].logits for index in order])
     at = np.array([taken[index] for index in order])
-    return Sampler((EOS,), vocab_size).run(logits, at, slots.num_tokens[at], slots)
+    ops, place = device
+    return Sampler((EOS,), vocab_size, ops).run(logits.to(place), at, slots.num_tokens[at], slots)
 
 
 def token(row: Row) -> int:
@@ -414,3 +423,28 @@ def test_a_greedy_batch_sends_nothing_down(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sampler_module, "all_to_device", lambda *_: pytest.fail("sent parameters"))
     rows = [Row(some_logits(i), SamplingParams(temperature=0)) for i in range(5)]
     assert sample(rows).tokens.tolist() == [int(row.logits.argmax()) for row in rows]
+
+
+@pytest.mark.parametrize("pair", on_each("fused"))
+def test_each_device_draws_what_the_cpu_draws(pair: tuple[Kind, Way]) -> None:
+    shape = AttentionShape(4, 2, 64, 128, 1.0, torch.float32, (None,))
+    ops, attention = operators(*pair, shape)
+    asked = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_p=0.7),
+        SamplingParams(top_k=9, temperature=0.6),
+        SamplingParams(top_k=9, top_p=0.7),
+        SamplingParams(min_p=0.2),
+        SamplingParams(top_p=0.9, min_p=0.1, repetition_penalty=1.3),
+        SamplingParams(temperature=0.0, logit_bias={7: 50.0}),
+        SamplingParams(top_p=0.5, logprobs=2),
+    ]
+    rows = [Row(some_logits(at, 1024), asked[at % 9], seed=at) for at in range(45)]
+    rows[4].logits[3] = math.nan
+    rows[12].logits[:] = -math.inf
+    for some in (rows, rows[2:3], [each for each in rows if each.params.top_p == 0.7], rows[:1] + rows[3:5]):
+        expected = sample(some, vocab_size=1024)
+        found = sample(some, vocab_size=1024, device=(ops, attention.device))
+        assert found.tokens.tolist() == expected.tokens.tolist()
+    assert (expected.tokens < 0).sum() == 1
