@@ -72,7 +72,7 @@ def test_every_answer_is_asked_for_and_of_some_product() -> None:
     assert "packs_float16" not in asked["310P"]
 
 
-@pytest.mark.parametrize("name", [name for name in PROBED if name != "bares_decodes"])
+@pytest.mark.parametrize("name", PROBED)
 def test_a_right_device_is_found_right(name: str, npu: Npu) -> None:
     expected = getattr(npu.product, name)
     assert ask(name, npu) == expected

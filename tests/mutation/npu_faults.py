@@ -58,8 +58,8 @@ NPU_FAULTS = (
     Fault(
         "prompts_without_a_mask",
         NPU,
-        "        if part.is_decodes:",
-        "        if True:",
+        "        if part.is_decodes and",
+        "        if",
         "vllm-ascend #13699: with several queries a span this comes to the mean of the values",
     ),
     Fault(
