@@ -162,7 +162,9 @@ class FusedAttention(AscendAttention):
 
     def replay(self, graph: Any, metadata: FusedMetadata, kv_lens: list[int]) -> None:
         """Run a captured step, and update its calls with the lengths of this step."""
-        torch.npu.current_stream().synchronize()  # no call may be running while it is updated
+        # No call may be running while it is updated. The wait is the device's, so that the host goes on; it has
+        # to be queued before the replay, since the replay waits for the updates
+        self.update_stream.wait_stream(torch.npu.current_stream())
         graph.replay()
         with torch.npu.stream(self.update_stream):
             for call in metadata.captured:

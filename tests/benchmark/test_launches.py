@@ -44,7 +44,7 @@ EXPECTED = {
 }
 
 
-WAITS = 2
+WAITS = 1
 
 
 @cache

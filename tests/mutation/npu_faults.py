@@ -121,7 +121,7 @@ NPU_FAULTS = (
     Fault(
         "replayed_before_the_last_was_waited_for",
         NPU,
-        "        torch.npu.current_stream().synchronize()  # no call may be running while it is updated\n",
+        "        self.update_stream.wait_stream(torch.npu.current_stream())\n",
         "",
         "a step reads the lengths of the one after it",
     ),
