@@ -162,8 +162,8 @@ class FusedAttention(AscendAttention):
 
     def replay(self, graph: Any, metadata: FusedMetadata, kv_lens: list[int]) -> None:
         """Run a captured step, and update its calls with the lengths of this step."""
-        # No call may be running while it is updated. The wait is the device's, so that the host goes on; it has
-        # to be queued before the replay, since the replay waits for the updates
+        # No call may be running while it is updated. The device waits, so that the host goes on, and it waits
+        # before the replay, which itself waits for the updates
         self.update_stream.wait_stream(torch.npu.current_stream())
         graph.replay()
         with torch.npu.stream(self.update_stream):

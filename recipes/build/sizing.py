@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from devices.ascend_limits import PRODUCTS
 from devices.onednn import product_dtype
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
@@ -134,7 +135,8 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
         num_bytes = num_elements * (dtype.itemsize - stored.itemsize)
         is_packed = torch.backends.mkldnn.is_available() or dtype != stored
     else:
-        is_packed = device.kind == "npu" and device.product != "910" and stored != torch.float32
+        tiles = {each.name for each in PRODUCTS if each.tiles_weights}
+        is_packed = device.kind == "npu" and device.product in tiles and stored != torch.float32
     is_kept_twice = is_packed and config.tie_embeddings
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
 

@@ -109,10 +109,10 @@ def test_a_tied_head_is_counted_again_where_the_device_has_it_in_an_order_of_its
     packed = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
     heads = [part for each in packed for part in (each if isinstance(each, list) else [each])]
     held = {each.data_ptr(): each.nbytes for each in (*decoder.parameters(), *heads)}
-    assert sizing.weight_bytes == sum(held.values())
-    head = config.vocab_size * config.hidden_size * 2
-    assert config.weight_bytes == sizing.weight_bytes - head
-    wide = replace(recipe, model=replace(recipe.model, dtype="float32"))
+    assert sizing.weight_bytes == sum(held.values()) == config.weight_bytes
+    tiled = replace(recipe, device=section("npu", product="310P"))
+    assert sized(tiled).weight_bytes == config.weight_bytes + config.vocab_size * config.hidden_size * 2
+    wide = replace(tiled, model=replace(recipe.model, dtype="float32"))
     assert sized(wide).weight_bytes == model_config(wide).weight_bytes
 
 
