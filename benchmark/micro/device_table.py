@@ -42,7 +42,8 @@ def print_table(result: Mapping[str, Any]) -> None:
     )
     if reasons:
         print("", *(f"{NOT_MEASURED}: {why}" for why in reasons), sep="\n")
-    print("", verdict_line(result["verdict"]), sep="\n")
+    if any("step_ms" in step for step in result["steps"]):
+        print("", verdict_line(result["verdict"]), sep="\n")
 
 
 def table(steps: Sequence[Step], columns: Mapping[str, str]) -> Iterator[str]:

@@ -174,9 +174,8 @@ def test_faults_wake_somebody(server: Server, watched: Prometheus) -> None:
     for _ in range(3):
         os.kill(server.engine_pid, signal.SIGKILL)
         server.wait_until("/ready", 503)
-        for _ in range(20):
-            assert post(server) == 503
-        server.wait_until("/ready", 200)
+        statuses = set(iter(lambda: post(server, max_tokens=1), 200))  # until the next engine is ready
+        assert statuses <= {503}
     fired(watched, "ServerErrors")
     fired(watched, "EngineRestarts")
     fired(watched, "EngineDown", lambda: kill_engines(server))
