@@ -1,5 +1,6 @@
 """What holds for all tests?"""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,15 @@ def same_numbers() -> None:
     import torch  # here, because it reads the above when it is imported
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A verb that a test runs in this process sets the level of the log, which is no matter of the next."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
