@@ -66,14 +66,20 @@ def _is_needed(within_s: float) -> bool:
     return bool(select.select([0], [], [], within_s)[0])
 
 
+def _told_of_session() -> list[str]:
+    # Nothing also in a session that is scheduled with the whole system, as a container's first one may be
+    return AUTOGROUP.read_text().split() if AUTOGROUP.exists() else []
+
+
 def session_niceness() -> int:
-    """Of this session, where sessions have one; else 0."""
-    return int(AUTOGROUP.read_text().split()[-1]) if AUTOGROUP.exists() else 0
+    """Of this session, where it has one; else 0."""
+    return int((_told_of_session() or ["0"])[-1])
 
 
 def set_session_niceness(niceness: int) -> None:
-    """Set this session's niceness, where sessions have one."""
-    for _ in range(_TRIES if AUTOGROUP.exists() else 0):
+    """Set this session's niceness, where it has one."""
+    has_one = bool(_told_of_session())
+    for _ in range(_TRIES if has_one else 0):
         try:
             AUTOGROUP.write_text(str(niceness))
         except BlockingIOError:  # except from root, the kernel accepts one write in a tenth of a second
@@ -82,7 +88,7 @@ def set_session_niceness(niceness: int) -> None:
             break
         else:
             return
-    if AUTOGROUP.exists():
+    if has_one:
         print(f"WARNING this session's niceness cannot be set to {niceness}", file=sys.stderr)
 
 

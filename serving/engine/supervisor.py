@@ -158,7 +158,9 @@ class Supervisor:
                 await self._live_once()
             finally:
                 spare.cancel()
-                await asyncio.gather(spare, return_exceptions=True)
+                [trouble] = await asyncio.gather(spare, return_exceptions=True)
+                if isinstance(trouble, Exception):  # this engine has served without a spare process
+                    log.error("a defect of the server: no spare process is kept", exc_info=trouble)
             if self.state in ("dead", "draining"):
                 return
             await asyncio.sleep(self._pause_s)

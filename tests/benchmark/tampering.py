@@ -1,8 +1,8 @@
 """Every way to change one number, word or entry of a result, and groups of changes that agree.
 
 A change counts as tampering if it changes what is claimed. It does not if it is smaller than what a figure's
-rounding leaves open (`MEANS`), or if the field claims nothing: a request's id is a name, and nobody believes
-the verdict in a file, who can ask the gate again.
+rounding, or a second clock, leaves open (`MEANS`), or if the field claims nothing: a request's id is a name,
+and nobody believes the verdict in a file, who can ask the gate again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.gate.clocks import READ_S
+
 Result = dict[str, Any]
 Path = tuple[str | int, ...]
 FACTORS = (0.5, 0.9, 1.1, 2.0, 0.0)
 NO_CLAIM = ("verdict", "facts")
 MEANS = {"_ms": 0.05, "_us": 0.2, "_s": 5e-4, "share": 5e-3, "rate": 5e-3, "usage": 5e-3}
+MEANS |= dict.fromkeys(("first_step_s", "wall_s"), 2 * READ_S)  # by two clocks, apart either way
 PARTS = ("mean", "p50", "p90", "p99", "max")  # of a latency, in its unit
 MANY = 12  # of the entries of a list that are changed one by one
 LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2el"}

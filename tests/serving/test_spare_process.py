@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from recipes.schema.recipe import ROOT
+from serving.engine import spare_process
 from serving.engine.messages import BEGIN, HURRY
-from serving.engine.spare_process import AUTOGROUP, LAST, restore_priority, session_niceness
+from serving.engine.spare_process import LAST, restore_priority, session_niceness
 from tests.serving.server import PATIENCE_S
 
 TELL = """
@@ -22,7 +23,7 @@ from serving.engine import spare_process
 def priorities():
     group = spare_process.AUTOGROUP
     of_thread = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    return f"{of_thread} {group.read_text().split()[-1] if group.exists() else '-'}"
+    return f"{of_thread} {([*'-'] + group.read_text().split())[-1] if group.exists() else '-'}"
 
 def told(module):
     print(module, priorities(), flush=True)
@@ -50,20 +51,28 @@ def spare(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def has_group() -> bool:
+    """Whether the system schedules a new session as a group; ours may be older than that."""
+    brief = "from serving.engine import spare_process; print(spare_process._told_of_session())"
+    command = [sys.executable, "-c", brief]
+    return subprocess.check_output(command, cwd=ROOT, text=True, start_new_session=True) != "[]\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
-def test_it_gives_way_while_it_imports() -> None:
+def test_it_gives_way_while_it_imports(has_group: bool) -> None:
     ours = os.getpriority(os.PRIO_PROCESS, 0)  # a process inherits it; a session begins at 0
     with spare() as process:
         assert process.stdout is not None
         before, during, after = process.stdout.read().splitlines()
-    has_group = AUTOGROUP.exists()
     assert before == f"numpy {ours} {0 if has_group else '-'}"
     assert during == f"large {LAST} {LAST if has_group else '-'}"
     assert after == f"after {ours} {0 if has_group else '-'}"
 
 
-@pytest.mark.skipif(not AUTOGROUP.exists(), reason="without it, only root may raise a priority again")
-def test_it_gives_way_no_longer_once_it_is_needed() -> None:
+def test_it_gives_way_no_longer_once_it_is_needed(has_group: bool) -> None:
+    if not has_group:
+        pytest.skip("without it, only root may raise a priority again")
     with spare("wait") as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -125,9 +134,10 @@ def test_what_only_some_need_is_not_begun_once_the_engine_is_needed() -> None:
     assert done.stdout == "['a', 'b']\n"
 
 
-@pytest.mark.skipif(not AUTOGROUP.exists(), reason="without it, only root may raise a priority again")
-def test_its_priority_is_restored_from_outside() -> None:
+def test_its_priority_is_restored_from_outside(has_group: bool) -> None:
     """On busy cores it would hear only seconds later that it is needed."""
+    if not has_group:
+        pytest.skip("without it, only root may raise a priority again")
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     with spare("wait") as process:
         assert process.stdout is not None
@@ -141,3 +151,23 @@ def test_its_priority_is_restored_from_outside() -> None:
         process.kill()
     assert group == str(session_niceness())
     assert found == {ours} if os.geteuid() == 0 else found <= {ours, LAST}
+
+
+def test_a_session_may_have_no_niceness_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is there and empty, as in the first session of a container; a spare process has one."""
+    ours = tmp_path / "autogroup"
+    ours.touch()
+    monkeypatch.setattr(spare_process, "AUTOGROUP", ours)
+    assert session_niceness() == 0
+    spare_process.set_session_niceness(LAST)
+    assert not ours.read_text()
+    assert not capsys.readouterr().err
+    with spare("wait") as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        restore_priority(process.pid)
+        *_, after = process.stdout.read().splitlines()
+    assert after.startswith("after ")
