@@ -27,3 +27,6 @@ class Counters:
     swapped_in_pages: int = 0
     refused_swaps: int = 0  # the host pool had no room: the request is recomputed
     broken_swaps: int = 0  # the shared pages before the swapped ones are gone: it is recomputed
+    drafts: int = 0  # spans that had some
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # drafts that the model said too

@@ -39,7 +39,6 @@ class SlotPool:
         self.num_tokens = self._integers()  # known: prompt and answer so far
         self.num_computed = self._integers()  # of these, how many are in the cache
         self.num_drafts = self._integers()  # guesses that follow the known tokens in token_ids
-        self.has_drafts = False
         self.num_pages = self._integers()  # entries of page_table in use
         self.num_published = self._integers()  # of these, known to the prefix cache
         self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
@@ -94,20 +93,23 @@ class SlotPool:
         is_decoding: NDArray[np.bool_] = (known - computed == 1) & (known > self.num_prompt[rows])
         return is_decoding
 
-    def set_drafts(self, row: int, tokens: Index) -> None:
-        """Let guesses follow the known tokens of a row that decodes and is no beam, for the next batch."""
-        first = int(self.num_tokens[row])
-        assert self.num_computed[row] == first - 1 >= self.num_prompt[row], f"row {row} does not decode"
-        assert not self.beam_width[row], f"row {row} is a beam"
-        assert first + len(tokens) < self.limit[row], "a draft stands where no token may follow it"
-        self.token_ids[row, first : first + len(tokens)] = tokens
-        self.num_drafts[row] = len(tokens)
-        self.has_drafts = True
+    def set_drafts(self, rows: Index, tokens: NDArray[np.int32], counts: Index) -> None:
+        """Let guesses follow the known tokens of rows [N] that decode and are no beams, for the next batch.
+
+        Row i gets the first `counts[i]` of `tokens[i]` [N, most].
+        """
+        first = self.num_tokens[rows]
+        is_decoding = (self.num_computed[rows] == first - 1) & (first > self.num_prompt[rows])
+        assert is_decoding.all(), f"row {rows[~is_decoding][0]} does not decode"
+        assert not self.beam_width[rows].any(), "a beam has drafts"
+        assert (first + counts < self.limit[rows]).all(), "a draft stands where no token may follow it"
+        which, ahead = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        self.token_ids[rows[which], first[which] + ahead] = tokens[which, ahead]
+        self.num_drafts[rows] = counts
 
     def drop_drafts(self) -> None:
         """Forget the guesses of all rows."""
         self.num_drafts[:] = 0
-        self.has_drafts = False
 
     def take(self, request: Request, *, is_beam: bool = False) -> int:
         """Put a request with all its known tokens into a free row; a beam is found by its leader's alone."""

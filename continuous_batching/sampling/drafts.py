@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Batch
+from continuous_batching.batch import Batch, ragged_ranges
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import in_order
 from continuous_batching.slots import SlotPool
@@ -30,6 +30,15 @@ def extend_by_drafts(lifecycle: SlotLifecycle, rows: Index, stops: Index, left: 
     if extra and extra > tables.pool.num_free - lifecycle.num_promised():
         return stops, 0
     return longer, int(drafts.sum())
+
+
+def yield_at_drafts(
+    slots: SlotPool, sampled: Index, owners: Index, targets: Index
+) -> tuple[Index, Index, Index]:
+    """Let spans that sample at their last position do so before each of their drafts, too (see `Batch`)."""
+    known = np.minimum(slots.num_tokens[owners], targets)
+    counts = targets + 1 - known
+    return np.repeat(sampled, counts), np.repeat(owners, counts), ragged_ranges(known, targets + 1)
 
 
 def book_drafts(slots: SlotPool, batch: Batch, tokens: Index, over: dict[int, str]) -> Index:

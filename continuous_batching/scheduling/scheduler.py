@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import NO_BATCH, Batch, Booked, Sampled, ragged_ranges
+from continuous_batching.batch import NO_BATCH, Batch, Booked, Sampled
 from continuous_batching.counters import Counters
 from continuous_batching.paging.compaction import Compaction
 from continuous_batching.paging.page_tables import EMPTY
@@ -15,7 +15,7 @@ from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.sampling.beam_search import BeamSearches
-from continuous_batching.sampling.drafts import book_drafts, extend_by_drafts
+from continuous_batching.sampling.drafts import book_drafts, extend_by_drafts, yield_at_drafts
 from continuous_batching.sampling.parallel_samples import ParallelSamples
 from continuous_batching.sampling.stopping import FAILURES, StopConditions
 from continuous_batching.scheduling.admission import Admission, HeldBack
@@ -30,6 +30,7 @@ from continuous_batching.scheduling.validation import (
 )
 from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import PagePool
 
 
@@ -44,7 +45,8 @@ class Scheduler:
     preempts running requests of lower priority where slots or pages run short. `max_shared_tokens` bounds
     the prefix that may be shared and the prompts that may share (None: unbounded), for models whose keys
     depend on the length of their prompt. With a `host_pool`, what a preempted request alone has computed
-    waits there, and what is evicted rests there, instead of being computed again. Every
+    waits there, and what is evicted rests there, instead of being computed again. With `speculation`, rows
+    that decode have drafts checked. Every
     `compact_every_steps` steps (0: never) held pages start to move to the low end, at most
     `compact_pages_per_step` of them in a step (0: all).
     """
@@ -63,6 +65,7 @@ class Scheduler:
         outrank: bool = False,
         victim: Victim = youngest,
         host_pool: PagePool | None = None,
+        speculation: Speculation | None = None,
         prefix_sharing: bool = True,
         max_shared_tokens: int | None = None,
         compact_every_steps: int = 0,
@@ -86,6 +89,7 @@ class Scheduler:
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.in_flight = InFlight(slots)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
+        self.speculation = speculation
         self._policy = policy
         self._vocab_size = vocab_size
         self._gate = QueueGate(limits or QueueLimits(), self.waiting)
@@ -191,7 +195,9 @@ class Scheduler:
         if len(self.in_flight) != 1 or self._parallel_samples.leader_of or self._beam_searches.by_number:
             return False
         last = self.in_flight.last
-        if slots.has_drafts or last.num_drafts or (self._outrank and len(self.waiting)):
+        if last.num_drafts or (self._outrank and len(self.waiting)):
+            return False
+        if self.speculation is not None and self.speculation.lengths.is_hopeful:
             return False
         if not slots.plain[last.owners].all():
             return False
@@ -230,9 +236,10 @@ class Scheduler:
         if self._beam_searches.by_number:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
         num_drafts = 0
-        if slots.has_drafts:
+        if self.speculation is not None and not ahead:
             left = self.max_batch_tokens - int((stops - starts).sum())
-            stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)
+            if self.speculation.propose(rows, starts, stops, left):
+                stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)
         if not self.tables.grow_to(rows, stops):
             rows, starts, stops = self.preemption.make_room(rows, starts, stops)
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
@@ -244,10 +251,7 @@ class Scheduler:
             return NO_BATCH
         targets = stops[sampled]
         if num_drafts:
-            known = np.minimum(slots.num_tokens[owners], targets)
-            counts = targets + 1 - known
-            sampled, owners = np.repeat(sampled, counts), np.repeat(owners, counts)
-            targets = ragged_ranges(known, targets + 1)
+            sampled, owners, targets = yield_at_drafts(slots, sampled, owners, targets)
         copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)
         batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts)
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
@@ -259,7 +263,7 @@ class Scheduler:
         Of a row with drafts those tokens are booked that follow right drafts alone, up to the one that ends
         the request.
         """
-        slots, outrun = self.slots, self.in_flight.outrun
+        slots, counters, outrun = self.slots, self.counters, self.in_flight.outrun
         prompts, scheduled_s = self.in_flight.land(batch)
         rows, positions = batch.owners, batch.targets
         over = self._stop_conditions.of(rows, sampled.tokens, positions)
@@ -267,8 +271,8 @@ class Scheduler:
             counted = book_drafts(slots, batch, sampled.tokens, over)
             rows, positions, sampled = rows[counted], positions[counted], sampled.take(counted)
             over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
-        if slots.has_drafts:  # those that found no room, too: they stand one token too far ahead now
-            slots.drop_drafts()
+        if self.speculation is not None:
+            self.speculation.learn(batch, rows, positions, sampled.tokens, counters)
         failed = rows[sampled.tokens < 0]
         # no other row may take over what a failed row computed, not even within this commit
         wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
@@ -290,11 +294,13 @@ class Scheduler:
         slots.add_logprobs(rows, sampled)
         for row in rows[positions == slots.num_prompt[rows]].tolist():
             slots.requests[row].first_token_s = now_s
-        counters = self.counters
         counters.steps += 1
         counters.computed_tokens += batch.num_tokens
         counters.sampled_tokens += len(booked[0])
-        self._policy.observe(batch, now_s - max(scheduled_s, self._committed_s))
+        took_s = now_s - max(scheduled_s, self._committed_s)
+        self._policy.observe(batch, took_s)
+        if self.speculation is not None:
+            self.speculation.lengths.observe(batch, took_s)
         self._committed_s = now_s
         if self.waiting.shares:
             self.waiting.shares.charge_answers(booked[0])

@@ -12,7 +12,10 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.sampling.drafts import accepted
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PagePool
+from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
+from continuous_batching.speculation.proposer import Guesses
+from continuous_batching.speculation.speculation import Speculation
+from kv_cache.pages import Index, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 
@@ -20,9 +23,32 @@ NO_SPANS = np.empty(0, dtype=np.int64)
 EOS = 7
 
 
-def engine_of(num_pages: int = 60, num_slots: int = 4) -> Engine:
-    """One over pages of four tokens."""
+class Guesser:
+    """Guesses what it was told about each request, some of it wrong."""
+
+    def __init__(self, slots: SlotPool, seed: int | None = None) -> None:
+        self.slots, self.stories = slots, dict[str, list[int]]()
+        self.random = None if seed is None else np.random.default_rng(seed)
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        tokens, counts = np.zeros((len(rows), most), dtype=np.int32), np.zeros(len(rows), dtype=np.int64)
+        for at, row in enumerate(rows.tolist()):
+            known = int(self.slots.num_tokens[row])
+            story = self.stories[self.slots.requests[row].id][known : known + most]
+            tokens[at, : len(story)] = story
+            counts[at] = len(story)
+        if self.random is not None:  # each is right more often than not
+            counts = np.minimum(counts, self.random.integers(0, most + 1, len(rows)))
+            tokens[self.random.random(tokens.shape) < 0.3] = VOCAB_SIZE - 1
+        return Guesses(tokens, counts)
+
+
+def engine_of(
+    num_pages: int = 60, num_slots: int = 4, most: int = 9, seed: int | None = None
+) -> tuple[Engine, Guesser]:
+    """One over pages of four tokens, and who guesses for it."""
     slots = SlotPool(num_slots, 80, 4)
+    guesser = Guesser(slots, seed)
     scheduler = Scheduler(
         slots,
         PagePool(num_pages),
@@ -30,32 +56,18 @@ def engine_of(num_pages: int = 60, num_slots: int = 4) -> Engine:
         max_batch_tokens=24,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),
+        speculation=Speculation(slots, guesser, Fixed(), most),
     )
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: 0.0)
-
-
-def draft(engine: Engine, stories: dict[str, list[int]], random: np.random.Generator) -> None:
-    """Guess some next tokens of the rows that decode, each right more often than not."""
-    slots = engine.slots
-    for row in slots.busy.tolist():
-        known, story = int(slots.num_tokens[row]), stories[slots.requests[row].id]
-        room = int(slots.limit[row]) - known - 1
-        count = min(int(random.integers(0, 6)), room)
-        decodes = slots.num_computed[row] == known - 1 >= slots.num_prompt[row]
-        if not decodes or count < 1:
-            continue
-        guesses = [(story[known : known + count] + [0] * count)[at] for at in range(count)]
-        wrong = random.random(count) < 0.3
-        slots.set_drafts(row, np.where(wrong, VOCAB_SIZE - 1, guesses))
+    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: 0.0), guesser
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_drafts_bring_the_same_tokens_in_fewer_steps(seed: int, overlap: bool) -> None:
     random = np.random.default_rng(seed)
-    engine = engine_of(num_pages=60 if seed % 2 else 24)
+    engine, guesser = engine_of(num_pages=60 if seed % 2 else 24, most=5, seed=seed)
     engine.overlap = overlap
-    answers, stories = {}, {}
+    answers, stories = {}, guesser.stories
     for number in range(10):
         prompt = random.integers(0, VOCAB_SIZE, int(random.integers(1, 20))).tolist()
         name, max_tokens = str(number), int(random.integers(1, 30))
@@ -65,7 +77,6 @@ def test_drafts_bring_the_same_tokens_in_fewer_steps(seed: int, overlap: bool) -
     told: dict[str, list[int]] = {name: [] for name in answers}
     ended, most = [], 0
     while engine.has_work:
-        draft(engine, stories, random)
         step = engine.step()
         assert step is not None
         assert step.batch.num_tokens <= engine.scheduler.max_batch_tokens
@@ -76,53 +87,94 @@ def test_drafts_bring_the_same_tokens_in_fewer_steps(seed: int, overlap: bool) -
         recount(engine.scheduler)
     assert {each.id: each.answer.tolist() for each in ended} == answers
     assert told == answers, "what a step brings is what is booked"
-    assert overlap or most > 1, "no draft was right"
-    assert engine.scheduler.counters.sampled_tokens == sum(map(len, answers.values()))
+    assert most > 1, "no draft was right"
+    counters = engine.scheduler.counters
+    assert counters.sampled_tokens == sum(map(len, answers.values()))
+    assert 0 < counters.drafts < counters.accepted_tokens < counters.draft_tokens
+    by_position = engine.scheduler.speculation.accepted_by_position
+    assert sum(by_position) == counters.accepted_tokens
+    assert by_position == sorted(by_position, reverse=True)
 
 
 def test_a_row_without_room_for_its_drafts_decodes_without_them() -> None:
-    engine = engine_of(num_pages=4, num_slots=1)
+    engine, guesser = engine_of(num_pages=4, num_slots=1, most=2)
+    guesser.stories["a"] = [3] * 20
     engine.add(Request("a", np.arange(10), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)))
     engine.step()
     taken = engine.scheduler.pool.take(engine.scheduler.pool.num_free)
     engine.slots.limit[0] = 20
-    engine.slots.set_drafts(0, np.array([3, 3]))
     batch = engine.scheduler.schedule(0.0)
     assert (batch.stops.tolist(), batch.targets.tolist(), batch.num_drafts) == ([11], [11], 0)
+    guesser.stories.clear()
+    guesser.stories["a"] = []
     engine.scheduler.commit(batch, engine.runner.run(batch), 0.0)
     engine.scheduler.pool.release(taken)
-    assert not engine.slots.has_drafts, "they stood for the tokens after another one"
     batch = engine.scheduler.schedule(0.0)
-    assert (batch.stops.tolist(), batch.num_drafts) == ([12], 0)
+    assert (batch.stops.tolist(), batch.num_drafts) == ([12], 0), (
+        "they stood for the tokens after another one"
+    )
 
 
 def test_drafts_take_what_the_budget_leaves_the_oldest_first() -> None:
-    engine = engine_of()
+    engine, guesser = engine_of()
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     for number in range(3):
+        guesser.stories[str(number)] = list(range(30))
         engine.add(Request(str(number), np.arange(number, number + 6), params))
     engine.step()
-    for row in engine.slots.busy.tolist():
-        engine.slots.set_drafts(row, np.arange(9))
     batch = engine.scheduler.schedule(0.0)
     assert (batch.stops - batch.starts).tolist() == [10, 10, 4]  # of 24
 
 
 def test_only_what_decodes_may_have_drafts() -> None:
-    engine = engine_of()
+    engine, guesser = engine_of()
+    guesser.stories["a"] = [1] * 60
     engine.add(Request("a", np.arange(40), SamplingParams(max_tokens=9, temperature=0.0)))
     engine.step()
-    with pytest.raises(AssertionError, match="does not decode"):
-        engine.slots.set_drafts(0, np.array([1]))
+    with pytest.raises(AssertionError, match="row 0 does not decode"):
+        engine.slots.set_drafts(np.array([0]), np.array([[1]], dtype=np.int32), np.array([1]))
+    batch = engine.scheduler.schedule(0.0)
+    assert (batch.num_drafts, batch.num_tokens) == (0, 16)
 
 
 def test_nobody_looks_ahead_of_drafts() -> None:
-    engine = engine_of()
+    engine, guesser = engine_of()
+    guesser.stories["a"] = [5] * 20
     engine.add(Request("a", np.arange(10), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
     engine.step()
-    engine.slots.set_drafts(0, np.array([5]))
-    engine.scheduler.schedule(0.0)
+    assert engine.scheduler.schedule(0.0).num_drafts
     assert not engine.scheduler.can_look_ahead
+
+
+class Unsure(Fixed):
+    """No guess is checked, for what the model says shows anyway whether the first is right."""
+
+    is_hopeful = False
+
+    def __init__(self) -> None:
+        self.learnt: list[tuple[int, int]] = []
+
+    def choose(self, offers: Offers) -> Index:
+        return np.zeros_like(offers.counts)
+
+    def learn(self, verdicts: Verdicts) -> None:
+        self.learnt += zip(verdicts.guessed.tolist(), verdicts.right.tolist())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_guess_that_is_no_draft_is_compared_for_nothing(overlap: bool) -> None:
+    engine, guesser = engine_of()
+    engine.overlap = overlap
+    lengths = engine.scheduler.speculation.lengths = Unsure()
+    prompt = list(range(10))
+    guesser.stories["a"] = prompt + alone(prompt, 20)
+    guesser.stories["a"][15] = VOCAB_SIZE - 1
+    engine.add(Request("a", np.array(prompt), SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    # The first token is the prompt's, the last may be no draft, and who looks ahead cannot guess
+    assert lengths.learnt == ([] if overlap else [(1, int(at != 15)) for at in range(11, 29)])
+    assert engine.scheduler.counters.draft_tokens == 0
 
 
 def test_a_token_counts_after_right_drafts_alone() -> None:

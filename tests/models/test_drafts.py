@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.lengths import Fixed
+from continuous_batching.speculation.proposer import Guesses
+from continuous_batching.speculation.speculation import Speculation
+from kv_cache.pages import Index
 from recipes.build.engine import build
 from recipes.schema.reader import load
 
@@ -27,17 +31,18 @@ def requests() -> list[Request]:
     ]
 
 
-def draft(engine: Engine, stories: dict[str, list[int]], random: np.random.Generator) -> None:
-    """Guess up to four next tokens of each row that decodes; one guess in four is wrong."""
-    slots = engine.slots
-    for row in slots.busy.tolist():
-        known = int(slots.num_tokens[row])
-        if known == slots.num_prompt[row]:
-            continue
-        room = min(4, int(slots.limit[row]) - known - 1)
-        guesses = stories[slots.requests[row].id][known : known + room]
-        wrong = random.random(len(guesses)) < 0.25
-        slots.set_drafts(row, np.where(wrong, 299, guesses).astype(np.int64))
+class Guesser:
+    """Guesses up to four tokens of what it knows; one guess in four is wrong."""
+
+    def __init__(self, slots: SlotPool, stories: dict[str, list[int]]) -> None:
+        self.slots, self.stories, self.random = slots, stories, np.random.default_rng(1)
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        known = self.slots.num_tokens[rows]
+        stories = [self.stories[self.slots.requests[row].id] for row in rows.tolist()]
+        tokens = [(story[at : at + most] + [0] * most)[:most] for story, at in zip(stories, known.tolist())]
+        wrong = self.random.random((len(rows), most)) < 0.25
+        return Guesses(np.where(wrong, 299, tokens).astype(np.int32), np.full(len(rows), most))
 
 
 @pytest.mark.parametrize("kind", ["fused", "reference"])
@@ -51,11 +56,12 @@ def test_every_token_and_logprob_is_that_without_drafts(kind: str) -> None:
         engine.step()
         num_plain_steps += 1
     stories = {each.id: each.tokens.tolist() for each in plain}
-    random, num_steps, drafted = np.random.default_rng(1), 0, requests()
+    num_steps, drafted = 0, requests()
+    guesser = Guesser(engine.slots, stories)
+    engine.scheduler.speculation = Speculation(engine.slots, guesser, Fixed(), 4)
     for request in drafted:
         engine.add(request)
     while engine.has_work:
-        draft(engine, stories, random)
         engine.step()
         num_steps += 1
     assert {each.id: each.tokens.tolist() for each in drafted} == stories

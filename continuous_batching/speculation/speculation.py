@@ -1,0 +1,94 @@
+"""How do guesses become drafts, and what is learnt from what the model says instead?
+
+Drafts never change a token: one counts only if it is the token that the row draws at its place anyway
+(`sampling/drafts.py`). So all that is decided here is how many tokens a step brings, and how long it takes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.batch import Batch
+from continuous_batching.counters import Counters
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
+from continuous_batching.speculation.proposer import Proposer
+from kv_cache.pages import Index
+
+
+class Speculation:
+    """Asks a proposer for at most `most` guesses a row, and lets `lengths` say how many of them to check."""
+
+    def __init__(self, slots: SlotPool, proposer: Proposer, lengths: Lengths, most: int) -> None:
+        assert most >= 1, "speculation without a draft"
+        self.lengths = lengths
+        self.accepted_by_position = [0] * most  # right drafts that were the first, second, ... of their span
+        self._slots, self._proposer, self._most = slots, proposer, most
+        # The last guesses of each row, and the position of the first: also of those that were no drafts
+        self._tokens = np.zeros((slots.num_slots, most), dtype=np.int32)
+        self._counts = np.zeros(slots.num_slots, dtype=np.int64)
+        self._known = np.zeros(slots.num_slots, dtype=np.int64)
+
+    def propose(self, rows: Index, starts: Index, stops: Index, spare_tokens: int) -> bool:
+        """Give drafts to spans of a step, which rows compute from `starts` to `stops`, where it pays.
+
+        Only what decodes may have some, and never where its last token would be one: each step brings a row
+        at least one token that is no guess. `spare_tokens` is what the step's budget leaves. Returns whether
+        any row has drafts.
+        """
+        slots = self._slots
+        slots.drop_drafts()  # those of the step before
+        known = slots.num_tokens[rows]
+        may = slots.decoding(rows, starts, known) & (stops == known) & (slots.beam_width[rows] == 0)
+        room = np.minimum(slots.limit[rows] - known - 1, self._most)
+        decoding = np.flatnonzero(may & (room > 0))
+        if not len(decoding):
+            return False
+        asked = rows[decoding]
+        guesses = self._proposer.guess(asked, self._most)
+        counts = np.minimum(guesses.counts, room[decoding])
+        self._tokens[asked], self._counts[asked], self._known[asked] = guesses.tokens, counts, known[decoding]
+        if spare_tokens <= 0 or not counts.any():
+            return False
+        drafts = self.lengths.choose(Offers(asked, counts, starts, stops, spare_tokens))
+        slots.set_drafts(asked, guesses.tokens, drafts)
+        return bool(drafts.any())
+
+    def learn(self, batch: Batch, rows: Index, positions: Index, tokens: Index, counters: Counters) -> None:
+        """Of what the model chose for a batch, `tokens` [A] are booked for these positions of rows [A]."""
+        if not len(rows):
+            return
+        first = np.flatnonzero(np.diff(rows, prepend=-1))
+        owners, booked = rows[first], np.diff(first, append=len(rows))
+        num_drafts = self._drafts_of(batch, owners) if batch.num_drafts else np.zeros_like(owners)
+        # Without drafts, the first guess is compared with what the model said, which costs nothing
+        compared = np.minimum(np.maximum(num_drafts, 1), self._counts[owners])
+        compared = np.where(self._known[owners] == positions[first], np.minimum(compared, booked), 0)
+        self._counts[owners] = 0
+        ahead = positions - np.repeat(positions[first], booked)
+        is_compared = ahead < np.repeat(compared, booked)
+        is_right = np.zeros(len(rows), dtype=np.int64)
+        at = np.flatnonzero(is_compared)
+        is_right[at] = self._tokens[rows[at], ahead[at]] == tokens[at]
+        right: Index = np.add.reduceat(is_right, first)  # only a right one is followed by another
+        self._count(counters, num_drafts, right)
+        learnt = np.flatnonzero(compared)
+        if len(learnt):
+            self.lengths.learn(Verdicts(owners[learnt], compared[learnt], right[learnt]))
+
+    def _drafts_of(self, batch: Batch, owners: Index) -> Index:
+        yielded = np.zeros(self._slots.num_slots, dtype=np.int64)
+        np.add.at(yielded, batch.owners, 1)
+        drafts: Index = yielded[owners] - 1
+        return drafts
+
+    def _count(self, counters: Counters, num_drafts: Index, right: Index) -> None:
+        has_drafts = num_drafts > 0
+        if not has_drafts.any():
+            return
+        counters.drafts += int(has_drafts.sum())
+        counters.draft_tokens += int(num_drafts.sum())
+        accepted = right[has_drafts]
+        counters.accepted_tokens += int(accepted.sum())
+        for position in range(int(accepted.max())):
+            self.accepted_by_position[position] += int((accepted > position).sum())
