@@ -36,6 +36,7 @@ def reproduce(
     path = write(output, command, results)
     if figures is not None:
         by_name = {each.name: {label: plain(one) for label, one in ours.items()} for each, ours in results}
-        figures.write_text(json.dumps(by_name, indent=1), encoding="utf-8")
+        with outputs.whole(figures) as file:
+            json.dump(by_name, file, indent=1)
     num_refused = sum(result["verdict"]["outcome"] != "pass" for result in found.values())
     return len(found), num_refused, path

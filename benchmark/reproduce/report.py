@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmark import outputs
 from benchmark.gate.sources import PATH, Row, rows
 from benchmark.reproduce.case_runs import KEYS, OBJECTIVES, RECIPE, Result, Results
 from benchmark.reproduce.charts import save
@@ -55,7 +56,8 @@ def write(folder: Path, command: str, experiments: Sequence[tuple[Experiment, Re
     for experiment, found in experiments:
         save(pictures / f"{experiment.name}.png", experiment, found)
         parts.append("\n".join(_section(experiment, found)))
-    path.write_text("\n".join(parts), encoding="utf-8")
+    with outputs.whole(path) as file:
+        file.write("\n".join(parts))
     return path
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -180,9 +179,8 @@ def filename(result: Mapping[str, Any]) -> str:
 def save(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with outputs.whole(path) as file:
+        file.write(json.dumps(result) + "\n")
 
 
 def print_table(result: Mapping[str, Any], shown: list[str]) -> None:

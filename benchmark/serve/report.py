@@ -17,6 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from benchmark import outputs
 from benchmark.gate import names
 from benchmark.gate.gate import audit
 from benchmark.gate.printing import read_result
@@ -101,7 +102,8 @@ def write(sides: Sequence[Side], path: Path) -> None:
     title = " against ".join(side.name for side in sides[:2])
     title += f" and {len(sides) - 2} more" if len(sides) > 2 else ""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(html_page.page(f"Benchmark: {title}", _parts(sides)), encoding="utf-8")
+    with outputs.whole(path) as file:
+        file.write(html_page.page(f"Benchmark: {title}", _parts(sides)))
 
 
 def _parts(sides: Sequence[Side]) -> Iterator[str]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import resource
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmark import outputs
+from benchmark.serve import command, report
+from recipes.schema.recipe import ROOT
 
 URL, RECIPE = "http://127.0.0.1:1", "recipes/tiny/cpu.yaml"
 
@@ -82,16 +87,54 @@ def test_a_time_line_of_a_bad_trace_is_not_begun(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [trace]
 
 
-def test_a_limit_that_is_reached_is_said_of_the_file_which_is_not_left_half(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """What the system lets this process write into one file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
-        with (
-            pytest.raises(OSError, match="File too large") as caught,
-            outputs.whole(tmp_path / "a") as output,
-        ):
-            output.write("b" * 100_000)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_limit_that_is_reached_is_said_of_the_file_which_is_not_left_half(tmp_path: Path) -> None:
+    with (
+        files_of_at_most(1000),
+        pytest.raises(OSError, match="File too large") as caught,
+        outputs.whole(tmp_path / "a") as output,
+    ):
+        output.write("b" * 100_000)
     assert caught.value.filename == str(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+RESULT = {"request_rate": None, "model_id": "m", "date": "2026-01-01T00:00:00+00:00", "long": "b" * 5000}
+WRITERS = {
+    "a result": lambda path: command.save(path, RESULT),
+    "a report": lambda path: report.write([report.Side("a", RESULT)], path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_was_there_stays_where_the_new_has_no_room(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_parts", lambda sides: iter(["b" * 5000]))  # not of what is drawn
+    path = tmp_path / "a"
+    path.write_text("of before")
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large") as caught:
+        WRITERS[name](path)
+    assert caught.value.filename == str(path)
+    assert (path.read_text(), list(tmp_path.iterdir())) == ("of before", [path])
+
+
+def test_all_that_a_benchmark_writes_is_whole_or_not_there() -> None:
+    """But for the log of a server that a sweep starts, which grows with it."""
+    direct = re.compile(r"\.(write_text|write_bytes)\(|\.open\(\"[wx]")
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "benchmark").rglob("*.py")
+        if direct.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == {"benchmark/outputs.py", "benchmark/serve/settings.py"}
