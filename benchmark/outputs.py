@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
-
-from continuous_batching.system_error import naming
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -31,26 +26,6 @@ def picture(text: str) -> Path:
         kinds = ", ".join(PICTURES)
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a picture; it must end in {kinds}")
     return path
-
-
-@contextlib.contextmanager
-def whole(path: str | Path) -> Iterator[IO[str]]:
-    """A text file that takes the place of what was there once all is written; after an error it does not.
-
-    A pipe or a device is written to directly.
-    """
-    target = file(path).resolve()
-    if target.exists() and not target.is_file():
-        with target.open("w", encoding="utf-8") as output:
-            yield output
-        return
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with naming(path), partial.open("w", encoding="utf-8") as output:
-            yield output
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def folder(text: str) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
+from continuous_batching.whole_file import whole_file
 from devices.ascend_limits import AscendProduct
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ def answers_file(folder: Path, name: str, cann: str, *, virtual: bool) -> Path:
 def write_answers(path: Path, found: Mapping[str, bool]) -> None:
     """Write what the probes found."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(found), indent=2) + "\n", encoding="utf-8")
+    with whole_file(path) as file:
+        file.write(json.dumps(dict(found), indent=2) + "\n")
 
 
 def answered(product: AscendProduct, path: Path) -> AscendProduct:

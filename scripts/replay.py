@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from benchmark import outputs
 from benchmark.recordings import perfetto
 from benchmark.recordings.explain import Story
 from benchmark.recordings.recording_file import Recording
 from benchmark.recordings.what_if import change, compare
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.whole_file import whole_file
 from models.file_bounds import opened
 from recipes.build.scheduler import scheduler_from
 from recipes.schema import verb
@@ -74,7 +74,7 @@ def act(
         story.follow(events)
         print("\n".join(story.lines))
     elif options.trace is not None:
-        with outputs.whole(options.trace) as output:
+        with whole_file(options.trace) as output:
             count = perfetto.write(output, perfetto.timeline(recording, scheduler, events))
         print(f"{count} events in {options.trace}; open it in ui.perfetto.dev")
     elif options.policy is not None:

@@ -22,8 +22,8 @@ from __future__ import annotations
 import json
 import sys
 
-from benchmark import outputs
 from benchmark.workloads.command_line import check, fill_in, made, parser, summary
+from continuous_batching.whole_file import whole_file
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         print(f"skipped {reason}", file=sys.stderr)
     if not trace:
         raise ValueError(f"{options.source[1]} holds no request that can be read")
-    with outputs.whole(options.output) as output:
+    with whole_file(options.output) as output:
         output.writelines(json.dumps(each) + "\n" for each in trace)
     print(summary(trace))
     if taken:

@@ -153,14 +153,14 @@ def lines_in(path: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[IO[str]]:
-    """A file to write to, from its start; `-` is standard output. Answers in it are not resumed."""
-    if path == "-":
-        yield sys.stdout
+def opened(path: str | None, *, goes_on: bool = False) -> Iterator[IO[str] | None]:
+    """A file to write to, from its start or, where it goes on, from its end; `-` is standard output."""
+    if path is None or path == "-":
+        yield None if path is None else sys.stdout
         return
-    if os.path.isfile(path) and (num_bytes := os.path.getsize(path)):
+    if not goes_on and os.path.isfile(path) and (num_bytes := os.path.getsize(path)):
         log.warning("%s is written anew, and its %s bytes of before are gone", path, f"{num_bytes:,}")
-    with naming(path), open(path, "w", encoding="utf-8") as output:
+    with naming(path), open(path, "a" if goes_on else "w", encoding="utf-8") as output:
         yield output
 
 

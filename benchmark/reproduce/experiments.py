@@ -11,6 +11,7 @@ from benchmark.reproduce import batching, capacity, chunks, goodput, paging, sta
 from benchmark.reproduce.case_runs import run_all
 from benchmark.reproduce.experiment import Experiment
 from benchmark.reproduce.report import plain, write
+from continuous_batching.whole_file import whole_file
 
 GROUPS = (batching, goodput, chunks, capacity, stages, paging)
 
@@ -36,7 +37,7 @@ def reproduce(
     path = write(output, command, results)
     if figures is not None:
         by_name = {each.name: {label: plain(one) for label, one in ours.items()} for each, ours in results}
-        with outputs.whole(figures) as file:
+        with whole_file(figures) as file:
             json.dump(by_name, file, indent=1)
     num_refused = sum(result["verdict"]["outcome"] != "pass" for result in found.values())
     return len(found), num_refused, path

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import outputs
 from benchmark.gate.sources import PATH, Row, rows
 from benchmark.reproduce.case_runs import KEYS, OBJECTIVES, RECIPE, Result, Results
 from benchmark.reproduce.charts import save
 from benchmark.reproduce.experiment import Experiment, figure
+from continuous_batching.whole_file import whole_file
 
 NAME = "reproduced"  # the report NAME.md, and the folder of its pictures
 HEAD = """# The sources' experiments, re-run
@@ -56,7 +56,7 @@ def write(folder: Path, command: str, experiments: Sequence[tuple[Experiment, Re
     for experiment, found in experiments:
         save(pictures / f"{experiment.name}.png", experiment, found)
         parts.append("\n".join(_section(experiment, found)))
-    with outputs.whole(path) as file:
+    with whole_file(path) as file:
         file.write("\n".join(parts))
     return path
 

@@ -14,6 +14,7 @@ from benchmark import outputs
 from benchmark.options import add_json, show, verdict_line
 from benchmark.serve import trace_requests
 from benchmark.serve.objectives import Objectives, objective
+from continuous_batching.whole_file import whole_file
 from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_WAIT_S, RATES_PER_S, real, whole
 
 LATENCIES = {
@@ -179,7 +180,7 @@ def filename(result: Mapping[str, Any]) -> str:
 def save(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.whole(path) as file:
+    with whole_file(path) as file:
         file.write(json.dumps(result) + "\n")
 
 

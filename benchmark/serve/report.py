@@ -17,11 +17,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmark import outputs
 from benchmark.gate import names
 from benchmark.gate.gate import audit
 from benchmark.gate.printing import read_result
 from benchmark.serve import charts, html_page
+from continuous_batching.whole_file import whole_file
 from recipes.schema.command_line import keep_apart
 
 Result = dict[str, Any]
@@ -102,7 +102,7 @@ def write(sides: Sequence[Side], path: Path) -> None:
     title = " against ".join(side.name for side in sides[:2])
     title += f" and {len(sides) - 2} more" if len(sides) > 2 else ""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with outputs.whole(path) as file:
+    with whole_file(path) as file:
         file.write(html_page.page(f"Benchmark: {title}", _parts(sides)))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from benchmark import outputs
 from benchmark.recordings.recording_file import Recording
+from continuous_batching.whole_file import whole_file
 from models.file_bounds import opened
 from recipes.build.scheduler import scheduler_from
 from recipes.schema.command_line import keep_apart
@@ -22,7 +22,7 @@ def fit_main(options: argparse.Namespace) -> None:
     with opened(options.recording) as file:
         recording = Recording(file, options.recording, needs_all=True)
         fitted = learn(recording, scheduler_from(recording.facts))
-    with outputs.whole(options.output) as output:
+    with whole_file(options.output) as output:
         output.write(fitted.in_json())
     for name, cost_s in zip(NAMES, fitted.costs_s.tolist()):
         if cost_s:

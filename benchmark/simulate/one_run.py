@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmark import outputs
 from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_events import TraceEventFile
 from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.request import Request
+from continuous_batching.whole_file import whole_file
 from models.file_bounds import MOST_JSON_BYTES, read_bounded
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
@@ -94,7 +94,7 @@ def simulate(options: argparse.Namespace) -> Result:
     if options.timeline is None:
         figures = run(deployment, requests())
     else:
-        with outputs.whole(options.timeline) as file:
+        with whole_file(options.timeline) as file:
             timeline = TraceEventFile(file)
             figures = run(deployment, requests(), timeline)
             timeline.close()

@@ -14,6 +14,7 @@ import pytest
 
 from benchmark import outputs
 from benchmark.serve import command, report
+from continuous_batching.whole_file import whole_file
 from recipes.schema.recipe import ROOT
 
 URL, RECIPE = "http://127.0.0.1:1", "recipes/tiny/cpu.yaml"
@@ -57,7 +58,7 @@ def test_what_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 def _fails_half_way(path: Path) -> None:
-    with outputs.whole(path) as output:
+    with whole_file(path) as output:
         output.write("half")
         raise ValueError("half way")
 
@@ -68,14 +69,14 @@ def test_what_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="half way"):
         _fails_half_way(path)
     assert path.read_text() == "before"
-    with outputs.whole(path) as output:
+    with whole_file(path) as output:
         output.write("after")
     assert path.read_text() == "after"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_device_is_written_to_directly() -> None:
-    with outputs.whole("/dev/null") as output:
+    with whole_file("/dev/null") as output:
         output.write("anything")
 
 
@@ -102,7 +103,7 @@ def test_a_limit_that_is_reached_is_said_of_the_file_which_is_not_left_half(tmp_
     with (
         files_of_at_most(1000),
         pytest.raises(OSError, match="File too large") as caught,
-        outputs.whole(tmp_path / "a") as output,
+        whole_file(tmp_path / "a") as output,
     ):
         output.write("b" * 100_000)
     assert caught.value.filename == str(tmp_path / "a")
@@ -137,4 +138,4 @@ def test_all_that_a_benchmark_writes_is_whole_or_not_there() -> None:
         for path in (ROOT / "benchmark").rglob("*.py")
         if direct.search(path.read_text(encoding="utf-8"))
     }
-    assert found == {"benchmark/outputs.py", "benchmark/serve/settings.py"}
+    assert found == {"benchmark/serve/settings.py"}

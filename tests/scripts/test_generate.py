@@ -182,3 +182,56 @@ def test_answers_that_are_written_over_are_said_and_not_resumed(
     path.write_bytes(half)
     assert set(generate(tmp_path, lines)) == {"0", "1", "2"}, "whole lines alone, one a request"
     assert f"{path} is written anew, and its {len(half):,} bytes of before are gone" in caplog.messages
+
+
+MIXED = [
+    {"id": "sum", "prompt": "12+7=", "temperature": 0, "max_tokens": 8},
+    {"id": "two", "prompt": "12+8=", "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 8},
+    {"id": "beams", "prompt": "12+9=", "beam_width": 3, "n": 2, "max_tokens": 8},
+    {"id": "cut", "prompt": "one " * 4000, "truncate_prompt_tokens": -1, "temperature": 0, "max_tokens": 8},
+    {"id": "bad", "prompt": "a", "temperature": -1},
+]
+
+
+def answers_of(path: Path) -> dict[tuple[str, int], object]:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {(each["id"], each.get("index", 0)): each.get("token_ids", each.get("error")) for each in records}
+    assert len(found) == len(records), "an answer is there twice"
+    return found
+
+
+def test_a_run_that_ended_too_early_is_gone_on_with(tmp_path: Path) -> None:
+    """Wherever it was cut, in the middle of a line too, the answers are those of a run to the end."""
+    generate_all = [RECIPE, *QUICK, "scheduler.num_slots=8", "--input", str(tmp_path / "in.jsonl")]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in MIXED))
+    main([*generate_all, "--output", str(tmp_path / "whole.jsonl")])
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    expected = answers_of(tmp_path / "whole.jsonl")
+    assert len(expected) == 7
+    target = tmp_path / "out.jsonl"
+    for num_bytes in (None, 0, len(whole) // 3, len(whole) // 2, len(whole) - 1):
+        if num_bytes is not None:
+            target.write_bytes(whole[:num_bytes])
+        main([*generate_all, "--output", str(target), "--resume"])
+        assert answers_of(target) == expected, num_bytes
+
+
+def test_only_the_same_input_is_gone_on_with(tmp_path: Path) -> None:
+    generate(tmp_path, MIXED[:2][:1])
+    before = (tmp_path / "out.jsonl").read_bytes()
+    source = tmp_path / "in.jsonl"
+    for line, message in (
+        (
+            {"id": "other", "prompt": "1+1="},
+            "line 1 answers the request 'sum', which the input does not hold",
+        ),
+        ({"id": "sum", "prompt": "12+7=19"}, "line 1 answers a prompt of"),
+    ):
+        source.write_text(json.dumps(line) + "\n")
+        with pytest.raises(ValueError, match=message):
+            main(
+                [RECIPE, *QUICK, "--input", str(source), "--output", str(tmp_path / "out.jsonl"), "--resume"]
+            )
+        assert (tmp_path / "out.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match="--resume needs --output"):
+        main([RECIPE, "--prompt", "a", "--resume"])
