@@ -45,6 +45,19 @@ class PartOutcome:
         return self.status == 0
 
 
+def product_part(recipe: Sequence[str]) -> VerifyPart:
+    """The part that goes first on an NPU: what it finds, the others are given."""
+    return VerifyPart("product", "which is it, and what does it need?", ("doctor.verify.product", *recipe))
+
+
+def needed_overrides(outcome: PartOutcome) -> list[str]:
+    """The overrides that the product needs, as `product_part` found; none where it did not end well."""
+    match outcome.result:
+        case {"overrides": list(overrides)} if outcome.is_right:
+            return [str(each) for each in overrides]
+    return []
+
+
 def parts(
     folder: Path, recipe: Sequence[str], *, virtual: bool, num_calls: int, product: str | None = None
 ) -> list[VerifyPart]:
@@ -120,6 +133,8 @@ def _reasons(outcome: PartOutcome) -> list[str]:
 def _left_out(outcome: PartOutcome) -> list[str]:
     """What the product lacks, so that it was not checked, and what it answered."""
     match outcome.result:
+        case {"chip": chip, "product": product, "overrides": overrides}:
+            return [" ".join([f"{chip} is a {product}", *(["with", *overrides] if overrides else [])])]
         case []:
             return ["there is nothing of it on this product"]
         case list(verdicts):

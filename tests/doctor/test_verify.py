@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from devices.ascend_limits import product
+from devices.ascend_limits import PRODUCTS, product
+from doctor.verify import product as which_product
 from doctor.verify import report as reporting
 from doctor.verify import tokens
-from doctor.verify.report import PartOutcome, VerifyPart
+from doctor.verify.product import needed
+from doctor.verify.report import PartOutcome, VerifyPart, needed_overrides
 from recipes.build.machine import Npu
+from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
 from scripts import verify
 from serving.offline import Record
 from tests.device_kinds import stand_in_alone
-from tests.thorough import cases
 from virtual_npu.verify import main as verify_operators
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0", "device.compile=false"]
@@ -206,18 +208,76 @@ def test_a_cpu_gives_what_a_cpu_gives(capsys: pytest.CaptureFixture[str]) -> Non
         assert each["num_right"] >= 30
 
 
+ON_BF16 = ["recipes/tiny/npu.yaml", "device.virtual=true"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "needs"),
+    [
+        ("310P", [], ["model.dtype=float16"]),
+        ("310P", ["model.dtype=float16"], []),
+        ("910", [], ["model.dtype=float16", "device.attention=reference", "device.graphs=0"]),
+        ("910", ["model.dtype=float16", "device.graphs=0", "device.attention=reference"], []),
+        *((name, [], []) for name in ("910B", "910C", "950")),
+    ],
+)
+def test_what_a_product_needs_the_recipe_to_say(name: str, overrides: list[str], needs: list[str]) -> None:
+    assert needed(load(ON_BF16[0], overrides), product(name, "")) == needs
+    fitting = load(ON_BF16[0], [*needs, *overrides])
+    assert needed(fitting, product(name, "")) == []
+
+
+def test_the_other_parts_are_given_what_the_product_needs_and_the_user_says_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[VerifyPart] = []
+
+    def run(part: VerifyPart) -> PartOutcome:
+        ran.append(part)
+        found = {"chip": "Ascend310P3", "product": "310P", "overrides": ["model.dtype=float16"]}
+        result = found if part.name == "product" else None
+        return PartOutcome(part.name, part.question, 0, 0.1, True, result, "")
+
+    monkeypatch.setattr(verify, "run", run)
+    assert verify.main([*ON_BF16, "device.graphs=4", "--output", str(tmp_path)]) == 0
+    assert [part.name for part in ran][:2] == ["product", "environment"]
+    whole = ["recipes/tiny/npu.yaml", "model.dtype=float16", "device.virtual=true", "device.graphs=4"]
+    (asked,) = (part.command for part in ran if part.name == "tokens")
+    assert list(asked[1:]) == whole
+    assert "Ascend310P3 is a 310P with model.dtype=float16" in capsys.readouterr().out
+
+
+def test_a_product_that_was_not_found_changes_nothing() -> None:
+    crashed = PartOutcome("product", "?", 2, 0.1, True, {"overrides": ["model.dtype=float16"]}, "")
+    assert needed_overrides(crashed) == []
+    assert needed_overrides(PartOutcome("product", "?", 0, 0.1, True, None, "")) == []
+
+
+def test_a_cpu_is_no_product() -> None:
+    with pytest.raises(SystemExit):
+        which_product.main(ON_CPU)
+
+
 @pytest.mark.slow
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("overrides", [(), *cases([], [("device.product=310P", "model.dtype=float16")])])
-def test_the_stand_in_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [each.name for each in PRODUCTS])
+def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        ["bash", "scripts/verify_npu.sh", "--virtual", *overrides, "--calls", "2", "--output", str(tmp_path)],
+        ["bash", "scripts/verify_npu.sh", "--virtual", f"device.product={name}", "--calls", "2",
+         "--output", str(tmp_path)],
         env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith("VIRTUAL: ")
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     told = json.loads((folder / "report.json").read_text())
-    assert [part["is_right"] for part in told["parts"] if part["counts"]] == [True] * 5
-    assert "VIRTUAL" in told["parts"][-1]["result"]["machine"]["device"]
+    assert [part["is_right"] for part in told["parts"] if part["counts"]] == [True] * 6
+    parts = {part["name"]: part["result"] for part in told["parts"]}
+    assert parts["product"]["product"] == name
+    named = product(name, "")
+    for each in parts["probes"]:  # a right device leaves the product as it is known
+        assert each["answer"] == getattr(named, each["name"]), each["said"]
+    assert [each for each in parts["tokens"] if "left_out" in each] == parts["tokens"][1 + named.has_int8 :]
+    assert f"({name})" in parts["benchmark"]["machine"]["device"]
+    assert "VIRTUAL" in parts["benchmark"]["machine"]["device"]

@@ -1,0 +1,68 @@
+"""Which product is this, and what does it need a recipe to say otherwise?
+
+    python -m doctor.verify.product recipes/tiny/npu.yaml [key=value ...]
+
+One recipe verifies every product, though some have no bfloat16 and some no fused attention: the other parts
+of a verification run with what this finds. Status 0: there is a product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+
+from devices.ascend_limits import AscendProduct
+from models.dtypes import TORCH_DTYPES
+from recipes.build.families import model_config
+from recipes.build.machine import Npu, start
+from recipes.schema import verb
+from recipes.schema.command_line import add_recipe
+from recipes.schema.reader import load
+from recipes.schema.recipe import Recipe
+
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundProduct:
+    """A device by its own name and its product's, and the overrides with which a recipe fits it."""
+
+    chip: str
+    product: str
+    overrides: list[str]
+
+
+def needed(recipe: Recipe, product: AscendProduct) -> list[str]:
+    """The overrides with which a recipe runs on the product; none where it does as it is."""
+    overrides = []
+    dtype = TORCH_DTYPES[model_config(recipe).dtype]
+    try:
+        product.check_dtype(dtype)
+    except ValueError:
+        overrides.append(f"model.dtype={NAMES[product.dtypes[0]]}")
+    if not (product.is_fused or product.is_atb) and recipe.device.attention == "fused":
+        overrides += ["device.attention=reference", "device.graphs=0"]
+    return overrides
+
+
+def main(argv: list[str]) -> int:
+    """Print the product and what it needs, as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m doctor.verify.product",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    add_recipe(parser)
+    options = parser.parse_intermixed_args(argv)
+    recipe = load(options.recipe, options.overrides, options.profile)
+    machine = start(recipe.device)
+    if not isinstance(machine, Npu):
+        parser.error(f"device.kind is {recipe.device.kind}; only an NPU has products: set it to npu")
+    found = FoundProduct(machine.chip, machine.product.name, needed(recipe, machine.product))
+    print(json.dumps(asdict(found), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    verb.run(main)
