@@ -25,16 +25,16 @@ pytestmark = [pytest.mark.npu, stand_in_alone]
 
 
 @contextmanager
-def answering_as_310p() -> Iterator[None]:
-    """Let the stand-in's operators follow a 310P's contract in here."""
+def answering_as(name: str) -> Iterator[None]:
+    """Let the stand-in's operators follow another product's contract in here."""
     machine("npu")
     import virtual_npu
-    from virtual_npu.simulated_products import P310
+    from virtual_npu.simulated_products import PRODUCTS
 
     device = virtual_npu.start(fp32=True)
     before = device.conditions
     assert before is not None
-    device.contract(replace(before, product=P310))
+    device.contract(replace(before, product=PRODUCTS[name]))
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def answering_as_310p() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _answers_as_310p() -> Iterator[None]:
-    with answering_as_310p():
+    with answering_as("310P"):
         yield
 
 

@@ -19,6 +19,7 @@ from doctor.verify import probes
 from doctor.verify.probes import PROBES, answer
 from recipes.build import machine as machines
 from recipes.build.machine import Npu, start
+from tests.attention.test_atb import answering_as
 from tests.device_kinds import section, stand_in_alone
 from virtual_npu.operators.attention_batch import causal_mask
 
@@ -76,6 +77,14 @@ def test_every_answer_is_asked_for_and_of_some_product() -> None:
 def test_a_right_device_is_found_right(name: str, npu: Npu) -> None:
     expected = getattr(npu.product, name)
     assert ask(name, npu) == expected
+
+
+def test_a_product_that_takes_decodes_apart_is_asked_for_them_apart(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(npu, "product", product("950", ""))
+    with answering_as("950"):
+        assert ask("packs_float16", npu)
 
 
 def largest_but_nan(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from recipes.build.engine import build
 from recipes.build.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.attention.test_atb import answering_as_310p, atb
+from tests.attention.test_atb import answering_as, atb
 from tests.attention.test_attention import Bench, shape
 from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
 
@@ -335,7 +335,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         _in_int8(ops, rows)
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
-        with answering_as_310p():
+        with answering_as("310P"):
             _as_a_310p(monkeypatch)
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -50,9 +51,15 @@ def keeps_nan(machine: Npu) -> Found:
 
 
 def packs_float16(machine: Npu) -> Found:
-    """Over a prompt, a chunk and a decode, with as many key heads as query heads and with fewer."""
+    """Over a prompt, a chunk and a decode, with as many key heads as query heads and with fewer.
+
+    In one call, or in as many as attention makes of them where the product does not take them together.
+    """
+    spans = [(300, 300), (40, 500), (1, 260)]
+    cuts = machine.product.cuts(np.array([queries for queries, _ in spans]))
     furthest = max(
-        _attention_apart(machine, torch.float16, [(300, 300), (40, 500), (1, 260)], kv_heads)
+        _attention_apart(machine, torch.float16, spans[first:last], kv_heads)
+        for first, last in cuts
         for kv_heads in (HEADS, 2)
     )
     return furthest <= NEAR[torch.float16], f"{furthest:.2g} from float32"
