@@ -42,16 +42,28 @@ def use_compiled_kernels() -> None:
     torch.npu.set_compile_mode(jit_compile=False)
 
 
-class NpuOps(Ops):
-    """Linear, also in int8, norm, rotary and swiglu on an NPU."""
+class PlainNpuOps(Ops):
+    """Plain torch on an NPU, within the limits of its product: all that the first 910 has."""
 
     def __init__(self, product: AscendProduct) -> None:
         self.product = product
-        torch.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
 
     def check_int8(self, dtype: torch.dtype) -> None:
         """Raise ValueError where this product cannot multiply in int8 for a model of this type."""
         self.product.check_int8(dtype)
+
+    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As Ops.greedy; where the maximum does not keep a NaN, each logit is looked at."""
+        tokens, is_finite = super().greedy(logits)
+        return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)
+
+
+class NpuOps(PlainNpuOps):
+    """Linear, also in int8, norm, rotary and swiglu on an NPU."""
+
+    def __init__(self, product: AscendProduct) -> None:
+        super().__init__(product)
+        torch.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Convert the weight to the format of the matrix unit, which has none for float32, where the product
@@ -165,11 +177,6 @@ class NpuOps(Ops):
         if gate_up.shape[-1] // 2 * gate_up.itemsize % self.product.swiglu_bytes:
             return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)
-
-    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As Ops.greedy; where the maximum does not keep a NaN, each logit is looked at."""
-        tokens, is_finite = super().greedy(logits)
-        return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)
 
 
 def _int8(x: Tensor | Int8Rows) -> Int8Rows:

@@ -213,10 +213,10 @@ class Npu(Accelerator):
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention
         from attention.npu.fused_attention import FusedAttention
-        from models.ops.npu import NpuOps
+        from models.ops.npu import NpuOps, PlainNpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # the first 910
-        ops = Ops() if has_none else NpuOps(self.product)
+        ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product)
         self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
             return ops, Attention(shape, self.device)

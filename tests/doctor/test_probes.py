@@ -20,6 +20,7 @@ from doctor.verify.probes import PROBES, answer
 from recipes.build import machine as machines
 from recipes.build.machine import Npu, start
 from tests.attention.test_atb import answering_as
+from tests.attention.test_attention import shape
 from tests.device_kinds import section, stand_in_alone
 from virtual_npu.operators.attention_batch import causal_mask
 
@@ -92,7 +93,9 @@ def largest_but_nan(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor,
     return best, place
 
 
-def test_a_maximum_that_loses_nan_is_found_and_followed(npu: Npu, wrong: Any) -> None:
+def test_a_maximum_that_loses_nan_is_found_and_followed(
+    npu: Npu, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from models.ops.npu import NpuOps
 
     wrong("aten::max.dim", largest_but_nan)
@@ -102,6 +105,9 @@ def test_a_maximum_that_loses_nan_is_found_and_followed(npu: Npu, wrong: Any) ->
     assert NpuOps(npu.product).greedy(logits)[1].tolist() == [True, True]
     followed = NpuOps(replace(npu.product, keeps_nan=False))
     assert followed.greedy(logits)[1].tolist() == [True, False]
+    monkeypatch.setattr(npu, "product", replace(product("910", ""), keeps_nan=False))
+    plain, _ = npu.operators(shape(dtype=torch.float16))
+    assert plain.greedy(logits)[1].tolist() == [True, False], "without fused operators too"
 
 
 def attending(change: Callable[[dict[str, Any]], dict[str, Any]], npu: Npu, factor: float = 1) -> Any:
@@ -157,7 +163,6 @@ def test_weights_lie_in_tiles_where_the_answer_is_yes(npu: Npu) -> None:
 
 def test_slices_that_are_copies_are_found_and_not_used(npu: Npu, wrong: Any) -> None:
     from attention.npu.atb_attention import AtbAttention
-    from tests.attention.test_attention import shape
 
     wrong("aten::zero_", lambda x: x)
     assert not ask("slices_tiles", npu)

@@ -19,7 +19,7 @@ import torch
 from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.ascend_limits import product
+from devices.ascend_limits import PRODUCTS, product
 from models.ops.reference import Ops
 from recipes.build.engine import build
 from recipes.build.machine import Npu, start
@@ -190,6 +190,16 @@ def test_a_type_that_a_product_has_not_is_refused_with_plain_attention_too(name:
     machine.operators(shape(dtype=torch.float16))
     with pytest.raises(ValueError, match=f"bfloat16; the {name} computes in float16 or float32: set model"):
         machine.operators(shape(dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", [each.name for each in PRODUCTS if not each.has_int8])
+def test_int8_that_a_product_has_not_is_refused_with_plain_attention_too(name: str) -> None:
+    machine = start(section("npu", "reference"))
+    assert isinstance(machine, Npu)
+    machine.product = product(name, "")
+    ops, _ = machine.operators(shape(dtype=torch.float16))
+    with pytest.raises(ValueError, match=f"W8A8; the {name} takes no scale for each token, 910B, 910C do"):
+        ops.check_int8(torch.float16)
 
 
 @stand_in_alone
