@@ -48,18 +48,18 @@ def main(argv: list[str]) -> int:
     folder.mkdir(parents=True)
     asked, outcomes = [*options.overrides, *chosen], []
     if device.kind == "npu":
-        outcomes.append(_told(product_part([options.recipe, *asked])))
+        outcomes.append(_announced_run(product_part([options.recipe, *asked])))
         asked = [*needed_overrides(outcomes[0]), *asked]  # what the user says otherwise holds
     recipe = [options.recipe, *asked]
     others = parts(folder, recipe, virtual=device.virtual, num_calls=options.calls, product=device.product)
-    outcomes += [_told(part) for part in others]
+    outcomes += [_announced_run(part) for part in others]
     text, archive = write(folder, outcomes, virtual=device.virtual)
     print(text)
     print(f"\n{'all right' if is_right(outcomes) else 'NOT RIGHT'}; the report to send back: {archive}")
     return int(not is_right(outcomes))
 
 
-def _told(part: VerifyPart) -> PartOutcome:
+def _announced_run(part: VerifyPart) -> PartOutcome:
     print(f"{part.name}: {part.question}", file=sys.stderr)
     return run(part)
 

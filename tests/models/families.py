@@ -171,9 +171,9 @@ def make(variant: Variant, root: Path) -> tuple[Any, Path]:
     return model.float(), path
 
 
-def wide(variant: Variant) -> Variant:
-    """The same with heads of 64, the smallest that every fused attention takes."""
-    return replace(variant, name=f"{variant.name}_wide", options=variant.options | {"head_dim": 64})
+def wide(variant: Variant, head_dim: int = 64) -> Variant:
+    """The same with heads of 64, the smallest that every fused attention takes, or others."""
+    return replace(variant, name=f"{variant.name}_wide", options=variant.options | {"head_dim": head_dim})
 
 
 def _fill(model: Any, seed: int) -> None:
@@ -206,6 +206,23 @@ def expected_logprobs(model: Any, tokens: list[int]) -> Tensor:
     """Transformers' log-probabilities [len(tokens), V] for a request whose prompt is `tokens`, alone."""
     fresh_rope(model)
     return model(torch.tensor([tokens]), use_cache=False).logits[0].float().log_softmax(-1)
+
+
+@torch.no_grad()
+def generated(model: Any, prompt: list[int], num_new: int) -> tuple[list[int], Tensor]:
+    """Transformers' own greedy tokens for a prompt alone, and the log-probabilities [num_new, V]."""
+    fresh_rope(model)
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_new,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    logprobs = torch.cat(output.logits).log_softmax(-1)
+    return output.sequences[0, len(prompt) :].tolist(), logprobs
 
 
 def fresh_rope(model: Any) -> None:

@@ -1,0 +1,288 @@
+"""On every product, are the tokens those of transformers, whatever is done between captured steps?
+
+In float32, which the stand-in can be made to take, greedy tokens are exactly transformers' own, and drawn
+ones a CPU's. In the type that the product takes on hardware, what it computes is held against transformers in
+float32 with the same weights. What a product has not is refused, and the refusal is held too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.dtypes import TORCH_DTYPES
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import stand_in_alone
+from tests.models.families import VARIANTS, VOCABULARY, fresh_rope, generated, make, wide
+from tests.models.product_runs import (
+    HAPPENED,
+    LONGEST,
+    NUM_NEW,
+    OWN_TYPE,
+    AskedRequest,
+    Outcome,
+    Run,
+    Way,
+    request_of,
+    serve,
+)
+from tests.serving.server import PATIENCE_S
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+
+NUM_GREEDY, NUM_DRAWN = 9, 5
+OPENING = 70  # tokens with which every other prompt opens: a full page of any product
+LEAST_MARGIN = 1e-3  # of a greedy token before the next: no rounding in float32 turns it
+ROUNDED = 2.0  # how far from float32, in parts of how far transformers' own rounding is
+
+# Heads of 64 and of 128; q/k norm (qwen3), biases (qwen2, biased), windows, one key head, every kind of rope
+HEAD_DIMS = {
+    "llama": 64,
+    "llama_dynamic": 64,
+    "llama_biased": 128,
+    "mistral_window": 64,
+    "mistral_yarn": 128,
+    "qwen2_yarn": 64,
+    "qwen2_layer_types": 128,
+    "qwen3": 128,
+    "qwen3_layer_types": 64,
+}
+WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types")
+QUICK = {  # the two whose contracts are least like a 910B's
+    "310P": "llama_biased",
+    "950": "qwen3_layer_types",
+}
+NO_WINDOW = r"layer \d of the model has a sliding window of \d+; attention of the 310P has none"
+NO_INT8 = "the model is in W8A8; the {} takes no scale for each token, 910B, 910C do"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run: a product, a checkpoint and a way; `more` replaces keys, `refused` is how it is refused."""
+
+    product: str
+    name: str
+    way: Way = "eager"
+    more: tuple[tuple[str, str], ...] = ()
+    refused: str | None = None
+
+    def __str__(self) -> str:
+        return "-".join([self.product, self.name, self.way, *(value for _, value in self.more)])
+
+
+PLAIN = (("device.attention", "reference"),)  # all that the first 910 has
+INT8 = (("model.quantization", "w8a8"), ("model.dtype", "float16"))
+WAYS: dict[str, tuple[Way, ...]] = {
+    "310P": get_args(Way),
+    "910B": get_args(Way),
+    "910C": ("eager", "disturbed"),  # its contract is the 910B's
+    "950": ("eager", "disturbed", "own_type"),
+}
+MATRIX = [
+    Cell(product, name, way)
+    for product, ways in WAYS.items()
+    for name in HEAD_DIMS
+    for way in ways
+    if not (product == "310P" and name in WITH_WINDOWS)
+] + [Cell("910", name, "eager", PLAIN) for name in ("llama_dynamic", *WITH_WINDOWS)]
+REFUSED = [
+    *(Cell("310P", name, refused=NO_WINDOW) for name in WITH_WINDOWS),
+    *(Cell(product, "llama", more=INT8, refused=NO_INT8.format(product)) for product in ("310P", "950")),
+    Cell("910", "llama", "eager", PLAIN + INT8, NO_INT8.format("910")),
+    Cell("910", "llama", "captured", refused="device.product is 910, for which there is no fused attention"),
+    Cell("910", "llama", "captured", PLAIN, "cannot be captured"),
+]
+
+
+def each_of(cells: list[Cell]) -> Any:
+    """Parametrised by these; all are slow but the disturbed runs of one checkpoint of two products."""
+    quick = [cell for cell in cells if QUICK.get(cell.product) == cell.name and "p" in HAPPENED[cell.way]]
+    marked = [pytest.param(cell, marks=() if cell in quick else pytest.mark.slow) for cell in cells]
+    return pytest.mark.parametrize("cell", marked, ids=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A checkpoint, what is asked of it, and what transformers and a CPU answer."""
+
+    path: Path
+    model: Any
+    requests: list[AskedRequest]
+    answers: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
+    """What is right for a checkpoint, by its name."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    variants = {variant.name: variant for variant in VARIANTS}
+
+    @cache
+    def of(name: str) -> Expected:
+        model, path = make(wide(variants[name], HEAD_DIMS[name]), folder)
+        random = np.random.default_rng(len(name))
+        greedy, drawn = greedily(model, random), by_chance(path, random)
+        # One after the other, so that each step has both
+        pairs = [*zip(greedy, drawn), *((each,) for each in greedy[len(drawn) :])]
+        requests, answers = zip(*(each for pair in pairs for each in pair))
+        return Expected(path, model, list(requests), list(answers))
+
+    return of
+
+
+def prompts(random: np.random.Generator) -> Iterator[list[int]]:
+    """Of 1 to LONGEST tokens; every other opens alike."""
+    opening = random.integers(0, VOCABULARY, OPENING).tolist()
+    for number in count():
+        length = int(random.integers(1, LONGEST + 1))
+        alike = opening[: length - 1] if number % 2 else []
+        yield alike + random.integers(0, VOCABULARY, length - len(alike)).tolist()
+
+
+Answered = tuple[AskedRequest, list[int]]
+
+
+def greedily(model: Any, random: np.random.Generator) -> list[Answered]:
+    """Prompts with transformers' own greedy tokens, none of which another comes near."""
+    found: list[Answered] = []
+    for prompt in prompts(random):
+        tokens, logprobs = generated(model, prompt, NUM_NEW)
+        best = logprobs.topk(2).values
+        if bool((best[:, 0] - best[:, 1] > LEAST_MARGIN).all()):
+            found.append((AskedRequest(prompt=prompt, seed=None), tokens))
+        if len(found) == NUM_GREEDY:
+            return found
+    raise AssertionError("prompts have no end")
+
+
+def by_chance(path: Path, random: np.random.Generator) -> list[Answered]:
+    """Prompts with the tokens that a CPU draws, which small changes of the logits do not turn."""
+    own = ["device.threads=1", "device.compile=false", "device.attention=reference", "cache.memory_gib=null"]
+    keys = [f"model.path={path}", "model.dtype=float32", "cache.num_pages=2000", *own]
+    engine = build(load(ROOT / "recipes/any/cpu.yaml", keys)).engine
+    asked = [AskedRequest(prompt=each, seed=at) for at, each in enumerate(islice(prompts(random), 16))]
+    answers = []
+    for size in (0, LEAST_MARGIN, LEAST_MARGIN):
+        requests = [request_of(number, each) for number, each in enumerate(asked)]
+        for request in requests if size else []:
+            bias = dict(enumerate(random.uniform(-size, size, VOCABULARY).tolist()))
+            request.params = replace(request.params, logit_bias=bias)
+        serve(engine, requests)
+        answers.append([request.answer.tolist() for request in requests])
+    same = [(each, ways[0]) for each, *ways in zip(asked, *answers) if ways[0] == ways[1] == ways[2]]
+    assert len(same) >= NUM_DRAWN
+    return same[:NUM_DRAWN]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, expected: Callable[[str], Expected]
+) -> Callable[[str], dict[Cell, Outcome]]:
+    """What came of a product's cells, of all that were selected: one process runs them."""
+    items = [item for item in request.session.items if item.path == request.path]
+    selected = [item.callspec.params["cell"] for item in items]  # type: ignore[attr-defined]
+
+    @cache
+    def of(product: str) -> dict[Cell, Outcome]:
+        cells = [cell for cell in selected if cell.product == product]
+        runs = [
+            Run(
+                path=str(expected(cell.name).path),
+                way=cell.way,
+                more=dict(cell.more),
+                requests=expected(cell.name).requests,
+            )
+            for cell in cells
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.models.product_runs"],
+            input=json.dumps({"product": product, "runs": runs}),
+            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S * len(runs), check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        return dict(zip(cells, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+    return of
+
+
+@pytest.fixture
+def outcome(cell: Cell, outcomes: Callable[[str], dict[Cell, Outcome]]) -> Outcome:
+    found = outcomes(cell.product)[cell]
+    assert bool(found["refused"]) == bool(cell.refused), found["refused"]
+    if not cell.refused:
+        assert happened_as_asked(cell.way, found["happened"]), found["happened"]
+    return found
+
+
+def happened_as_asked(way: Way, happened: str) -> bool:
+    """Whether captured steps were replayed, and between two of them all that disturbs a way."""
+    between = all(re.search(f"r.*{letter}.*r", happened) for letter in HAPPENED[way])
+    return between and ("r" in happened) == ("r" in HAPPENED[way])
+
+
+@each_of([cell for cell in MATRIX if cell.way != "own_type"])
+def test_in_float32_tokens_are_those_of_transformers(
+    cell: Cell, outcome: Outcome, expected: Callable[[str], Expected]
+) -> None:
+    assert outcome["answers"] == expected(cell.name).answers
+
+
+@each_of([cell for cell in MATRIX if cell.way == "own_type"])
+def test_in_the_type_of_the_product_they_are_those_of_float32_up_to_its_rounding(
+    cell: Cell, outcome: Outcome, expected: Callable[[str], Expected]
+) -> None:
+    """The bound is transformers' own distance in the same type, from float32 with the same weights.
+
+    Both round after each operation, but at other places, so that the two distances are alike and no more:
+    within ROUNDED of each other over all tokens, and for the furthest token.
+    """
+    case = expected(cell.name)
+    dtype = TORCH_DTYPES[OWN_TYPE.get(cell.product, "bfloat16")]  # type: ignore[index]
+    rounded = copy.deepcopy(case.model).to(dtype)
+    exact = copy.deepcopy(rounded).float()
+    ours, theirs, behind = [], [], []
+    for asked, answer, said in zip(case.requests, outcome["answers"], outcome["logprobs"]):
+        wanted, own = (forced(model, asked["prompt"], answer) for model in (exact, rounded))
+        chosen = torch.tensor(answer)[:, None]
+        ours.append(torch.tensor(said) - wanted.gather(1, chosen)[:, 0])
+        theirs.append((own - wanted).gather(1, chosen)[:, 0])
+        if asked["seed"] is None:
+            behind.append(wanted.max(-1).values - wanted.gather(1, chosen)[:, 0])
+    far, allowed = torch.cat(ours).abs(), torch.cat(theirs).abs()
+    assert far.square().mean().sqrt() <= ROUNDED * allowed.square().mean().sqrt()
+    assert far.max() <= ROUNDED * allowed.max()
+    assert torch.cat(behind).max() <= 2 * ROUNDED * allowed.max(), "a token that float32 would not choose"
+
+
+@each_of(REFUSED)
+def test_what_a_product_has_not_is_refused(cell: Cell, outcome: Outcome) -> None:
+    assert re.search(str(cell.refused), str(outcome["refused"]))
+    assert "\n" not in str(outcome["refused"])
+
+
+@torch.no_grad()
+def forced(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
+    """Transformers' log-probabilities [len(answer), V] where its answer is this one."""
+    fresh_rope(model)
+    kept, tokens, rows = None, prompt, []
+    for token in answer:
+        output = model(torch.tensor([tokens]), past_key_values=kept, use_cache=True)
+        kept, tokens = output.past_key_values, [token]
+        rows.append(output.logits[0, -1].float().log_softmax(-1))
+    return torch.stack(rows)
