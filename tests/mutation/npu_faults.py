@@ -16,6 +16,7 @@ SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULE
 WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb.py"
 CAPTURE, EXECUTION = "virtual_npu/cann/capture.c", "virtual_npu/cann/execution.c"
 DEFERRED, KERNELS = "virtual_npu/deferred_calls.py", "virtual_npu/kernels.py"
+MACHINE, QUESTIONS = "recipes/build/machine.py", "doctor/verify/npu/questions.py"
 ROPE, FILTERS = "models/rope.py", "models/sampling/top_k_top_p.py"
 
 CALLS = (
@@ -43,11 +44,27 @@ NPU_TESTS_OF = {
     DEFERRED: (*GRAPH_TESTS, "tests/models/test_npu.py"),
     **dict.fromkeys((CAPTURE, EXECUTION), (*GRAPH_TESTS, "tests/virtual_npu/test_hammer.py")),
     KERNELS: ("tests/virtual_npu/test_launch_log.py",),
+    MACHINE: ("tests/models/test_npu.py",),
+    QUESTIONS: ("tests/doctor/test_probes.py",),
     ROPE: ("tests/models/test_rope.py",),
     FILTERS: ("tests/models/test_sampler.py",),
 }
 
 NPU_FAULTS = (
+    Fault(
+        "plain_operators_know_no_product",
+        MACHINE,
+        "PlainNpuOps(self.product) if has_none",
+        "Ops() if has_none",
+        "the first 910 computes W8A8, which its limits refuse, and follows no answer of a probe",
+    ),
+    Fault(
+        "float16_is_probed_as_no_attention_calls_it",
+        QUESTIONS,
+        "cuts = machine.product.cuts(np.array([queries for queries, _ in spans]))",
+        "cuts = [(0, len(spans))]",
+        "the 950 refuses prompts and decodes in one call, so that float16 would be found wrong there",
+    ),
     Fault(
         "mask_shows_what_it_should_hide",
         NPU,
