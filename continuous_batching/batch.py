@@ -49,6 +49,13 @@ class Batch:
         return rows
 
     @property
+    def yields_all(self) -> bool:
+        """Whether each token of the batch yields one token, in their order."""
+        return len(self.owners) == self.num_tokens and bool(
+            (self.yielding == np.arange(self.num_tokens)).all()
+        )
+
+    @property
     def is_one_token_each(self) -> bool:
         """Whether every span is one token."""
         return self.num_tokens == len(self.slots)

@@ -17,7 +17,10 @@ from devices.ascend_limits import AscendProduct
 
 log = logging.getLogger(__name__)
 
-PROBED = ("keeps_nan", "packs_float16", "bares_decodes", "tiles_weights", "slices_tiles", "exact_angles")
+PROBED = (
+    *("keeps_nan", "packs_float16", "bares_decodes", "tiles_weights", "slices_tiles", "captures_draws"),
+    "exact_angles",
+)
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 
 

@@ -26,7 +26,7 @@ MOST_KEYS = 262144  # that one query may read
 ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
-MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more: vllm-ascend's bound
+MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more of each: vllm-ascend's bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class AscendProduct:
     packs_float16: bool = True  # fused attention takes float16 in TND; vllm-ascend's mla_v1.py casts it
     bares_decodes: bool = True  # fused attention of decodes is right without a mask
     slices_tiles: bool = True  # slices of a cache in FRACTAL_NZ are views (vllm-ascend _310p/kv_block_zeroer)
+    captures_draws: bool = False  # graphs take what a draw by top-k and top-p is made of
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
@@ -163,7 +164,7 @@ class AscendProduct:
         As vllm-ascend's update_aclgraph_sizes takes an even sample, but of those up to a page alone: beyond,
         all are needed, since a step is padded by a page at most. Raises ValueError where these are too many.
         """
-        most = MOST_STREAMS // (num_layers + 1)
+        most = MOST_STREAMS // (num_layers + 1 + self.captures_draws)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs)
         if len(sizes) <= most:
@@ -201,8 +202,8 @@ PRODUCTS = (
         has_int8=False,
         most_spans=2000,
     ),
-    AscendProduct(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d"),
-    AscendProduct(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d"),
+    AscendProduct(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d", captures_draws=True),
+    AscendProduct(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d", captures_draws=True),
     AscendProduct(
         name="950",
         chip="Ascend950",

@@ -21,18 +21,21 @@ from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
 from models.decoder import Decoder, StepInputs
-from models.graphs import DecodeGraphs
+from models.graphs import CapturedSampler, DecodeGraphs
+from models.last_tokens import LastTokens
 from models.sampling import prompt_logprobs
-from models.sampling.sampler import Chosen
+from models.sampling.sampler import Best, Chosen, arriving
 
 
-class RowSampler(Protocol):
+class RowSampler(CapturedSampler, Protocol):
     """Chooses one token for each row, as models/sampling/sampler.py does."""
 
-    def start(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Chosen:
+    def start(
+        self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
+    ) -> Chosen:
         """From logits [R, V] of slot rows [R], begin to choose tokens for their positions `targets` [R].
 
-        It does not wait for the device.
+        It does not wait for the device. `best` are the best tokens of these logits, where they are known.
         """
         ...
 
@@ -48,12 +51,11 @@ class ModelRunner:
         self.decoder, self.cache, self.attention = decoder, cache, attention
         self.sampler, self.slots = sampler, slots
         decoder.rope.tabulate(slots.max_tokens, decoder.embedding.dtype)
-        # The last token of each row: the next step may begin before the host knows it
-        self._last = torch.zeros(slots.num_slots, dtype=torch.int64, device=attention.device)
+        self._last = LastTokens(slots.num_slots, attention.device)
 
     def capture(self, most: int) -> None:
         """Capture graphs, which from now on run steps of at most `most` decodes and nothing else."""
-        self.graphs = DecodeGraphs(self.decoder, self.cache, self.attention, self.slots, most)
+        self.graphs = DecodeGraphs(self.decoder, self.cache, self.attention, self.sampler, self.slots, most)
         self.graphs.capture()
 
     def run(self, batch: Batch) -> Sampled:
@@ -67,44 +69,47 @@ class ModelRunner:
         The next batch can already use the tokens on the device.
         """
         chosen = self._begin(batch)
-        if len(batch.owners):
-            self._last[self._to_device(batch.owners)] = chosen.tokens.clamp(min=0)
+        self._last.keep(chosen.tokens, batch.owners)
         return chosen.wait
 
     @torch.inference_mode()
     def _begin(self, batch: Batch) -> Chosen:
         if batch.copies:
             self.cache.apply(batch.copies)
-        unknown = None
-        if len(batch.unknown):
-            unknown = self._last[self._to_device(batch.slots[batch.unknown])]
-        wanted, scored = None, None
+        wanted = None
         if self.slots.scoring[batch.slots].any():
             wanted = prompt_logprobs.wanted_of(batch, self.slots)
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
-            logits = self._sampled(batch, self.graphs.run(batch, unknown))
-        else:
-            hidden = self.decoder(self._inputs(batch, unknown))
-            scored = None if wanted is None else prompt_logprobs.score(wanted, hidden, self.decoder)
-            hidden = self._sampled(batch, hidden)
-            logits = self.decoder.logits(hidden) if len(hidden) else hidden
-        chosen = Chosen(self._last[:0], lambda: Sampled(np.empty(0, np.int64)))
-        if len(logits):
-            chosen = self.sampler.start(logits, batch.owners, batch.targets, self.slots)
+            return self._replayed(batch, self.graphs)
+        hidden = self.decoder(self._inputs(batch))
+        scored = None if wanted is None else prompt_logprobs.score(wanted, hidden, self.decoder)
+        hidden = self._sampled(batch, hidden)
+        chosen = self._chosen(batch, self.decoder.logits(hidden) if len(hidden) else hidden)
         if scored is None:
             return chosen
         return Chosen(chosen.tokens, lambda: replace(chosen.wait(), prompt_logprobs=scored()))
 
+    def _replayed(self, batch: Batch, graphs: DecodeGraphs) -> Chosen:
+        step = graphs.run(batch, self._last)
+        if step.drawn is not None:
+            return arriving(step.drawn)
+        best = step.best if batch.yields_all else None
+        return self._chosen(batch, self._sampled(batch, step.logits), best)
+
+    def _chosen(self, batch: Batch, logits: Tensor, best: Best | None = None) -> Chosen:
+        """Tokens for logits [R, V], or for none."""
+        if len(logits):
+            return self.sampler.start(logits, batch.owners, batch.targets, self.slots, best)
+        return Chosen(self._last.tokens[:0], lambda: Sampled(np.empty(0, np.int64)))
+
     def _sampled(self, batch: Batch, step: Tensor) -> Tensor:
         """From a row for each token of the step [T, ...], those that tokens are sampled from [R, ...]."""
-        rows = batch.yielding
-        if not len(rows):
+        if not len(batch.owners):
             return step[:0]
-        is_whole = len(rows) == len(step) and bool((rows == np.arange(len(rows))).all())
-        return step if is_whole else step[self._to_device(rows)]
+        return step if batch.yields_all else step[self._to_device(batch.yielding)]
 
-    def _inputs(self, batch: Batch, unknown: Tensor | None) -> StepInputs:
-        """All tokens of the batch; `unknown` [U] are the last tokens of spans `batch.unknown`."""
+    def _inputs(self, batch: Batch) -> StepInputs:
+        """All tokens of the batch."""
         slots = self.slots
         packed = slots.inputs(batch)
         rope_lens = None
@@ -112,9 +117,11 @@ class ModelRunner:
             num_prompt = np.repeat(slots.num_prompt[batch.slots], batch.stops - batch.starts)
             rope_lens = self._to_device(np.maximum(num_prompt, packed.positions + 1))
         token_ids = self._to_device(packed.token_ids)
-        if unknown is not None:
-            last = np.cumsum(batch.stops - batch.starts)[batch.unknown] - 1
-            token_ids[self._to_device(last)] = unknown.to(token_ids.dtype)
+        if len(batch.unknown):
+            ends = np.cumsum(batch.stops - batch.starts)[batch.unknown]
+            # A row that failed has no token: its request ends, and this step of it counts no more
+            unknown = self._last.tokens[self._to_device(self._last.places(batch))].clamp_(min=0)
+            token_ids[self._to_device(ends - 1)] = unknown.to(token_ids.dtype)
         metadata = self.attention.plan(batch, slots.page_table, packed.write_index)
         return StepInputs(token_ids, self._to_device(packed.positions), metadata, self.cache, rope_lens)
 

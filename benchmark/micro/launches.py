@@ -36,10 +36,12 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top-p": {"temperature": 0.8, "top_p": 0.9},
     "top-k and top-p": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "temperature": {"temperature": 0.8},
 }
 COLUMNS = {
     "a_layer": "launches a layer",
     "in_graph": "in the graph",
+    "drawing": "in the graph that draws",
     "outside_graph": "outside the graph",
     "to_device": "copies to the device",
     "to_host": "copies to the host",
@@ -63,11 +65,13 @@ def run(recipe: Recipe) -> dict[str, object]:
     graphs, steps = built.runner.graphs, []
     for way in ("eager", "captured"):
         built.runner.graphs = graphs if way == "captured" else None
+        greedy: Counter[str] = Counter()  # around the layers of the graph: what more there is draws tokens
         for sampling, params in SAMPLING.items():
             _settle(built.engine, SamplingParams(max_tokens=SETTLED + 2, ignore_eos=True, **params))
             with log.reading() as asked:
                 built.engine.step()
-            steps.append({"step": f"{way}, {sampling}"} | _sums(asked, num_layers))
+            greedy = greedy or _around(asked, in_graph=True)
+            steps.append({"step": f"{way}, {sampling}"} | _sums(asked, num_layers, greedy))
             while built.engine.has_work:
                 built.engine.step()
     return {"num_layers": num_layers, "steps": steps}
@@ -107,18 +111,26 @@ def _settle(engine: Engine, params: SamplingParams) -> None:
         engine.step()
 
 
-def _sums(asked: Sequence[Any], num_layers: int) -> dict[str, object]:
+def _around(asked: Sequence[Any], *, in_graph: bool) -> Counter[str]:
+    """Launches beside those of layers, by their names."""
+    return Counter(
+        each.name for each in asked if each.kind == "launch" and not each.place and each.in_graph == in_graph
+    )
+
+
+def _sums(asked: Sequence[Any], num_layers: int, greedy: Counter[str]) -> dict[str, object]:
     kinds = Counter(each.kind for each in asked)
     launches = [each for each in asked if each.kind == "launch"]
     layers = [Counter(each.name for each in launches if each.place == str(at)) for at in range(LAYERS)]
     assert layers[1] == layers[2], f"layers differ: {layers[1]} and {layers[2]}"
     depth = layers[0].total() + (num_layers - 1) * layers[1].total()
-    around = [Counter(e.name for e in launches if not e.place and e.in_graph == of) for of in (True, False)]
+    outside, drawing = _around(asked, in_graph=False), _around(asked, in_graph=True) - greedy
     is_captured = any(each.in_graph for each in launches)
     return {
         "a_layer": layers[1].total(),
-        "in_graph": depth + around[0].total() if is_captured else 0,
-        "outside_graph": around[1].total() + (0 if is_captured else depth),
+        "in_graph": depth + greedy.total() if is_captured else 0,
+        "drawing": drawing.total(),
+        "outside_graph": outside.total() + (0 if is_captured else depth),
         "to_device": kinds["to device"],
         "to_host": kinds["to host"],
         "waits": kinds["wait"],
@@ -127,8 +139,9 @@ def _sums(asked: Sequence[Any], num_layers: int) -> dict[str, object]:
         "operators": {
             "first layer": dict(layers[0]),
             "each further layer": dict(layers[1]),
-            "rest of the graph": dict(around[0]),
-            "outside": dict(around[1]),
+            "rest of the graph": dict(greedy),
+            "graph that draws": dict(drawing),
+            "outside": dict(outside),
             "waits": dict(Counter(each.name for each in asked if each.kind == "wait")),
         },
     }

@@ -46,7 +46,7 @@ class PlainNpuOps(Ops):
     """Plain torch on an NPU, within the limits of its product: all that the first 910 has."""
 
     def __init__(self, product: AscendProduct) -> None:
-        self.product = product
+        self.product, self.captures_draws = product, product.captures_draws
 
     def check_int8(self, dtype: torch.dtype) -> None:
         """Raise ValueError where this product cannot multiply in int8 for a model of this type."""

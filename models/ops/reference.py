@@ -25,6 +25,8 @@ Widths = tuple[int, ...]  # outputs of a linear that are read apart, in order
 class Ops:
     """Linear, norm, rotary, SwiGLU and greedy choice, as a decoder uses them."""
 
+    captures_draws = False  # whether captured steps may end in a draw by top-k and top-p
+
     def padded(self, num_rows: int) -> int:
         """How many rows to compute for `num_rows`: never fewer; more where the device is then faster."""
         return num_rows

@@ -24,6 +24,7 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
 from models.ops.reference import Ops
+from models.sampling.draw_columns import packed, unpacked
 from models.sampling.logit_processors import apply_changes, changes_logits, gather_changes
 from models.sampling.logprobs import (
     BeamRows,
@@ -61,6 +62,14 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """The tokens of the largest logits."""
+
+    tokens: Tensor  # int64 [R]
+    chosen: Tensor  # int64 [R], the same, but NOT_FINITE where the row's largest logit is not finite
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """What was chosen, on its way to the host."""
 
@@ -83,15 +92,39 @@ class Sampler:
         self._vocab_size = vocab_size
         self._ops = ops or Ops()
         self._tile = self._ops.tile_size(vocab_size)
+        self.captures_draws = self._ops.captures_draws
 
     def run(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Sampled:
         """Tokens for logits [R, V] of the slot rows [R], each for position `targets` [R] of its row."""
         return self.start(logits, rows, targets, slots).wait()
 
-    def start(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Chosen:
-        """The same, without waiting for the device; `Chosen.wait` does."""
+    def best(self, logits: Tensor) -> Best:
+        """The best tokens of logits [R, V]. A capture takes it."""
+        tokens, finite = self._ops.greedy(logits)
+        return Best(tokens, torch.where(finite, tokens, NOT_FINITE))
+
+    def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.int32] | None:
+        """What `draw` reads of the rows [R], which are all of a step; None where `start` has to choose.
+
+        That is where logits are changed or reported, and where no row is drawn by top_k or top_p: the sort
+        of a captured draw would be for nothing.
+        """
+        if not self.captures_draws or not slots.plain[rows].all():
+            return None
+        drawn = _is_drawn(rows, slots)
+        arrays = self._parameters(rows, targets, drawn, slots, off_cpu=True)
+        return packed(arrays, len(rows)) if "excess" in arrays else None
+
+    def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
+        """Tokens [R] of logits [R, V], given what `draw_columns` found. A capture takes it."""
+        return self._choose(logits, best, {}, unpacked(columns))
+
+    def start(
+        self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
+    ) -> Chosen:
+        """The same, without waiting for the device; `Chosen.wait` does. `best` is of the same logits."""
         assert logits.shape == (len(rows), self._vocab_size), f"logits are {tuple(logits.shape)}"
-        drawn = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
+        drawn = _is_drawn(rows, slots)
         plain = bool(slots.plain[rows].all())
         changed = np.zeros_like(drawn) if plain else changes_logits(rows, targets, slots)
         asked = [] if plain else rows_with_logprobs(rows, slots)
@@ -100,14 +133,15 @@ class Sampler:
             changed[beams.at] = False  # their log-probabilities are changed, not their logits
         work = np.flatnonzero(drawn | changed)
 
-        best, finite = self._ops.greedy(logits)
-        tokens = torch.where(finite, best, NOT_FINITE)
+        best = best or self.best(logits)
+        tokens = best.chosen
         if not len(work) and not asked and not beams:
-            return _arriving(tokens)
+            return arriving(tokens)
         host: Arrays = {"asked": np.array([index for index, _ in asked], dtype=np.int64)} if asked else {}
         if len(work) < len(rows):
             host["work"] = work
-        host |= self._parameters(rows[work], targets[work], drawn[work], slots, logits.device)
+        off_cpu = logits.device.type != "cpu"
+        host |= self._parameters(rows[work], targets[work], drawn[work], slots, off_cpu=off_cpu)
         if changed.any():
             asking = rows[work], targets[work], slots
             host |= gather_changes(*asking, self._eos_token_ids, self._vocab_size)
@@ -115,9 +149,9 @@ class Sampler:
             host |= beams.arrays()
         sent = all_to_device(host, logits.device)
         if len(work):
-            tokens = self._choose(logits, best, tokens, host, sent)
+            tokens = self._choose(logits, best, host, sent)
         if not asked and not beams:
-            return _arriving(tokens)
+            return arriving(tokens)
         up = {"tokens": tokens}
         if asked:
             up |= top_logprobs(logits[sent["asked"]], tokens[sent["asked"]])
@@ -133,7 +167,7 @@ class Sampler:
         return Chosen(up["tokens"], wait)
 
     def _parameters(
-        self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool, device: torch.device
+        self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool, *, off_cpu: bool
     ) -> Arrays:
         """What drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""
         if not drawn.any():
@@ -149,7 +183,7 @@ class Sampler:
             arrays["drawn"] = drawn.astype(np.int64)
         if min_p.any():
             arrays["min_p"] = min_p
-        if device.type != "cpu":
+        if off_cpu:
             if (has_k | has_p).any():
                 top_k = np.where(has_k, top_k, self._vocab_size)
                 arrays |= sort_parameters(top_k, np.where(drawn, top_p, np.float32(1)), self._vocab_size)
@@ -161,13 +195,10 @@ class Sampler:
             arrays |= {"p_rows": p_rows, "top_p": top_p[p_rows]}
         return arrays
 
-    def _choose(self, logits: Tensor, best: Tensor, tokens: Tensor, host: Arrays, sent: Tensors) -> Tensor:
-        """Tokens [R] of logits [R, V]: `tokens` [R], but chosen anew where a row is changed or drawn.
-
-        `best` [R] has the largest logit of each row.
-        """
-        work = sent.get("work")
-        scores, best, chosen = (each if work is None else each[work] for each in (logits, best, tokens))
+    def _choose(self, logits: Tensor, best_of: Best, host: Arrays, sent: Tensors) -> Tensor:
+        """Tokens [R] of logits [R, V]: the best of each row, but chosen anew where it is changed or drawn."""
+        work, given = sent.get("work"), (logits, best_of.tokens, best_of.chosen)
+        scores, best, chosen = given if work is None else (each[work] for each in given)
         scores = scores.contiguous().float()
         if scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # the caller's stay as they are
@@ -184,7 +215,7 @@ class Sampler:
                 weights.masked_fill_(weights < least, 0.0)
             drawn = draw(weights, sent["uniform"], chosen, self._tile)
             chosen = drawn if "drawn" not in sent else torch.where(sent["drawn"] > 0, drawn, chosen)
-        return chosen if work is None else tokens.index_copy(0, work, chosen)
+        return chosen if work is None else best_of.chosen.index_copy(0, work, chosen)
 
     def _thresholds(self, weights: Tensor, host: Arrays, sent: Tensors) -> Tensor | None:
         """The least weight [W, 1] that may be drawn in each row; None where all may."""
@@ -206,9 +237,16 @@ class Sampler:
         return least
 
 
-def _arriving(tokens: Tensor) -> Chosen:
+def arriving(tokens: Tensor) -> Chosen:
+    """Tokens [R] with nothing beside them."""
     arrival = to_host(tokens)
     return Chosen(tokens, lambda: Sampled(arrival()))
+
+
+def _is_drawn(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:
+    """Which rows are drawn; the others get their best token."""
+    drawn: NDArray[np.bool_] = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
+    return drawn
 
 
 def _take(table: Tensor, rows: Tensor) -> Tensor:

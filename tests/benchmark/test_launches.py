@@ -35,12 +35,13 @@ MODELS = {
     "Llama-2-7B, float16": ("llama/llama2_7b_910b", LLAMA),
     "Qwen2.5-7B, W8A8": ("qwen2/qwen2.5_7b_910b_w8a8", QWEN2),
 }
-# Launches a layer, in the graph, and outside it: greedy, with top-p, with top-k and top-p
+# Launches a layer, in the graph, in the graph that draws by top-k and top-p, and outside of both: greedy,
+# with top-p, with top-k and top-p, and by temperature alone
 EXPECTED = {
-    "Qwen3-8B, bfloat16": (12, 439, 4, 24, 29),
-    "Qwen3-8B, W8A8": (15, 548, 4, 24, 29),
-    "Llama-2-7B, float16": (10, 327, 4, 24, 29),
-    "Qwen2.5-7B, W8A8": (13, 372, 4, 24, 29),
+    "Qwen3-8B, bfloat16": (12, 446, 29, 0, 0, 0, 13),
+    "Qwen3-8B, W8A8": (15, 555, 29, 0, 0, 0, 13),
+    "Llama-2-7B, float16": (10, 334, 29, 0, 0, 0, 13),
+    "Qwen2.5-7B, W8A8": (13, 379, 29, 0, 0, 0, 13),
 }
 
 
@@ -48,12 +49,12 @@ WAITS = 1
 
 
 @cache
-def counted(name: str) -> dict[str, dict[str, Any]]:
+def counted(name: str, *overrides: str) -> dict[str, dict[str, Any]]:
     """The counts by step, of the recipe with the configuration of the real model."""
     recipe, config = MODELS[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODELS", "/models")
-        chosen = ["model.path=null", f"model.config={config}", "model.weights=random"]
+        chosen = ["model.path=null", f"model.config={config}", "model.weights=random", *overrides]
         result: dict[str, Any] = launches.run(load(ROOT / f"recipes/{recipe}.yaml", chosen))
     return {each["step"]: each for each in result["steps"]}
 
@@ -62,9 +63,10 @@ def counted(name: str) -> dict[str, dict[str, Any]]:
 def test_a_step_asks_for_so_many_launches(name: str) -> None:
     steps = counted(name)
     captured = [steps[f"captured, {sampling}"] for sampling in launches.SAMPLING]
-    layer, graph, *outside = EXPECTED[name]
+    layer, graph, drawing, *outside = EXPECTED[name]
     assert {step["a_layer"] for step in steps.values()} == {layer}
     assert {step["in_graph"] for step in captured} == {graph}
+    assert [step["drawing"] for step in captured] == [0, drawing, drawing, 0]
     assert [step["outside_graph"] for step in captured] == outside
 
 
@@ -75,9 +77,22 @@ def test_a_captured_step_asks_for_so_many_copies_and_waits(name: str) -> None:
         sampling: tuple(
             steps[f"captured, {sampling}"][column] for column in ("to_device", "to_host", "waits")
         )
-        for sampling in ("greedy", "top-p")
+        for sampling in launches.SAMPLING
     }
-    assert asked == {"greedy": (1, 1, WAITS), "top-p": (2, 1, WAITS)}
+    assert asked == {
+        **dict.fromkeys(("greedy", "top-p", "top-k and top-p"), (1, 1, WAITS)),
+        "temperature": (2, 1, WAITS),
+    }
+
+
+def test_a_host_that_is_ahead_asks_for_one_copy_more_where_tokens_are_drawn_outside() -> None:
+    name = "Llama-2-7B, float16"
+    apart = counted(name, "scheduler.overlap=false")
+    for step, ahead in counted(name).items():
+        if step.startswith("captured"):
+            more = {key: value - apart[step][key] for key, value in ahead.items() if isinstance(value, int)}
+            expected = {"outside_graph": 1} if step == "captured, temperature" else {}
+            assert {key: by for key, by in more.items() if by} == expected
 
 
 def test_the_counts_stand_in_the_manual() -> None:

@@ -110,6 +110,12 @@ def test_a_maximum_that_loses_nan_is_found_and_followed(
     assert plain.greedy(logits)[1].tolist() == [True, False], "without fused operators too"
 
 
+def no_sort_in_a_graph(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    if torch.npu.is_current_stream_capturing():
+        raise RuntimeError("AI CPU in a capture")
+    return x.sort(dim, descending)
+
+
 def attending(change: Callable[[dict[str, Any]], dict[str, Any]], npu: Npu, factor: float = 1) -> Any:
     """Attention of the contract, with other arguments and a factor."""
     from virtual_npu.contract import Conditions
@@ -170,6 +176,15 @@ def test_slices_that_are_copies_are_found_and_not_used(npu: Npu, wrong: Any) -> 
     for slices in (True, False):
         attention = AtbAttention(shape(page_size=128), npu.device, replace(on_310p, slices_tiles=slices))
         assert attention.indexed == (not slices)
+
+
+def test_draws_that_no_graph_takes_are_found_and_launched_one_by_one(npu: Npu, wrong: Any) -> None:
+    from models.ops.npu import NpuOps
+
+    wrong("aten::sort", no_sort_in_a_graph)
+    assert not ask("captures_draws", npu)
+    assert NpuOps(npu.product).captures_draws
+    assert not NpuOps(replace(npu.product, captures_draws=False)).captures_draws
 
 
 def test_cosines_that_are_off_are_found(npu: Npu, wrong: Any) -> None:

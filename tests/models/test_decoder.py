@@ -35,7 +35,9 @@ class Recorder:
 
     seen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def start(self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool) -> Chosen:
+    def start(
+        self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool, best: object
+    ) -> Chosen:
         for row, target, line in zip(rows.tolist(), targets.tolist(), logits):
             self.seen[row, target - 1] = line.float().log_softmax(-1).cpu()
         return Chosen(logits[:, 0].long(), lambda: Sampled(np.zeros(len(rows), np.int64)))

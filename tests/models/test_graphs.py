@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.graphs import COLUMNS, _pad, ladder
+from models.graphs import COLUMNS, SOURCE, _pad, ladder
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])
@@ -27,10 +27,10 @@ def test_the_ladder_doubles_within_a_page():
 def test_filling_is_one_token_a_row_at_places_of_its_own_of_the_null_page():
     host = np.full((COLUMNS + 3, 5), 77, dtype=np.int32)
     _pad(host)
-    token_ids, positions, write_index, kv_lens, rope_lens = host[:COLUMNS]
+    token_ids, positions, write_index, kv_lens, rope_lens = host[:SOURCE]
     assert not token_ids.any()
     assert not positions.any()
     assert write_index.tolist() == [0, 1, 2, 3, 4]
     assert (kv_lens == 1).all()
     assert (rope_lens == 1).all()
-    assert not host[COLUMNS:].any()
+    assert not host[SOURCE:].any()

@@ -26,6 +26,7 @@ from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.fault import Fault
+from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
 from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
 from tests.mutation.in_flight_faults import FLIGHT_FAULTS
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
@@ -49,6 +50,7 @@ FAULTS = (
     *PROMPT_FAULTS,
     *NPU_FAULTS,
     *ACLOP_FAULTS,
+    *GRAPH_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -96,6 +98,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     SEARCHES: (BATCHING + "test_beam_search.py",),
     **NPU_TESTS_OF,
     **ACLOP_TESTS_OF,
+    **GRAPH_TESTS_OF,
 }
 
 

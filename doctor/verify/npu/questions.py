@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from continuous_batching.slots import SlotPool
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from models.sampling.sampler import Sampler
 from recipes.build.machine import Npu
 
 Found = tuple[bool, str]  # the answer, and what it was judged by
@@ -25,6 +27,8 @@ HEADS, DIM, PAGE = 8, 128, 128
 MASK_SIDE = 2048  # of the one mask of sparse_mode 3
 NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of attention, as virtual_npu.verify allows
 SIDE, ROWS, CALLS = 4096, (1, 32), 50  # of the products that are timed
+VOCABULARY = 151_936
+DRAWN = [(0.8, 0, 0.9), (1.0, 20, 1.0), (0.7, 50, 0.5), (0.0, 0, 1.0)]  # temperature, top_k and top_p of rows
 MOST_POSITION, NEAR_ANGLE = 131072, 1e-5
 
 
@@ -42,7 +46,7 @@ def keeps_nan(machine: Npu) -> Found:
     """In each type of logits, with a NaN in the first, a middle and the last place of a wide row."""
     bad = []
     for dtype in (*machine.product.dtypes, torch.float32):
-        logits = torch.randn(3, 151_936).to(dtype)
+        logits = torch.randn(3, VOCABULARY).to(dtype)
         for row, place in enumerate((0, 70_000, -1)):
             logits[row, place] = torch.nan
         best = logits.to(machine.device).max(-1)[0].cpu()
@@ -131,6 +135,28 @@ def exact_angles(machine: Npu) -> Found:
     return apart <= NEAR_ANGLE, f"{apart:.2g} from float64"
 
 
+def captures_draws(machine: Npu) -> Found:
+    """Whether a graph draws the tokens that the same calls draw outside of it, by top-k and top-p."""
+    from models.ops.npu import NpuOps
+
+    generator = torch.Generator().manual_seed(5)
+    sampler = Sampler((), VOCABULARY, NpuOps(replace(machine.product, captures_draws=True)))
+    slots = SlotPool(len(DRAWN), 2, 1)
+    rows = np.arange(len(DRAWN))
+    slots.temperature[:], slots.top_k[:], slots.top_p[:] = zip(*DRAWN)
+    columns = sampler.draw_columns(rows, np.ones_like(rows), slots)
+    assert columns is not None, "some of them are drawn by top-k and top-p"
+    sent = torch.from_numpy(columns).to(machine.device)
+    logits = torch.randn(len(DRAWN), VOCABULARY, generator=generator).to(machine.product.dtypes[0])
+    given, graph = logits.to(machine.device), torch.npu.NPUGraph()
+    best = sampler.best(given)
+    wanted = sampler.draw(given, best, sent).tolist()
+    with torch.npu.graph(graph):
+        found = sampler.draw(given, best, sent)
+    graph.replay()
+    return found.tolist() == wanted, f"{found.tolist()} in a graph, {wanted} outside"
+
+
 def _fused(product: AscendProduct) -> bool:
     return product.is_fused
 
@@ -146,6 +172,12 @@ PROBES = (
         tiles_weights,
     ),
     Probe("slices_tiles", "are slices of tiles views?", lambda product: product.is_atb, slices_tiles),
+    Probe(
+        "captures_draws",
+        "do graphs draw tokens by top-k and top-p as calls outside of them do?",
+        lambda product: product.is_fused and product.most_graphs is None,
+        captures_draws,
+    ),
     Probe("exact_angles", "are cosines of large angles exact?", lambda _: True, exact_angles),
 )
 

@@ -1,0 +1,120 @@
+"""Captured steps choose the tokens that steps of single launches choose, and leave them to the next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from continuous_batching.batch import NOT_FINITE
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from models.sampling import draw_columns
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import settings, stand_in_alone
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top-p": {"temperature": 0.9, "top_p": 0.8},
+    "top-k": {"temperature": 1.3, "top_k": 7},
+    "all three": {"temperature": 1.1, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
+    "temperature": {"temperature": 1.0},
+    "penalty": {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
+    "log-probabilities": {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+}
+
+
+def engine_of(*, graphs: int, overlap: bool) -> Engine:
+    overrides = [*settings("npu"), "cache.num_pages=60", "scheduler.num_slots=5", f"device.graphs={graphs}"]
+    overrides += ["scheduler.max_batch_tokens=16", f"scheduler.overlap={str(overlap).lower()}"]
+    return build(load(ROOT / "recipes/tiny/cpu.yaml", overrides)).engine
+
+
+def serve(engine: Engine, ways: list[str]) -> list[tuple[list[int], str | None]]:
+    """The answers of requests of different lengths, which come and go while others decode."""
+    random = np.random.default_rng(11)
+    made = []
+    for number, way in enumerate(ways):
+        params = SamplingParams(
+            max_tokens=int(random.integers(3, 15)), seed=number, ignore_eos=True, **PARAMS[way]
+        )
+        made.append(Request(str(number), random.integers(5, 1000, int(random.integers(1, 20))), params))
+    for number, request in enumerate(made):
+        engine.add(request)
+        if number % 3:
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    return [(request.answer.tolist(), request.finish_reason) for request in made]
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["top-p", "greedy", "all three", "top-k", "top-p", "greedy", "top-k"],
+        ["temperature", "greedy", "top-p", "temperature", "temperature", "top-k", "greedy"],
+        ["penalty", "log-probabilities", "greedy", "top-k", "top-p", "all three", "top-p", "top-k"],
+    ],
+    ids=["drawn in the graph", "drawn by turns in it and outside", "with changed and reported logits"],
+)
+def test_tokens_are_those_of_steps_that_are_not_captured(
+    ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = serve(engine_of(graphs=0, overlap=False), ways)
+    replayed: list[object] = []
+    replay = torch.npu.NPUGraph.replay
+    monkeypatch.setattr(torch.npu.NPUGraph, "replay", lambda graph: replayed.append(graph) or replay(graph))
+    for overlap in (False, True):
+        engine = engine_of(graphs=4, overlap=overlap)
+        draws = {id(step.draw) for step in engine.runner.graphs.steps.values()}  # type: ignore[attr-defined]
+        replayed.clear()
+        assert serve(engine, ways) == expected
+        drawn = [id(graph) in draws for graph in replayed]
+        assert 0 < sum(drawn) < len(drawn)
+
+
+def test_columns_keep_every_bit_and_leave_out_what_changes_nothing() -> None:
+    floats = {name: np.array([0.1, 1e-38, 3.0], np.float32) * n for n, name in enumerate(draw_columns.FLOATS)}
+    places = np.array([3, 4, 5, 2, 3, 4])
+    given = {**floats, "k_places": places, "drawn": np.array([1, 0, 1])}
+    found = draw_columns.unpacked(torch.from_numpy(draw_columns.packed(given, 3)))
+    assert {name: found[name].tolist() for name in given} == {
+        name: each.tolist() for name, each in given.items()
+    }
+    sparse = draw_columns.unpacked(torch.from_numpy(draw_columns.packed({"excess": floats["excess"]}, 3)))
+    assert not sparse["min_p"].any()
+    assert not sparse["k_places"].any()
+    assert sparse["drawn"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("graphs", [0, 4])
+def test_what_is_no_token_is_not_looked_up_by_the_step_after_it(
+    graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host is ahead of the device, which found no token for a row: the others go on."""
+    ways = ["top-p", "greedy", "top-k", "greedy"]
+    expected = serve(engine_of(graphs=0, overlap=False), ways)
+    engine = engine_of(graphs=graphs, overlap=True)
+    runner: Any = engine.runner
+    begin, failed = runner._begin, []
+
+    def after_a_failure(batch: Any) -> Any:
+        if len(batch.unknown) > 1 and batch.is_one_token_each and not failed:
+            failed.append(runner.slots.requests[batch.slots[batch.unknown[0]]].id)
+            place = int(runner._last.places(batch)[0])
+            runner._last.tokens[place] = NOT_FINITE
+            if runner.graphs is not None:
+                runner.graphs._table[place] = NOT_FINITE
+        return begin(batch)
+
+    monkeypatch.setattr(runner, "_begin", after_a_failure)
+    found = serve(engine, ways)
+    assert len(failed) == 1
+    others = [number for number in range(len(ways)) if str(number) not in failed]
+    assert [found[number] for number in others] == [expected[number] for number in others]

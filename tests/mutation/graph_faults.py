@@ -1,0 +1,60 @@
+"""Which faults are seeded in captured steps, in what they draw and in what they leave to the next step?"""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+GRAPHS, LAST, COLUMNS = "models/graphs.py", "models/last_tokens.py", "models/sampling/draw_columns.py"
+GRAPH_TESTS_OF = dict.fromkeys((GRAPHS, LAST, COLUMNS), ("tests/models/test_captured_draws.py",))
+
+GRAPH_FAULTS = (
+    Fault(
+        "tokens_chosen_outside_stay_there",
+        GRAPHS,
+        "if last.tokens is not self._held:",
+        "if self._held is None:",
+        "the step after a draw outside the graph reads the best tokens in place of the drawn",
+    ),
+    Fault(
+        "drawn_tokens_left_out_of_the_table",
+        GRAPHS,
+        "        self._table[: len(tokens)].copy_(tokens)\n",
+        "",
+        "the step after a captured draw reads the best tokens in place of the drawn",
+    ),
+    Fault(
+        "no_token_is_looked_up",
+        GRAPHS,
+        ".clamp_(min=0)",
+        "",
+        "the embedding is read before its first row",
+    ),
+    Fault(
+        "draws_never_replayed",
+        GRAPHS,
+        "step.draw.replay()",
+        "pass",
+        "every step gets the tokens of the capture",
+    ),
+    Fault(
+        "places_in_the_order_of_slots",
+        LAST,
+        "self._places[owners] = np.arange(len(owners))",
+        "self._places[owners] = owners",
+        "a row reads another one's token",
+    ),
+    Fault(
+        "greedy_rows_drawn",
+        COLUMNS,
+        'columns[-1] = arrays.get("drawn", 1)',
+        "columns[-1] = 1",
+        "a greedy row beside drawn ones is drawn",
+    ),
+    Fault(
+        "top_k_not_sent",
+        COLUMNS,
+        'columns[-3:-1] = arrays["k_places"].reshape(2, num_rows)',
+        "pass",
+        "top-k drops nothing",
+    ),
+)
