@@ -52,6 +52,9 @@ class AscendProduct:
     bares_decodes: bool = True  # fused attention of decodes is right without a mask
     slices_tiles: bool = True  # slices of a cache in FRACTAL_NZ are views (vllm-ascend _310p/kv_block_zeroer)
     captures_draws: bool = False  # graphs take what a draw by top-k and top-p is made of
+    prefetches: bool = (
+        False  # fetching a weight while attention runs gains (off by default in vllm-ascend too)
+    )
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
@@ -164,7 +167,7 @@ class AscendProduct:
         As vllm-ascend's update_aclgraph_sizes takes an even sample, but of those up to a page alone: beyond,
         all are needed, since a step is padded by a page at most. Raises ValueError where these are too many.
         """
-        most = MOST_STREAMS // (num_layers + 1 + self.captures_draws)
+        most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs)
         if len(sizes) <= most:

@@ -131,7 +131,9 @@ class SelfAttention(nn.Module):
         query, key = self.ops.rotary(query, key, cos, sin)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
         self.attention.write(key, value, keys, values, step.metadata)
+        self.ops.prefetch(self.output.packed, query)
         attended = self.attention.attend(query, keys, values, step.metadata, self.layer)
+        self.ops.await_prefetch()
         return self.output(attended.flatten(1))
 
 

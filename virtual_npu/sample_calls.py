@@ -275,6 +275,10 @@ def _format_cast(draw: RandomInputs) -> dict[str, Any]:
     return {"input": weight, "acl_format": FRACTAL_NZ}
 
 
+def _prefetch(draw: RandomInputs) -> dict[str, Any]:
+    return {"input": draw.tensor(64, 512), "dependency": draw.tensor(4), "max_size": draw.one(100, 2**20)}
+
+
 Maker = Callable[[RandomInputs], dict[str, Any]]
 MAKERS: Mapping[str, Maker] = {
     "npu_fused_infer_attention_score": _attention,
@@ -291,6 +295,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_add_rms_norm_dynamic_quant": _add_norm_quant,
     "npu_dequant_swiglu_quant": _swiglu_quant,
     "npu_format_cast": _format_cast,
+    "npu_prefetch": _prefetch,
 }
 # In place of fused attention and the write beside it; a first 910 has no operator that an engine calls
 ATB_MAKERS: Mapping[str, Maker] = {
@@ -315,10 +320,14 @@ WRITTEN = {
     "npu_scatter_pa_kv_cache": _CACHES,
     "_npu_reshape_and_cache": _CACHES,
     "npu_scatter_nd_update_": ("input",),
+    "npu_prefetch": ("input",),  # which stays as it is
     "_npu_paged_attention": ("out",),
     "_npu_paged_attention_splitfuse_v2": ("out",),
 }
-COPIES = ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_scatter_nd_update_", "npu_format_cast")
+COPIES = (
+    *("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_scatter_nd_update_", "npu_format_cast"),
+    "npu_prefetch",
+)
 
 
 def makers(product: Product) -> Mapping[str, Maker]:

@@ -135,7 +135,7 @@ def _sums(asked: Sequence[Any], num_layers: int, greedy: Counter[str]) -> dict[s
         "to_host": kinds["to host"],
         "waits": kinds["wait"],
         "updates": kinds["update"] // LAYERS * num_layers,
-        "prefetches": kinds["prefetch"],
+        "prefetches": kinds["prefetch"] // LAYERS * num_layers,
         "operators": {
             "first layer": dict(layers[0]),
             "each further layer": dict(layers[1]),

@@ -18,6 +18,7 @@ from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
+PREFETCHED_BYTES = 18 * 2**20  # of a weight, as vllm-ascend's weight_prefetch: more would drive out the cache
 FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in float32, five times
 
 
@@ -64,6 +65,7 @@ class NpuOps(PlainNpuOps):
     def __init__(self, product: AscendProduct) -> None:
         super().__init__(product)
         torch.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
+        self._prefetches = torch.npu.Stream() if product.prefetches else None
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Convert the weight to the format of the matrix unit, which has none for float32, where the product
@@ -146,6 +148,16 @@ class NpuOps(PlainNpuOps):
         )
         return self.linear_int8(Int8Rows(rows, row_scale, x.dtype), down)
 
+    def prefetch(self, packed: Packed, after: Tensor) -> None:
+        """In captured steps, on a stream beside the one that computes, as sglang's cmo.py does."""
+        if self._prefetches is not None and torch.npu.is_current_stream_capturing():
+            prefetch(packed[0], after, self._prefetches)
+
+    def await_prefetch(self) -> None:
+        """A capture ends only where every stream of it is waited for."""
+        if self._prefetches is not None and torch.npu.is_current_stream_capturing():
+            torch.npu.current_stream().wait_stream(self._prefetches)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
         return torch_npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
@@ -177,6 +189,13 @@ class NpuOps(PlainNpuOps):
         if gate_up.shape[-1] // 2 * gate_up.itemsize % self.product.swiglu_bytes:
             return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)
+
+
+def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:
+    """Fetch the weight into the L2 cache on this stream, after what the current one has been given."""
+    stream.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(stream):
+        torch_npu.npu_prefetch(weight, after, min(weight.nbytes, PREFETCHED_BYTES))
 
 
 def _int8(x: Tensor | Int8Rows) -> Int8Rows:

@@ -85,6 +85,12 @@ class Ops:
         pairs = zip(rows.split(EXACT_SUM, dim=1), weight.split(EXACT_SUM, dim=1))
         return sum(F.linear(some.float(), part.float()).int() for some, part in pairs)
 
+    def prefetch(self, packed: Packed, after: Tensor) -> None:
+        """Begin to bring a linear's weight nearer once `after` is computed; it changes no result."""
+
+    def await_prefetch(self) -> None:
+        """What comes after this begins when that has ended."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
         wide = x.float()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from tests.mutation.fault import Fault
+from tests.mutation.npu_faults import FUSED, RULE_TESTS, RULES
 
 GRAPHS, LAST, COLUMNS = "models/graphs.py", "models/last_tokens.py", "models/sampling/draw_columns.py"
-GRAPH_TESTS_OF = dict.fromkeys((GRAPHS, LAST, COLUMNS), ("tests/models/test_captured_draws.py",))
+FETCH_RULES = RULES + "prefetch.py"
+GRAPH_TESTS_OF = {
+    **dict.fromkeys((GRAPHS, LAST, COLUMNS), ("tests/models/test_captured_draws.py",)),
+    FETCH_RULES: RULE_TESTS,
+}
 
 GRAPH_FAULTS = (
     Fault(
@@ -56,5 +61,26 @@ GRAPH_FAULTS = (
         'columns[-3:-1] = arrays["k_places"].reshape(2, num_rows)',
         "pass",
         "top-k drops nothing",
+    ),
+    Fault(
+        "prefetch_that_nobody_awaits",
+        FUSED,
+        "            torch.npu.current_stream().wait_stream(self._prefetches)\n",
+        "            pass\n",
+        "a capture ends while a stream of it is not joined",
+    ),
+    Fault(
+        "prefetch_of_all_of_a_weight",
+        FUSED,
+        "min(weight.nbytes, PREFETCHED_BYTES)",
+        "weight.nbytes",
+        "it drives what attention reads out of the L2 cache",
+    ),
+    Fault(
+        "prefetch_beyond_the_weight",
+        FETCH_RULES,
+        '<= call["offset"] < num_bytes',
+        '<= call["offset"] <= num_bytes',
+        "an offset at the weight's end passes",
     ),
 )

@@ -387,6 +387,13 @@ def top_k_top_p(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return {"logits": logits} | {name: columns[name] for name in given}, Conditions(product=pick(rng, A2, A3))
 
 
+def prefetch(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    weight = torch.ones(*rng.integers(1, 40, 2), dtype=pick(rng, *HALVES))
+    size, offset = int(rng.integers(1, 9000)), int(rng.integers(0, weight.nbytes))
+    call = {"input": weight, "dependency": pick(rng, None, torch.ones(3)), "max_size": size, "offset": offset}
+    return call, Conditions(product=pick(rng, A2, A3))
+
+
 FIA, ATB = "npu_fused_infer_attention_score", "_npu_paged_attention"
 RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] = {
     FIA: first_fused_attention,
@@ -417,4 +424,5 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_dynamic_quant": dynamic_quant,
     "npu_format_cast": format_cast,
     "npu_top_k_top_p": top_k_top_p,
+    "npu_prefetch": prefetch,
 }

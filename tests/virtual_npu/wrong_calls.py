@@ -242,6 +242,12 @@ SAMPLING = [
     Wrong("k-range", to("k", lambda k: spoil(k, 0, 1025)), "k", "to 1025"),
     Wrong("p-range", to("p", lambda p: p + 1), "p", "from"),
 ]
+PREFETCH = [
+    Wrong("dependency", put(dependency=None), "dependency", "None, while captured", captured=True),
+    Wrong("size", put(max_size=0), "max_size", "is 0"),
+    Wrong("offset", put(offset=-1), "offset", "is -1 of"),
+    Wrong("offset", lambda call: {**call, "offset": call["input"].nbytes}, "offset", "bytes"),
+]
 
 FAMILIES = {
     **dict.fromkeys(("_npu_paged_attention", "_npu_paged_attention_get_workspace"), DECODES),
@@ -267,6 +273,7 @@ FAMILIES = {
     "npu_dequant_swiglu_quant": SWIGLU_QUANT,
     "npu_format_cast": FORMAT,
     "npu_top_k_top_p": SAMPLING,
+    "npu_prefetch": PREFETCH,
 }
 # What a base has to be so that its family's changes change something
 WANTED = {

@@ -12,6 +12,7 @@ from virtual_npu.operators import (
     int8_fusions,
     matmul,
     norm,
+    prefetch,
     rotary,
     sampling,
     scatter,
@@ -21,7 +22,7 @@ OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
         *(attention, atb, cache, scatter),
-        *(norm, rotary, activation, matmul, grouped_matmul, int8_fusions, sampling),
+        *(norm, rotary, activation, matmul, grouped_matmul, int8_fusions, sampling, prefetch),
     )
     for operator in room.OPERATORS
 )

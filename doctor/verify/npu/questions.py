@@ -26,6 +26,7 @@ Found = tuple[bool, str]  # the answer, and what it was judged by
 HEADS, DIM, PAGE = 8, 128, 128
 MASK_SIDE = 2048  # of the one mask of sparse_mode 3
 NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of attention, as virtual_npu.verify allows
+WEIGHTS = 12  # 32 MiB each: more than the L2 cache of 192 MiB
 SIDE, ROWS, CALLS = 4096, (1, 32), 50  # of the products that are timed
 VOCABULARY = 151_936
 DRAWN = [(0.8, 0, 0.9), (1.0, 20, 1.0), (0.7, 50, 0.5), (0.0, 0, 1.0)]  # temperature, top_k and top_p of rows
@@ -157,6 +158,42 @@ def captures_draws(machine: Npu) -> Found:
     return found.tolist() == wanted, f"{found.tolist()} in a graph, {wanted} outside"
 
 
+def prefetches(machine: Npu) -> Found:
+    """Attention of decodes and a product, by turns, over more weights than the L2 cache holds; in a graph the
+    product has to stay right.
+    """
+    from models.ops.npu import NpuOps, prefetch
+
+    dtype, side = machine.product.dtypes[0], torch.npu.Stream()
+    ops = NpuOps(replace(machine.product, prefetches=True))
+    count = 1 if machine.asked.virtual else WEIGHTS
+    weights = [torch.randn(SIDE, SIDE).to(dtype).to(machine.device) for _ in range(count)]
+    attend, _ = _attention(machine, dtype, [(1, 2000)] * 16, 2)
+    x, graph = torch.randn(16, SIDE).to(dtype).to(machine.device), torch.npu.NPUGraph()
+
+    def step(fetches: bool) -> None:
+        for weight in weights:
+            if fetches:
+                prefetch(weight, x, side)
+            attend()
+            if fetches:
+                torch.npu.current_stream().wait_stream(side)
+            F.linear(x, weight)
+
+    wanted = F.linear(x, weights[0])
+    with torch.npu.graph(graph):
+        ops.prefetch((weights[0], None), x)
+        ops.await_prefetch()
+        found = F.linear(x, weights[0])
+    graph.replay()
+    if not torch.equal(found, wanted):
+        return False, "a product after a prefetch is another in a graph"
+    plain_us, fetched_us = (_us(machine, partial(step, fetches)) for fetches in (False, True))
+    if machine.asked.virtual:  # whose times mean nothing
+        return machine.product.prefetches, "right, and as it was: a stand-in has no times"
+    return fetched_us < plain_us, f"{fetched_us:.0f} us against {plain_us:.0f} us"
+
+
 def _fused(product: AscendProduct) -> bool:
     return product.is_fused
 
@@ -177,6 +214,12 @@ PROBES = (
         "do graphs draw tokens by top-k and top-p as calls outside of them do?",
         lambda product: product.is_fused and product.most_graphs is None,
         captures_draws,
+    ),
+    Probe(
+        "prefetches",
+        "is decoding faster where the output product's weight is fetched while attention runs?",
+        lambda product: product.name in ("910B", "910C"),
+        prefetches,
     ),
     Probe("exact_angles", "are cosines of large angles exact?", lambda _: True, exact_angles),
 )
