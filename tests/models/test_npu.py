@@ -319,6 +319,14 @@ def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
         ops.mlp_int8(x, ops.pack_int8(square, scale, bias), down)
 
 
+def _fetching(ops: Ops, rows: torch.Tensor) -> None:
+    """Capture a product whose weight is fetched before it."""
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        ops.prefetch((rows, None), rows)
+        ops.await_prefetch()
+        torch.mm(rows, rows.t())
+
+
 @stand_in_alone
 def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     start(section("npu"))
@@ -343,6 +351,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.linear_int8(rows, packed)
         ops.pack_split(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None, (8, 8))
         _in_int8(ops, rows)
+        _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
         with answering_as("310P"):
