@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from attention.cpu.tiles import DecodeTiles, PromptSpan, QueryChunk
 from attention.reference import Attention, AttentionMetadata
@@ -171,10 +172,25 @@ class CpuAttention(Attention):
         if decoded is not None:
             output[metadata.decodes] = decoded
         for prompt in metadata.prompts[window]:
+            if prompt.whole is not None and self._product_dtype == torch.float32:
+                output[prompt.whole] = self._attend_whole(query, *metadata.fresh, prompt.whole)
+                continue
             keys, values = self._matrices(prompt, layer_keys, layer_values, metadata)
             for chunk in prompt.chunks:
                 self._attend_chunk(query, keys, values, chunk, output)
         return output
+
+    def _attend_whole(self, query: Tensor, key: Tensor, value: Tensor, tokens: slice) -> Tensor:
+        """A prompt whose queries [T, H, D] see all of its keys and values [T, K, D] up to their own position.
+
+        torch's flash attention reads them in place and skips what none of a block sees: 0.6 times the chunks'
+        time in float32. In bfloat16 it takes up to 2.3 times as long as they do.
+        """
+        heads = (each[tokens].float().transpose(0, 1)[None] for each in (query, key, value))
+        attended = F.scaled_dot_product_attention(
+            *heads, is_causal=True, scale=self.shape.scale, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1)
 
     def _matrices(
         self, prompt: PromptSpan, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata

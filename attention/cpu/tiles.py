@@ -83,6 +83,7 @@ class QueryChunk:
 class PromptSpan:
     """A longer span, as the layers with one window read it."""
 
+    whole: slice | None  # the step's tokens that it is, if each of them sees all of it up to itself
     fresh: Tensor | None  # int64 [padded keys]: the step's tokens that are its keys, if all are in this step
     tiles: Tensor | None  # int64: otherwise, the tiles of the cache that hold its keys
     known: int  # keys that exist; the rest are padding
@@ -120,7 +121,8 @@ class PromptSpan:
             first = np.maximum(last - (reach - 1), 0)
             seen = (torch.from_numpy(each.astype(np.int32)) for each in (first, last))
             chunks.append(QueryChunk(rows[: end - begin], rows, slice(low, high), *seen))
-        return PromptSpan(fresh, tiles, stop - base, tuple(chunks))
+        whole = slice(first_row, first_row + stop) if not start and reach >= stop else None
+        return PromptSpan(whole, fresh, tiles, stop - base, tuple(chunks))
 
 
 def _padded(start: int, count: int) -> Tensor:

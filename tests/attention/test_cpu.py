@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.cpu.attention import SHORT, CpuAttention
 from continuous_batching.batch import Batch
@@ -134,6 +137,28 @@ def test_a_broken_request_breaks_no_other(start: int) -> None:
     for row in (0, 2):
         assert torch.equal(found[row], expected[row])
     assert found[1].isnan().all()
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("start", "stop", "in_one"), [(0, 40, True), (0, 60, False), (8, 40, False)])
+def test_a_whole_prompt_in_float32_is_attended_to_in_one_call(start: int, stop: int, in_one: bool) -> None:
+    bench = Bench(CpuAttention(shape(windows=(50,), num_heads=6, num_kv_heads=2)))
+    if start:
+        bench.step({1: start})
+    with Operators() as operators:
+        bench.step({2: 1, 1: stop - start})  # compares with the reference
+    assert operators.names["_scaled_dot_product_flash_attention_for_cpu.default"] == int(in_one)
 
 
 def test_filling_rows_are_neither_written_nor_answered_wrongly() -> None:
