@@ -20,6 +20,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     ),
     "device": ("micro.device", "single steps, against what the device copies and multiplies"),
     "launches": ("micro.launches", "what a decode step asks of an NPU: launches, copies and waits"),
+    "parts": ("micro.parts", "where the time of a step on a CPU goes, part by part"),
     "stall": ("offline.stall", "what long prompts cost those who are being answered, whole and in chunks"),
     "host": ("micro.host", "what a step costs the host, with a device that answers at once"),
     "simulation": ("micro.simulation", "simulated tokens a second, with the real scheduler"),

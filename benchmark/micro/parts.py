@@ -1,0 +1,197 @@
+"""Where does the time of a step on a CPU go: products, attention, sampling, the loop?
+
+A trace is served by an engine in this process, once uncounted and then once counted. Each part is what it
+takes itself, without the parts within it, in processor time of all threads: other processes on the same cores
+hardly change it. `device.threads=1` leaves out what threads wait for each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmark.offline.offline import forget_prefixes, load_trace, serve
+from benchmark.offline.throughput import at_once
+from benchmark.options import add_json, show
+from continuous_batching.batch import Batch
+from models.decoder import Linear
+from recipes.build.engine import BuiltEngine, build
+from recipes.schema.command_line import add_recipe
+from recipes.schema.reader import load
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+from serving.text.tokenizer import Text
+
+LAYERS, HEAD = "products of the layers", "product of the logits"
+ATTENTION, WRITING, PLAN = "attention", "keys and values to the cache", "plan of the attention"
+SMALL, SAMPLING = "norms, rotary, SwiGLU", "sampling"
+DECODER, HOST = "the rest of the decoder", "the host: schedule, inputs, commit"
+PARTS = (LAYERS, HEAD, ATTENTION, WRITING, PLAN, SMALL, SAMPLING, DECODER, HOST)
+OPS = ("rms_norm", "add_rms_norm", "rotary", "swiglu")
+DECODES, PROMPTS = "steps of decodes only", "steps with prompts"
+
+
+@dataclass(slots=True)
+class PartTimes:
+    """Processor time by part, for steps of each kind; a call within a call is not counted twice."""
+
+    clock: Callable[[], float] = time.process_time
+    steps: Counter[str] = field(default_factory=Counter)
+    spent_s: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    multiplied: Counter[str] = field(default_factory=Counter)  # operations of products
+    _step: Counter[str] = field(default_factory=Counter)
+    _step_multiplied: int = 0
+    _within_s: list[float] = field(default_factory=list)  # of each call that is open, what its calls took
+    _kind: str = ""
+
+    def of(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose own time counts for `part`."""
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self._within_s.append(0.0)
+            begin_s = self.clock()
+            try:
+                return function(*arguments, **named)
+            finally:
+                took_s = self.clock() - begin_s
+                self._step[part] += took_s - self._within_s.pop()
+                if self._within_s:
+                    self._within_s[-1] += took_s
+
+        return timed
+
+    def of_product(self, part: str, linear: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for a linear, whose operations are counted too."""
+        timed = self.of(part, linear)
+
+        def counted(x: torch.Tensor) -> Any:
+            y = timed(x)
+            outputs = y if isinstance(y, tuple) else (y,)
+            self._step_multiplied += 2 * x.shape[-1] * sum(each.numel() for each in outputs)
+            return y
+
+        return counted
+
+    def planned(self, batch: Batch) -> None:
+        """The step is of this batch."""
+        self._kind = DECODES if bool((batch.stops - batch.starts == 1).all()) else PROMPTS
+
+    def ended(self) -> None:
+        """A step has ended; it had no batch where only requests ended."""
+        if self._kind:
+            self.steps[self._kind] += 1
+            self.spent_s[self._kind].update(self._step)
+            self.multiplied[self._kind] += self._step_multiplied
+        self._kind, self._step_multiplied = "", 0
+        self._step.clear()
+
+    def forget(self) -> None:
+        """What was counted so far was warming up."""
+        for counted in (self.steps, self.spent_s, self.multiplied):
+            counted.clear()
+
+
+def watch(built: BuiltEngine, times: PartTimes) -> None:
+    """Time the parts of this engine's steps from now on."""
+    runner, engine = built.runner, built.engine
+    decoder, attention, sampler = runner.decoder, runner.attention, runner.sampler
+    plan, step = times.of(PLAN, attention.plan), times.of(HOST, engine.step)
+
+    def planned(batch: Batch, *arguments: Any) -> Any:
+        times.planned(batch)
+        return plan(batch, *arguments)
+
+    def stepped(*arguments: Any, **named: Any) -> Any:
+        try:
+            return step(*arguments, **named)
+        finally:
+            times.ended()
+
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (engine, "step", stepped),
+        (attention, "plan", planned),
+        (attention, "write", times.of(WRITING, attention.write)),
+        (attention, "attend", times.of(ATTENTION, attention.attend)),
+        (sampler, "start", times.of(SAMPLING, sampler.start)),
+        (decoder, "forward", times.of(DECODER, decoder.forward)),
+        *((decoder.ops, name, times.of(SMALL, getattr(decoder.ops, name))) for name in OPS),
+    ]
+    for module in decoder.modules():
+        if isinstance(module, Linear):
+            part = HEAD if module is decoder.head else LAYERS
+            replaced.append((module, "forward", times.of_product(part, module.forward)))
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+
+
+def run(recipe: Recipe, trace_path: str) -> dict[str, object]:
+    """The parts of the steps that serve the trace, all of whose requests come at once."""
+    if recipe.device.kind != "cpu":
+        raise RecipeError(
+            "device.kind", "no CPU, whose steps are timed part by part", "choose a recipe of a CPU",
+            value=recipe.device.kind,
+        )  # fmt: skip
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    load_trace(trace_path, text)  # before the model is built: a bad file fails at once
+    built, times = build(recipe), PartTimes()
+    watch(built, times)
+    for _ in range(2):
+        times.forget()
+        serve(built.engine, text, at_once(load_trace(trace_path, text)))
+        forget_prefixes(built.engine)
+    return {"threads": torch.get_num_threads(), **figures(times)}
+
+
+def figures(times: PartTimes) -> dict[str, object]:
+    """For steps of each kind their number, the time of each part, and how fast products were."""
+    kinds: dict[str, object] = {}
+    for kind in (DECODES, PROMPTS):
+        spent_s = times.spent_s[kind]
+        products_s = spent_s[LAYERS] + spent_s[HEAD]
+        kinds[kind] = {
+            "steps": times.steps[kind],
+            "processor_s": round(sum(spent_s.values()), 4),
+            "parts_s": {part: round(spent_s[part], 4) for part in PARTS},
+            "gflop_per_s": round(times.multiplied[kind] / products_s / 1e9, 1) if products_s else None,
+        }
+    return {"kinds": kinds}
+
+
+def table(result: Mapping[str, Any]) -> Iterator[str]:
+    """The parts in Markdown: seconds of processor time, and their share of all."""
+    kinds = [result["kinds"][kind] for kind in (DECODES, PROMPTS)]
+    total_s = sum(kind["processor_s"] for kind in kinds)
+    counts = [f"{kinds[at]['steps']} {name}" for at, name in enumerate((DECODES, PROMPTS))]
+    yield f"| s of processor time, {result['threads']} threads | {' | '.join(counts)} | share |"
+    yield "|---|---|---|---|"
+    for part in PARTS:
+        spent_s = [kind["parts_s"][part] for kind in kinds]
+        share = sum(spent_s) / total_s if total_s else 0.0
+        yield f"| {part} | {' | '.join(f'{each:.2f}' for each in spent_s)} | {share:.1%} |"
+    sums = [f"{kind['processor_s']:.2f}" for kind in kinds]
+    yield f"| all | {' | '.join(sums)} | 100 % |"
+    yield f"| GFLOP/s of the products | {' | '.join(str(kind['gflop_per_s']) for kind in kinds)} | |"
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """A row a part."""
+    print("\n".join(table(result)))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `parts`."""
+    add_recipe(parser)
+    parser.add_argument("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    recipe = load(options.recipe, options.overrides, options.profile)
+    described = {"benchmark": "parts", "recipe": options.recipe, "overrides": list(options.overrides)}
+    show({**described, **run(recipe, options.trace)}, options, print_table)
