@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 MEND = "`bash scripts/setup.sh npu` installs it"
 SOURCES = sorted((Path(__file__).parent / "cann").glob("*.[ch]"))
 MAIN = "libascendcl.so"  # holds everything; the others are names for it
-OPENED = "libopapi.so"  # torch_npu opens it by name, for operators
+OPENED = ("libopapi.so", "libhcomm.so")  # torch_npu opens them by name: operators, groups of collectives
 STALE_S = 86400
 SYSTEM = [
     *("libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libgcc_s.so.1"),
@@ -78,7 +78,7 @@ def survey(site: Path) -> tuple[list[str], list[str]]:
     undefined = frozenset().union(*(each.undefined for each in read_own)) - defined
     present = {path.name for path in own + others} | set(SYSTEM)
     needed = frozenset().union(*(each.needed for each in read_own)) - present
-    libraries = {name for name in needed if not name.startswith("libpython")} | {MAIN, OPENED}
+    libraries = {name for name in needed if not name.startswith("libpython")} | {MAIN, *OPENED}
     return sorted(libraries), sorted(name for name in undefined if not name.startswith(("Py", "_Py")))
 
 
@@ -152,7 +152,7 @@ def _compile(site: Path, folder: Path) -> None:
             *code,
             "-o",
             str(folder / MAIN),
-            "-lpthread",
+            *("-lpthread", "-lrt", "-lm"),
         ]
     )
     for name in libraries:

@@ -27,6 +27,7 @@ from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.fault import Fault
 from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
+from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
 from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
 from tests.mutation.in_flight_faults import FLIGHT_FAULTS
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
@@ -51,6 +52,7 @@ FAULTS = (
     *NPU_FAULTS,
     *ACLOP_FAULTS,
     *GRAPH_FAULTS,
+    *HCCL_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -99,6 +101,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **NPU_TESTS_OF,
     **ACLOP_TESTS_OF,
     **GRAPH_TESTS_OF,
+    **HCCL_TESTS_OF,
 }
 
 

@@ -42,7 +42,18 @@ def test_threads_that_hammer_the_device_find_no_race(kind: str, tmp_path: Path) 
         pytest.skip(f"no program with {' '.join(SANITIZERS[kind])} starts on this machine")
     sources = [str(path) for path in [*libraries.SOURCES, HERE / "hammer.c"] if path.suffix == ".c"]
     # -rdynamic: the device looks up PyGILState_Check, which the program has instead of Python
-    command = [*options, f"-I{include}", "-rdynamic", *sources, "-o", str(program), "-lpthread", "-ldl"]
+    command = [
+        *options,
+        f"-I{include}",
+        "-rdynamic",
+        *sources,
+        "-o",
+        str(program),
+        "-lpthread",
+        "-ldl",
+        "-lrt",
+        "-lm",
+    ]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr
     done = subprocess.run(

@@ -4,7 +4,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 
-enum kind { KERNEL, RECORD, WAIT, RESET, WRITE, AWAIT, COPY, FILL, CALL, UPDATE, REPLAY };
+enum kind { KERNEL, RECORD, WAIT, RESET, WRITE, AWAIT, COPY, FILL, CALL, MEET, UPDATE, REPLAY };
 
 /* More than torch_npu's pools have */
 enum { MAX_STREAMS = 128 };
@@ -23,6 +23,7 @@ struct task {
                      event; UPDATE: the number of kernels at `target` */
     int value;
     void (*function)(void *); /* CALL, with `target` */
+    int (*meets)(void *);     /* MEET: a collective, with `target`, which belongs to the task */
     struct graph *graph;      /* REPLAY, from task `next` on */
     size_t next;
     struct group *group; /* of a graph's task, and of an UPDATE */

@@ -80,6 +80,11 @@ static int perform(struct stream *stream, const struct task *task, int *code, bo
         task->function(task->target);
         pthread_mutex_lock(&lock);
         return DONE;
+    case MEET:
+        pthread_mutex_unlock(&lock);
+        *code = task->meets(task->target);
+        pthread_mutex_lock(&lock);
+        return *code ? FAILED : DONE;
     case UPDATE: return (*code = update(stream, task)) ? FAILED : DONE;
     case REPLAY: break;
     }
@@ -106,6 +111,7 @@ static void leave(struct stream *stream) {
     struct task task = stream->queue.items[stream->queue.first++];
     if (task.event) release(task.event);
     if (task.kind == REPLAY) task.graph->num_replays--;
+    if (task.kind == MEET) free(task.target);
     stream->num_left++;
     pthread_cond_broadcast(&progress);
 }
@@ -227,6 +233,8 @@ void forget(struct tasks tasks) {
     pthread_mutex_unlock(&lock);
     for (size_t i = 0; i < tasks.count; i++)
         if (tasks.items[i].kind == KERNEL && forget_kernel) forget_kernel(tasks.items[i].kernel);
+    for (size_t i = 0; i < tasks.count; i++)
+        if (tasks.items[i].kind == MEET) free(tasks.items[i].target);
     pthread_mutex_lock(&lock);
     free(tasks.items);
 }

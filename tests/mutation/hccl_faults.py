@@ -1,0 +1,46 @@
+"""Which faults are seeded in the collectives of the virtual NPUs?"""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+COLLECTIVES, RANKS = "virtual_npu/cann/collectives.c", "virtual_npu/cann/communicator.c"
+HCCL_TESTS_OF = dict.fromkeys((COLLECTIVES, RANKS), ("tests/virtual_npu/test_hccl.py",))
+
+HCCL_FAULTS = (
+    Fault(
+        "ranks_not_compared",
+        COLLECTIVES,
+        "if (memcmp(theirs, said, sizeof *said)) code",
+        "if (theirs == said) code",
+        "two ranks that call different things mix up their data",
+    ),
+    Fault(
+        "piece_from_the_start",
+        COLLECTIVES,
+        "(part * call->said.count + at) * size, count * size);",
+        "part * call->said.count * size, count * size);",
+        "of what is larger than a window, each piece is the first again",
+    ),
+    Fault(
+        "part_of_another_rank",
+        COLLECTIVES,
+        "case REDUCE_SCATTER: reduce(c, said, c->rank * count, count, to); break;",
+        "case REDUCE_SCATTER: reduce(c, said, 0, count, to); break;",
+        "every rank gets the first rank's part of a sum",
+    ),
+    Fault(
+        "window_written_while_read",
+        COLLECTIVES,
+        "        take(c, call, at, count);\n        code = meet(c);\n",
+        "        take(c, call, at, count);\n        if (at + count < said->count) code = meet(c);\n",
+        "a rank calls the next collective while another still reads what it brought to this one",
+    ),
+    Fault(
+        "nobody_is_gone",
+        RANKS,
+        "    if (is_gone(communicator, rank)) return say_gone(communicator, rank);\n",
+        "",
+        "half an hour passes until a rank that was killed is missed",
+    ),
+)

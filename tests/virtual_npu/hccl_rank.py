@@ -1,0 +1,185 @@
+"""One rank of a test of collectives: `python -m tests.virtual_npu.hccl_rank RANK SIZE FOLDER MODE`.
+
+It checks what it got, and prints what it was refused, a line each.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from virtual_npu.device import start
+
+start("Ascend910B1", 1 << 30)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+RANK, SIZE, FOLDER, MODE = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8)
+LENS = (1, 7, 2**20 + 3)  # the last goes in pieces
+
+
+def of(rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    """What a rank brings."""
+    drawn = torch.randint(-9, 9, (count,), generator=torch.Generator().manual_seed(rank))
+    return (drawn / (1 if not dtype.is_floating_point else 8)).to(dtype)
+
+
+def here(tensor: Tensor) -> Tensor:
+    return tensor.to("npu:0")
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    assert torch.equal(found.cpu(), expected), (found.cpu(), expected)
+
+
+def collectives(count: int, dtype: torch.dtype) -> None:
+    """Each against what torch says on the CPU, of the values of all ranks, which every rank can make."""
+    brought = [of(rank, count, dtype) for rank in range(SIZE)]
+    whole = [of(rank, count * SIZE, dtype) for rank in range(SIZE)]
+    wide = torch.stack([each.double() if dtype.is_floating_point else each.long() for each in brought])
+    for operation, expected in (
+        (dist.ReduceOp.SUM, wide.sum(0)),
+        (dist.ReduceOp.MAX, wide.amax(0)),
+        (dist.ReduceOp.MIN, wide.amin(0)),
+    ):
+        mine = here(brought[RANK])
+        dist.all_reduce(mine, operation)
+        same(mine, expected.to(dtype))
+    for root in range(SIZE):
+        mine = here(brought[RANK])
+        dist.broadcast(mine, root)
+        same(mine, brought[root])
+        mine = here(brought[RANK])
+        dist.reduce(mine, root)
+        if root == RANK:
+            same(mine, wide.sum(0).to(dtype))
+    gathered = torch.empty(SIZE * count, dtype=dtype, device="npu:0")
+    dist.all_gather_into_tensor(gathered, here(brought[RANK]))
+    same(gathered, torch.cat(brought))
+    part = torch.empty(count, dtype=dtype, device="npu:0")
+    dist.reduce_scatter_tensor(part, here(whole[RANK]))
+    summed = torch.stack([each.double() for each in whole]).sum(0)
+    same(part, summed[RANK * count : (RANK + 1) * count].to(dtype))
+    swapped = torch.empty(SIZE * count, dtype=dtype, device="npu:0")
+    dist.all_to_all_single(swapped, here(whole[RANK]))
+    same(swapped, torch.cat([each[RANK * count : (RANK + 1) * count] for each in whole]))
+
+
+def uneven() -> None:
+    """Rank a sends a + b elements to rank b."""
+    sent = [RANK + to for to in range(SIZE)]
+    mine = of(RANK, sum(sent), torch.float32)
+    received = torch.empty(sum(sent), device="npu:0")
+    dist.all_to_all_single(received, here(mine), sent, sent)
+    parts = [
+        of(rank, sum(rank + to for to in range(SIZE)), torch.float32).split(
+            [rank + to for to in range(SIZE)]
+        )[RANK]
+        for rank in range(SIZE)
+    ]
+    same(received, torch.cat(parts))
+
+
+def passed_on() -> None:
+    """A ring, in which all send before any receives, and a chain of one after the other."""
+    count = 2**18 + 1
+    to, from_ = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    received = torch.empty(count, device="npu:0")
+    both = [
+        dist.P2POp(dist.isend, here(of(RANK, count, torch.float32)), to),
+        dist.P2POp(dist.irecv, received, from_),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    same(received, of(from_, count, torch.float32))
+    if RANK:
+        dist.recv(received, RANK - 1)
+    if RANK < SIZE - 1:
+        dist.send(here(of(0, count, torch.float32)) if not RANK else received, RANK + 1)
+    if RANK:
+        same(received, of(0, count, torch.float32))
+
+
+def captured() -> None:
+    """A graph with collectives inside, replayed with other values, and destroyed."""
+    x = torch.ones(6, device="npu:0")
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = x * 2
+        dist.all_reduce(y)
+        z = y + 1
+    for value in (1.0, 5.0):
+        x.fill_(value + RANK)
+        graph.replay()
+        torch.npu.synchronize()
+        same(z, torch.full((6,), 2 * sum(value + rank for rank in range(SIZE)) + 1))
+    graph.reset()
+
+
+def groups() -> None:
+    """Those of even and of odd ranks, at once."""
+    made = [dist.new_group(list(range(first, SIZE, 2))) for first in (0, 1)]
+    mine = here(torch.tensor([float(RANK)]))
+    dist.all_reduce(mine, group=made[RANK % 2])
+    same(mine, torch.tensor([float(sum(range(RANK % 2, SIZE, 2)))]))
+
+
+def refused(call: Callable[[], object]) -> None:
+    """Print why a call is refused."""
+    began_s = time.monotonic()
+    try:
+        call()
+        torch.npu.synchronize()
+    except RuntimeError as error:
+        line = next((each for each in str(error).splitlines() if "virtual NPU:" in each), str(error))
+        print(f"{time.monotonic() - began_s:.1f} {line.split('virtual NPU: ')[-1]}", flush=True)
+    else:
+        print("was not refused", flush=True)
+
+
+def differs() -> None:
+    refused(lambda: dist.all_reduce(torch.ones(4 + RANK, device="npu:0")))
+
+
+def differs_in_kind() -> None:
+    one = torch.ones(4, device="npu:0")
+    refused(lambda: dist.broadcast(one, 0) if RANK else dist.all_reduce(one))
+
+
+def killed() -> None:
+    dist.all_reduce(torch.ones(1, device="npu:0"))
+    if RANK == SIZE - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    refused(lambda: dist.all_reduce(torch.ones(4, device="npu:0")))
+
+
+def stopped() -> None:
+    dist.broadcast(torch.ones(3, device="npu:0"), 0)
+    if RANK == SIZE - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    refused(lambda: dist.all_reduce(torch.ones(4, device="npu:0")))
+
+
+def right() -> None:
+    for dtype in DTYPES:
+        for count in LENS if dtype == torch.float32 else LENS[:2]:
+            collectives(count, dtype)
+    for case in (uneven, passed_on, captured, groups):
+        case()
+    dist.barrier()
+    print("all right", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("hccl", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=SIZE)
+    modes = (right, differs, differs_in_kind, killed, stopped)
+    {each.__name__: each for each in modes}[MODE]()
+    os._exit(0)  # the group's watchdog may wait for ranks that are gone

@@ -1,0 +1,99 @@
+"""Collectives of several virtual NPUs through torch_npu's own process group: right, or refused with names."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.schema.recipe import ROOT
+from tests.serving.server import PATIENCE_S
+
+pytestmark = pytest.mark.npu
+SHARED = Path("/dev/shm")
+
+
+def left_behind() -> set[str]:
+    return {each.name for each in SHARED.glob("virtual-hccl-*")}
+
+
+def ranks(folder: Path, size: int, mode: str, **environment: str) -> list[tuple[str, int]]:
+    """What each rank printed, and its status."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.virtual_npu.hccl_rank", str(rank), str(size), str(folder), mode],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    told = []
+    for rank, process in enumerate(processes):
+        if mode == "stopped" and rank == size - 1:
+            process.send_signal(signal.SIGKILL)
+        printed, errors = process.communicate(timeout=PATIENCE_S)
+        told.append((printed.strip() or errors[-2000:], process.returncode))
+    return told
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_collective_does_what_torch_says(tmp_path: Path, size: int) -> None:
+    before = left_behind()
+    assert ranks(tmp_path, size, "right") == [("all right", 0)] * size
+    assert left_behind() <= before
+
+
+@pytest.mark.slow
+def test_ranks_that_call_different_things_are_named(tmp_path: Path) -> None:
+    (one, _), (other, _) = ranks(tmp_path, 2, "differs")
+    assert "rank 0 calls all_reduce of 4 x float32 by sum, and rank 1 calls all_reduce of 5 x float32" in one
+    assert (
+        "rank 1 calls all_reduce of 5 x float32 by sum, and rank 0 calls all_reduce of 4 x float32" in other
+    )
+
+
+@pytest.mark.slow
+def test_ranks_that_call_different_kinds_are_named(tmp_path: Path) -> None:
+    (one, _), (other, _) = ranks(tmp_path, 2, "differs_in_kind")
+    assert "rank 0 calls all_reduce of 4 x float32 by sum, and rank 1 calls broadcast" in one
+    assert "rank 1 calls broadcast of 4 x float32 with root 0, and rank 0 calls all_reduce" in other
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
+    before = left_behind()
+    (one, _), (_, status) = ranks(tmp_path, 2, "killed")
+    assert status == -signal.SIGKILL
+    assert re.search(
+        r"rank 0 waits in all_reduce of 4 x float32 by sum for rank 1, whose process \d+ has ended", one
+    )
+    assert left_behind() <= before
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_what_it_did_last(tmp_path: Path) -> None:
+    (one, _), _ = ranks(tmp_path, 2, "stopped", HCCL_EXEC_TIMEOUT="2")
+    assert re.search(
+        r"rank 0 waits in all_reduce .* for rank 1 \(process \d+\), which did not come within 2 s", one
+    )
+    assert re.search(r"it ended broadcast of 3 x float32 with root 0 \d+\.\d s ago", one)
+
+
+def test_the_values_are_those_of_the_wheel() -> None:
+    """Its own header is C++, so they are written down again."""
+    from virtual_npu import libraries
+
+    theirs = (libraries.wheel() / "torch_npu/include/third_party/hccl/inc/hccl/hccl_types.h").read_text()
+    ours = (ROOT / "virtual_npu/cann/communicator.h").read_text()
+    pairs = re.findall(r"\b(HCCL_(?:E|REDUCE|DATA_TYPE)_\w+|HCCL_SUCCESS) = (\d+)", ours)
+    assert len(pairs) == 8 + 4 + 12
+    for name, value in pairs:
+        assert re.search(rf"\b{name} = {value}\b", theirs), name
