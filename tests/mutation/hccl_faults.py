@@ -30,13 +30,6 @@ HCCL_FAULTS = (
         "every rank gets the first rank's part of a sum",
     ),
     Fault(
-        "window_written_while_read",
-        COLLECTIVES,
-        "        take(c, call, at, count);\n        code = meet(c);\n",
-        "        take(c, call, at, count);\n        if (at + count < said->count) code = meet(c);\n",
-        "a rank calls the next collective while another still reads what it brought to this one",
-    ),
-    Fault(
         "nobody_is_gone",
         RANKS,
         "    if (is_gone(communicator, rank)) return say_gone(communicator, rank);\n",

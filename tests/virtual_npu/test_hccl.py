@@ -51,7 +51,6 @@ def test_every_collective_does_what_torch_says(tmp_path: Path, size: int) -> Non
     assert left_behind() <= before
 
 
-@pytest.mark.slow
 def test_ranks_that_call_different_things_are_named(tmp_path: Path) -> None:
     (one, _), (other, _) = ranks(tmp_path, 2, "differs")
     assert "rank 0 calls all_reduce of 4 x float32 by sum, and rank 1 calls all_reduce of 5 x float32" in one
@@ -67,7 +66,6 @@ def test_ranks_that_call_different_kinds_are_named(tmp_path: Path) -> None:
     assert "rank 1 calls broadcast of 4 x float32 with root 0, and rank 0 calls all_reduce" in other
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
     before = left_behind()
     (one, _), (_, status) = ranks(tmp_path, 2, "killed")
