@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention.int8_pages import packed, row_bytes, unpacked
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
@@ -87,13 +88,16 @@ class Attention:
         """Raise ValueError where requests of `num_tokens` tokens are too long; here no length is."""
 
     def new_pages(self, count: int) -> Tensor:
-        """`count` pages of zeros for the keys or the values of a layer: [P, B, K, D].
+        """`count` pages of zeros for the keys or the values of a layer: [P, B, K, D], or [P, B, K, D + 4] in
+        int8 (`int8_pages`).
 
         A subclass may arrange the numbers within a page in its own order.
         """
         shape = self.shape
-        page = (shape.page_size, shape.num_kv_heads, shape.head_dim)
-        return torch.zeros(count, *page, dtype=shape.dtype, device=self.device)
+        page = (count, shape.page_size, shape.num_kv_heads)
+        if shape.int8_pages:
+            return torch.zeros(*page, row_bytes(shape.head_dim), dtype=torch.int8, device=self.device)
+        return torch.zeros(*page, shape.head_dim, dtype=shape.dtype, device=self.device)
 
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
@@ -129,15 +133,16 @@ class Attention:
         There may be more rows than the step has tokens; the rest are padding.
         """
         num_tokens = len(metadata.write_index)
-        layer_keys.flatten(0, 1)[metadata.write_index] = key[:num_tokens]
-        layer_values.flatten(0, 1)[metadata.write_index] = value[:num_tokens]
+        for pages, new in ((layer_keys, key[:num_tokens]), (layer_values, value[:num_tokens])):
+            pages.flatten(0, 1)[metadata.write_index] = packed(new) if self.shape.int8_pages else new
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [n, K, D] at cache places `index` [n].
 
         A subclass with its own order within a page overrides this.
         """
-        return layer_keys.flatten(0, 1)[index], layer_values.flatten(0, 1)[index]
+        keys, values = (pages.flatten(0, 1)[index] for pages in (layer_keys, layer_values))
+        return self._numbers(keys), self._numbers(values)
 
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
@@ -150,8 +155,8 @@ class Attention:
         window = self.shape.windows[layer]
         output = torch.empty_like(query)
         for span in metadata.spans:
-            keys = layer_keys[span.pages].flatten(0, 1)
-            values = layer_values[span.pages].flatten(0, 1)
+            keys = self._numbers(layer_keys[span.pages].flatten(0, 1))
+            values = self._numbers(layer_values[span.pages].flatten(0, 1))
             for start in range(span.start, span.stop, QUERY_ROWS):
                 stop = min(start + QUERY_ROWS, span.stop)
                 seen = 0 if window is None else max(0, start - window + 1)
@@ -176,6 +181,10 @@ class Attention:
     def replay(self, graph: Any, metadata: AttentionMetadata, kv_lens: list[int]) -> None:
         """Run a captured step; `kv_lens` [R] equal those on the device, for operators that read them here."""
         graph.replay()
+
+    def _numbers(self, stored: Tensor) -> Tensor:
+        """What places of the cache stand for: [n, K, D]."""
+        return unpacked(stored) if self.shape.int8_pages else stored
 
     def _dense(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
         """Queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D]."""

@@ -18,3 +18,4 @@ class AttentionShape:
     scale: float
     dtype: torch.dtype
     windows: tuple[int | None, ...]
+    int8_pages: bool = False  # keys and values in int8, with a scale for each token and head; else `dtype`

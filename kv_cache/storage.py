@@ -25,7 +25,8 @@ class KVCache:
     """Keys and values of all layers, allocated once; `keys[layer]` and `values[layer]` are [P, B, K, D].
 
     `allocate` makes such a tensor of a given number of pages, at zero, for attention that has its own order
-    within a page: only the first axis matters here. Where it is not `indexed`, pages are reached by slices
+    within a page, or its own type: only the first axis matters here, and whatever a page holds, such as
+    scales, goes with it. Where it is not `indexed`, pages are reached by slices
     only (torch_npu converts all of a tensor in FRACTAL_NZ for an index, which it reads on the host). Page 0
     is the null page: no request owns it, so it serves as padding for operators. A page that is used again
     still holds what its last owner wrote. `num_host_pages` more pages lie in the host's memory, where no
@@ -54,7 +55,7 @@ class KVCache:
         def on_host() -> Tensor:
             pinned = device.type != "cpu"  # so that the device copies without the host
             page = self.keys[0].shape[1:]
-            return torch.zeros(num_host_pages, *page, dtype=dtype, pin_memory=pinned)
+            return torch.zeros(num_host_pages, *page, dtype=self.keys[0].dtype, pin_memory=pinned)
 
         self.num_pages = num_pages
         self.page_size = page_size

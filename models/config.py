@@ -12,7 +12,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 Form = Literal["plain", "int8", "quantize"]  # how a linear is stored; quantize: plain, then in int8
 
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has
+SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has, and each head in an int8 cache
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -69,6 +69,7 @@ class DecoderConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
+    int8_cache: bool = False  # keys and values in int8, with a float32 scale for each token and head
 
     def form(self, name: str) -> Form:
         """How the linear of this name in a checkpoint is stored; a tied head is as the embedding is."""
@@ -98,13 +99,18 @@ class DecoderConfig:
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
+    @property
+    def kv_head_bytes(self) -> int:
+        """Keys, or values, of one head of a token in one layer."""
+        return self.head_dim + SCALE_BYTES if self.int8_cache else self.head_dim * self.dtype_bytes
+
     def kv_bytes_per_token(self, num_devices: int = 1) -> int:
         """Keys and values of all layers on each of the devices that share every layer.
 
         With more devices than key-value heads, a head is held by several devices, whole by each.
         """
         num_heads = -(-self.num_kv_heads // num_devices)
-        return 2 * self.num_layers * num_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.num_layers * num_heads * self.kv_head_bytes
 
     def page_bytes(self, page_size: int) -> int:
         """Keys and values of all layers, for the tokens of one page."""

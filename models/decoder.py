@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.reference import Attention, AttentionMetadata
+from devices.int8 import quantize_rows
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
 from models.dtypes import TORCH_DTYPES
-from models.ops.int8 import Int8Rows, quantize_rows
+from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Widths
 from models.rope import Rope
 

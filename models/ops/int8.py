@@ -1,4 +1,4 @@
-"""How are values rounded to 8 bits, each row by a scale of its own?"""
+"""What does an operator hand to a linear that multiplies in 8 bits?"""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-LARGEST = 127  # -128 stays unused, so that the range is symmetric
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +15,3 @@ class Int8Rows:
     rows: Tensor  # int8 [T, n]
     scale: Tensor  # float32 [T]
     dtype: torch.dtype  # of what they stand for
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, n] -> int8 [rows, n], float32 scale [rows, 1]; their product is nearest to x, row by row.
-
-    A row that is not finite gets a scale that is not: what is computed of it stays so.
-    """
-    wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True) / LARGEST
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros is divided too
-    return (wide / scale).round().to(torch.int8), scale

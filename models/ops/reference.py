@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.ops.int8 import Int8Rows, quantize_rows
+from devices.int8 import quantize_rows
+from models.ops.int8 import Int8Rows
 
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 

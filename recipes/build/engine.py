@@ -158,6 +158,7 @@ def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
         scale=config.head_dim**-0.5,
         dtype=TORCH_DTYPES[config.dtype],
         windows=config.windows,
+        int8_pages=config.int8_cache,
     )
 
 

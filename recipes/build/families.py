@@ -33,7 +33,9 @@ def model_config(recipe: Recipe) -> DecoderConfig:
         config = replace(config, quantization=Quantization(is_stored=False))
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
-    return config if model.dtype == "auto" else replace(config, dtype=model.dtype)
+    if model.dtype != "auto":
+        config = replace(config, dtype=model.dtype)
+    return replace(config, int8_cache=recipe.cache.dtype == "int8")
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.ops.int8 import quantize_rows
+from devices.int8 import quantize_rows
 from models.quantization import KEY, Quantization
 from models.weights import INDEX, check_finite, checkpoint_files, open_checkpoint
 from recipes.build.families import config_in

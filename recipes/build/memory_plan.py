@@ -68,7 +68,8 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
         ("weights", in_gib(sizing.weight_bytes)),
         (
             "a page",
-            f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {config.num_layers} layers",
+            f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {config.num_layers} layers"
+            + (", int8 and scales" if config.int8_cache else ""),
         ),
         ("pages", f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {memory}"),
         ("cache", f"{in_gib(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from recipes.schema.cache_checks import int8_contradictions
 from recipes.schema.keys import key, keys_of
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_checks import contradictions
@@ -112,6 +113,11 @@ class CacheSection:
     """The pages of keys and values."""
 
     page_size: int = key("tokens in a page", default=16, least=1, most=1024)
+    dtype: Literal["auto", "int8"] = key(
+        "type of keys and values; int8: half the bytes of 16 bits, and a scale for each token and head; on"
+        " cpu or cuda, where `device.attention` is reference; auto: as `model.dtype`",
+        default="auto",
+    )
     num_pages: int | None = key(
         "pages in the cache; the first one stays empty", default=None, least=2, most=2**31 - 1
     )
@@ -216,6 +222,7 @@ class Recipe:
                 value=self.cache.host_fraction,
             )
         yield from self._device_contradictions()
+        yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
         yield from contradictions(self.scheduler)
         cache, longest = self.cache, self.scheduler.max_request_tokens
         if cache.num_pages is not None and longest is not None:

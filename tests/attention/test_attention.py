@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.int8_pages import packed, unpacked
 from attention.reference import QUERY_ROWS, Attention
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
@@ -73,7 +74,7 @@ class Bench:
             indexed=attention.indexed,
         )
         for tensor in (*self.cache.keys, *self.cache.values):
-            tensor[1:].fill_(torch.nan)
+            spoil(tensor[1:])
         self.free = [int(page) for page in 1 + self.rng.permutation(num_pages - 1)]
         self.page_table = np.zeros((ROWS, max_pages), np.int32)
         self.told = [Told() for _ in range(ROWS)]
@@ -82,7 +83,7 @@ class Bench:
         """The request of a row goes; what it wrote turns to NaN, its stale page numbers stay."""
         for tensor in (*self.cache.keys, *self.cache.values):
             for page in self.told[row].pages:
-                tensor[page].fill_(torch.nan)
+                spoil(tensor[page])
         self.free += self.told[row].pages
         self.rng.shuffle(self.free)
         self.told[row] = Told()
@@ -110,6 +111,9 @@ class Bench:
             for heads in (self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads)
         )
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        kept_key, kept_value = key, value
+        if self.shape.int8_pages:
+            kept_key, kept_value = unpacked(packed(key)), unpacked(packed(value))
         before, size = self._places(layer), self.shape.page_size
         sent = [tensor.to(self.device) for tensor in (query, key, value)]
         self.attention.write(*sent[1:], keys, values, metadata)  # type: ignore[arg-type]
@@ -121,15 +125,15 @@ class Bench:
         for row, count in spans.items():
             told, new = self.told[row], slice(at, at + count)
             if len(told.keys) <= layer:
-                told.keys.append(key[:0])
-                told.values.append(value[:0])
-            told.keys[layer] = torch.cat((told.keys[layer], key[new]))
-            told.values[layer] = torch.cat((told.values[layer], value[new]))
+                told.keys.append(kept_key[:0])
+                told.values.append(kept_value[:0])
+            told.keys[layer] = torch.cat((told.keys[layer], kept_key[new]))
+            told.values[layer] = torch.cat((told.values[layer], kept_value[new]))
             expected = alone(query[new], told.keys[layer], told.values[layer], self.shape, layer)
             near = 2e-5 if self.shape.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(output[new].double(), expected, rtol=near, atol=near)
             addresses = self._addresses(row, told.length, told.length + count)
-            for place, tensor, part in zip(now, before, (key[new], value[new])):
+            for place, tensor, part in zip(now, before, (kept_key[new], kept_value[new])):
                 assert torch.equal(place[addresses], part)
                 tensor[addresses] = part
             at += count
@@ -151,6 +155,11 @@ def bench_of(pair: Pair, shape: AttentionShape, seed: int = 0) -> Bench:
     if pair == ("npu", "fused") and (shape.head_dim not in (64, 128) or shape.page_size % 16):
         pytest.skip("beyond a limit of the operator, which tests of `check` hold it to")
     return Bench(operators(*pair, shape)[1], seed)
+
+
+def spoil(pages: Tensor) -> None:
+    """Fill pages with NaN; in int8 the four bytes of a scale that are all -1 are one."""
+    pages.fill_(torch.nan if pages.is_floating_point() else -1)
 
 
 def alone(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, layer: int) -> Tensor:
@@ -217,9 +226,21 @@ def test_narrow_dtypes(pair: Pair, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules(pair: Pair, seed: int) -> None:
+    sizes = [16, 32, 48, 128] if pair == ("npu", "fused") else [1, 8, 16, 32]
+    run_random_schedule(pair, seed, sizes, windows=(None, 13))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pair", [each for each in on_each("reference") if each.values[0][0] != "npu"])
+def test_random_schedules_over_pages_of_int8(pair: Pair, dtype: torch.dtype, seed: int) -> None:
+    head_dim = (8, 10, 64)[seed]  # with 10, scales lie where no float32 may
+    run_random_schedule(pair, seed, [1, 8, 16], dtype=dtype, head_dim=head_dim, int8_pages=True)
+
+
+def run_random_schedule(pair: Pair, seed: int, page_sizes: list[int], **changes: object) -> None:
     rng = np.random.default_rng(seed)
-    page_size = int(rng.choice([16, 32, 48, 128] if pair == ("npu", "fused") else [1, 8, 16, 32]))
-    bench = bench_of(pair, shape(page_size=page_size, windows=(None, 13)), seed)
+    bench = bench_of(pair, shape(page_size=int(rng.choice(page_sizes)), **changes), seed)
     for _ in range(6):
         for row in range(ROWS):
             if bench.told[row].length and (rng.random() < 0.1 or bench.told[row].length > MOST_TOKENS - 60):

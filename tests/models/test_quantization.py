@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from devices.int8 import quantize_rows
 from devices.shapes import AttentionShape
 from models import weights
 from models.decoder import Decoder
 from models.ops.cpu import CpuOps
-from models.ops.int8 import quantize_rows
 from models.ops.reference import Ops
 from models.quantization import ACTIVATIONS, WEIGHTS, Quantization, quantization
 from recipes.build.families import decoder_config, read

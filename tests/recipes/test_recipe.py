@@ -44,6 +44,25 @@ def made(**changes: Any) -> Recipe:
         ),
         ({"device__kind": "cuda", "device__compile": True}, "device.compile: read only where"),
         (
+            {"cache__dtype": "int8"},
+            "cache.dtype: only plain torch reads int8 keys and values, and device.attention is fused; set"
+            " device.attention to reference, or this to auto",
+        ),
+        (
+            {"cache__dtype": "int8", "device__kind": "npu", "device__attention": "reference"},
+            "cache.dtype: an NPU reads int8 keys and values only for 10:1, 64:8, 80:8, 128:16 heads of 128,"
+            " and none with a scale for each token and head; set it to auto",
+        ),
+        (
+            {
+                "cache__dtype": "int8",
+                "device__kind": "cuda",
+                "device__attention": "reference",
+                "device__graphs": 4,
+            },
+            "device.graphs: device.attention is reference, which synchronizes",
+        ),
+        (
             {"device__graphs": 8},
             "device.graphs: read only where device.kind is cuda or npu, and it is cpu; leave it out",
         ),

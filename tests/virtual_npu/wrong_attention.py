@@ -67,6 +67,12 @@ ATTENTION_BASES: dict[str, Callable[[], Arguments]] = {
 }
 
 
+def _int8_cache(call: Arguments) -> Arguments:
+    """A cache in int8 for one of the documented pairs of heads."""
+    call = packed_base(heads=(64, 8), dim=128)
+    return call | {name: call[name].char() for name in ("key", "value")}
+
+
 def _wide_pages(call: Arguments) -> Arguments:
     cache = torch.zeros(2, 16, 2 * 32768, dtype=torch.bfloat16)
     return {"key": cache, "value": cache}
@@ -99,6 +105,8 @@ def _blind_mask(call: Arguments) -> Arguments:
 
 ATTENTION = [
     Wrong("layout", put(input_layout="SBND"), "input_layout", "SBND"),
+    Wrong("int8", to("key", Tensor.char), "key", "int8 "),
+    Wrong("int8", _int8_cache, "key", "for 64:8 heads"),
     Wrong("modelled", put(query_rope=torch.zeros(36, 4, 64)), "query_rope", "float32 (36, 4, 64)"),
     Wrong("modelled", put(pse_shift=torch.zeros(1, 4, 36, 40)), "pse_shift", "float32 (1, 4, 36, 40)"),
     Wrong("dtype", to("query", Tensor.float), "query", "float32"),

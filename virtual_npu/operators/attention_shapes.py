@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Rule, is_dtype, shape
@@ -70,6 +71,12 @@ def _known(call: Call) -> Iterator[Breach]:
     for name, value in call.arguments.items():
         if name not in known and not (value is None or (isinstance(value, int) and not value)):
             yield name, shape(value) if isinstance(value, Tensor) else value
+
+
+def _int8(call: Call) -> Iterator[Breach]:
+    for name in ("key", "value"):
+        if call[name].dtype == torch.int8:
+            yield name, f"{shape(call[name])} for {call['num_query_heads']}:{num_kv_heads(call)} heads"
 
 
 def _dtype(call: Call) -> Iterator[Breach]:
@@ -170,6 +177,14 @@ def _contiguous(call: Call) -> Iterator[Breach]:
 
 SHAPES = (
     Rule("layout", f"the layouts are {', '.join(LAYOUTS)}", DOC, "choose TND for a packed batch", _layout),
+    Rule(
+        "int8",
+        "int8 keys and values are documented for 10:1, 64:8, 80:8 and 128:16 heads of 128 in FRACTAL_NZ, with"
+        " a scale for each channel, or for each token and all heads, and are not modelled here",
+        DOC + ", pseudo-quantised GQA",
+        "keep keys and values in the query's type",
+        _int8,
+    ),
     Rule(
         "modelled",
         "rope, quantisation, shifts, padding and shared prefixes are outside what is checked here",
