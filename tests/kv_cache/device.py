@@ -1,4 +1,9 @@
-"""A small random model on the real device path, with a scheduler of any kind above it."""
+"""A small random model on the real device path, with a scheduler of any kind above it.
+
+Its attention is a recipe's, or "int8": plain torch over pages of int8. A number that lies between two of int8
+goes to either for the smallest change of a sum, so there every row of a product is computed by itself, and
+`exact` does the same for attention: the sums then have one order under every schedule.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
+from attention import reference
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
@@ -18,6 +26,9 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy, PagePool
 from kv_cache.storage import KVCache
 from models.dtypes import TORCH_DTYPES
+from models.ops import cpu
+from models.ops.cpu import CpuOps
+from models.ops.reference import Packed
 from models.runner import ModelRunner
 from recipes.build.engine import build
 from recipes.schema.reader import load
@@ -63,18 +74,41 @@ class PoisonedRunner:
         ]
         pages = torch.from_numpy(np.concatenate([self.pool.free_pages, *fresh]))
         for tensor in (*cache.keys, *cache.values):
-            tensor[pages] = torch.nan
+            tensor[pages] = _poison(tensor)
         if self.host_pool is not None:
             pages = torch.from_numpy(self.host_pool.free_pages)
             for tensor in (*cache._host_keys, *cache._host_values):
-                tensor[pages] = torch.nan
+                tensor[pages] = _poison(tensor)
+
+
+def _poison(pages: Tensor) -> float:
+    """NaN; in int8 the four bytes of a scale that are all -1 are one."""
+    return torch.nan if pages.is_floating_point() else -1
+
+
+class RowOps(CpuOps):
+    """Multiplies each row by itself, so that its sums do not depend on how many rows there are."""
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        linear = super().linear  # of two rows at least
+        return torch.cat([linear(row.expand(2, -1).contiguous(), packed)[:1] for row in x.split(1)])
+
+
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plain attention compute each query by itself."""
+    monkeypatch.setattr(reference, "QUERY_ROWS", 1)
 
 
 @cache
 def model(attention: str) -> ModelRunner:
     """The model, built once; each engine has a cache and a slot table of its own."""
     overrides = [f"{key}={value}" for key, value in OVERRIDES.items()]
-    return build(load(ROOT / "recipes/any/cpu.yaml", [*overrides, f"device.attention={attention}"])).runner
+    recipe = ROOT / "recipes/any/cpu.yaml"
+    if attention != "int8":
+        return build(load(recipe, [*overrides, f"device.attention={attention}"])).runner
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "CpuOps", RowOps)
+        return build(load(recipe, [*overrides, "device.attention=reference", "cache.dtype=int8"])).runner
 
 
 def make(
@@ -109,6 +143,7 @@ def make(
         config.head_dim,
         TORCH_DTYPES[config.dtype],
         num_host_pages=num_host_pages,
+        allocate=base.attention.new_pages,
     )
     runner = ModelRunner(base.decoder, cache, base.attention, base.sampler, slots)
     return Engine(scheduler, PoisonedRunner(runner, pool, host) if poisoned else runner, clock=lambda: 0.0)

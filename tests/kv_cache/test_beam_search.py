@@ -43,21 +43,21 @@ def answers(request: Request) -> tuple[tuple[int, ...], ...]:
 
 
 @cache
-def alone(count: int) -> Found:
+def alone(count: int, attention: str) -> Found:
     """What each of `requests` answers with the machine to itself."""
     made = requests(count)
     for request in made:
-        engine = device.make("reference", num_slots=5, num_pages=60, prefix_sharing=False)
+        engine = device.make(attention, num_slots=5, num_pages=60, prefix_sharing=False)
         engine.add(request)
         while engine.has_work:
             engine.step()
     return tuple(answers(request) for request in made)
 
 
-def check(engine: Engine, count: int, meddle=None) -> None:
+def check(engine: Engine, count: int, meddle=None, attention: str = "reference") -> None:
     made = requests(count)
     device.serve(engine, made, at_once=2, meddle=meddle)
-    for each, wanted in zip(made, alone(count)):
+    for each, wanted in zip(made, alone(count, attention)):
         if each.finish_reason != "abort":
             assert answers(each) == wanted, each.id
     pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
@@ -81,10 +81,15 @@ def meddle_with_all(engine: Engine, step: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["swaps", "compaction"])
-def test_searches_that_lose_their_rows_find_what_each_finds_alone(way: str) -> None:
+@pytest.mark.parametrize("attention", ["reference", "int8"])
+def test_searches_that_lose_their_rows_find_what_each_finds_alone(
+    attention: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attention == "int8":
+        device.exact(monkeypatch)
     options = {"num_host_pages": 40} if way == "swaps" else {"compact_every_steps": 1}
-    engine = device.make("reference", num_pages=30, poisoned=True, **options)
-    check(engine, 24, meddle=lose_rows)
+    engine = device.make(attention, num_pages=30, poisoned=True, **options)
+    check(engine, 24, meddle=lose_rows, attention=attention)
     assert engine.scheduler.counters.preemptions >= 5
     assert engine.scheduler.counters.copied_pages >= 20
 

@@ -59,8 +59,10 @@ def check(engine: Engine, attention: str, num_samples: int = 1, **how) -> None:
     assert pool.num_free + prefix.num_idle == pool.num_pages - 1
 
 
-@pytest.fixture(params=["reference", "fused"])
-def attention(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["reference", "fused", "int8"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "int8":
+        device.exact(monkeypatch)
     return str(request.param)
 
 

@@ -20,7 +20,13 @@ SCENARIOS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("attention", ["reference", "fused"])
+@pytest.fixture(params=["reference", "fused", "int8"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "int8":
+        device.exact(monkeypatch)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_poison_reaches_no_answer(attention: str, num_samples: int, scenario: str) -> None:
@@ -37,7 +43,6 @@ def test_poison_reaches_no_answer(attention: str, num_samples: int, scenario: st
     assert num_samples == 1 or counters.copied_pages
 
 
-@pytest.mark.parametrize("attention", ["reference", "fused"])
 def test_pages_that_move_and_swap_keep_what_they_hold(attention: str) -> None:
     engine = device.make(attention, **SCENARIOS["all"])  # type: ignore[arg-type]
     made = device.requests(COUNT, 3)

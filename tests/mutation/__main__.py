@@ -30,6 +30,7 @@ from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
 from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
 from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
 from tests.mutation.in_flight_faults import FLIGHT_FAULTS
+from tests.mutation.int8_faults import INT8_FAULTS, INT8_TESTS_OF
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
 from tests.mutation.paging_faults import PAGING_FAULTS
 from tests.mutation.prefix_faults import PREFIX_FAULTS
@@ -53,6 +54,7 @@ FAULTS = (
     *ACLOP_FAULTS,
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
+    *INT8_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -86,7 +88,12 @@ QUEUE_TESTS = tuple(
     for name in ("test_policies.py", "test_ordering.py", "test_limits.py", "test_adaptive_prefill_budget.py")
 )
 PROMPT_TESTS = "tests/models/test_prompt_logprobs.py"
-DEVICE_TESTS = (CACHE + "test_storage.py", CACHE + "test_poison.py", "tests/attention/test_atb.py")
+DEVICE_TESTS = (
+    CACHE + "test_storage.py",
+    CACHE + "test_poison.py",
+    "tests/attention/test_atb.py",
+    "tests/attention/test_int8_pages.py",
+)
 TESTS_OF = {  # all others: HOST_TESTS
     **dict.fromkeys(QUEUES, QUEUE_TESTS),
     **dict.fromkeys((REQUEST, FOLLOWERS), (*HOST_TESTS, PROMPT_TESTS)),
@@ -102,6 +109,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **ACLOP_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
+    **INT8_TESTS_OF,
 }
 
 
