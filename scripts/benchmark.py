@@ -24,6 +24,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "stall": ("offline.stall", "what long prompts cost those who are being answered, whole and in chunks"),
     "host": ("micro.host", "what a step costs the host, with a device that answers at once"),
     "simulation": ("micro.simulation", "simulated tokens a second, with the real scheduler"),
+    "cache-types": ("micro.cache_types", "what keys and values in int8 change in answers and in attention"),
     "kv": ("micro.kv", "what pages cost: to find, name, take, copy, and leave half empty"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
+from models.config import DType
 from models.decoder import Decoder, StepInputs
 from models.dtypes import TORCH_DTYPES
 from models.ops.cpu import CpuOps
@@ -78,19 +79,21 @@ def check(path: Path, lines: Sequence[Sequence[int]]) -> None:
 
 
 @torch.inference_mode()
-def score(path: Path, lines: Sequence[Sequence[int]]) -> Score:
-    """Score each line of tokens by itself, in the checkpoint's own type on the CPU.
+def score(
+    path: Path, lines: Sequence[Sequence[int]], dtype: DType | None = None, *, int8_cache: bool = False
+) -> Score:
+    """Score each line of tokens by itself, in this type (None: the checkpoint's own) on the CPU.
 
     Raises ValueError for what `check` refuses.
     """
     check(path, lines)
     config = config_in(path)
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    dtype = TORCH_DTYPES[config.dtype]
-    shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, dtype, config.windows)
+    config = replace(config, dtype=dtype or config.dtype, int8_cache=int8_cache)
+    heads, computed = (config.num_heads, config.num_kv_heads, config.head_dim), TORCH_DTYPES[config.dtype]
+    shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, computed, config.windows, int8_cache)
     decoder = Decoder(config, CpuOps(), Attention(shape))
     weights.load(decoder, path)
-    decoder.rope.tabulate(max(map(len, lines), default=1), dtype)
+    decoder.rope.tabulate(max(map(len, lines), default=1), computed)
     parts = [_score(decoder, tokens) for tokens in lines if len(tokens) > 1]
     logprobs, likeliest = zip(*parts)
     return Score(torch.cat(logprobs), torch.cat(likeliest))
@@ -122,6 +125,7 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         config.num_kv_heads,
         config.head_dim,
         TORCH_DTYPES[config.dtype],
+        allocate=decoder.attention.new_pages,
     )
     slots = SlotPool(1, num_tokens, PAGE_SIZE)
     row = np.array([slots.take(Request("line", np.array(tokens)))])

@@ -84,3 +84,15 @@ def test_all_of_them_at_once(tmp_path: Path, plain: list[list[int]]) -> None:
     answers, counters, _ = serve(tmp_path, f"host_gib: {6 * PAGE_BYTES / 2**30}", "compact_every_steps: 1")
     assert answers == plain
     assert min(counters.rested_pages, counters.compacted_pages) > 0
+
+
+@pytest.mark.parametrize(("dtype", "head_bytes"), [("auto", 16 * 4), ("int8", 16 + 4)])
+def test_dtype_says_what_a_page_takes(tmp_path: Path, dtype: str, head_bytes: int) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE.format(more=f"  dtype: {dtype}\n  host_gib: 0.0001"), encoding="utf-8")
+    built = build(load(file, ["device.attention=reference"]))
+    cache = built.runner.cache
+    assert built.memory.page_bytes == 2 * 2 * 8 * 2 * head_bytes
+    assert built.memory.cache_bytes == sum(each.nbytes for each in (*cache.keys, *cache.values))
+    hosts = (*cache._host_keys, *cache._host_values)
+    assert built.memory.host_bytes == sum(each.nbytes for each in hosts) > 0
