@@ -15,15 +15,23 @@ from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
 from continuous_batching.speculation.proposer import Proposer
 from kv_cache.pages import Index
 
+_ROWS_PER_PAUSE = 24  # that ask in vain: as many steps as they are times so many go by before they ask again
+
 
 class Speculation:
-    """Asks a proposer for at most `most` guesses a row, and lets `lengths` say how many of them to check."""
+    """Asks a proposer for at most `most` guesses a row, and lets `lengths` say how many of them to check.
+
+    While no row of many has a guess, it does not ask in each step: that costs the host much the same for one
+    row as for `_ROWS_PER_PAUSE`.
+    """
 
     def __init__(self, slots: SlotPool, proposer: Proposer, lengths: Lengths, most: int) -> None:
         assert most >= 1, "speculation without a draft"
         self.lengths = lengths
         self.accepted_by_position = [0] * most  # right drafts that were the first, second, ... of their span
         self._slots, self._proposer, self._most = slots, proposer, most
+        self._pause = 0  # steps until the proposer is asked again
+        self._has_guesses = False  # whether the last step may bring a verdict
         # The last guesses of each row, and the position of the first: also of those that were no drafts
         self._tokens = np.zeros((slots.num_slots, most), dtype=np.int32)
         self._counts = np.zeros(slots.num_slots, dtype=np.int64)
@@ -37,7 +45,13 @@ class Speculation:
         any row has drafts.
         """
         slots = self._slots
-        slots.drop_drafts()  # those of the step before
+        if self._has_guesses:  # those of the step before
+            slots.drop_drafts()
+            self._counts[:] = 0
+            self._has_guesses = False
+        self._pause -= 1
+        if self._pause > 0:
+            return False
         known = slots.num_tokens[rows]
         may = slots.decoding(rows, starts, known) & (stops == known) & (slots.beam_width[rows] == 0)
         room = np.minimum(slots.limit[rows] - known - 1, self._most)
@@ -47,8 +61,12 @@ class Speculation:
         asked = rows[decoding]
         guesses = self._proposer.guess(asked, self._most)
         counts = np.minimum(guesses.counts, room[decoding])
+        self._has_guesses = bool(counts.any())
+        if not self._has_guesses:
+            self._pause = len(asked) // _ROWS_PER_PAUSE
+            return False
         self._tokens[asked], self._counts[asked], self._known[asked] = guesses.tokens, counts, known[decoding]
-        if spare_tokens <= 0 or not counts.any():
+        if spare_tokens <= 0:
             return False
         drafts = self.lengths.choose(Offers(asked, counts, starts, stops, spare_tokens))
         slots.set_drafts(asked, guesses.tokens, drafts)
@@ -56,7 +74,7 @@ class Speculation:
 
     def learn(self, batch: Batch, rows: Index, positions: Index, tokens: Index, counters: Counters) -> None:
         """Of what the model chose for a batch, `tokens` [A] are booked for these positions of rows [A]."""
-        if not len(rows):
+        if not self._has_guesses or not len(rows):
             return
         first = np.flatnonzero(np.diff(rows, prepend=-1))
         owners, booked = rows[first], np.diff(first, append=len(rows))

@@ -44,7 +44,11 @@ class Guesser:
 
 
 def engine_of(
-    num_pages: int = 60, num_slots: int = 4, most: int = 9, seed: int | None = None
+    num_pages: int = 60,
+    num_slots: int = 4,
+    most: int = 9,
+    seed: int | None = None,
+    max_batch_tokens: int = 24,
 ) -> tuple[Engine, Guesser]:
     """One over pages of four tokens, and who guesses for it."""
     slots = SlotPool(num_slots, 80, 4)
@@ -53,7 +57,7 @@ def engine_of(
         slots,
         PagePool(num_pages),
         StallFree(),
-        max_batch_tokens=24,
+        max_batch_tokens=max_batch_tokens,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),
         speculation=Speculation(slots, guesser, Fixed(), most),
@@ -193,3 +197,26 @@ def test_a_token_counts_after_right_drafts_alone() -> None:
     assert batch.yielding.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert accepted(batch, np.array([1, 9, 3, 6, 8, 4, 5, 6]), token_ids).tolist() == [0, 1, 4, 5, 6, 7]
     assert accepted(batch, np.array([9, 2, 3, 6, 8, 9, 5, 6]), token_ids).tolist() == [0, 4, 5]
+
+
+class Counting(Guesser):
+    """Knows nothing, and counts how often it is asked."""
+
+    num_asked = 0
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        self.num_asked += 1
+        return super().guess(rows, most)
+
+
+@pytest.mark.parametrize(("num_rows", "num_asked"), [(4, 11), (48, 6)])
+def test_of_many_rows_without_a_guess_not_each_step_asks(num_rows: int, num_asked: int) -> None:
+    engine, _ = engine_of(num_pages=400, num_slots=num_rows, max_batch_tokens=200)
+    counting = Counting(engine.slots)
+    engine.scheduler.speculation = Speculation(engine.slots, counting, Fixed(), 4)
+    for number in range(num_rows):
+        counting.stories[str(number)] = []
+        engine.add(Request(str(number), np.arange(3), SamplingParams(max_tokens=13, ignore_eos=True)))
+    while engine.has_work:
+        engine.step()
+    assert counting.num_asked == num_asked
