@@ -290,18 +290,20 @@ class AsyncLLM:
     def _step(self, message: Stepped) -> None:
         """Give each token to the answer that it belongs to."""
         now_s = time.monotonic()
-        ends = {end.stream: end for end in message.ended}
+        ends = message.ends_at()
         logprobs: Sequence[Any] = message.logprobs or [None] * len(message.tokens)
         for begun in message.begun:
             self._streams[begun.stream][0].begin(begun)
-        for stream, token, entry in zip(message.streams, message.tokens, logprobs):
+        for at, (stream, token, entry) in enumerate(zip(message.streams, message.tokens, logprobs)):
             answer, index = self._streams[stream]
+            if answer.samples[index].finish_reason is not None:
+                continue  # computed before it was known that a stop string had ended it
             if answer.samples[index].num_tokens:
                 self.stats.next_token(now_s - answer.last_token_s[index])
             else:
                 self.stats.first_token(answer, now_s - answer.arrival_s)
             answer.last_token_s[index] = now_s
-            if answer.take(index, token, entry, ends.get(stream)):
+            if answer.take(index, token, entry, ends.get(at)):
                 self.engine.send(Finish(stream, "stop"))
             if answer.failure is not None:
                 self.abort(answer)

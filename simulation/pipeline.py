@@ -73,7 +73,6 @@ class _StageRunner:
         self._stages = stages
         self._slots = slots
         self._number = number
-        self._tokens = np.zeros(slots.num_slots, dtype=np.int64)
 
     def run(self, batch: Batch) -> Sampled:
         return self.start(batch)()
@@ -83,7 +82,7 @@ class _StageRunner:
 
         def wait() -> Sampled:
             self._clock.reach(done_s)
-            return Sampled(self._tokens[: len(batch.owners)])
+            return Sampled(np.zeros(len(batch.owners), dtype=np.int64))
 
         return wait
 

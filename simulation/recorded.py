@@ -1,16 +1,16 @@
 """Does a simulation decide as the engine did, when its steps take as long?
 
-A recording gives the simulation when requests came, what they were answered and how long each step took; it
-is not shown a single batch. Its own batches must then come to the recording's digests.
+A recording gives the simulation when requests came, what they were answered, how long each step took and
+which drafts it checked; it is not shown a single batch. Its own batches must then come to the recording's
+digests.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
@@ -23,14 +23,14 @@ from continuous_batching.recording.format import (
     Looked,
     Resized,
     Scheduled,
+    answered,
 )
-from continuous_batching.recording.replay import Divergence, replay, request_of
-from continuous_batching.request import Request, TokenIds
+from continuous_batching.recording.recorded_drafts import recorded_speculation
+from continuous_batching.recording.replay import Divergence, request_of
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from simulation.clock import Clock
-from simulation.runner import Speaker
 
 
 class RecordedRunner:
@@ -44,12 +44,10 @@ class RecordedRunner:
         self,
         clock: Clock,
         slots: SlotPool,
-        speaker: Speaker,
         moments: deque[Scheduled | Looked | Committed],
     ) -> None:
         self._slots = slots
         self._clock = clock
-        self._speaker = speaker
         self._moments = moments
         self._chain = Chain()
         self.num_steps = 0
@@ -66,16 +64,16 @@ class RecordedRunner:
             raise Divergence(f"step {self.num_steps}: the simulation decided otherwise")
         if self._moments and not isinstance(self._moments[0], Committed):
             self._clock.reach(self._moments[0].now_s)  # when the host looked for the next batch
-        return lambda: self._land(batch)
+        return self._land
 
-    def _land(self, batch: Batch) -> Sampled:
+    def _land(self) -> Sampled:
         if isinstance(self._moments[0], Looked):
             self._moments.popleft()
         entry = self._moments.popleft()
         if not isinstance(entry, Committed):
             raise Divergence(f"step {self.num_steps}: the simulation made no batch where there was one")
         self._clock.reach(entry.now_s)
-        return self._speaker.say(batch)
+        return answered(entry)
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         """This device holds no pages."""
@@ -87,18 +85,14 @@ class RecordedRun:
 
     arrivals: list[tuple[float, Added | Ended]]  # with the time at which the engine heard of it
     moments: deque[Scheduled | Looked | Committed]
-    answers: dict[str, TokenIds]
 
 
-def recorded_run(entries: Iterable[Entry], scheduler: Scheduler) -> RecordedRun:
-    """What a simulation takes; `scheduler` is used up to find the answers. Raises ValueError for a recording
-    whose pool changed its size.
-    """
+def recorded_run(entries: Iterable[Entry]) -> RecordedRun:
+    """What a simulation takes. Raises ValueError for a recording whose pool changed its size."""
     arrivals: list[tuple[float, Added | Ended]] = []
     moments = deque[Scheduled | Looked | Committed]()
-    kept = list(entries)
-    now_s = -np.inf
-    for entry in kept:
+    now_s = -math.inf
+    for entry in entries:
         if isinstance(entry, Resized):
             raise ValueError("the recorded pool was resized: not simulated")
         if isinstance(entry, (Scheduled, Looked, Committed)):
@@ -108,24 +102,23 @@ def recorded_run(entries: Iterable[Entry], scheduler: Scheduler) -> RecordedRun:
             arrivals.append((max(now_s, entry.arrival_s), entry))
         elif isinstance(entry, Ended) and entry.reason != "timeout":
             arrivals.append((max(now_s, entry.now_s), entry))
-    found: dict[str, Request] = {}
-    for event in replay(kept, scheduler):
-        if isinstance(event, Request):
-            found.update((each.id, each) for each in (event, *event.followers))
-    return RecordedRun(arrivals, moments, {name: each.answer for name, each in found.items()})
+    return RecordedRun(arrivals, moments)
 
 
 def follow(recorded: RecordedRun, scheduler: Scheduler, *, overlap: bool = False) -> int:
     """Simulate it on a new scheduler of the same facts: every digest is the recording's, or Divergence is
     raised at the first that is not. Returns the number of steps.
     """
-    clock, arrivals = Clock(), deque(recorded.arrivals)
-    runner = RecordedRunner(
-        clock, scheduler.slots, Speaker(scheduler.slots, recorded.answers), recorded.moments
-    )
+    clock, arrivals, moments = Clock(), deque(recorded.arrivals), recorded.moments
+    if scheduler.speculation is not None:
+        most = scheduler.speculation.most
+        scheduler.speculation = recorded_speculation(
+            scheduler.slots, most, lambda: moments[0] if moments else None
+        )
+    runner = RecordedRunner(clock, scheduler.slots, moments)
     engine = Engine(scheduler, runner, clock, overlap=overlap)
-    while recorded.moments:
-        clock.reach(recorded.moments[0].now_s)
+    while moments:
+        clock.reach(moments[0].now_s)
         while arrivals and arrivals[0][0] <= clock.now_s:
             _, entry = arrivals.popleft()
             if isinstance(entry, Added):

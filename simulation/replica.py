@@ -96,6 +96,6 @@ class Replica:
         """End requests that have their whole recorded answer: a stop string is not known here."""
         assert self._speaker is not None, "nobody knows the answers"
         for request in self.engine.slots.requests[step.owners]:
-            if request.finish_reason is None and self._speaker.is_over(request):
+            if self._speaker.hears(request) and request.finish_reason is None:
                 self.engine.finish(request.id)
                 self.totals.ended(request)

@@ -253,7 +253,10 @@ class StepCounter:
     def gaps(self, step: Step) -> None:
         """Count the time since each row's last token; a row may hold another request by now."""
         rows, end_s, busy = step.owners, step.end_s, self.engine.slots.busy
-        if busy is self._even and len(rows) == len(busy):  # decode after decode of the same rows
+        has_drafts = step.batch.num_drafts > 0  # a row may have several tokens, which come together
+        if (
+            busy is self._even and len(rows) == len(busy) and not has_drafts
+        ):  # decode after decode of the same rows
             self.totals.itl.add(end_s - self._even_s, len(rows))
             self._even_s = end_s
             return
@@ -262,7 +265,8 @@ class StepCounter:
         is_new = numbers != self._owner[rows]
         has_new = bool(is_new.any())
         if has_new:
-            new, newcomers = rows[is_new], numbers[is_new]
+            new, first = np.unique(rows[is_new], return_index=True)
+            newcomers = numbers[is_new][first]
             for row, owner in zip(new.tolist(), self._owner[new].tolist()):
                 if owner >= 0:
                     self._parked[owner] = float(self._last_s[row])
@@ -270,12 +274,14 @@ class StepCounter:
             self._last_s[new] = [self.since_s(number) for number in newcomers.tolist()]
             self._owner[new] = newcomers
         gaps_s = end_s - self._last_s[rows]
+        if has_drafts:
+            gaps_s[1:][rows[1:] == rows[:-1]] = 0.0
         self._last_s[rows] = end_s
         if has_new:
             gaps_s = gaps_s[~np.isnan(gaps_s)]
         if len(gaps_s):
             self.totals.itl.add_all(gaps_s)
-        if len(rows) == len(busy) and np.array_equal(rows, busy):
+        if not has_drafts and len(rows) == len(busy) and np.array_equal(rows, busy):
             self._even, self._even_s = busy, end_s
 
     def _settle(self) -> None:

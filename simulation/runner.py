@@ -23,26 +23,27 @@ class CostModel(Protocol):
 
 
 class Speaker:
-    """Gives each request its known answer, token by token; -1, as of a failed step, after its end."""
+    """Gives each request its known answer; -1, as of a failed step, after its end."""
 
     def __init__(self, slots: SlotPool, answers: Mapping[str, TokenIds]) -> None:
         self._slots = slots
         self._answers = answers
-        self._given: dict[str, int] = {}
+        self._heard: dict[str, int] = {}
 
     def say(self, batch: Batch) -> Sampled:
-        """The next token of each request that a batch asks for."""
+        """The token of each place that a batch asks for."""
         tokens = []
-        for row in batch.owners.tolist():
-            name = self._slots.requests[row].id
-            answer, at = self._answers[name], self._given.get(name, 0)
-            self._given[name] = at + 1
-            tokens.append(int(answer[at]) if at < len(answer) else -1)
+        for row, target in zip(batch.owners.tolist(), batch.targets.tolist()):
+            request = self._slots.requests[row]
+            answer, at = self._answers[request.id], target - request.num_prompt_tokens
+            beyond = -1 if at == self._heard.get(request.id, 0) else 0  # 0: a draft ran over the end
+            tokens.append(int(answer[at]) if at < len(answer) else beyond)
         return Sampled(np.array(tokens, dtype=np.int64))
 
-    def is_over(self, request: Request) -> bool:
-        """Whether a request has its whole answer."""
-        return self._given.get(request.id, 0) >= len(self._answers[request.id])
+    def hears(self, request: Request) -> bool:
+        """Count a token that a request got; whether it has its whole answer now."""
+        self._heard[request.id] = heard = self._heard.get(request.id, 0) + 1
+        return heard >= len(self._answers[request.id])
 
 
 class SimulatedRunner:
@@ -59,7 +60,6 @@ class SimulatedRunner:
         self._costs = costs
         self._slots = slots
         self._speaker = speaker
-        self._tokens = np.zeros(slots.num_slots, dtype=np.int64)
         self._free_s = 0.0  # when the device has finished every step that was started
 
     def run(self, batch: Batch) -> Sampled:
@@ -81,7 +81,7 @@ class SimulatedRunner:
         """The tokens of a batch."""
         if self._speaker is not None:
             return self._speaker.say(batch)
-        return Sampled(self._tokens[: len(batch.owners)])
+        return Sampled(np.zeros(len(batch.owners), dtype=np.int64))
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         """This device holds no pages."""

@@ -77,9 +77,16 @@ class Timeline:
                 cpu_s=time.process_time(),
             )
         )
-        # A beam search samples for each of its beams; its answer is one token longer all the same
-        for request_id in dict.fromkeys(slots.requests[row].id for row in step.owners.tolist()):
-            self.token_times_s.setdefault(request_id, []).append(step.end_s)
+        # A beam search samples for each of its beams; its answer is one token longer all the same. Others may
+        # have several, where drafts were right: they come together
+        searches = set()
+        for row in step.owners.tolist():
+            request = slots.requests[row]
+            if request.params.beam_width:
+                if request.id in searches:
+                    continue
+                searches.add(request.id)
+            self.token_times_s.setdefault(request.id, []).append(step.end_s)
 
 
 COLUMNS = (  # of a reading: three of the moment; then sums since the run began

@@ -23,10 +23,9 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.build.scheduler import changed, scheduler_from
 from simulation.fit_trust import in_words
 from simulation.fitted import Timed, fit, timed
-from simulation.recorded import Speaker
 from simulation.replica import Replica
 from simulation.run_totals import RunTotals
-from simulation.runner import CostModel
+from simulation.runner import CostModel, Speaker
 from simulation.serve import in_order
 
 BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")

@@ -22,7 +22,7 @@ from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
-FORMAT = 3  # 1 held page-table entries, and one token at most for a row; 2 had no checksums
+FORMAT = 4  # 1 held page-table entries, and one token at most for a row; 2 had no checksums, 3 no drafts
 BEGIN = zlib.crc32(b"recording of format %d" % FORMAT)  # what the first record's checksum goes on from
 
 
@@ -78,8 +78,8 @@ class Copied(msgspec.Struct, array_like=True, frozen=True):
 class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
     """A batch was made. Its spans are left out where every row of the batch before goes on by one token,
     its samples where every span yields one token, at its end and for its own row. Where a span has drafts,
-    it has several samples, and a commit books as many of them as turn out right. The drafts themselves are
-    not recorded: who proposes them must depend on the rows alone, or needs an entry of its own.
+    it has several samples, and a commit books as many of them as turn out right. Its drafts stand at the
+    targets of all its samples but the last; their tokens are recorded, so that a replay proposes nothing.
     """
 
     now_s: float
@@ -88,6 +88,7 @@ class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
     samples: tuple[bytes, bytes, bytes] | None  # sampled, owners, targets
     copies: list[Copied]
     held_back: str | None  # why the head of the queue was not admitted
+    drafts: bytes | None = None  # the tokens of all drafts, span after span
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):

@@ -25,6 +25,7 @@ from continuous_batching.recording.format import (
     packed,
     unpacked,
 )
+from continuous_batching.recording.recorded_drafts import recorded_speculation
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
@@ -71,7 +72,7 @@ def request_of(entry: Added) -> Request:
 
 
 def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
-    """Tell a new scheduler what a recording holds; yields what happened, in order,
+    """Tell a new scheduler what a recording holds, drafts included; yields what happened, in order,
     each event when the scheduler stands as it left it.
 
     The scheduler must be made of the header's facts; the header itself is passed over. Raises Divergence
@@ -80,6 +81,10 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
     chain, number, landed = Chain(), 0, 0
     started = deque[tuple[Batch, Scheduled]]()
     last: Batch | None = None
+    entry: Entry | None = None
+    if scheduler.speculation is not None:
+        most = scheduler.speculation.most
+        scheduler.speculation = recorded_speculation(scheduler.slots, most, lambda: entry)
     for entry in entries:
         if isinstance(entry, Header):
             continue

@@ -46,9 +46,8 @@ class Scheduler:
     the prefix that may be shared and the prompts that may share (None: unbounded), for models whose keys
     depend on the length of their prompt. With a `host_pool`, what a preempted request alone has computed
     waits there, and what is evicted rests there, instead of being computed again. With `speculation`, rows
-    that decode have drafts checked. Every
-    `compact_every_steps` steps (0: never) held pages start to move to the low end, at most
-    `compact_pages_per_step` of them in a step (0: all).
+    that decode have drafts checked. Every `compact_every_steps` steps (0: never) held pages start to move to
+    the low end, at most `compact_pages_per_step` of them in a step (0: all).
     """
 
     def __init__(
@@ -242,6 +241,7 @@ class Scheduler:
                 stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)
         if not self.tables.grow_to(rows, stops):
             rows, starts, stops = self.preemption.make_room(rows, starts, stops)
+            num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())  # of rows that are left
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
         owners, involved = rows[sampled], rows
         if self._parallel_samples.leader_of:

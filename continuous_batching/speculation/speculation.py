@@ -15,21 +15,30 @@ from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
 from continuous_batching.speculation.proposer import Proposer
 from kv_cache.pages import Index
 
-_ROWS_PER_PAUSE = 24  # that ask in vain: as many steps as they are times so many go by before they ask again
+ROWS_PER_PAUSE = 24  # that ask in vain: as many steps as they are times so many go by before they ask again
 
 
 class Speculation:
     """Asks a proposer for at most `most` guesses a row, and lets `lengths` say how many of them to check.
 
-    While no row of many has a guess, it does not ask in each step: that costs the host much the same for one
-    row as for `_ROWS_PER_PAUSE`.
+    While none of many rows has a guess, it asks only after one step for every `rows_per_pause` of them: it
+    costs the host as much for a few rows as for one.
     """
 
-    def __init__(self, slots: SlotPool, proposer: Proposer, lengths: Lengths, most: int) -> None:
+    def __init__(
+        self,
+        slots: SlotPool,
+        proposer: Proposer,
+        lengths: Lengths,
+        most: int,
+        *,
+        rows_per_pause: int = ROWS_PER_PAUSE,
+    ) -> None:
         assert most >= 1, "speculation without a draft"
         self.lengths = lengths
+        self.most = most
         self.accepted_by_position = [0] * most  # right drafts that were the first, second, ... of their span
-        self._slots, self._proposer, self._most = slots, proposer, most
+        self._slots, self._proposer, self._rows_per_pause = slots, proposer, rows_per_pause
         self._pause = 0  # steps until the proposer is asked again
         self._has_guesses = False  # whether the last step may bring a verdict
         # The last guesses of each row, and the position of the first: also of those that were no drafts
@@ -54,16 +63,16 @@ class Speculation:
             return False
         known = slots.num_tokens[rows]
         may = slots.decoding(rows, starts, known) & (stops == known) & (slots.beam_width[rows] == 0)
-        room = np.minimum(slots.limit[rows] - known - 1, self._most)
+        room = np.minimum(slots.limit[rows] - known - 1, self.most)
         decoding = np.flatnonzero(may & (room > 0))
         if not len(decoding):
             return False
         asked = rows[decoding]
-        guesses = self._proposer.guess(asked, self._most)
+        guesses = self._proposer.guess(asked, self.most)
         counts = np.minimum(guesses.counts, room[decoding])
         self._has_guesses = bool(counts.any())
         if not self._has_guesses:
-            self._pause = len(asked) // _ROWS_PER_PAUSE
+            self._pause = len(asked) // self._rows_per_pause
             return False
         self._tokens[asked], self._counts[asked], self._known[asked] = guesses.tokens, counts, known[decoding]
         if spare_tokens <= 0:

@@ -85,7 +85,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         indexed=attention.indexed,
     )
     limits = SchedulerLimits.of(config, memory.num_pages, memory.num_host_pages, memory.longest_tokens)
-    scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits)
+    scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
     sampler = Sampler(config.eos_token_ids, config.vocab_size, ops)
     runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
@@ -95,7 +95,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     _log(recipe, config, memory, ops, attention)
     if recipe.scheduler.record is not None:
         limits = replace(limits, num_pages=memory.num_pages)
-        facts = facts_of(recipe.scheduler, recipe.cache, limits)
+        facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
         engine.observer = Recorder(recipe.scheduler.record, facts)
     return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s)
 

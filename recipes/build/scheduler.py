@@ -23,11 +23,13 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
+from recipes.build.speculation import speculation_of
 from recipes.schema.keys import keys_of
 from recipes.schema.precedence import COMMAND_LINE, FILE, Entry, settled
 from recipes.schema.recipe import CacheSection, SchedulerSection
 from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_defaults import completed, longest_request
+from recipes.schema.speculation_section import SpeculationSection
 
 if TYPE_CHECKING:
     from models.config import DecoderConfig
@@ -67,7 +69,15 @@ class SchedulerLimits:
         )
 
 
-def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: SchedulerLimits) -> Scheduler:
+NO_SPECULATION = SpeculationSection()
+
+
+def scheduler_of(
+    asked: SchedulerSection,
+    cache: CacheSection,
+    limits: SchedulerLimits,
+    speculation: SpeculationSection = NO_SPECULATION,
+) -> Scheduler:
     """An empty scheduler."""
     longest_tokens = longest_request(asked, limits.longest_tokens)
     asked = completed(asked, longest_tokens).section
@@ -88,6 +98,7 @@ def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Scheduler
         max_batch_tokens=_said(asked.max_batch_tokens),
         vocab_size=limits.vocab_size,
         eos_token_ids=limits.eos_token_ids,
+        speculation=speculation_of(speculation, slots),
         prefix_sharing=cache.prefix_sharing,
         max_shared_tokens=limits.max_shared_tokens,
         compact_every_steps=cache.compact_every_steps,
@@ -96,17 +107,28 @@ def scheduler_of(asked: SchedulerSection, cache: CacheSection, limits: Scheduler
     )
 
 
-def facts_of(asked: SchedulerSection, cache: CacheSection, limits: SchedulerLimits) -> dict[str, Any]:
+def facts_of(
+    asked: SchedulerSection,
+    cache: CacheSection,
+    limits: SchedulerLimits,
+    speculation: SpeculationSection = NO_SPECULATION,
+) -> dict[str, Any]:
     """What a scheduler is made of, with defaults filled in, as plain values for a recording's header."""
     asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
     scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
-    return {"scheduler": scheduler, "cache": asdict(cache), "limits": asdict(limits)}
+    return {
+        "scheduler": scheduler,
+        "cache": asdict(cache),
+        "speculation": asdict(speculation),
+        "limits": asdict(limits),
+    }
 
 
 def scheduler_from(facts: dict[str, Any]) -> Scheduler:
     """The scheduler of a recording's header; raises ValueError if another version of the project wrote it."""
     try:
         asked, cache = SchedulerSection(**facts["scheduler"]), CacheSection(**facts["cache"])
+        speculation = SpeculationSection(**facts["speculation"])
         limits = SchedulerLimits(
             **{**facts["limits"], "eos_token_ids": tuple(facts["limits"]["eos_token_ids"])}
         )
@@ -114,12 +136,12 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
         raise ValueError(
             f"the recording is of another version: {error}; replay it with that version"
         ) from error
-    for section, values in (("scheduler", asked), ("cache", cache)):
+    for section, values in (("scheduler", asked), ("cache", cache), ("speculation", speculation)):
         for key in keys_of(type(values), f"{section}."):
             key.check(getattr(values, key.name.partition(".")[2]))
     for problem in contradictions(asked):
         raise problem
-    return scheduler_of(asked, cache, limits)
+    return scheduler_of(asked, cache, limits, speculation)
 
 
 def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

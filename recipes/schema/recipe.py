@@ -14,6 +14,7 @@ from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.server_section import ServerSection
+from recipes.schema.speculation_section import SpeculationSection, speculation_contradictions
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository: what a recipe's paths are relative to
 KINDS_OF = {  # the keys of `device` that only some kinds of machine read
@@ -174,6 +175,7 @@ class Recipe:
     device: DeviceSection
     cache: CacheSection
     scheduler: SchedulerSection
+    speculation: SpeculationSection = field(default_factory=SpeculationSection)
     server: ServerSection = field(default_factory=ServerSection)
 
     def __post_init__(self) -> None:
@@ -224,6 +226,7 @@ class Recipe:
         yield from self._device_contradictions()
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
         yield from contradictions(self.scheduler)
+        yield from speculation_contradictions(self.speculation, self.device.kind)
         cache, longest = self.cache, self.scheduler.max_request_tokens
         if cache.num_pages is not None and longest is not None:
             capacity = (cache.num_pages - 1) * cache.page_size + 1  # the last token is never cached

@@ -176,9 +176,11 @@ class JobRun:
 
     def _read_along(self, step: Step) -> Iterator[JobAnswer]:
         """Read the new tokens of those with stop strings, and end the requests whose text has come to one."""
-        for index, (row, token) in enumerate(zip(step.owners.tolist(), step.sampled.tokens.tolist())):
+        owners = step.owners.tolist()
+        last = {row: index for index, row in enumerate(owners)}  # a step may bring a row several tokens
+        for index, (row, token) in enumerate(zip(owners, step.sampled.tokens.tolist())):
             request: Request = self._engine.slots.requests[row]
-            reason = request.finish_reason
+            reason = request.finish_reason if index == last[row] else None
             if request.id not in self._reading or reason not in (None, "stop", "length"):
                 continue
             running, sample = self._running[request.id]
@@ -188,7 +190,7 @@ class JobRun:
             if running.progress.samples[sample].finish_reason is not None:
                 del self._running[request.id]
                 self._reading.discard(request.id)
-                if reason is None:
+                if request.finish_reason is None:
                     self._engine.finish(request.id, reason="stop")
             yield from running.take(deltas)
 

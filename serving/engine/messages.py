@@ -161,7 +161,8 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 class Stepped(Message):
     """The tokens of one step and their streams; `logprobs` is empty or has an entry for each token.
 
-    `begun` has the streams whose first token is among these.
+    `begun` has the streams whose first token is among these. A stream may have several tokens, one after the
+    other.
     """
 
     streams: list[int]
@@ -170,6 +171,11 @@ class Stepped(Message):
     begun: list[Begun]
     ended: list[SampleEnd]
     times: StepTimes
+
+    def ends_at(self) -> dict[int, SampleEnd]:
+        """The ends of streams that have tokens here, by the index of their last one."""
+        last = {stream: at for at, stream in enumerate(self.streams)}
+        return {last[end.stream]: end for end in self.ended if end.stream in last}
 
 
 class Beat(Message):

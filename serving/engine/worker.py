@@ -181,7 +181,7 @@ class Worker:
             stream = self._stream_of.get(request.id)
             if stream is None or token < 0 or request.params.beam_width:
                 continue  # ended before this step, or sent with its end
-            if request.finish_reason not in (None, "stop", "length"):
+            if request.finish_reason not in (None, "stop", "length", "error"):
                 continue
             if stream in self._silent:
                 unsent = self._silent.pop(stream)

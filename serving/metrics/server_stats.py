@@ -257,11 +257,14 @@ class ServerStats:
         self.num_corrupted += end.reason == "error"
         if end.reason == "timeout":
             self.aborts["timeout"] += 1
+        num_tokens = end.num_tokens
         if answer.request.params.beam_width:
             self.beam_tokens += answer.samples[index].num_tokens  # of all hypotheses in the answer
+        else:  # the engine may have booked more in the step whose text came to a stop string
+            num_tokens = min(num_tokens, answer.samples[index].num_tokens)
         self.latency_s.observe(since_arrival_s)
         self.short_latency_s.observe(since_arrival_s)
-        self.answer_lens.observe(end.num_tokens)
+        self.answer_lens.observe(num_tokens)
         if all(each is not None for each in answer.ends):
             self.longest_lens.observe(max(each.num_tokens for each in answer.ends if each is not None))
         if end.queue_s is not None:

@@ -162,8 +162,8 @@ def test_what_if_serves_the_same_requests(recording: Path, capsys: pytest.Captur
 
 def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(ValueError, match="is no recording of format 3: it is empty"):
+    with pytest.raises(ValueError, match="is no recording of format 4: it is empty"):
         main([str(tmp_path / "empty")])
     (tmp_path / "text").write_text("once upon a time", encoding="utf-8")
-    with pytest.raises(ValueError, match="is no recording of format 3: record 1 at byte 0"):
+    with pytest.raises(ValueError, match="is no recording of format 4: record 1 at byte 0"):
         main([str(tmp_path / "text")])

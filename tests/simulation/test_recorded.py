@@ -65,9 +65,7 @@ def test_the_simulation_decides_as_the_engine_did(case: str, tmp_path: Path) -> 
     overrides, options = CASES[case]
     entries = recording(tmp_path, overrides, options)
     scheduler = fresh(entries)()
-    num_steps = follow(
-        recorded_run(entries, fresh(entries)()), scheduler, overlap="scheduler.overlap=true" in overrides
-    )
+    num_steps = follow(recorded_run(entries), scheduler, overlap="scheduler.overlap=true" in overrides)
     assert num_steps == sum(isinstance(each, Scheduled) for each in entries) > 20
     counters = scheduler.counters
     assert (counters.hit_tokens > 0) == bool(options)
@@ -75,7 +73,7 @@ def test_the_simulation_decides_as_the_engine_did(case: str, tmp_path: Path) -> 
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert counters.sampled_tokens >= sum(len(each["token_ids"]) for each in answers)
     if case == "preempting in chunks":
-        recorded = recorded_run(entries, fresh(entries)())
+        recorded = recorded_run(entries)
         _, first = recorded.arrivals[0]
         end_s = recorded.moments[-1].now_s
         recorded.arrivals[0] = end_s + 1.0, first  # told late, the simulation cannot but decide otherwise

@@ -1,0 +1,255 @@
+"""Whatever is guessed, every schedule gives each request the tokens it would get alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from continuous_batching.engine import Engine
+from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.policy import Policy
+from continuous_batching.policies.prefill_budget import FixedChunks
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.split import Split
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.queueing.fair_share import FairShare
+from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.recording.format import Scheduled, read_entries, unpacked
+from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.replay import Replayed, replay
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.validation import GiveUp
+from continuous_batching.scheduling.victims import fewest_lost, youngest
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.lengths import Fixed
+from continuous_batching.speculation.ngram import NGram
+from continuous_batching.speculation.proposer import Guesses
+from continuous_batching.speculation.speculation import Speculation
+from kv_cache.pages import Index, PagePool
+from simulation.recorded import follow, recorded_run
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_schedules import (
+    EOS,
+    MAX_TOKENS,
+    Arrival,
+    arrivals,
+    check_answers,
+    serve,
+)
+from tests.thorough import cases
+
+Rightness = Literal["right", "wrong", "mixed", "ngram"]
+
+
+class Knowing:
+    """Knows what every request would say alone, and guesses that, other tokens, or some of both."""
+
+    def __init__(self, slots: SlotPool, share: float, seed: int) -> None:
+        self._slots, self._share = slots, share  # of guesses that are right
+        self._random = np.random.default_rng(seed)
+        self._stories: dict[tuple[bytes, int], list[int]] = {}
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        tokens, counts = np.zeros((len(rows), most), dtype=np.int32), np.zeros(len(rows), dtype=np.int64)
+        for at, row in enumerate(rows.tolist()):
+            request, known = self._slots.requests[row], int(self._slots.num_tokens[row])
+            name = request.prompt.tobytes(), request.params.seed or 0
+            if name not in self._stories:
+                self._stories[name] = [
+                    *request.prompt.tolist(),
+                    *alone(request.prompt.tolist(), 40, seed=name[1]),
+                ]
+            story = self._stories[name][known : known + int(self._random.integers(0, most + 1))]
+            tokens[at, : len(story)] = story
+            counts[at] = len(story)
+        wrong = self._random.random(tokens.shape) >= self._share
+        return Guesses(np.where(wrong, (tokens + 1) % VOCAB_SIZE, tokens).astype(np.int32), counts)
+
+
+def speculation(slots: SlotPool, rightness: Rightness, most: int, seed: int) -> Speculation:
+    if rightness == "ngram":
+        return Speculation(slots, NGram(slots), Fixed(), most)
+    share = {"right": 1.0, "wrong": 0.0, "mixed": 0.7}[rightness]
+    return Speculation(slots, Knowing(slots, share, seed), Fixed(), most)
+
+
+def policy_of(name: str, num_slots: int) -> Policy:
+    policies: dict[str, Policy] = {
+        "stall_free": StallFree(),
+        "fixed chunks": StallFree(FixedChunks(5)),
+        "adaptive chunks": StallFree(AdaptiveChunks(0.5, 1, 30, 1)),
+        "split": Split(4),
+        "prefill_first": PrefillFirst(),
+        "orca": Orca(),
+        "static": Static(min(3, num_slots), 3.0),
+    }
+    return policies[name]
+
+
+POLICIES = ["stall_free", "fixed chunks", "adaptive chunks", "split", "prefill_first", "orca", "static"]
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
+    page_size = draw(st.sampled_from([1, 2, 4, 16]))
+    num_slots = draw(st.integers(1, 6))
+    longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
+    name = draw(st.sampled_from(POLICIES))
+    slots = SlotPool(num_slots, MAX_TOKENS, page_size)
+    num_host_pages = draw(st.sampled_from([60, None, 3, 12]))
+    host_pool = None if num_host_pages is None else PagePool(num_host_pages)
+    is_whole = name in ("prefill_first", "orca")
+    scheduler = Scheduler(
+        slots,
+        PagePool(1 + longest_pages + draw(st.integers(0, 2 * longest_pages))),
+        policy_of(name, num_slots),
+        max_batch_tokens=max(
+            num_slots + draw(st.sampled_from([1, 5, 12, 40])), MAX_TOKENS if is_whole else 0
+        ),
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        waiting=WaitingQueue(shares=FairShare(slots, {"a": 2.0}) if draw(st.booleans()) else None),
+        prefix_sharing=draw(st.sampled_from([True, True, True, False])),
+        victim=draw(st.sampled_from([youngest, fewest_lost])),
+        host_pool=host_pool,
+        compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
+        compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
+        speculation=speculation(
+            slots,
+            draw(st.sampled_from(["right", "wrong", "mixed", "mixed", "ngram"])),
+            draw(st.sampled_from([1, 2, 5, 20])),
+            draw(st.integers(0, 9)),
+        ),
+    )
+    return scheduler, ChecksumRunner(slots, scheduler.pool, host_pool)
+
+
+@settings(
+    max_examples=cases(150, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    made=schedulers(),
+    plan=st.lists(arrivals, min_size=1, max_size=10),
+    resizes=st.dictionaries(
+        st.integers(0, 30),
+        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
+        max_size=3,
+    ),
+    overlap=st.booleans(),
+)
+def test_every_schedule_with_drafts_gives_the_tokens_of_each_request_alone(
+    made: tuple[Scheduler, ChecksumRunner],
+    plan: list[Arrival],
+    resizes: dict[int, tuple[int, GiveUp]],
+    overlap: bool,
+) -> None:
+    scheduler, runner = made
+    ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
+    check_answers(ended, runner.fail)
+    assert not len(scheduler.slots.busy)
+    assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
+
+
+def small(rightness: Rightness, seed: int, most: int = 6) -> Scheduler:
+    """One that must preempt, swap and compact."""
+    slots = SlotPool(4, 48, 4)
+    return Scheduler(
+        slots,
+        PagePool(16),
+        StallFree(AdaptiveChunks(0.4, 1, 30, 1)),  # decides by the shapes and the times of steps
+        max_batch_tokens=16,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        host_pool=PagePool(5),
+        compact_every_steps=3,
+        compact_pages_per_step=1,
+        speculation=speculation(slots, rightness, most, seed),
+    )
+
+
+def recorded(path: Path, made: Scheduler, seed: int, *, overlap: bool) -> list[Request]:
+    """Serve random requests and record it."""
+    random, now = np.random.default_rng(seed), 0.0
+    engine = Engine(
+        made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now, overlap=overlap
+    )
+    engine.observer = Recorder(path, {})
+    finished: list[Request] = []
+    to_come = 12
+    while to_come or engine.has_work:
+        if to_come and random.random() < 0.4:
+            to_come -= 1
+            prompt = np.tile(random.integers(0, 40, 4), 4)[: int(random.integers(1, 16))]
+            params = SamplingParams(max_tokens=int(random.integers(1, 30)), temperature=0.0)
+            engine.add(Request(str(to_come), prompt, params, arrival_s=now))
+        if random.random() < 0.04 and len(made.slots.busy):
+            engine.abort(made.slots.requests[int(random.choice(made.slots.busy))].id)
+        step = engine.step()
+        recount(made)
+        finished += step.finished if step else []
+        now += float(random.random())
+    engine.observer.close()
+    return finished
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rightness", ["right", "mixed", "ngram"])
+@pytest.mark.parametrize("seed", range(4))
+def test_who_follows_a_recording_proposes_nothing(
+    rightness: Rightness, seed: int, overlap: bool, tmp_path: Path
+) -> None:
+    """Neither a replay nor a simulation knows what the proposer knew: theirs would guess what is wrong."""
+    made = small(rightness, seed)
+    finished = recorded(tmp_path / "file", made, seed, overlap=overlap)
+    with open(tmp_path / "file", "rb") as file:
+        entries = list(read_entries(file))
+    again = small("wrong", seed)
+    steps = [each for each in replay(entries, again) if isinstance(each, Replayed)]
+    assert [(each.id, each.answer.tolist()) for step in steps for each in step.finished] == [
+        (each.id, each.answer.tolist()) for each in finished
+    ]
+    assert again.counters == made.counters
+    assert again.speculation.accepted_by_position == made.speculation.accepted_by_position
+    drafts = [unpacked(each.drafts) for each in entries if isinstance(each, Scheduled) and each.drafts]
+    assert sum(map(len, drafts)) == made.counters.draft_tokens
+    if rightness != "ngram":
+        assert made.counters.accepted_tokens > 10
+        simulated = small("wrong", seed)
+        assert follow(recorded_run(entries), simulated, overlap=overlap) == len(steps)
+        assert simulated.counters.accepted_tokens == made.counters.accepted_tokens
+
+
+@pytest.mark.parametrize("victim", ["0", "1", "2"])
+def test_tenants_are_charged_for_tokens_and_not_for_drafts(victim: str) -> None:
+    slots = SlotPool(2, 64, 4)
+    shares = FairShare(slots, {})
+    scheduler = Scheduler(
+        slots,
+        PagePool(60),
+        StallFree(),
+        max_batch_tokens=30,
+        vocab_size=VOCAB_SIZE,
+        waiting=WaitingQueue(shares=shares),
+        speculation=speculation(slots, "mixed", 6, int(victim)),
+    )
+    engine = Engine(scheduler, ChecksumRunner(slots, scheduler.pool), clock=lambda: 0.0)
+    for tenant in ("a", "b"):
+        prompt = np.arange(7) if tenant == "a" else np.arange(20, 27)
+        engine.add(Request(tenant, prompt, SamplingParams(max_tokens=20, temperature=0), tenant=tenant))
+    charged = {}
+    while engine.has_work:
+        engine.step()
+        charged = {
+            tenant: shares.served(tenant) for tenant in ("a", "b") if tenant in shares._index
+        } or charged
+    assert charged == {"a": 27.0, "b": 27.0}
+    assert scheduler.counters.draft_tokens > scheduler.counters.accepted_tokens > 0
