@@ -39,6 +39,8 @@ class SlotPool:
         self.num_tokens = self._integers()  # known: prompt and answer so far
         self.num_computed = self._integers()  # of these, how many are in the cache
         self.num_drafts = self._integers()  # guesses that follow the known tokens in token_ids
+        self.num_drafted = self._integers()  # guesses that were checked
+        self.num_accepted = self._integers()  # of these, what the model said too
         self.num_pages = self._integers()  # entries of page_table in use
         self.num_published = self._integers()  # of these, known to the prefix cache
         self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
@@ -126,6 +128,7 @@ class SlotPool:
         self.limit[row] = request.num_prompt_tokens + params.max_tokens
         for column in (self.num_computed, self.num_drafts, self.num_pages, self.num_published):
             column[row] = 0
+        self.num_drafted[row], self.num_accepted[row] = request.num_drafted, request.num_accepted
         self.num_shareable[row] = min(len(request.page_keys), request.num_prompt_tokens // self.page_size)
 
         self.temperature[row] = 0 if params.beam_width else params.temperature
@@ -159,6 +162,7 @@ class SlotPool:
         """Give a row's tokens back to its request, which is no longer found here; the row stays taken."""
         request: Request = self.requests[row]
         request.come_back(self.token_ids[row, : self.num_tokens[row]].copy(), int(self.num_computed[row]))
+        request.num_drafted, request.num_accepted = int(self.num_drafted[row]), int(self.num_accepted[row])
         if self._row_of.get(request.id) == row:
             del self._row_of[request.id]
         return request

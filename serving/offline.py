@@ -135,6 +135,7 @@ def _record(found: JobAnswer, origin_s: float, *, has_text: bool) -> Record:
     return (
         record
         | {"num_prompt_tokens": request.num_prompt_tokens, "num_cached_tokens": request.num_cached_tokens}
+        | {"num_drafted": request.num_drafted, "num_accepted": request.num_accepted}
         | {name: None if at is None else round(at - origin_s, 6) for name, at in times.items()}
         | index
     )

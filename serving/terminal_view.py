@@ -23,6 +23,7 @@ from serving.api.api_keys import key_of_environment
 _TIMEOUT_S = 10.0
 LONGEST_INTERVAL_S = 3600.0
 _BAR_WIDTH = 48
+_DRAFTS = ("draft_tokens", "accepted_tokens")
 _COLOURS = ("blue", "magenta", "green", "bright_black")
 
 
@@ -140,6 +141,7 @@ def _rates(now: Scrape, before: Scrape) -> Table:
 
     asked = now.per_s(before, "cb_prefix_queried_tokens_total")
     hits = now.per_s(before, "cb_prefix_hit_tokens_total")
+    drafts, right = (now.per_s(before, f"vllm:spec_decode_num_{what}_total") for what in _DRAFTS)
     memory = [now.get(f"{whose}process_resident_memory_bytes") for whose in ("", "cb_engine_")]
     table = Table.grid(padding=(0, 3))
     for row in (
@@ -162,6 +164,12 @@ def _rates(now: Scrape, before: Scrape) -> Table:
             times("cb_iteration_latency_seconds"),
         ),
         ("steps", rate("cb_steps_total"), "prompt tokens cached", f"{hits / asked:.0%}" if asked else "-"),
+        (
+            "drafts",
+            rate("vllm:spec_decode_num_draft_tokens_total"),
+            "drafts right",
+            f"{right / drafts:.0%}" if drafts else "-",
+        ),
         ("not taken", rate("cb_rejects_total", "queue_full"), "preemptions", rate("cb_preemption_total")),
         (
             "failed",

@@ -98,7 +98,7 @@ class Speculation:
         at = np.flatnonzero(is_compared)
         is_right[at] = self._tokens[rows[at], ahead[at]] == tokens[at]
         right: Index = np.add.reduceat(is_right, first)  # only a right one is followed by another
-        self._count(counters, num_drafts, right)
+        self._count(counters, owners, num_drafts, right)
         learnt = np.flatnonzero(compared)
         if len(learnt):
             self.lengths.learn(Verdicts(owners[learnt], compared[learnt], right[learnt]))
@@ -109,13 +109,15 @@ class Speculation:
         drafts: Index = yielded[owners] - 1
         return drafts
 
-    def _count(self, counters: Counters, num_drafts: Index, right: Index) -> None:
+    def _count(self, counters: Counters, owners: Index, num_drafts: Index, right: Index) -> None:
         has_drafts = num_drafts > 0
         if not has_drafts.any():
             return
         counters.drafts += int(has_drafts.sum())
         counters.draft_tokens += int(num_drafts.sum())
-        accepted = right[has_drafts]
+        rows, accepted = owners[has_drafts], right[has_drafts]
+        self._slots.num_drafted[rows] += num_drafts[has_drafts]
+        self._slots.num_accepted[rows] += accepted
         counters.accepted_tokens += int(accepted.sum())
         for position in range(int(accepted.max())):
             self.accepted_by_position[position] += int((accepted > position).sum())

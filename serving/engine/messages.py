@@ -138,6 +138,8 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     decode_s: float | None  # from there to its end
     hypotheses: list[BeamHypothesis]
     is_at_fault: bool = False  # it failed by what it asked for
+    num_drafted: int = 0  # guesses of its tokens that were checked
+    num_accepted: int = 0  # of these, what the model said too
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
@@ -186,6 +188,7 @@ class Beat(Message):
     held_back: str | None  # what the head of the queue waits for
     shared_pages: int  # as of the last recount of the pages' holders
     wrong_pages: int
+    accepted_at: list[int] = []  # drafts that were right, by their place in their span: first, second, ...
 
 
 class View(Message):

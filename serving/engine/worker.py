@@ -229,6 +229,8 @@ class Worker:
                 for each in request.hypotheses
             ],
             request.is_at_fault,
+            request.num_drafted,
+            request.num_accepted,
         )
 
     def _beat(self) -> None:
@@ -239,7 +241,17 @@ class Worker:
             gauges = usage(scheduler, self._facts.page_bytes)
             counted = self._recount(now_s)
             num_shared = min(counted.shared_pages, gauges.held_pages)  # the recount may be older
-            self._send(Beat(gauges, scheduler.counters, scheduler.held_back, num_shared, counted.wrong_pages))
+            speculation = scheduler.speculation
+            self._send(
+                Beat(
+                    gauges,
+                    scheduler.counters,
+                    scheduler.held_back,
+                    num_shared,
+                    counted.wrong_pages,
+                    [] if speculation is None else speculation.accepted_by_position,
+                )
+            )
 
     def _recount(self, now_s: float) -> Recount:
         """The last recount, or a new one as often as that takes a thousandth of the time."""

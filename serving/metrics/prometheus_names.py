@@ -105,6 +105,17 @@ STEPS = (
     Metric("prefill_tokens_total", "counter", "Prompt tokens computed", lambda t: t.prefill_tokens),
     Metric("decode_tokens_total", "counter", "Answer tokens computed", lambda t: t.decode_tokens),
 )
+DRAFTS = (
+    Metric(
+        "speculative_accept_rate", "gauge", "Share of drafts that were right", lambda t: t.draft_accept_rate
+    ),
+    Metric(
+        "speculative_speedup",
+        "gauge",
+        "Tokens of a step for a sample with drafts; 1 without",
+        lambda t: t.draft_speedup,
+    ),
+)
 PAGES = (
     Metric("kv_pages_free", "gauge", "Pages that nobody holds", lambda t: t.gauges.free_pages),
     Metric("kv_pages_used", "gauge", "Pages of running samples", lambda t: t.gauges.held_pages),
@@ -163,4 +174,4 @@ ENGINE = (
     ),
     Metric("log_lines_lost_total", "counter", "Could not be written", lambda t: t.num_lost_lines()),
 )
-OURS = (*REQUESTS, *TIMES, *STEPS, *PAGES, *ENGINE)
+OURS = (*REQUESTS, *TIMES, *STEPS, *DRAFTS, *PAGES, *ENGINE)

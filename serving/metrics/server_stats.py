@@ -125,6 +125,7 @@ class ServerStats:
         self.held_back_s: Counter[str] = Counter()
         self.counters = CounterSums()
         self.lookups = CounterSums()
+        self.accepted_at = CounterSums()  # right drafts, by their place in their span from 0 on
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.prompt_tokens = 0
@@ -193,6 +194,16 @@ class ServerStats:
         return self.first_token_s.num + self.per_token_s.num + self.beam_tokens
 
     @property
+    def draft_accept_rate(self) -> float:
+        """The share of drafts that were right; 0 while there were none."""
+        return self.counters["accepted_tokens"] / max(1, self.counters["draft_tokens"])
+
+    @property
+    def draft_speedup(self) -> float:
+        """The tokens that a row with drafts got from a step, where it would have got one without."""
+        return 1 + self.counters["accepted_tokens"] / max(1, self.counters["drafts"])
+
+    @property
     def batch_utilization(self) -> float:
         """How much of the last step's budget of tokens was used; 0 while there is no work."""
         most = 0 if self.facts is None else self.facts.max_batch_tokens
@@ -208,6 +219,7 @@ class ServerStats:
         self.num_engines += 1
         self.counters.restart()
         self.lookups.restart()
+        self.accepted_at.restart()
         self._heard_s = self._beat_s = time.monotonic()
 
     def lost(self, reason: str) -> None:
@@ -303,6 +315,7 @@ class ServerStats:
         self.is_idle = not beat.gauges.running_requests
         self.counters.follow(asdict(beat.counters) | {"wrong_pages": beat.wrong_pages})
         self.lookups.follow(beat.gauges.lookups)
+        self.accepted_at.follow({str(place): count for place, count in enumerate(beat.accepted_at)})
 
     def responded(self, status: int) -> None:
         """A response ended, except to a probe; 499: the client went away before it began."""

@@ -245,6 +245,10 @@ ANSWER_FIELDS = (  # of a line that `scripts.generate` writes
         "the prompt's tokens; how many of them were found in pages of earlier requests",
     ),
     (
+        ("num_drafted", "num_accepted"),
+        "guesses of its tokens that were checked (`speculation.kind`); how many of them were right",
+    ),
+    (
         ("arrival_s", "first_token_s", "finish_s"),
         "in seconds from the start: when it arrived, when its first and its last token were there",
     ),

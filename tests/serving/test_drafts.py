@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable
+from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from benchmark.offline.timeline import Timeline
+from continuous_batching.counters import Counters
+from continuous_batching.request import Request
+from continuous_batching.request import SamplingParams as Params
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index
 from serving.async_llm import AsyncLLM
 from serving.llm import LLM, SamplingParams
+from serving.metrics.exposition import Exposition
+from serving.offline import read_jobs, run_jobs
+from serving.terminal_view import frame, parse
 
 RECIPE = "recipes/tiny/cpu.yaml"
 SMALL = ("scheduler.num_slots=4", "device.threads=1", "device.compile=false", "model.dtype=float32")
 NGRAM = (*SMALL, "speculation.kind=ngram", "speculation.max_tokens=8")
 PROMPT = "one two three four five six seven one two three four five six seven one two three"
+REQUEST = Params(temperature=0, max_tokens=40, ignore_eos=True)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1),
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=["e ", "7", "es"], logprobs=1),
@@ -89,3 +101,61 @@ def test_a_served_answer_ends_where_it_does_without_drafts(plain: list[list[tupl
             await llm.close()
 
     assert answers(asyncio.run(use())) == plain
+
+
+def test_what_was_guessed_is_counted_and_shown() -> None:
+    async def use() -> tuple[dict[str, dict[str, float]], str]:
+        llm = AsyncLLM(RECIPE, *NGRAM)
+        llm.start()
+        try:
+            await llm.ready()
+            async for _ in llm.generate(PROMPT, PARAMS[0], "0"):
+                pass
+            while not llm.stats.is_idle:  # the beat after the end tells all
+                await asyncio.sleep(0.01)
+            exposition = Exposition(llm.stats, "tiny", lambda: None)
+            scrape = parse(exposition.text().decode(), 1.0)
+            shown = Console(width=100, file=StringIO())
+            before = replace(scrape, at_s=0.0, values={})
+            shown.print(frame(scrape, before))
+            return scrape.values, shown.file.getvalue()
+        finally:
+            await llm.close()
+
+    values, shown = asyncio.run(use())
+    spans, drafts, right = (
+        values[f"vllm:spec_decode_num_{each}_total"][""]
+        for each in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    places = values["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert 0 < right <= drafts <= 8 * spans
+    assert list(places) == [str(place) for place in range(8)]
+    assert sum(places.values()) == right
+    assert values["cb_speculative_accept_rate"][""] == pytest.approx(right / drafts)
+    assert values["cb_speculative_speedup"][""] == pytest.approx(1 + right / spans)
+    assert f"{right / drafts:.0%}" in next(line for line in shown.splitlines() if "drafts right" in line)
+
+
+def test_each_answer_says_how_much_of_it_was_guessed() -> None:
+    engine = LLM(RECIPE, *NGRAM)
+    lines = [{"id": "a", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}]
+    (record,) = run_jobs(engine.engine, engine.text, read_jobs(map(json.dumps, lines), engine.text))
+    counters = engine.engine.scheduler.counters
+    assert (record["num_drafted"], record["num_accepted"]) == (
+        counters.draft_tokens,
+        counters.accepted_tokens,
+    )
+    assert 0 < counters.accepted_tokens <= counters.draft_tokens
+
+
+def test_each_token_of_a_run_has_its_time() -> None:
+    llm = LLM(RECIPE, *NGRAM)
+    timeline = Timeline(Counters())
+    request = Request("a", llm.text.encode(PROMPT), REQUEST)
+    llm.engine.add(request)
+    while llm.engine.has_work:
+        step = llm.engine.step()
+        assert step is not None
+        timeline.record(llm.engine, step)
+    assert len(timeline.token_times_s["a"]) == len(request.answer) == 40
+    assert len(set(timeline.token_times_s["a"])) == len(timeline.steps) < 40
