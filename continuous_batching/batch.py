@@ -56,6 +56,13 @@ class Batch:
         )
 
     @property
+    def drafts_by_span(self) -> Index:
+        """How many tokens at the end of each span are guesses. [S]"""
+        guessed = self.sampled[self.targets < self.stops[self.sampled]]
+        counts: Index = np.bincount(guessed, minlength=self.num_spans)
+        return counts
+
+    @property
     def is_one_token_each(self) -> bool:
         """Whether every span is one token."""
         return self.num_tokens == len(self.slots)

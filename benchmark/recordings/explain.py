@@ -83,7 +83,11 @@ class Story:
                 f"step {step.number}: into slot {step.batch.slots[span]},"
                 f" {request.num_cached_tokens} prompt tokens found in the cache",
             )
-        if stop - start > 1:
+        num_drafts = step.batch.drafts_by_span[span] if step.batch.num_drafts else 0
+        if num_drafts:
+            right = max(0, step.owner_ids.count(request.id) - 1)  # 0 where it was ended meanwhile
+            self._say(step.start_s, f"step {step.number}: {right} of {num_drafts} drafts were right")
+        elif stop - start > 1:
             self._say(step.start_s, f"step {step.number}: computed tokens {start} to {stop - 1}")
         if self._computing_prompt and stop >= request.num_prompt_tokens:
             self._computing_prompt = False

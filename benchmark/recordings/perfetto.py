@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
+
+import numpy as np
 
 from benchmark.recordings.recording_file import Recording
 from continuous_batching.recording.format import Ended
@@ -74,6 +77,8 @@ class Tracer:
             yield {"ph": "C", "name": name, "pid": ENGINE, "ts": at_us, "args": {name: count}}
         for request in step.finished:
             yield self._instant(f"{request.id} ended: {request.finish_reason}", step.end_s)
+        if batch.num_drafts:
+            yield from self._runs(step, at_us, lasted_us)
         for slot, request_id in zip(batch.slots.tolist(), step.ids):
             stay = self._stays.get(slot)
             if stay is not None and stay[0] != request_id:
@@ -81,6 +86,22 @@ class Tracer:
                 stay = None
             since_s = step.start_s if stay is None else stay[1]
             self._stays[slot] = request_id, since_s, step.end_s
+
+    def _runs(self, step: Replayed, at_us: float, lasted_us: float) -> Iterator[TraceEvent]:
+        """The spans with drafts, within the stays of their requests: how many were right."""
+        batch, num_tokens = step.batch, Counter(step.owner_ids)
+        num_drafts = batch.drafts_by_span
+        for span in np.flatnonzero(num_drafts).tolist():
+            right = max(0, num_tokens[step.ids[span]] - 1)  # a request that was ended meanwhile gets nothing
+            yield {
+                "ph": "X",
+                "name": f"{right} of {num_drafts[span]} drafts right",
+                "pid": SLOTS,
+                "tid": int(batch.slots[span]),
+                "ts": at_us,
+                "dur": lasted_us,
+                "args": {"drafts": int(num_drafts[span]), "right": right},
+            }
 
     def _leave(self, slot: int) -> TraceEvent:
         request_id, since_s, until_s = self._stays.pop(slot)

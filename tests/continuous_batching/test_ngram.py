@@ -72,6 +72,9 @@ def test_a_row_knows_nothing_of_the_request_before() -> None:
     assert guessed(proposer, row) == [[]]
     say(slots, row, [3])
     assert guessed(proposer, row) == [[9, 9, 9, 9]]
+    leave(slots, row)
+    assert take(slots, 2, [6, 2, 9, 9, 9]) == row
+    assert guessed(proposer, row) == [[]], "its row still holds tokens of the one before, further on"
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -25,6 +25,7 @@ from tests.mutation.aclop_faults import ACLOP_FAULTS, ACLOP_TESTS_OF
 from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
+from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
 from tests.mutation.fault import Fault
 from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
 from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
@@ -45,6 +46,7 @@ FAULTS = (
     *HOST_TIER_FAULTS,
     *PAGING_FAULTS,
     *SCHEDULE_FAULTS,
+    *DRAFT_FAULTS,
     *SEARCH_FAULTS,
     *FLIGHT_FAULTS,
     *QUEUE_FAULTS,
@@ -105,6 +107,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     SAMPLES: ("tests/serving/test_samples.py",),
     BEAMS: (BATCHING + "test_beam_scoring.py", BATCHING + "test_beam_search.py"),
     SEARCHES: (BATCHING + "test_beam_search.py",),
+    **DRAFT_TESTS_OF,
     **NPU_TESTS_OF,
     **ACLOP_TESTS_OF,
     **GRAPH_TESTS_OF,

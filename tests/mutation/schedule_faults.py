@@ -44,6 +44,13 @@ SCHEDULE_FAULTS = (
         "a guess takes pages from a running request",
     ),
     Fault(
+        "drafts_of_preempted_rows",
+        SCHEDULER,
+        "num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())",
+        "pass",
+        "a policy takes drafts that are gone for fewer tokens of prompts; a replay has none of them",
+    ),
+    Fault(
         "resumed_at_its_prompt",
         SLOTS,
         "        self.num_tokens[row] = count\n",

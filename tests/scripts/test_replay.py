@@ -167,3 +167,34 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("once upon a time", encoding="utf-8")
     with pytest.raises(ValueError, match="is no recording of format 4: record 1 at byte 0"):
         main([str(tmp_path / "text")])
+
+
+def test_drafts_are_told_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = {
+        "id": "q",
+        "prompt": "one two three four " * 4,
+        "max_tokens": 30,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    (tmp_path / "in.jsonl").write_text(json.dumps(line), encoding="utf-8")
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    path = tmp_path / "recording"
+    generate([RECIPE, "device.threads=1", "speculation.kind=ngram", f"scheduler.record={path}", *files])
+    answer = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))
+    assert answer["num_drafted"] >= answer["num_accepted"] > 0
+    capsys.readouterr()
+    main([str(path), "--explain", "q"])
+    told = re.findall(r": (\d+) of (\d+) drafts were right", capsys.readouterr().out)
+    main([str(path), "--trace", str(tmp_path / "line")])
+    events = json.loads((tmp_path / "line").read_text(encoding="utf-8"))["traceEvents"]
+    drawn = [
+        (str(each["args"]["right"]), str(each["args"]["drafts"]))
+        for each in events
+        if "drafts" in each["name"]
+    ]
+    assert drawn == told
+    sums = [sum(map(int, column)) for column in zip(*told)]
+    assert sums == [answer["num_accepted"], answer["num_drafted"]]
+    main([str(path), "--policy", "orca"])
+    assert "what if: orca" in capsys.readouterr().out

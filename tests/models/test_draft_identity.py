@@ -1,0 +1,146 @@
+"""On checkpoints, does every kind of request get the tokens that it gets without drafts?
+
+In float32, with chunked prompts, shared prefixes and a pool so small that requests are preempted, at
+temperatures from 0 to 2, with all penalties, masks and log-probabilities; the plain run is the definition.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams, packed_ids
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.lengths import Fixed
+from continuous_batching.speculation.ngram import NGram
+from continuous_batching.speculation.proposer import Guesses, Proposer
+from continuous_batching.speculation.speculation import Speculation
+from kv_cache.pages import Index
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import Kind, on_each, settings
+from tests.models.families import LLAMA3, VOCABULARY, Variant, make, wide
+from tests.thorough import cases
+
+NUM_REQUESTS, NUM_NEW, LONGEST = cases(8, 70), 16, 90
+VARIANTS = [
+    Variant("llama_drafted", "llama", {"head_dim": 40, "num_key_value_heads": 2}, LLAMA3),
+    Variant("mistral_drafted", "mistral", {"sliding_window": 11}),
+    Variant("qwen3_drafted", "qwen3", {"head_dim": 48, "rms_norm_eps": 1e-5}),
+]
+FORMS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.3, "repetition_penalty": 1.3, "prompt_logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.8, "presence_penalty": 0.7, "logprobs": 0},
+    {"temperature": 1.4, "top_k": 12, "frequency_penalty": 0.9, "min_tokens": 9, "ignore_eos": False},
+    {"temperature": 2.0, "min_p": 0.05, "logit_bias": {7: 4.0, 9: -100.0}},
+    {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": -0.5, "presence_penalty": -0.3},
+    {"temperature": 0.7, "allowed_token_ids": packed_ids(range(5, 60)), "bad_words": ((6, 7), (11,))},
+    {"temperature": 0.0},
+]
+
+
+class Knowing:
+    """Guesses what the plain run said, but for a share of wrong ones."""
+
+    def __init__(self, slots: SlotPool, stories: dict[str, list[int]], share: float) -> None:
+        self._slots, self._stories, self._share = slots, stories, share
+        self._random = np.random.default_rng(2)
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        known = self._slots.num_tokens[rows].tolist()
+        stories = [self._stories[self._slots.requests[row].id] for row in rows.tolist()]
+        tokens = np.array([(story[at : at + most] + [0] * most)[:most] for story, at in zip(stories, known)])
+        wrong = self._random.random(tokens.shape) >= self._share
+        guessed = np.where(wrong, (tokens + 1) % VOCABULARY, tokens).astype(np.int32)
+        return Guesses(guessed, self._random.integers(1, most + 1, len(rows)))
+
+
+def requests() -> list[Request]:
+    random = np.random.default_rng(5)
+    opening = random.integers(0, VOCABULARY, 50)
+    made = []
+    for number in range(NUM_REQUESTS):
+        own = np.tile(random.integers(0, VOCABULARY, int(random.integers(1, 20))), 2)
+        prompt = np.concatenate([opening[: 50 if number % 2 else 0], own])
+        options = {"max_tokens": NUM_NEW, "ignore_eos": True, "seed": number} | FORMS[number % len(FORMS)]
+        made.append(Request(str(number), prompt, SamplingParams(**options)))
+    return made
+
+
+def serve(engine: Engine) -> list[Request]:
+    """All of them, a few joining at each step."""
+    made = requests()
+    waiting = list(made)
+    while waiting or engine.has_work:
+        for request in waiting[:2]:
+            engine.add(request)
+        waiting = waiting[2:]
+        engine.step()
+    return made
+
+
+def engine_of(path: Path, kind: Kind) -> Engine:
+    overrides = {
+        "model.path": path,
+        "model.dtype": "float32",
+        "device.compile": "false" if kind == "cpu" else "auto",
+        "cache.page_size": 16,
+        "cache.num_pages": 14,
+        "cache.memory_gib": "null",
+        "scheduler.num_slots": 6,
+        "scheduler.max_batch_tokens": 96,
+        "scheduler.max_request_tokens": LONGEST + NUM_NEW,
+    }
+    texts = [*settings(kind), *(f"{key}={value}" for key, value in overrides.items())]
+    return build(load(ROOT / "recipes/any/cpu.yaml", texts)).engine
+
+
+def check(engine: Engine, most: int) -> None:
+    """For no drafts, and for right, mixed, wrong and n-gram ones."""
+    plain = serve(engine)
+    stories = {each.id: each.tokens.tolist() for each in plain}
+    slots = engine.slots
+    kinds: list[Proposer] = [Knowing(slots, stories, share) for share in (1.0, 0.7, 0.0)]
+    accepted, before = [], engine.scheduler.counters.accepted_tokens
+    for proposer in (*kinds, NGram(slots)):
+        engine.scheduler.speculation = Speculation(slots, proposer, Fixed(), most)
+        drafted = serve(engine)
+        accepted.append(engine.scheduler.counters.accepted_tokens - before)
+        before += accepted[-1]
+        assert {each.id: each.tokens.tolist() for each in drafted} == stories
+        for one, other in zip(drafted, plain):
+            for name in ("logprobs", "prompt_logprobs"):
+                found, wanted = getattr(one, name), getattr(other, name)
+                assert [each.token for each in found] == [each.token for each in wanted]
+                values = [np.array([each.logprob for each in entries]) for entries in (found, wanted)]
+                assert np.allclose(*values, atol=2e-4)
+    right, mixed, wrong, _ = accepted  # what a random model says quotes nothing
+    assert right > mixed > wrong == 0
+    assert right > NUM_REQUESTS * NUM_NEW / 2
+    assert engine.scheduler.counters.preemptions > 0
+    assert engine.scheduler.counters.hit_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(each, marks=() if each.family == "mistral" else pytest.mark.slow, id=each.name)
+        for each in VARIANTS
+    ],
+)
+def test_drafts_change_no_token(variant: Variant, tmp_path: Path) -> None:
+    _, path = make(variant, tmp_path)
+    check(engine_of(path, "cpu"), most=20)  # above a page of 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", on_each("fused")[1:])
+def test_nor_do_they_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) -> None:
+    _, path = make(wide(VARIANTS[2]), tmp_path)
+    check(engine_of(path, pair[0]), most=15)
