@@ -122,7 +122,7 @@ def check(engine: Engine, most: int) -> None:
                 assert np.allclose(*values, atol=2e-4)
     right, mixed, wrong, _ = accepted  # what a random model says quotes nothing
     assert right > mixed > wrong == 0
-    assert right > NUM_REQUESTS * NUM_NEW / 2
+    assert right > NUM_REQUESTS, "hardly a page was left for drafts"
     assert engine.scheduler.counters.preemptions > 0
     assert engine.scheduler.counters.hit_tokens > 0
 
