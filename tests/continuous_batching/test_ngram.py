@@ -30,6 +30,7 @@ def say(slots: SlotPool, row: int, tokens: list[int]) -> None:
 
 def guessed(proposer: NGram, *rows: int, most: int = 4) -> list[list[int]]:
     guesses = proposer.guess(np.array(rows), most)
+    assert ((guesses.counts >= 0) & (guesses.counts <= most)).all()
     return [tokens[:count] for tokens, count in zip(guesses.tokens.tolist(), guesses.counts.tolist())]
 
 

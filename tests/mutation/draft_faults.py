@@ -49,13 +49,6 @@ DRAFT_FAULTS = (
         "a draft stands where no token may follow it",
     ),
     Fault(
-        "an_old_guess_is_compared",
-        SPECULATION,
-        "compared = np.where(self._known[owners] == positions[first], np.minimum(compared, booked), 0)",
-        "compared = np.minimum(compared, booked)",
-        "a guess for another place is taken for a wrong one",
-    ),
-    Fault(
         "a_place_too_many_is_counted",
         SPECULATION,
         "int((accepted > position).sum())",
