@@ -42,6 +42,8 @@ class StepTime:
             return
         lens, starts = batch.stops - batch.starts, batch.starts
         chunks = lens > 1
+        if batch.num_drafts:  # a decode with drafts is none
+            chunks &= lens > np.bincount(batch.sampled, minlength=len(lens))
         reads = (lens[chunks] * (starts[chunks] + lens[chunks] / 2)).sum()
         row = np.array([1.0, lens.sum(), starts.sum(), reads]) / _SCALES
         predicted_s = float(row @ np.maximum(self._weights, 0))

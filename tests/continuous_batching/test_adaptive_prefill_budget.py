@@ -154,3 +154,21 @@ def test_nothing_is_held_back_where_nobody_decodes_and_little_is_staked_at_first
     assert adaptive.limit(beside, 4096).total == 32, "the least"
     adaptive.observe(batch((0, 100)), 0.001)
     assert adaptive.limit(beside, 4096).total <= 200, "twice the most that was tried"
+
+
+def test_a_decode_with_drafts_is_no_chunk() -> None:
+    def batch(prompt_tokens: int, drafts: int) -> Batch:
+        """A prompt's chunk, and a decode with drafts that yields a token at each of its positions."""
+        starts = np.array([0, 500])
+        stops = starts + np.array([prompt_tokens, 1 + drafts])
+        sampled = np.repeat([0, 1], [1, 1 + drafts])
+        targets = np.concatenate((stops[:1], np.arange(501, 502 + drafts)))
+        return Batch(np.array([0, 1]), starts, stops, sampled, sampled, targets, num_drafts=drafts)
+
+    with_drafts, without = StepTime(0.99), StepTime(0.99)
+    for _ in range(200):
+        for times in (with_drafts, without):
+            times.observe(batch(1, 4 if times is with_drafts else 0), 0.01)
+    assert with_drafts.margin == without.margin, "no step computed a prompt"
+    with_drafts.observe(batch(5, 4), 0.01)
+    assert with_drafts._num_ratios == 1

@@ -1,0 +1,95 @@
+"""How long does a step of decodes take, with drafts and without?
+
+`continuous_batching/step_time.py` answers for prompts, whose steps are long; here what counts is the small
+difference that drafts make. On a CPU the first draft of a step costs more than the next ones: attention then
+takes another way, as steps beside a captured graph do.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from continuous_batching.batch import Batch
+
+Floats = NDArray[np.float64]
+_SCALES = np.array([1.0, 1.0, 1e2, 1e4])  # bring the features near each other
+_KEPT = 0.99  # of what was learnt, at each entry
+_TRUST = 1e-3  # in the last weights, where nothing that was kept says otherwise; in squared errors
+_PLAIN_STEPS = 8  # of one size, whose median is one entry
+_MOST_RATIO = 2.0  # of a measured to a predicted time: what is beyond it is the machine's business
+_ENOUGH = 4  # entries before which no ratio is too large
+
+
+class DecodeTime:
+    """`a + b·[has drafts] + c·tokens + d·Σcontext`, fitted to relative errors that fade; none is negative.
+
+    What has never been seen is taken to cost nothing, so that it is tried. A weight that recent steps do not
+    show, such as `b` while there are no drafts, stays what it was.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_token_s = 0.0  # of a step that also computes prompts: what a token more costs at most
+        self._weights: Floats = np.zeros(4)
+        self._products: Floats = np.zeros((4, 4))
+        self._sums: Floats = np.zeros(4)
+        self._num_entries = 0
+        self._plain_s: list[float] = []
+        self._plain: Batch | None = None  # the last of these
+
+    def predict(self, num_tokens: int, context: int) -> tuple[float, float, float]:
+        """Seconds without drafts, what having any adds, and what each of them adds."""
+        base, drafted, token, read = (self._weights / _SCALES).tolist()
+        return base + token * num_tokens + read * context, drafted, token
+
+    def observe(self, batch: Batch, took_s: float) -> None:
+        """Learn from one step."""
+        if took_s <= 0:
+            return
+        if batch.num_tokens - batch.num_drafts > batch.num_spans:
+            self.prompt_token_s += 0.1 * (took_s / batch.num_tokens - self.prompt_token_s)
+        elif batch.num_drafts:
+            self._close()
+            self._enter(batch, took_s)
+        else:
+            if self._plain is not None and self._plain.num_spans != batch.num_spans:
+                self._close()
+            self._plain_s.append(took_s)
+            self._plain = batch
+            if len(self._plain_s) == _PLAIN_STEPS:
+                self._close()
+
+    def _close(self) -> None:
+        """Enter the plain steps so far."""
+        if self._plain is not None:
+            self._enter(self._plain, median(self._plain_s))
+        self._plain_s, self._plain = [], None
+
+    def _enter(self, batch: Batch, took_s: float) -> None:
+        row = np.array([1.0, batch.num_drafts > 0, batch.num_tokens, batch.starts.sum()]) / _SCALES
+        if self._num_entries >= _ENOUGH:
+            took_s = min(took_s, _MOST_RATIO * max(float(row @ self._weights), 1e-9))
+        self._num_entries += 1
+        row /= took_s
+        self._products = self._products * _KEPT + np.outer(row, row)
+        self._sums = self._sums * _KEPT + row
+        self._weights = self._fitted()
+
+    def _fitted(self) -> Floats:
+        """Least squares without a negative weight: the most negative one is left out until there is none."""
+        # Features are in 1/s; trust is scaled with them, so that it means the same on any machine
+        trust = _TRUST * max(float(self._products[0, 0]), 1e-12)
+        products = self._products + trust * np.eye(4)
+        sums = self._sums + trust * self._weights
+        kept = np.arange(4)
+        weights: Floats = np.zeros(4)
+        while len(kept):
+            found = np.linalg.solve(products[np.ix_(kept, kept)], sums[kept])
+            least = int(found.argmin())
+            if found[least] >= 0:
+                weights[kept] = found
+                break
+            kept = np.delete(kept, least)
+        return weights
