@@ -12,11 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, finite, first
 
 ROUNDED = 0.006  # of ratios of figures with four decimals, or with two
 TIMES_SLACK_US = 0.06
+STEPS_OF_A_RUN = 22
 Row = Mapping[str, Any]
 
 
@@ -69,6 +71,12 @@ def within_the_run(figures: Figures, taken_s: float) -> str | None:
     return exceeds("all that was timed, in s,", taken_s, "clock.monotonic_s", whole_s, 1e-3)
 
 
+def median_of_runs(times: NDArray[np.float64]) -> float:
+    """The median of the means of every `STEPS_OF_A_RUN` steps, or of single ones where there are fewer."""
+    runs = times[: len(times) // STEPS_OF_A_RUN * STEPS_OF_A_RUN].reshape(-1, STEPS_OF_A_RUN)
+    return float(np.median(runs.mean(axis=1) if len(runs) else times))
+
+
 def _percentiles(name: str, row: Row) -> Iterator[str | None]:
     """Those of the times of all steps."""
     times = row.get("times_us")
@@ -79,6 +87,7 @@ def _percentiles(name: str, row: Row) -> Iterator[str | None]:
         "p50_us": np.percentile(values, 50),
         "p99_us": np.percentile(values, 99),
         "mean_us": values.mean(),
+        "runs_us": median_of_runs(values),
     }
     for part, value in expected.items():
         if part in row:

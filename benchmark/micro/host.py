@@ -1,8 +1,10 @@
 """What does a step cost the host?
 
 Drives the real scheduler, slot table and batch inputs with a runner that answers at once. Pure decode:
-every slot holds a context of 1,000 to 1,300 tokens and gets one token a step. With a chunk: one slot works on
-prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th admits and ends.
+every slot holds a context of 1,000 to 1,300 tokens and gets one random token a step; the same beside each
+proposer of drafts, which finds nothing to guess and so costs the most for nothing. With a chunk: one slot
+works on prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th admits
+and ends. What proposers do every few steps shows in the median of the means of many steps in a row.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from benchmark.gate.gate import with_verdict
+from benchmark.gate.micro import median_of_runs
 from benchmark.micro import queues
 from benchmark.options import add_json, show, verdict_line
 from benchmark.run_clock import RunClock
@@ -23,6 +27,11 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.ngram import NGram
+from continuous_batching.speculation.proposer import Proposer
+from continuous_batching.speculation.speculation import Speculation
+from continuous_batching.speculation.suffix import Suffix
+from continuous_batching.speculation.throughput import Throughput
 from kv_cache.pages import PagePool
 from recipes.build import versions
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
@@ -32,7 +41,13 @@ CONTEXT_TOKENS = (1000, 1300)
 CHUNKS_PER_PROMPT = 16
 
 
-def full_scheduler(num_slots: int, page_size: int, num_steps: int, chunk_tokens: int) -> Scheduler:
+PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram, "suffix": Suffix}
+MOST_DRAFTS = 4
+
+
+def full_scheduler(
+    num_slots: int, page_size: int, num_steps: int, chunk_tokens: int, proposer: str | None = None
+) -> Scheduler:
     """A scheduler whose slots all decode, but one if there are chunks to compute."""
     random = np.random.default_rng(0)
     num_busy = num_slots - bool(chunk_tokens)
@@ -46,42 +61,50 @@ def full_scheduler(num_slots: int, page_size: int, num_steps: int, chunk_tokens:
         max_batch_tokens=num_slots * CONTEXT_TOKENS[1],  # so that one step computes all contexts
         vocab_size=VOCAB_SIZE,
     )
+    if proposer is not None:
+        slots = scheduler.slots
+        scheduler.speculation = Speculation(slots, PROPOSERS[proposer](slots), Throughput(slots), MOST_DRAFTS)
     params = SamplingParams(max_tokens=num_steps + 8, temperature=0.0)
     for number in range(num_busy):
         prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*CONTEXT_TOKENS)))
         scheduler.add(Request(str(number), prompt, params))
-    step_us(scheduler)
+    step_us(scheduler, random)
     assert len(scheduler.slots.busy) == num_busy, "not every slot decodes"
     scheduler.max_batch_tokens = num_slots + chunk_tokens
     return scheduler
 
 
-def step_us(scheduler: Scheduler) -> float:
+def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
     """Microseconds of one step's schedule, batch inputs and commit."""
     start = time.perf_counter()
-    batch = scheduler.schedule(0.0)
+    batch = scheduler.schedule(start)
     scheduler.slots.inputs(batch)
     scheduled = time.perf_counter()
-    sampled = Sampled(np.full(len(batch.sampled), 7, dtype=np.int64))  # the device's work
+    sampled = Sampled(random.integers(0, VOCAB_SIZE, len(batch.sampled)))  # the device's work
     computed = time.perf_counter()
-    scheduler.commit(batch, sampled, 0.0)
+    scheduler.commit(batch, sampled, computed)
     return 1e6 * (time.perf_counter() - computed + scheduled - start)
 
 
-def measure(num_slots: int, page_size: int, chunk_tokens: int, num_steps: int) -> dict[str, Any]:
+def measure(
+    num_slots: int, page_size: int, chunk_tokens: int, num_steps: int, proposer: str | None = None
+) -> dict[str, Any]:
     """Percentiles over the steps, of decode alone (`chunk_tokens` 0) or with a chunk of a new prompt."""
     random = np.random.default_rng(1)
-    scheduler = full_scheduler(num_slots, page_size, num_steps, chunk_tokens)
+    scheduler = full_scheduler(num_slots, page_size, num_steps, chunk_tokens, proposer)
+    if proposer is not None:
+        step_us(scheduler, random)  # the first one keeps all prompts
     gc.collect()
     times_us = []
     for number in range(num_steps):
         if chunk_tokens and len(scheduler.slots.busy) < num_slots:
             prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT)
             scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
-        times_us.append(step_us(scheduler))
+        times_us.append(step_us(scheduler, random))
     p50, p99 = np.percentile(times_us, [50, 99])
     times_us = [round(each, 1) for each in times_us]
-    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1), "times_us": times_us}
+    found = {"p50_us": p50, "p99_us": p99, "runs_us": median_of_runs(np.array(times_us))}
+    return {**{name: round(float(each), 1) for name, each in found.items()}, "times_us": times_us}
 
 
 def run(
@@ -93,6 +116,10 @@ def run(
             "slots": num_slots,
             "page_size": page_size,
             "decode": measure(num_slots, page_size, 0, num_steps),
+            **{
+                f"decode_beside_{name}": measure(num_slots, page_size, 0, num_steps, name)
+                for name in PROPOSERS
+            },
             f"decode_and_{chunk_tokens}_token_chunk": measure(num_slots, page_size, chunk_tokens, num_steps),
         }
         for num_slots in slots
@@ -104,12 +131,14 @@ def print_table(result: dict[str, Any]) -> None:
     """A row for each number of slots and size of page."""
     rows = result["host"]
     columns = [name for name in rows[0] if name not in ("slots", "page_size")]
-    print("µs a step, p50 / p99".ljust(24) + "".join(name.replace("_", " ").rjust(36) for name in columns))
+    print("µs, p50 / p99 / runs".ljust(24) + "".join(name.replace("_", " ").rjust(34) for name in columns))
     for row in rows:
-        texts = [f"{row[name]['p50_us']} / {row[name]['p99_us']}" for name in columns]
+        texts = [
+            " / ".join(str(row[name][part]) for part in ("p50_us", "p99_us", "runs_us")) for name in columns
+        ]
         print(
             f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24)
-            + "".join(text.rjust(36) for text in texts)
+            + "".join(text.rjust(34) for text in texts)
         )
     print(verdict_line(result["verdict"]))
 

@@ -15,12 +15,13 @@ from benchmark.micro.host import full_scheduler, step_us
 from continuous_batching.scheduling.scheduler import Scheduler
 
 NUM_STEPS = 40
+RANDOM = np.random.default_rng(0)
 
 
 def decoding(num_slots: int) -> Scheduler:
     """A scheduler whose slots all decode."""
     scheduler = full_scheduler(num_slots, 16, NUM_STEPS, 0)
-    step_us(scheduler)
+    step_us(scheduler, RANDOM)
     return scheduler
 
 
@@ -34,7 +35,7 @@ def num_calls(scheduler: Scheduler) -> int:
 
     sys.setprofile(note)
     try:
-        step_us(scheduler)
+        step_us(scheduler, RANDOM)
     finally:
         sys.setprofile(None)
     return count
@@ -44,7 +45,7 @@ def peak_bytes(scheduler: Scheduler) -> int:
     """The most that a step holds at once, beside what was there before it."""
     tracemalloc.start()
     try:
-        step_us(scheduler)
+        step_us(scheduler, RANDOM)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

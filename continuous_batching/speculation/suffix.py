@@ -1,0 +1,233 @@
+"""What followed the last tokens of a row wherever they stood before, in any request under the same salt?
+
+Answers that resemble earlier ones, or quote prompts that others brought too, go on as those did.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.proposer import Guesses
+from kv_cache.pages import Index
+
+LENGTHS = (8, 4)  # of the ends that are looked up, the longest first; each is twice the next
+_LONGEST, _SHORTEST = LENGTHS[0], LENGTHS[-1]
+_CHUNK = 256  # tokens of one request that lie together
+_BLOCK = 64  # tokens that are new in many rows at once; more are a row's own business
+_ROWS_PER_LOOK = 32  # a look costs the host much the same for one row as for so many
+_ROWS_PER_VAIN_LOOK = 96
+_FACTOR = np.uint32(0x9E3779B1)
+CAPACITY_TOKENS = 2**20
+
+
+class Suffix:
+    """Guesses from the latest place of the longest known end of a row.
+
+    The tokens of all requests are kept in chunks, which repeat the last tokens of the chunk before them; when
+    `capacity_tokens` are kept, the oldest chunk makes room. For each length a hash table, which all share,
+    leads from the end of a text to the place after its latest occurrence. What is found is compared with the
+    tokens themselves, and with the salt of the request that they are of.
+
+    A guess that was right goes on where it came from. Rows without one are looked up all together; beside
+    rows that have one, and ask after each step, only every so many times.
+    """
+
+    def __init__(self, slots: SlotPool, capacity_tokens: int = CAPACITY_TOKENS) -> None:
+        num_chunks = max(capacity_tokens // _CHUNK, 2 * slots.num_slots)
+        self._slots = slots
+        self._bits = min((num_chunks * _CHUNK).bit_length(), 24)
+        # One chunk more than is used: place 0, in it, means that there is none
+        self._chunks = np.zeros((1 + num_chunks, _CHUNK), dtype=np.int32)
+        self._flat: NDArray[np.int32] = self._chunks.reshape(-1)  # a view
+        self._filled = np.zeros(1 + num_chunks, dtype=np.int64)
+        self._salt_of_chunk = np.full(1 + num_chunks, -1, dtype=np.int64)
+        self._next_chunk = 1
+        self._tables = np.zeros((len(LENGTHS), 1 << self._bits), dtype=np.int32)
+        self._salts: dict[str, int] = {}
+        self._num_salts = 0
+        self._number = np.full(slots.num_slots, -1, dtype=np.int64)  # of the request that is followed
+        self._salt = np.zeros(slots.num_slots, dtype=np.int64)
+        self._chunk = np.zeros(slots.num_slots, dtype=np.int64)  # that a row's next token goes into
+        self._stored = np.zeros(slots.num_slots, dtype=np.int64)  # tokens of the request
+        # A guess for position `known` is what stands at `source`; 0: there is none
+        self._known = np.zeros(slots.num_slots, dtype=np.int64)
+        self._source = np.zeros(slots.num_slots, dtype=np.int64)
+        self._until_look = 0
+
+    def guess(self, rows: Index, most: int) -> Guesses:
+        """What followed the ends of these rows [N] before, up to `most` tokens."""
+        slots = self._slots
+        known = slots.num_tokens.take(rows)
+        is_new = slots.number.take(rows) != self._number.take(rows)
+        if is_new.any():
+            self._follow(rows[is_new])
+            self._until_look = 0  # what a new request quotes, it may quote at once
+        source = self._source.take(rows)
+        found = source.nonzero()[0]
+        if len(found):
+            source[found] = self._followed(rows[found], known[found], source[found])
+        self._until_look -= 1
+        if self._until_look < 0:
+            self._until_look = len(rows) // (_ROWS_PER_LOOK if len(found) else _ROWS_PER_VAIN_LOOK)
+            self._store(rows, known)
+            lost = np.flatnonzero((source == 0) & (known >= _LONGEST))
+            if len(lost):
+                source[lost] = self._look(rows[lost], known[lost])
+        self._source[rows], self._known[rows] = source, known
+        tokens = np.zeros((len(rows), most), dtype=np.int32)
+        counts = np.zeros(len(rows), dtype=np.int64)
+        found = source.nonzero()[0]
+        if len(found):
+            first = source[found]
+            counts[found] = np.minimum(self._ends(first) - first, most)
+            places = np.minimum(first[:, None] + np.arange(most), len(self._flat) - 1)
+            tokens[found] = self._flat[places]
+        return Guesses(tokens, counts)
+
+    def _follow(self, rows: Index) -> None:
+        """These rows hold other requests than they did: keep their tokens so far."""
+        for row in rows.tolist():
+            self._number[row] = self._slots.number[row]
+            self._salt[row] = self._salt_number(self._slots.requests[row].cache_salt)
+            self._chunk[row], self._stored[row], self._source[row] = 0, 0, 0
+
+    def _salt_number(self, salt: str | None) -> int:
+        """A number for a salt, as long as tokens under it are kept; 0: there is no salt."""
+        if salt is None:
+            return 0
+        number = self._salts.get(salt)
+        if number is None:
+            if len(self._salts) > len(self._chunks):
+                kept = {*self._salt_of_chunk.tolist(), *self._salt.tolist()}
+                self._salts = {each: number for each, number in self._salts.items() if number in kept}
+            self._num_salts += 1
+            number = self._salts[salt] = self._num_salts
+        return number
+
+    def _followed(self, rows: Index, known: Index, source: Index) -> Index:
+        """The sources of guesses, as far on as their rows; 0 where a row said something else."""
+        moved = source + known - self._known[rows]
+        return np.where(self._is_same(rows, moved, known, _SHORTEST), moved, 0)
+
+    def _store(self, rows: Index, known: Index) -> None:
+        """Keep the tokens of rows that came since the last time, and enter what they follow."""
+        pending = known - self._stored[rows]
+        for at in np.flatnonzero(pending > _BLOCK).tolist():
+            self._store_all(int(rows[at]), int(known[at]))
+        some = np.flatnonzero((pending > 0) & (pending <= _BLOCK))
+        if not len(some):
+            return
+        rows, pending = rows[some], pending[some]
+        width = int(pending.max())
+        while True:
+            is_open = (self._chunk[rows] > 0) & (self._filled[self._chunk[rows]] + width <= _CHUNK)
+            if is_open.all():
+                break
+            self._open_chunks(rows[~is_open])  # this may take the chunk of another row, but none of its own
+        chunks, stored = self._chunk[rows], self._stored[rows]
+        filled = self._filled[chunks]
+        ahead = np.arange(width)[:, None]  # [width, 1]
+        is_new = ahead < pending
+        places = chunks * _CHUNK + filled + ahead  # [width, N]
+        positions = np.minimum(stored + ahead, self._slots.max_tokens - 1)
+        tokens = self._slots.token_ids[rows, positions]
+        self._flat[places[is_new]] = tokens[is_new]
+        self._filled[chunks] = filled + pending
+        self._stored[rows] = stored + pending
+        self._enter(chunks * _CHUNK, filled, width, is_new, self._salt[rows])
+
+    def _store_all(self, row: int, known: int) -> None:
+        """Keep the many new tokens of a row, such as a prompt."""
+        while self._stored[row] < known:
+            filled = int(self._filled[self._chunk[row]])
+            if not self._chunk[row] or filled == _CHUNK:
+                self._open_chunks(np.array([row]))
+                filled = int(self._filled[self._chunk[row]])
+            chunk, stored = int(self._chunk[row]), int(self._stored[row])
+            count = min(_CHUNK - filled, known - stored)
+            self._chunks[chunk, filled : filled + count] = self._slots.token_ids[row, stored : stored + count]
+            self._filled[chunk] += count
+            self._stored[row] += count
+            one = np.array([chunk * _CHUNK])
+            is_new = np.ones((count, 1), dtype=np.bool_)
+            self._enter(one, np.array([filled]), count, is_new, self._salt[row : row + 1])
+
+    def _open_chunks(self, rows: Index) -> None:
+        """Give rows new chunks, in place of the oldest, which begin with the last tokens that were kept."""
+        num = len(self._chunks) - 1
+        chunks = 1 + (self._next_chunk - 1 + np.arange(len(rows))) % num
+        self._next_chunk = 1 + (int(chunks[-1]) - 1 + 1) % num
+        self._chunk[np.isin(self._chunk, chunks)] = 0  # of rows that have said nothing for long
+        overlap = np.minimum(self._stored[rows], _LONGEST)
+        ahead = np.arange(_LONGEST)
+        positions = np.minimum(
+            self._stored[rows][:, None] - overlap[:, None] + ahead, self._slots.max_tokens - 1
+        )
+        self._chunks[chunks, :_LONGEST] = self._slots.token_ids[rows[:, None], positions]
+        self._filled[chunks] = overlap
+        self._salt_of_chunk[chunks] = self._salt[rows]
+        self._chunk[rows] = chunks
+
+    def _enter(
+        self, first: Index, filled: Index, width: int, is_new: NDArray[np.bool_], salts: Index
+    ) -> None:
+        """Enter `width` places, from `filled` tokens behind `first` [N] on, under the tokens before them."""
+        places = first + filled + np.arange(-_LONGEST, width)[:, None]  # [_LONGEST + width, N]
+        tokens = self._flat[np.maximum(places, first)]
+        hashes = self._hashed(tokens[:-1], salts)
+        offsets = filled + np.arange(width)[:, None]
+        if is_new.all() and filled.min() >= _LONGEST:
+            for table, hashed in zip(self._tables, hashes):
+                table[hashed[-width:]] = places[_LONGEST:]
+            return
+        for table, length, hashed in zip(self._tables, LENGTHS, hashes):
+            at = is_new & (offsets >= length)
+            table[hashed[-width:][at]] = places[_LONGEST:][at]
+
+    def _hashed(self, tokens: NDArray[np.int32], salts: Index) -> list[Index]:
+        """For each length: entries under the ends of each of the last places after these tokens [T, N]."""
+        last = len(tokens) + 1 - _LONGEST
+        words = tokens.view(np.uint32) + np.uint32(1)
+        hashed = words[: len(words) + 1 - _SHORTEST] * _FACTOR
+        for ahead in range(1, _SHORTEST):
+            hashed += words[ahead : len(words) + 1 - _SHORTEST + ahead]
+            hashed *= _FACTOR
+        of_length = [hashed]
+        for length in reversed(LENGTHS[1:]):  # an end twice as long, of two of this length
+            hashed = (hashed[:-length] * _FACTOR ^ hashed[length:]) * _FACTOR
+            of_length.insert(0, hashed)
+        salted = salts.astype(np.uint32) * np.uint32(0x85EBCA6B)
+        return [
+            ((each[-last:] ^ salted) * _FACTOR >> np.uint32(32 - self._bits)).astype(np.int64)
+            for each in of_length
+        ]
+
+    def _look(self, rows: Index, known: Index) -> Index:
+        """The places after the latest occurrences of the longest known ends of rows; 0: none is known."""
+        positions = known + np.arange(-_LONGEST, 0)[:, None]
+        hashes = self._hashed(self._slots.token_ids[rows, positions], self._salt[rows])
+        best = np.zeros(len(rows), dtype=np.int64)
+        for table, length, hashed in zip(self._tables, LENGTHS, hashes):
+            places = table[hashed[-1]].astype(np.int64)
+            likely = np.flatnonzero((best == 0) & (places > 0))
+            if len(likely):
+                is_same = self._is_same(rows[likely], places[likely], known[likely], length)
+                best[likely[is_same]] = places[likely[is_same]]
+        return best
+
+    def _ends(self, places: Index) -> Index:
+        """Where the tokens end that are kept behind these places."""
+        chunks = places // _CHUNK
+        ends: Index = chunks * _CHUNK + self._filled[chunks]
+        return ends
+
+    def _is_same(self, rows: Index, places: Index, known: Index, length: int) -> NDArray[np.bool_]:
+        """Whether places have a token, and before it those of the row's end, under the same salt."""
+        places = np.minimum(places, len(self._flat) - 1)
+        same = (places % _CHUNK >= length) & (places < self._ends(places))
+        same &= self._salt_of_chunk[places // _CHUNK] == self._salt[rows]
+        for back in range(1, length + 1):
+            same &= self._flat[places - back] == self._slots.token_ids[rows, known - back]
+        return same
