@@ -22,6 +22,8 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "launches": ("micro.launches", "what a decode step asks of an NPU: launches, copies and waits"),
     "parts": ("micro.parts", "where the time of a step on a CPU goes, part by part"),
     "stall": ("offline.stall", "what long prompts cost those who are being answered, whole and in chunks"),
+    "speculation": ("offline.speculation", "what drafts bring, by text and by load, beside plain decoding"),
+    "drafts": ("simulate.speculation_gain", "what drafts would bring on a simulated device"),
     "host": ("micro.host", "what a step costs the host, with a device that answers at once"),
     "simulation": ("micro.simulation", "simulated tokens a second, with the real scheduler"),
     "cache-types": ("micro.cache_types", "what keys and values in int8 change in answers and in attention"),

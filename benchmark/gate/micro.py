@@ -122,6 +122,34 @@ def host(figures: Figures) -> str | None:
     return first([*wrongs, within_the_run(figures, taken_us / 1e6)])
 
 
+def speculation(figures: Figures) -> str | None:
+    """Throughputs are tokens over the medians of the runs, gains those over the same row's plain decoding."""
+    wrongs, taken_s, plain_s = [], 0.0, dict[tuple[str, int], float]()
+    for name, row in rows_of(figures, "rows"):
+        times = [finite(f"a time of {name}", each) for each in part_of(name, row, "decode_s")]
+        if not times or min(times) <= 0:
+            return f"{name}.decode_s must be times above 0"
+        taken_s += sum(times)
+        median_s, load = float(np.median(times)), (str(row.get("text")), int(number(name, row, "slots")))
+        if row.get("kind") == "plain":
+            plain_s[load] = median_s
+        rate, slack_s = number(name, row, "tokens") / median_s, 6e-5 / median_s
+        stated = number(name, row, "tokens_per_s")
+        wrongs.append(
+            differs(f"{name}.tokens_per_s", stated, "tokens / median", rate, 0.006 + rate * slack_s)
+        )
+        if load not in plain_s:
+            return f"{name} has no plain decoding before it"
+        gain = plain_s[load] / median_s
+        slack = 6e-5 + gain * (slack_s + 6e-5 / plain_s[load])
+        stated = number(name, row, "times_plain")
+        wrongs.append(differs(f"{name}.times_plain", stated, "plain's median / median", gain, slack))
+        drafted, accepted = number(name, row, "drafted"), number(name, row, "accepted")
+        wrongs.append(exceeds(f"{name}.accepted", accepted, "drafted", drafted, 0.0))
+        wrongs.append(exceeds(f"{name}.accepted", accepted, "tokens", number(name, row, "tokens"), 0.0))
+    return first([*wrongs, within_the_run(figures, taken_s)])
+
+
 def tokens_of(load: str) -> float:
     """The tokens of a load, as its name says: decodes have one each."""
     decodes = re.search(r"(\d+) decodes? ", load)
@@ -262,6 +290,7 @@ LAWS = {
         ("device", "shares and rates are of the step's time, within the run", device),
         ("kv", "shares are of a plain copy's rate, within the run", pages),
         ("simulation", "rates are tokens / seconds, within the run", simulation),
+        ("speculation", "throughputs and their ratios are of the medians, within the run", speculation),
         ("stall", "what chunks change is the ratio of both ways", stall),
     )
 }

@@ -46,7 +46,7 @@ BATCHES = (
     *(f"percentiles.{part}" for part in (10, 25, 50, 75, 90, 99)),
 )
 THEIRS = ("elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second")
-VERBS = ("serve", "host", "device", "kv", "simulation", "stall")  # that give their names
+VERBS = ("serve", "host", "device", "kv", "simulation", "stall", "speculation")  # that give their names
 ASKED = ("ended_by", "asked_output_tokens", "records")  # where each request has one answer
 COUNTERS = (
     ("counters.before", "counters.after", "counters_after_all_runs"),  # an engine's

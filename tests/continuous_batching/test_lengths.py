@@ -241,6 +241,14 @@ def test_first_guesses_say_nothing_of_later_ones() -> None:
     assert after[1, 0] == before[1, 0]
 
 
+def test_guesses_after_a_wrong_one_say_nothing() -> None:
+    slots, row = SlotPool(1, 8, 4), np.array([0])
+    few, many = Acceptance(slots), Acceptance(slots)
+    few.learn(Verdicts(row, np.array([2]), np.array([1])))
+    many.learn(Verdicts(row, np.array([6]), np.array([1])))
+    assert (few.rates(row) == many.rates(row)).all()
+
+
 def test_the_source_s_formula_chooses_the_source_s_lengths() -> None:
     def best(*shares: tuple[int, int]) -> int:
         source = Source(base=5, least=1, most=8, window=4)

@@ -38,6 +38,7 @@ from tests.mutation.prefix_faults import PREFIX_FAULTS
 from tests.mutation.prompt_logprob_faults import FOLLOWERS, PROMPT_FAULTS, PROMPTS, REQUEST
 from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
+from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = (
@@ -57,6 +58,7 @@ FAULTS = (
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
     *INT8_FAULTS,
+    *SPECULATION_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -113,6 +115,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
     **INT8_TESTS_OF,
+    **SPECULATION_TESTS_OF,
 }
 
 

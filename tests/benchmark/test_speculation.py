@@ -1,0 +1,60 @@
+"""Does the benchmark of speculation compare what it says, and the simulated table hold its own arithmetic?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmark.gate.gate import audit
+from benchmark.simulate.speculation_gain import tokens_of_a_step
+from scripts.benchmark import main
+
+QWEN = "recipes/bench/qwen3_8b_cuda.yaml"
+TINY = "recipes/tiny/cpu.yaml"
+
+
+def test_the_simulated_table_is_that_of_the_roofline(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["drafts", QWEN, "--rows", "1,256", "--contexts", "1000,8000", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["rows"], row["context"]) for row in rows] == [(1, 1000), (1, 8000), (256, 1000), (256, 8000)]
+    assert [row["times_plain"] for row in rows] == pytest.approx([3.68, 3.68, 1.31, 2.75], abs=0.02)
+    assert all(row["best_times_plain"] >= max(1.0, row["times_plain"]) for row in rows)
+
+
+def test_a_drafter_of_its_own_costs_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    drafter = ["--drafter", "recipes/bench/qwen3_0_6b_cuda.yaml", "--acceptance", "0.7", "--drafts", "3"]
+    main(["drafts", QWEN, "--rows", "1,128,256", "--contexts", "1000", *drafter, "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["times_plain"] > 1.5
+    assert all(row["times_plain"] < 1 for row in rows[1:])
+    assert rows[-1]["best_drafts"] == 0
+
+
+def test_tokens_of_a_step_end_at_the_first_wrong_draft() -> None:
+    assert tokens_of_a_step(0.0, 5) == 1
+    assert tokens_of_a_step(1.0, 5) == 6
+    assert tokens_of_a_step(0.5, 2) == 1.75
+
+
+def test_every_kind_is_beside_plain_decoding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "speculation.png"
+    sizes = ["--loads", "1,2", "--prompt", "8", "--answer", "6", "--runs", "1"]
+    kinds = ["ngram, fixed", "suffix, throughput"]
+    main(["speculation", TINY, *sizes, "--kinds", *kinds, "--plot", str(picture), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdict"]["outcome"] == "pass"
+    assert "figures of speculation" in result["verdict"]["passed"]
+    rows = result["rows"]
+    assert [(row["text"], row["slots"], row["kind"]) for row in rows] == [
+        (text, slots, kind)
+        for text in ("quoting", "ordinary", "random")
+        for slots in (1, 2)
+        for kind in ("plain", *kinds)
+    ]
+    assert all(row["times_plain"] == 1 and row["drafted"] == 0 for row in rows if row["kind"] == "plain")
+    assert all(0 <= row["accepted"] <= row["drafted"] for row in rows)
+    assert picture.stat().st_size > 1000
+    rows[1]["times_plain"] *= 1.1
+    assert "figures of speculation" in audit(result).describe()["refused"]
