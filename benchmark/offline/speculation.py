@@ -1,8 +1,9 @@
 """What does speculation bring, at which load, on which text?
 
 Plain decoding and each kind of speculation serve the same requests, in turn, and medians of the runs are
-compared. Some requests quote: their prompt holds the answer that they get. Others get an ordinary answer, or
-begin with random tokens. A load is the number of requests that run at once.
+compared. A kind keeps between its runs what it has learnt of lengths and times, as a server does between
+requests, but no text. Some requests quote: their prompt holds the answer that they get. Others get an
+ordinary answer, or begin with random tokens. A load is the number of requests that run at once.
 """
 
 from __future__ import annotations
@@ -51,17 +52,16 @@ class SpeculationLoad:
     num_runs: int
 
 
-def speculation(kind: str, slots: SlotPool, most: int) -> Speculation | None:
+def lengths_of(kind: str, slots: SlotPool, most: int) -> Lengths | None:
     """What a kind's name says; None for plain decoding."""
     if kind == "plain":
         return None
-    name, way = kind.split(", ")
-    lengths: dict[str, Callable[[], Lengths]] = {
+    made: dict[str, Callable[[], Lengths]] = {
         "throughput": lambda: Throughput(slots),
         "source": lambda: Source(most, 1, most, 100),
         "fixed": Fixed,
     }
-    return Speculation(slots, PROPOSERS[name](slots), lengths[way](), most)
+    return made[kind.split(", ")[1]]()
 
 
 def run(
@@ -130,10 +130,15 @@ def _rows(
     """Kinds take turns, so that what else the machine does meets all of them; what they say is the same."""
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     facts: dict[str, dict[str, int]] = {}
+    slots, most = engine.slots, load.most_drafts
+    learnt = {kind: lengths_of(kind, slots, most) for kind in kinds}
     answers: list[list[int]] | None = None
     for _ in range(load.num_runs):
         for kind in kinds:
-            engine.scheduler.speculation = speculation(kind, engine.slots, load.most_drafts)
+            engine.scheduler.speculation = None
+            if lengths := learnt[kind]:
+                proposer = PROPOSERS[kind.split(", ")[0]](slots)
+                engine.scheduler.speculation = Speculation(slots, proposer, lengths, most)
             gc.collect()
             seconds, said, facts[kind] = _serve(engine, prompts, load.answer_tokens)
             taken[kind].append(seconds)

@@ -76,6 +76,15 @@ def test_nothing_is_found_across_salts(first: str | None, second: str | None) ->
     assert guessed(proposer, take(slots, 2, story[:50], first)) == [story[50:54]]
 
 
+def test_entries_that_meet_in_a_table_tell_nothing_across_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = SlotPool(2, 256, 16)
+    proposer, story = Suffix(slots), text(0, 100)
+    hashed = proposer._hashed
+    monkeypatch.setattr(proposer, "_hashed", lambda tokens, salts: hashed(tokens, 0 * salts))
+    guessed(proposer, take(slots, 0, story, "a"))
+    assert guessed(proposer, take(slots, 1, story[:50], "b")) == [[]]
+
+
 def test_many_salts_take_no_memory_for_ever_and_stay_apart() -> None:
     slots = SlotPool(1, 64, 16)
     proposer, story = Suffix(slots, 1024), text(0, 20)
@@ -105,6 +114,16 @@ def test_the_oldest_make_room() -> None:
     assert found(33, 100) == stories[33][114:118]
     assert found(0, 100) == []
     assert proposer._chunks.size <= 4096 + 256
+
+
+def test_what_stands_where_one_chunk_ends_and_the_next_begins_is_found() -> None:
+    slots = SlotPool(2, 1200, 16)
+    proposer, story = Suffix(slots), text(0, 1000)
+    guessed(proposer, take(slots, 0, story))
+    for end in range(240, 280):
+        row = take(slots, end, story[end - 12 : end])
+        assert guessed(proposer, row)[0][:1] == story[end : end + 1], end
+        leave(slots, row)
 
 
 @pytest.mark.parametrize("seed", range(4))
