@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
 from continuous_batching.engine import Engine, Runner, Step
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
-from continuous_batching.request import TokenIds
+from continuous_batching.request import Request, TokenIds
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from simulation.clock import Clock

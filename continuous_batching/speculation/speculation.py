@@ -58,7 +58,6 @@ class Speculation:
             slots.drop_drafts()
             self._counts[:] = 0
             self._has_guesses = False
-        self._pause -= 1
         if self._pause > 0:
             return False
         known = slots.num_tokens[rows]
@@ -83,6 +82,7 @@ class Speculation:
 
     def learn(self, batch: Batch, rows: Index, positions: Index, tokens: Index, counters: Counters) -> None:
         """Of what the model chose for a batch, `tokens` [A] are booked for these positions of rows [A]."""
+        self._pause -= 1
         if not self._has_guesses or not len(rows):
             return
         first = np.flatnonzero(np.diff(rows, prepend=-1))

@@ -8,15 +8,29 @@ from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed, Lengths
 from continuous_batching.speculation.ngram import NGram
 from continuous_batching.speculation.proposer import Proposer
+from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
+from continuous_batching.speculation.suffix import Suffix
+from continuous_batching.speculation.throughput import Throughput
 from recipes.schema.speculation_section import SpeculationSection
 
-PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram}
-LENGTHS: dict[str, Callable[[], Lengths]] = {"fixed": Fixed}
+PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram, "suffix": Suffix}
+WINDOW = 100  # of the chapter's formula, where a recipe names none
+
+
+def lengths_of(asked: SpeculationSection, slots: SlotPool) -> Lengths:
+    """How many guesses are checked, as the recipe wants it chosen."""
+    if asked.adaptive == "throughput":
+        return Throughput(slots)
+    if asked.adaptive == "fixed":
+        return Fixed()
+    base = asked.max_tokens if asked.base_tokens is None else asked.base_tokens
+    least = 1 if asked.min_tokens is None else asked.min_tokens
+    return Source(base, min(least, base), asked.max_tokens, asked.window or WINDOW)
 
 
 def speculation_of(asked: SpeculationSection, slots: SlotPool) -> Speculation | None:
     """What gives drafts to the rows of a slot table; None where the recipe wants none."""
     if asked.kind == "none":
         return None
-    return Speculation(slots, PROPOSERS[asked.kind](slots), LENGTHS[asked.adaptive](), asked.max_tokens)
+    return Speculation(slots, PROPOSERS[asked.kind](slots), lengths_of(asked, slots), asked.max_tokens)

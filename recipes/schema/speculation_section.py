@@ -16,9 +16,9 @@ MOST_ON_NPU = 15  # with the token before them, a decode's 16 query tokens in np
 class SpeculationSection:
     """How tokens are guessed and checked several at a time; answers stay the same."""
 
-    kind: Literal["none", "ngram"] = key(
+    kind: Literal["none", "ngram", "suffix"] = key(
         "who guesses the next tokens of a request; ngram: what followed its last tokens when they stood in it"
-        " before; answers stay the same",
+        " before; suffix: or in any request of the same cache_salt; answers stay the same",
         default="none",
     )
     max_tokens: int = key(
@@ -27,8 +27,26 @@ class SpeculationSection:
         least=1,
         most=64,
     )
-    adaptive: Literal["fixed"] = key(
-        "how many of its guesses a step checks; fixed: as many as there are", default="fixed"
+    adaptive: Literal["throughput", "source", "fixed"] = key(
+        "how many of its guesses a step checks; throughput: those that bring the most tokens for the step's"
+        " predicted time, none where that is fastest; source: by the formula of the chapter on dynamic"
+        " batching, which knows neither rows nor times; fixed: as many as there are",
+        default="throughput",
+    )
+    base_tokens: int | None = key(
+        "guesses that adaptive: source checks while it knows no rate, or one below 0.001; null: max_tokens",
+        default=None,
+        least=0,
+        most=64,
+    )
+    min_tokens: int | None = key(
+        "the fewest guesses that adaptive: source checks; null: 1", default=None, least=0, most=64
+    )
+    window: int | None = key(
+        "shares of right guesses that adaptive: source remembers; null: 100",
+        default=None,
+        least=1,
+        most=2**20,
     )
     accept_threshold: float | None = key(
         "refused: a guess counts if and only if it is the token that is drawn anyway",
@@ -47,6 +65,23 @@ def speculation_contradictions(section: SpeculationSection, device_kind: str) ->
             " answers towards the guesses",
             "leave it out: a guess counts if and only if it is the token that is drawn anyway",
             value=section.accept_threshold,
+        )
+    for name in ("base_tokens", "min_tokens", "window"):
+        if (value := getattr(section, name)) is not None and section.adaptive != "source":
+            yield RecipeError(
+                (f"speculation.{name}", "speculation.adaptive"),
+                f"it is read by adaptive: source alone, and adaptive is {section.adaptive}",
+                "leave it out, or set speculation.adaptive to source",
+                value=value,
+            )
+    least, base = section.min_tokens or 0, section.base_tokens
+    if not least <= (section.max_tokens if base is None else base) <= section.max_tokens:
+        yield RecipeError(
+            ("speculation.base_tokens", "speculation.min_tokens", "speculation.max_tokens"),
+            f"{section.max_tokens if base is None else base} guesses are not from {least} to"
+            f" {section.max_tokens}",
+            "order them: min_tokens, base_tokens, max_tokens",
+            value=base,
         )
     if section.kind != "none" and device_kind == "npu" and section.max_tokens > MOST_ON_NPU:
         yield RecipeError(
