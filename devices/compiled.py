@@ -6,8 +6,10 @@ beforehand what may vary, and a call takes 5. A decoder makes some 70 calls a st
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import platform
 import shutil
 import sysconfig
 import time
@@ -48,15 +50,30 @@ def missing_for_compiling() -> str | None:
     return None if (headers / "Python.h").is_file() else f"there is no Python.h in {headers}"
 
 
+def processor() -> str:
+    """A name of what this processor can do, and torch does with it: another one's compilations differ.
+
+    torch finds what it compiled by the function alone. Loops that were made for vectors of 512 bits, compiled
+    for those of 256, leave out half of what they should write.
+    """
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    flags = sorted({line for line in lines if line.lower().startswith(("flags", "features", "cpu part"))})
+    digest = hashlib.sha256("\n".join([platform.processor(), *flags]).encode()).hexdigest()[:8]
+    return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability().lower()}-{digest}"
+
+
 def keep_results() -> Path | None:
     """Let compilations be kept for the next start, and say where; None: in torch's own temporary folder.
 
-    A folder of the user that survives a restart of the machine, unless TORCHINDUCTOR_CACHE_DIR names another.
+    A folder of the user that survives a restart of the machine, unless TORCHINDUCTOR_CACHE_DIR names another;
+    in it, one for each kind of processor, since machines may share it.
     """
     said = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if said:
-        return Path(said)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "continuous_batching/compiled"
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "continuous_batching/compiled"
+    folder = Path(said) if said else own
+    if folder.name != processor():  # else a process that started this one has said so
+        folder /= processor()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_usable = os.access(folder, os.W_OK | os.X_OK)

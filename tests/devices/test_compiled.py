@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from devices.compiled import Compiled, CompileLimit, NoCompiler, keep_results, missing_for_compiling
+from devices.compiled import (
+    Compiled,
+    CompileLimit,
+    NoCompiler,
+    keep_results,
+    missing_for_compiling,
+    processor,
+)
 from recipes.build.machine import Cpu, decided
 from recipes.schema.recipe import ROOT, DeviceSection
 
@@ -104,12 +111,15 @@ def test_auto_compiles_where_there_is_a_compiler_and_attention_is_the_devices_ow
 def test_results_are_kept_in_the_users_cache_unless_another_folder_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    assert keep_results() == Path("/elsewhere")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert keep_results() == tmp_path / "elsewhere" / processor()
+    assert keep_results() == tmp_path / "elsewhere" / processor(), (
+        "as a process finds it that this one starts"
+    )
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = keep_results()
-    assert folder == tmp_path / "continuous_batching/compiled"
+    assert folder == tmp_path / "continuous_batching/compiled" / processor()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
 
@@ -120,6 +130,43 @@ def test_results_are_kept_in_the_users_cache_unless_another_folder_is_said(
         assert keep_results() is None
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     assert "cannot be written" in caplog.messages[0]
+
+
+def test_processors_that_share_a_folder_share_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was compiled for vectors of 512 bits leaves out half of the numbers with those of 256."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = set()
+    for capability in ("AVX512", "AVX2", "DEFAULT"):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda each=capability: each)
+        found.add(keep_results())
+    assert len(found) == 3
+
+
+SMALLEST = """
+import torch
+from devices.compiled import Compiled, keep_results
+from models.ops.cpu import _greedy
+keep_results()
+greedy = Compiled(_greedy, ((0,),))
+for seed in range(40):
+    logits = torch.randn(64, 1024, generator=torch.Generator().manual_seed(seed))
+    junk = [torch.full((64,), -1) for _ in range(64)]
+    del junk
+    assert torch.equal(greedy(logits)[0], logits.argmax(-1)), seed
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
+def test_a_change_of_vectors_between_starts_changes_no_result(tmp_path: Path) -> None:
+    """As on two nodes of a cluster with one home folder. A processor without them passes as well."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    for capability in ("avx512", "avx2", "avx512"):
+        asked = environment | {"XDG_CACHE_HOME": str(tmp_path), "ATEN_CPU_CAPABILITY": capability}
+        subprocess.run([sys.executable, "-c", SMALLEST], cwd=ROOT, env=asked, check=True)
 
 
 @pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
