@@ -197,8 +197,15 @@ class DecodeGraphs:
             logits, best, metadata = self._step(sent, self.cache)
         if self.sampler.captures_draws:
             draw = graph_of()
-            with self.device.graph(draw, pool=pool):
-                drawn = self._drawn(logits, best, sent)
+            try:
+                with self.device.graph(draw, pool=pool):
+                    drawn = self._drawn(logits, best, sent)
+            except RuntimeError as error:
+                raise ValueError(
+                    "device.graphs: draws by top-k and top-p cannot be captured here"
+                    f" ({_first_line(error)}); run `bash scripts/verify_npu.sh`, whose answer the next start"
+                    " follows, or set it to 0"
+                ) from error
         return CapturedStep(graph, pinned, sent, metadata, logits, best, draw, drawn)
 
     def _step(self, sent: Tensor, cache: KVCache) -> tuple[Tensor, Best, AttentionMetadata]:
@@ -218,6 +225,11 @@ class DecodeGraphs:
         tokens = self.sampler.draw(logits, best, sent[DRAW])
         self._table[: len(tokens)].copy_(tokens)
         return tokens
+
+
+def _first_line(error: RuntimeError) -> str:
+    # What a device says, without where it happened
+    return str(error).strip().partition("\n")[0]
 
 
 def _pad(host: NDArray[np.int32]) -> None:

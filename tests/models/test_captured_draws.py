@@ -12,6 +12,7 @@ from continuous_batching.batch import NOT_FINITE
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from models.sampling import draw_columns
+from models.sampling.sampler import Sampler
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -118,3 +119,21 @@ def test_what_is_no_token_is_not_looked_up_by_the_step_after_it(
     assert len(failed) == 1
     others = [number for number in range(len(ways)) if str(number) not in failed]
     assert [found[number] for number in others] == [expected[number] for number in others]
+
+
+def test_a_device_that_cannot_capture_draws_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No source says whether it can: the probe of verify_npu.sh finds out."""
+    draw, captured = Sampler.draw, []
+
+    def refused(self: Sampler, logits: torch.Tensor, *others: Any) -> torch.Tensor:
+        if torch.npu.is_current_stream_capturing():
+            captured.append(len(logits))
+            raise RuntimeError("aclnnSort: not in a capture\nand where it happened")
+        return draw(self, logits, *others)
+
+    monkeypatch.setattr(Sampler, "draw", refused)
+    with pytest.raises(
+        ValueError, match=r"\(aclnnSort: not in a capture\); run `bash scripts/verify_npu.sh`"
+    ):
+        engine_of(graphs=4, overlap=False)
+    assert captured == [4]
