@@ -20,6 +20,7 @@ FLAGS = frozenset(
         "log-requests",
         "once",
         "quick",
+        "resume",
         "retry-rejected",
         "save-result",
         "share-prefixes",

@@ -34,9 +34,9 @@ def broken(build: Callable[[Recipe], BuiltEngine], folder: Path) -> Callable[[Re
         forward, inputs = decoder.forward, built.runner._inputs
         batches: list[Batch] = []
 
-        def noted(batch: Batch, unknown: torch.Tensor | None) -> StepInputs:
+        def noted(batch: Batch) -> StepInputs:
             batches.append(batch)
-            return inputs(batch, unknown)
+            return inputs(batch)
 
         def poisoned(step: StepInputs) -> torch.Tensor:
             batch = batches.pop()

@@ -125,6 +125,8 @@ def test_a_record_says_what_was_asked_for(texts: dict[str, Text]) -> None:
         "arrival_s": 0.0,
         "first_token_s": STEP_S,
         "finish_s": 2 * STEP_S,
+        "num_drafted": 0,
+        "num_accepted": 0,
     }
     ends = records["ends"]
     assert ends["token_ids"] == [*answer, EOS]

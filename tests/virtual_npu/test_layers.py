@@ -1,4 +1,4 @@
-"""The C files of the virtual device stand in layers: each calls only what device.h declares up to its own."""
+"""The C files of the virtual device stand in layers: each calls only what is declared up to its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import re
 from virtual_npu.libraries import SOURCES
 
 FILES = {path.name: path.read_text(encoding="utf-8") for path in SOURCES if path.suffix == ".c"}
-HEADER = next(path for path in SOURCES if path.name == "device.h").read_text(encoding="utf-8")
+HEADER = "\n".join(
+    next(path for path in SOURCES if path.name == name).read_text(encoding="utf-8")
+    for name in ("device.h", "communicator.h")
+)
 SECTION = re.compile(r"^/\* ((?:\w+\.c(?:, )?)+)", re.MULTILINE)
 FUNCTION = re.compile(r"^(?!static\b)\w[\w *]*?\b(\w+)\([^;{]*\)\s*\{", re.MULTILINE)
 DECLARED = re.compile(r"^extern .*?(\w+)\)?(?:\(.*\))?;|^(?!extern\b)\w[\w *]*?\b(\w+)\(", re.MULTILINE)
-TOP = {"streams.c", "events.c", "graphs.c", "groups.c"}  # the interface that torch_npu and Python call
+TOP = {
+    "streams.c",
+    "events.c",
+    "graphs.c",
+    "groups.c",
+    "hccl.c",
+}  # the interface that torch_npu and Python call
 
 
 def code(text: str) -> str:
@@ -20,12 +29,12 @@ def code(text: str) -> str:
 
 
 def order() -> list[str]:
-    """The files from the bottom up, as the sections of device.h name them."""
+    """The files from the bottom up, as the sections of the headers name them."""
     return [name for section in SECTION.findall(HEADER) for name in section.split(", ")]
 
 
 def declared(name: str) -> set[str]:
-    """What device.h declares in the section of a file."""
+    """What the section of a file declares."""
     files, texts = SECTION.findall(HEADER), SECTION.split(HEADER)[2::2]
     text = next(text for names, text in zip(files, texts) if name in names.split(", "))
     text = code("/* " + text.partition("#define")[0])

@@ -222,7 +222,7 @@ static bool is_first(const struct calls *calls, const uint64_t *at, size_t which
 int perform_calls(void *argument) {
     struct calls *calls = argument;
     struct communicator *c = calls->items[0].communicator;
-    uint64_t *at = calloc(calls->count, sizeof *at), looks = 0, since_ns = now_ns();
+    uint64_t *at = calloc(calls->count, sizeof *at), looks = 0, since_ns = clock_ns();
     int code = c->failed ? refuse(ACL_ERROR_RT_PARAM_INVALID, "the communicator has failed before") : 0;
     for (bool left = true; left && !code;) {
         const struct call *waiting = NULL;
@@ -237,13 +237,13 @@ int perform_calls(void *argument) {
             moved |= !waits;
             waiting = waiting || !waits ? waiting : call;
         }
-        if (moved) looks = 0, since_ns = now_ns();
+        if (moved) looks = 0, since_ns = clock_ns();
         if (moved || !waiting || code) continue;
-        begin(c, &waiting->said);
+        begin_call(c, &waiting->said);
         code = pause_for(c, waiting->said.root, &looks, since_ns);
     }
     free(at);
-    end(c);
+    end_call(c);
     return code;
 }
 
@@ -251,8 +251,8 @@ int perform_call(void *argument) {
     struct call *call = argument;
     struct communicator *c = call->communicator;
     if (c->failed) return refuse(ACL_ERROR_RT_PARAM_INVALID, "the communicator has failed before");
-    begin(c, &call->said);
+    begin_call(c, &call->said);
     int code = collective(c, call);
-    end(c);
+    end_call(c);
     return code;
 }

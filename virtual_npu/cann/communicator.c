@@ -40,7 +40,7 @@ const char *in_words(const struct said *said, char *text, size_t room) {
     return text;
 }
 
-uint64_t now_ns(void) {
+uint64_t clock_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1000000000ull + now.tv_nsec;
@@ -65,15 +65,15 @@ static bool is_gone(const struct communicator *communicator, uint32_t rank) {
     return fcntl(communicator->file, F_OFD_GETLK, &found) == 0 && found.l_type == F_UNLCK;
 }
 
-void begin(struct communicator *communicator, const struct said *said) {
+void begin_call(struct communicator *communicator, const struct said *said) {
     struct shown *mine = &communicator->shared->ranks[communicator->rank];
     mine->said = *said;
-    mine->since_ns = now_ns();
+    mine->since_ns = clock_ns();
     mine->is_inside = true;
 }
-void end(struct communicator *communicator) {
+void end_call(struct communicator *communicator) {
     struct shown *mine = &communicator->shared->ranks[communicator->rank];
-    mine->since_ns = now_ns();
+    mine->since_ns = clock_ns();
     mine->is_inside = false;
 }
 
@@ -89,7 +89,7 @@ static int say_gone(struct communicator *communicator, uint32_t rank) {
 static int say_late(struct communicator *communicator, uint32_t rank) {
     char mine[128], theirs[128];
     const struct shown *ranks = communicator->shared->ranks, *late = &ranks[rank];
-    double since_s = 1e-9 * (now_ns() - late->since_ns);
+    double since_s = 1e-9 * (clock_ns() - late->since_ns);
     communicator->failed = HCCL_E_TIMEOUT;
     in_words(&ranks[communicator->rank].said, mine, sizeof mine);
     if (!late->process)
@@ -107,12 +107,12 @@ int pause_for(struct communicator *communicator, uint32_t rank, uint64_t *looks,
     usleep(*looks < 2000 ? 0 : 50);
     if (*looks % 64) return 0;
     if (is_gone(communicator, rank)) return say_gone(communicator, rank);
-    if (1e-9 * (now_ns() - since_ns) > communicator->limit_s) return say_late(communicator, rank);
+    if (1e-9 * (clock_ns() - since_ns) > communicator->limit_s) return say_late(communicator, rank);
     return 0;
 }
 
 int meet(struct communicator *communicator) {
-    uint64_t number = ++communicator->num_meetings, since_ns = now_ns();
+    uint64_t number = ++communicator->num_meetings, since_ns = clock_ns();
     struct shown *ranks = communicator->shared->ranks;
     __atomic_store_n(&ranks[communicator->rank].num_meetings, number, __ATOMIC_RELEASE);
     for (uint32_t rank = 0; rank < communicator->size; rank++)
@@ -164,14 +164,14 @@ HcclResult join(const char *object, uint32_t size, uint32_t rank, double limit_s
     HcclResult code = map(made, object);
     if (!code) {
         struct flock mine = lock_of(rank);
-        begin(made, &(struct said){.operation = JOIN});
+        begin_call(made, &(struct said){.operation = JOIN});
         if (fcntl(made->file, F_OFD_SETLK, &mine)) {
             refuse(HCCL_E_PARA, "rank %u of %s is there already", rank, object);
             code = HCCL_E_PARA;
         } else {
             __atomic_store_n(&made->shared->ranks[rank].process, getpid(), __ATOMIC_RELEASE);
             if (meet(made)) code = made->failed;
-            end(made);
+            end_call(made);
             shm_unlink(object); /* by all, for any may be the last that lives; who has mapped it keeps it */
         }
     }

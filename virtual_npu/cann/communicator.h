@@ -86,13 +86,13 @@ void leave_communicator(struct communicator *communicator);
 void forget_stale(void); /* shared memory that processes left which ended while they joined */
 char *window(struct communicator *communicator, uint32_t rank);
 struct box *box(struct communicator *communicator, uint32_t from, uint32_t to);
-void begin(struct communicator *communicator, const struct said *said);
-void end(struct communicator *communicator);
+void begin_call(struct communicator *communicator, const struct said *said);
+void end_call(struct communicator *communicator);
 /* Wait for all ranks; 0, or a code whose sentence names who did not come */
 int meet(struct communicator *communicator);
 /* Wait a little for one, which was looked at so often since then; likewise */
 int pause_for(struct communicator *communicator, uint32_t rank, uint64_t *looks, uint64_t since_ns);
-uint64_t now_ns(void);
+uint64_t clock_ns(void);
 
 /* collectives.c */
 struct call {
@@ -110,3 +110,5 @@ struct calls {
     struct call items[];
 };
 int perform_calls(void *calls);
+
+/* hccl.c: what torch_npu calls, and nothing here */

@@ -52,6 +52,7 @@ struct stream {
     struct tasks queue; /* what waits behind an event, or for the thread that runs the stream */
     uint64_t num_sent, num_left;
     int num_waiting; /* threads that wait to run what they sent */
+    pthread_t sender;    /* the last thread that sent it something */
     /* capture */
     struct graph *graph;
     uint64_t num_captured, num_joined;
@@ -133,7 +134,7 @@ int updatable(struct stream *stream, const struct group *group);
 /* execution.c */
 int submit(struct stream *stream, struct task task);
 void forget(struct tasks tasks); /* their kernels are needed no more; drops the lock meanwhile */
-int settle(struct stream *stream);
+int settle(struct stream *stream, bool with_all);
 int settle_event(struct event *event);
 bool complete(const struct event *event);
 bool abandon(struct stream *stream); /* its queue and its open update; was there any? */

@@ -216,6 +216,7 @@ int submit(struct stream *stream, struct task task) {
     if (task.event) count_event(&task);
     if (task.kind == REPLAY) task.graph->num_replays++;
     append(&stream->queue, task);
+    stream->sender = pthread_self();
     bool recorded = false;
     int code = run(stream, ++stream->num_sent, &recorded);
     while (recorded) { /* others may go on, and record what others wait for */
@@ -246,8 +247,9 @@ static bool others_run(void) {
     return false;
 }
 
-/* The host waits for what a stream was sent before, not for what other threads send it meanwhile */
-int settle(struct stream *stream) {
+/* The host waits for what a stream was sent before, not for what other threads send it meanwhile. Who waits for all
+ * streams waits for those of other threads too, which may be about to send what they wait for. */
+int settle(struct stream *stream, bool with_all) {
     uint64_t sent = stream->num_sent;
     bool inside = stream->running && pthread_equal(stream->runner, pthread_self()); /* of one of its kernels */
     while (stream->num_left < sent && (inside || others_run())) {
@@ -261,6 +263,7 @@ int settle(struct stream *stream) {
     if (forbidden_in_capture())
         return refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT,
                       "the host waits for the device during a capture");
+    if (stream->num_left < sent && with_all && !pthread_equal(stream->sender, pthread_self())) return ACL_SUCCESS;
     if (stream->num_left < sent)
         return refuse(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
                       "the host waits for a stream that waits for an event nothing has recorded: "

@@ -22,7 +22,7 @@ aclError aclrtSetStreamFailureMode(aclrtStream handle, uint64_t mode) { return A
 
 aclError aclrtSynchronizeStream(aclrtStream handle) {
     counted(STREAM_WAITS);
-    LOCKED(settle(stream_of(handle)));
+    LOCKED(settle(stream_of(handle), false));
 }
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) {
     return aclrtSynchronizeStream(handle);
@@ -30,7 +30,7 @@ aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout) 
 
 static int settle_all(void) {
     int code = ACL_SUCCESS;
-    for (struct stream *each = all_streams(); each && !code; each = each->next) code = settle(each);
+    for (struct stream *each = all_streams(); each && !code; each = each->next) code = settle(each, true);
     return code;
 }
 aclError aclrtSynchronizeDevice(void) {
@@ -104,7 +104,7 @@ int virtual_npu_submit(aclrtStream handle, uint64_t kernel) {
 }
 
 /* The host reads what a stream has written */
-int virtual_npu_settle(aclrtStream handle) { LOCKED(settle(stream_of(handle))); }
+int virtual_npu_settle(aclrtStream handle) { LOCKED(settle(stream_of(handle), false)); }
 
 /* Drops what streams wait to do and never will; returns how many had such work */
 int virtual_npu_abandon(void) {
