@@ -77,7 +77,7 @@ def test_nothing_is_compiled_anew_for_other_batches() -> None:
     bench.step({2: 5, 3: 1})
     bench.step({2: 1, 3: 1})
     bench.step({2: 40, 3: 1})
-    bench.step({1: 40, 3: 1})  # a whole prompt, which is longer than the window
+    bench.step({5: 40, 3: 1})  # a whole prompt, which is longer than the window
     attention = bench.attention
     assert isinstance(attention, CpuAttention)
     before = num_graphs(attention)
