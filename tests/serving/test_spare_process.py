@@ -26,9 +26,9 @@ def priorities():
     return f"{of_thread} {([*'-'] + group.read_text().split())[-1] if group.exists() else '-'}"
 
 def told(module):
-    print(module, priorities(), flush=True)
+    gentle, until_s = priorities(), time.monotonic() + 60  # read before anybody hears of it, and hurries
+    print(module, gentle, flush=True)
     if module == "large" and "wait" in sys.argv:
-        gentle, until_s = priorities(), time.monotonic() + 60
         while priorities().split() == gentle.split() and time.monotonic() < until_s:
             time.sleep(0.01)
         print("hurried", priorities(), flush=True)
