@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 WORKER, SPARE = "serving.engine.main", "serving.engine.spare_process"
 _LAST_WORDS_S = 1.0  # to read its last lines after its end
 _CLOSING_S = 0.25  # for it to close its recording and end by itself
+_KILLED_S = 10.0  # for the system to take it away
 _LONGEST_LINE = 1 << 16
 
 
@@ -94,7 +95,7 @@ class EngineProcess:
 
     def hurry(self) -> None:
         """Let a spare process that still imports give way no longer: it may be needed soon."""
-        if self.is_running and not self._is_hurried:
+        if not self._is_hurried:
             self._is_hurried = True
             self._say(HURRY)
 
@@ -103,6 +104,9 @@ class EngineProcess:
         self._say(BEGIN)
 
     def _say(self, word: bytes) -> None:
+        """Nothing to a process that has ended, as `ended` says: uvloop's pipe to it would raise."""
+        if not self.is_running:
+            return
         assert self._process is not None, "not started"
         assert self._process.stdin is not None
         self._process.stdin.write(word)
@@ -110,8 +114,11 @@ class EngineProcess:
             spare_process.restore_priority(self._process.pid)
 
     def hide(self) -> None:
-        """Remove the socket's file, when both ends hold the socket: a kill leaves no file behind."""
-        shutil.rmtree(self._folder)
+        """Remove the socket's file, when both ends hold the socket: a kill leaves no file behind.
+
+        Who cleans temporary folders may have been faster.
+        """
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     async def ended(self) -> None:
         """Raises EngineLost when the process has ended."""
@@ -125,16 +132,29 @@ class EngineProcess:
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _CLOSING_S)
-            if self._process.returncode is None:
-                self._process.kill()
-            await self._process.wait()
+            await self._killed()
             await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)
             self._relaying.cancel()
         self.socket.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _killed(self) -> None:
+        """Kill it if it has not ended. A driver that hangs may keep it even then: nobody waits for that."""
+        assert self._process is not None, "not started"
+        if self._process.returncode is None:
+            self._process.kill()
+        try:
+            await asyncio.wait_for(self._process.wait(), _KILLED_S)
+        except asyncio.TimeoutError:
+            log.error(
+                "the engine's process %s was killed %g s ago and is still there: the system keeps it, perhaps"
+                " in a device's driver, with the memory that it holds",
+                self._process.pid,
+                _KILLED_S,
+            )
 
     async def _relay(self) -> None:
         """Copy its lines into our log; its own lines begin with the level, those of libraries do not."""

@@ -14,6 +14,7 @@ import contextlib
 import gc
 import importlib
 import os
+import re
 import runpy
 import select
 import sys
@@ -26,6 +27,7 @@ LARGE = "recipes.build.engine"  # and torch with it
 LARGE_AND_RARE = "torch.fx.experimental.symbolic_shapes"  # only for who compiles: never waited for
 LAST = 19  # niceness: runs only when no other process wants to
 AUTOGROUP = Path("/proc/self/autogroup")
+_OF_SESSION = re.compile(r".* (-?\d+)")  # as in "/autogroup-12 nice 0"
 _TRIES = 40
 _LOOKS_S = 0.05  # between looks whether the import has ended, or the engine is needed
 
@@ -66,19 +68,27 @@ def _is_needed(within_s: float) -> bool:
     return bool(select.select([0], [], [], within_s)[0])
 
 
-def _told_of_session() -> list[str]:
-    # Nothing also in a session that is scheduled with the whole system, as a container's first one may be
-    return AUTOGROUP.read_text().split() if AUTOGROUP.exists() else []
+def own_niceness() -> int | None:
+    """Of this session; None where it has none of its own.
+
+    That is so where the file is missing or cannot be read, and where it is empty: a session that is scheduled
+    with the whole system, as a container's first one may be.
+    """
+    try:
+        found = _OF_SESSION.fullmatch(AUTOGROUP.read_text(encoding="utf-8", errors="replace").strip())
+    except OSError:
+        return None
+    return None if found is None else int(found[1])
 
 
 def session_niceness() -> int:
     """Of this session, where it has one; else 0."""
-    return int((_told_of_session() or ["0"])[-1])
+    return own_niceness() or 0
 
 
 def set_session_niceness(niceness: int) -> None:
     """Set this session's niceness, where it has one."""
-    has_one = bool(_told_of_session())
+    has_one = own_niceness() is not None
     for _ in range(_TRIES if has_one else 0):
         try:
             AUTOGROUP.write_text(str(niceness))
@@ -99,9 +109,11 @@ def restore_priority(pid: int) -> None:
     """
     with contextlib.suppress(OSError):  # not Linux, or too soon after another write, or it has ended
         Path(f"/proc/{pid}/autogroup").write_text(str(session_niceness()))
-    tasks = Path(f"/proc/{pid}/task")
-    for thread in os.listdir(tasks) if tasks.is_dir() else ():
-        with contextlib.suppress(PermissionError, ProcessLookupError):
+    threads: list[str] = []
+    with contextlib.suppress(OSError):  # not Linux, or it has ended
+        threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has ended, or the system lets no priority rise
             os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0))
 
 
@@ -110,17 +122,14 @@ def _hurry(thread: threading.Thread) -> None:
     if sys.platform != "linux":
         return
     assert thread.native_id is not None, "not started"
-    try:
+    with contextlib.suppress(OSError):  # it has just ended, or not without CAP_SYS_NICE: its session may help
         os.setpriority(os.PRIO_PROCESS, thread.native_id, os.getpriority(os.PRIO_PROCESS, 0))
-    except PermissionError:  # not without CAP_SYS_NICE; its session's niceness is the usual one already
-        return
-    except ProcessLookupError:  # it has just ended
-        return
 
 
 def _import(module: str, rare: Sequence[str], needed: threading.Event) -> None:
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST)
+        with contextlib.suppress(OSError):  # a sandbox may refuse the call; the import is worth more
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST)
     importlib.import_module(module)
     for each in rare:
         if not needed.is_set():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,9 +56,9 @@ def spare(*arguments: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def has_group() -> bool:
     """Whether the system schedules a new session as a group; ours may be older than that."""
-    brief = "from serving.engine import spare_process; print(spare_process._told_of_session())"
+    brief = "from serving.engine import spare_process; print(spare_process.own_niceness())"
     command = [sys.executable, "-c", brief]
-    return subprocess.check_output(command, cwd=ROOT, text=True, start_new_session=True) != "[]\n"
+    return subprocess.check_output(command, cwd=ROOT, text=True, start_new_session=True) != "None\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
@@ -171,3 +173,47 @@ def test_a_session_may_have_no_niceness_of_its_own(
         restore_priority(process.pid)
         *_, after = process.stdout.read().splitlines()
     assert after.startswith("after ")
+
+
+@pytest.mark.parametrize(
+    ("told", "niceness"),
+    [
+        ("/autogroup-12 nice 0\n", 0),
+        ("/autogroup-3087 nice -11\n", -11),
+        ("", None),
+        ("/autogroup-12 nice\n", None),
+        ("off\n", None),
+        (b"\xff", None),
+        (None, None),
+    ],
+)
+def test_what_a_system_tells_of_a_session_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str | bytes | None, niceness: int | None
+) -> None:
+    group = tmp_path / "autogroup"
+    if told is None:
+        group.mkdir()  # cannot be read, also by root
+    else:
+        group.write_bytes(told if isinstance(told, bytes) else told.encode())
+    monkeypatch.setattr(spare_process, "AUTOGROUP", group)
+    assert spare_process.own_niceness() == niceness
+    assert session_niceness() == (niceness or 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+@pytest.mark.parametrize("name", ["listdir", "setpriority"])
+def test_a_system_that_restores_no_priority_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may end between two looks at it, and a sandbox may not know the call."""
+
+    def refused(*arguments: object) -> list[str]:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, name, refused)
+    restore_priority(os.getpid())
+    done: list[str] = []
+    monkeypatch.setattr(spare_process.importlib, "import_module", done.append)
+    importing = threading.Thread(target=spare_process._import, args=("large", (), threading.Event()))
+    if name == "setpriority":  # else the thread would keep the lowest priority of a test that goes on
+        importing.run()
+        assert done == ["large"]
+        spare_process._hurry(threading.current_thread())

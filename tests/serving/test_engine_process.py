@@ -1,0 +1,85 @@
+"""Does an engine's process that has ended, or cannot, end no more than itself?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+import pytest
+import uvloop
+
+from serving.engine import process
+from serving.engine.process import EngineLost, EngineProcess
+from tests.serving.server import PATIENCE_S
+
+LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+Run = Callable[[Coroutine[None, None, None]], None]
+
+
+@LOOPS
+@pytest.mark.parametrize("is_spare", [False, True])
+def test_nothing_is_said_to_a_process_that_has_ended(
+    run: Run, is_spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may end between its start and the first word to it: then the next engine's turn has come."""
+    monkeypatch.setattr(process, "WORKER", "no_module_of_this_name")
+    monkeypatch.setattr(process, "SPARE", "no_module_of_this_name")
+
+    async def speak() -> None:
+        engine = await EngineProcess.started([], is_spare=is_spare)
+        with pytest.raises(EngineLost, match="ended with status 1"):
+            await asyncio.wait_for(engine.ended(), PATIENCE_S)
+        engine.hurry()
+        engine.wake()
+        await engine.end()
+
+    run(speak())
+
+
+def test_a_folder_that_is_gone_already_is_hidden() -> None:
+    async def hide() -> None:
+        engine = EngineProcess([])
+        engine.hide()
+        engine.hide()
+        await engine.end()
+
+    asyncio.run(hide())
+
+
+class Unkillable:
+    """A process that the system keeps after its kill, as one within a driver that hangs."""
+
+    pid, returncode = 1, None
+
+    def __init__(self) -> None:
+        self.stdin = self
+        self.num_kills = 0
+
+    def close(self) -> None:
+        """It reads nothing more."""
+
+    def kill(self) -> None:
+        self.num_kills += 1
+
+    async def wait(self) -> int:
+        return await asyncio.Event().wait()
+
+
+def test_nobody_waits_for_a_process_that_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else its clients would never hear that their engine is lost, nor would the server end."""
+    for name in ("_CLOSING_S", "_KILLED_S", "_LAST_WORDS_S"):
+        monkeypatch.setattr(process, name, 0.01)
+
+    async def end() -> Unkillable:
+        engine, kept = EngineProcess([]), Unkillable()
+        monkeypatch.setattr(engine, "_process", kept)
+        monkeypatch.setattr(engine, "_relaying", asyncio.ensure_future(asyncio.sleep(0)), raising=False)
+        await asyncio.wait_for(engine.end(), PATIENCE_S)
+        return kept
+
+    with caplog.at_level(logging.ERROR, "serving.engine.process"):
+        assert asyncio.run(end()).num_kills == 1
+    assert "is still there" in caplog.text
