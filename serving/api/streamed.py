@@ -81,9 +81,8 @@ class _Pace:
         """Send a message; raises _TooSlow."""
         start_s = time.monotonic()
         try:
-            async with asyncio.timeout(self._left_s):
-                await self._send(message)
-        except TimeoutError:
+            await asyncio.wait_for(self._send(message), self._left_s)
+        except asyncio.TimeoutError:
             raise _TooSlow from None
         num_bytes = len(message.get("body", b""))
         self._left_s += num_bytes / SLOWEST_BYTES_S - (time.monotonic() - start_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
 import os
@@ -53,8 +52,14 @@ READERS = {
 
 
 def socket_at(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
-        made.bind(os.fsencode(path.name))
+    here = os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(path.parent)
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(os.fsencode(path.name))
+    finally:
+        os.fchdir(here)
+        os.close(here)
 
 
 KINDS: dict[str, Callable[[Path], object]] = {

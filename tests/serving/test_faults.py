@@ -52,16 +52,18 @@ async def leave(session: aiohttp.ClientSession, url: str, draw: random.Random) -
     body = LONG | {"prompt": prompt, "stream": draw.random() < 0.7, "n": draw.choice((1, 1, 1, 3))}
     reads = body["stream"] and draw.random() < 0.5
     after_s, num_events = None if reads else draw.uniform(0, 0.3), draw.randrange(8)
-    try:
-        async with asyncio.timeout(after_s), session.post(f"{url}/v1/completions", json=body) as response:
+
+    async def ask(num_events: int) -> None:
+        async with session.post(f"{url}/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
             async for _ in events(response):
                 num_events -= 1
                 if num_events < 0:
                     response.close()
                     return
-    except TimeoutError:
-        return
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(ask(num_events), after_s)
 
 
 async def leave_often(url: str, number: int, seed: int = 0) -> None:
