@@ -70,8 +70,12 @@ def keep_results() -> Path | None:
     in it, one for each kind of processor, since machines may share it.
     """
     said = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "continuous_batching/compiled"
-    folder = Path(said) if said else own
+    # ~ stays for a user without a home, as in a container that knows no such user
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(said) if said else Path(cache) / "continuous_batching/compiled"
+    if folder.parts[0] == "~":
+        log.info("compile: there is no home folder, so results are kept in torch's temporary folder")
+        return None
     if folder.name != processor():  # else a process that started this one has said so
         folder /= processor()
     try:

@@ -9,9 +9,12 @@ more threads than there are cores, so a team of idle threads that is kept aside 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SAID_BY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")  # who sets one has chosen
 
@@ -83,14 +86,16 @@ def barriers() -> Barriers:
     everything = ctypes.CDLL(None)
     if hasattr(everything, "kmp_set_blocktime"):  # preloaded, and so the one that torch uses
         return IntelBarriers(everything)
-    path = _loaded("libgomp")
-    return GnuBarriers(path) if path else Barriers()
+    try:
+        path = _loaded("libgomp")
+        return GnuBarriers(path) if path else Barriers()
+    except OSError as error:  # of /proc, or a file that is gone, or lies elsewhere than /proc says
+        log.info("threads: the OpenMP library is not found, and waits as it does: %s", error)
+        return Barriers()
 
 
 def _loaded(name: str) -> str | None:
     """The file of a library that this process has loaded."""
-    maps = Path("/proc/self/maps")
-    if not maps.is_file():
-        return None
-    paths = (line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "/" in line)
+    maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
+    paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line)
     return next((path for path in paths if Path(path).name.startswith(name)), None)

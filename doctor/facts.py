@@ -230,7 +230,7 @@ def _field(path: Path, name: str) -> str | None:
 
 def _cann_home(environment: Mapping[str, str]) -> str | None:
     said = [environment.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
-    places = [place for place in said if place] + [str(Path(place).expanduser()) for place in CANN_PLACES]
+    places = [place for place in said if place] + [os.path.expanduser(place) for place in CANN_PLACES]
     return next((place for place in places if Path(place).is_dir()), None)
 
 

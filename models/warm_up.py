@@ -99,7 +99,8 @@ def _process_bytes(name: str, *, reset_peak: bool = False) -> int | None:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return None
-    return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{name}:"))
+    found = [line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:")]
+    return 1024 * int(found[0]) if found else None
 
 
 def _batch(rows: Index, starts: Index, stops: Index) -> Batch:

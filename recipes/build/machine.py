@@ -255,8 +255,7 @@ def one_line(error: Exception) -> str:
 def host_memory_bytes() -> int:
     """The bytes that this process may use: the host's memory, or less where a control group limits it."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    of_this = Path("/proc/self/cgroup")
-    names = of_this.read_text(encoding="utf-8") if of_this.is_file() else ""
+    names = _text_of(Path("/proc/self/cgroup"))
     return min(
         [whole, *(limit for root, file in CONTROL_GROUPS for limit in group_limits(names, root, file))]
     )
@@ -269,11 +268,19 @@ def group_limits(names: str, root: Path, file: str) -> list[int]:
     container, the folder of its own group may be `root` itself, and the name that of the host.
     """
     folders = {root}
-    for line in names.splitlines():
-        _, controllers, name = line.split(":", 2)
+    for line in filter(None, names.splitlines()):
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
         of_memory = not controllers if file == "memory.max" else "memory" in controllers.split(",")
         if of_memory and ".." not in name:
             group = root / name.lstrip("/")
             folders |= {group, *(each for each in group.parents if each.is_relative_to(root))}
-    found = [(each / file).read_text().strip() for each in folders if (each / file).is_file()]
-    return [int(limit) for limit in found if limit.isdigit()]
+    found = [_text_of(each / file).strip() for each in folders]
+    return [int(limit) for limit in found if limit.isascii() and limit.isdigit()]
+
+
+def _text_of(path: Path) -> str:
+    """Nothing where the system lacks this file, or does not let us read it: then no limit is known."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

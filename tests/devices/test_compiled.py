@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -130,6 +131,23 @@ def test_results_are_kept_in_the_users_cache_unless_another_folder_is_said(
         assert keep_results() is None
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
     assert "cannot be written" in caplog.messages[0]
+
+
+def test_a_user_without_a_home_has_an_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that is run for a user whom its system does not know."""
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with caplog.at_level(logging.INFO, "devices.compiled"):
+        assert keep_results() is None
+    assert "there is no home folder" in caplog.messages[0]
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def test_processors_that_share_a_folder_share_no_results(

@@ -47,6 +47,22 @@ def test_an_idle_team_is_kept_while_threads_sleep_and_by_one_engine_after_anothe
     assert teams() == 0
 
 
+@pytest.mark.parametrize("error", [None, PermissionError(13, "no")])
+def test_a_library_that_is_not_where_the_system_says_waits_as_it_does(
+    error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(name: str) -> str:
+        if error is not None:
+            raise error
+        return str(tmp_path / f"{name}.so.1 (deleted)")
+
+    for name in openmp.SAID_BY:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(openmp, "_loaded", loaded)
+    found = barriers()
+    assert type(found) is Barriers or isinstance(found, IntelBarriers)  # the latter where it is preloaded
+
+
 @LINUX
 def test_a_preloaded_library_of_intel_is_asked_by_its_own_function() -> None:
     library = Path(sys.prefix) / "lib/libiomp5.so"

@@ -17,6 +17,7 @@ from models.dtypes import TORCH_DTYPES
 from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
+from models.warm_up import _process_bytes
 from recipes.build.families import model_config
 from recipes.build.machine import group_limits, host_memory_bytes
 from recipes.build.memory_plan import GIB, report
@@ -211,6 +212,18 @@ def test_the_limits_of_all_groups_around_a_process_are_found(tmp_path: Path, fil
 def test_within_a_container_its_group_lies_at_the_root(tmp_path: Path, name: str) -> None:
     (tmp_path / "memory.max").write_text("4000\n")
     assert group_limits(f"0::{name}\n", tmp_path, "memory.max") == [4000]
+
+
+def test_a_limit_that_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/memory.max").mkdir()  # cannot be read, also by root
+    (tmp_path / "a/memory.max").write_bytes(b"\xff")
+    (tmp_path / "memory.max").write_text("4000\n")
+    assert group_limits("0::/a/b\nwithout colons\n\n", tmp_path, "memory.max") == [4000]
+
+
+def test_a_figure_that_the_system_does_not_tell_is_unknown() -> None:
+    assert _process_bytes("VmOfAnotherKernel") is None
 
 
 def test_a_part_of_the_memory_holds_what_all_else_leaves():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,12 @@ def has_group() -> bool:
     brief = "from serving.engine import spare_process; print(spare_process.own_niceness())"
     command = [sys.executable, "-c", brief]
     return subprocess.check_output(command, cwd=ROOT, text=True, start_new_session=True) != "None\n"
+
+
+def priorities_can_rise() -> bool:
+    """Whether a process here may undo that it gives way: in a container root cannot either."""
+    brief = "import os; ours = os.getpriority(0, 0); os.nice(1); os.setpriority(0, 0, ours)"
+    return subprocess.run([sys.executable, "-c", brief], capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
@@ -146,13 +153,16 @@ def test_its_priority_is_restored_from_outside(has_group: bool) -> None:
         for _ in range(2):
             process.stdout.readline()
         os.kill(process.pid, signal.SIGSTOP)  # it can do nothing for itself
-        restore_priority(process.pid)
-        group = Path(f"/proc/{process.pid}/autogroup").read_text().split()[-1]
+        group, until_s = "", time.monotonic() + PATIENCE_S
+        while group != str(session_niceness()) and time.monotonic() < until_s:  # see set_session_niceness
+            restore_priority(process.pid)
+            group = Path(f"/proc/{process.pid}/autogroup").read_text().split()[-1]
+            time.sleep(0.01)
         tasks = [int(each) for each in os.listdir(f"/proc/{process.pid}/task")]
         found = {os.getpriority(os.PRIO_PROCESS, each) for each in tasks}
         process.kill()
     assert group == str(session_niceness())
-    assert found == {ours} if os.geteuid() == 0 else found <= {ours, LAST}
+    assert found == {ours} if priorities_can_rise() else found <= {ours, LAST}
 
 
 def test_a_session_may_have_no_niceness_of_its_own(
