@@ -1,11 +1,15 @@
 """How does a step of decodes run without the host launching each operator?
 
-Steps are captured for a ladder of row counts. A captured step reads its inputs at fixed addresses, to which
-they are sent in one copy; rows beyond the batch are padding on the null page. It ends with the best token of
-each row, and a second graph draws tokens where a row asks for that. Tokens are left where the next step finds
-them, so that nothing has to be launched in between.
+Steps are captured for a ladder of row counts, of one token each. A span that ends in drafts takes a row for
+each of its tokens: all are written before any is read, so each may see those before it. Its keys are then
+read once a token, and in return no size has to be captured anew for any number of drafts.
 
-Legend: R rows of a captured step, S spans of the batch, N slots, V vocabulary.
+A captured step reads its inputs at fixed addresses, to which they are sent in one copy; rows beyond the batch
+are padding on the null page. It ends with the best token of each row, and a second graph draws tokens where a
+row asks for that. Tokens are left where the next step finds them, so that nothing has to be launched in
+between.
+
+Legend: R rows of a captured step, T tokens of the batch, N slots, V vocabulary.
 """
 
 from __future__ import annotations
@@ -87,13 +91,13 @@ class CapturedStep:
 class StepOutputs:
     """What a captured step found, valid until the next run."""
 
-    logits: Tensor  # [S, V]
-    best: Best  # [S]
-    drawn: Tensor | None  # int64 [S]: the tokens, where the step drew them
+    logits: Tensor  # [T, V]
+    best: Best  # [T]
+    drawn: Tensor | None  # int64 [T]: the tokens, where the step drew them
 
 
 class DecodeGraphs:
-    """Captured steps of decodes only, of up to `most` rows."""
+    """Captured steps of decodes only, of up to `most` tokens."""
 
     def __init__(
         self,
@@ -106,7 +110,7 @@ class DecodeGraphs:
     ) -> None:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
         self.sampler = sampler
-        wanted = ladder(min(most, slots.num_slots), slots.page_size)
+        wanted = ladder(most, slots.page_size)
         self.sizes = attention.graph_sizes(wanted)
         if self.sizes != wanted:
             log.warning(
@@ -118,14 +122,14 @@ class DecodeGraphs:
         self.steps: dict[int, CapturedStep] = {}
         self._turn = 0  # a step's inputs may be written while those of the step before are still being copied
         # The tokens that the step before chose [N], then what this step is sent: one gather reads either
-        self._first_sent = -(-slots.num_slots // ALIGNED) * ALIGNED
+        self._first_sent = -(-max(slots.num_slots, self.sizes[-1]) // ALIGNED) * ALIGNED
         size = self._first_sent + self.sizes[-1] * (COLUMNS + slots.max_pages)
         self._table = torch.zeros(size, dtype=torch.int32, device=attention.device)
         self._held: Tensor | None = None  # the tokens that the table begins with
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is decodes only, and not too many."""
-        return batch.is_one_token_each and batch.num_spans <= self.sizes[-1]
+        """Whether a batch is decodes only, with drafts or without, and not too many."""
+        return batch.num_tokens == batch.num_spans + batch.num_drafts and batch.num_tokens <= self.sizes[-1]
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -146,12 +150,12 @@ class DecodeGraphs:
 
     def run(self, batch: Batch, last: LastTokens) -> StepOutputs:
         """What comes of a batch that `takes` allows, where `last` has the tokens of the step before."""
-        count = batch.num_spans
+        count = batch.num_tokens
         step = self.steps[next(size for size in self.sizes if size >= count)]
         self._turn ^= 1
         pinned = step.pinned[self._turn]
         host = pinned.numpy()
-        self._fill(host[:, :count], batch)
+        _fill(host[:, :count], batch, self.slots)
         _pad(host[:, count:])
         host[SOURCE] = self._first_sent + np.arange(host.shape[1])  # the token ids that are sent
         columns = None
@@ -160,7 +164,8 @@ class DecodeGraphs:
         if columns is not None:
             host[DRAW, :count] = columns
         if len(batch.unknown):
-            host[SOURCE, batch.unknown] = last.places(batch)
+            ends = np.cumsum(batch.stops - batch.starts)
+            host[SOURCE, ends[batch.unknown] - 1] = last.places(batch)
             if last.tokens is not self._held:  # they were chosen outside of a captured step
                 self._table[: len(last.tokens)].copy_(last.tokens)
         step.sent.copy_(pinned, non_blocking=True)
@@ -173,14 +178,6 @@ class DecodeGraphs:
             drawn = step.drawn[:count]
         self._held = best.chosen if drawn is None else drawn
         return StepOutputs(step.logits[:count], best, drawn)
-
-    def _fill(self, host: NDArray[np.int32], batch: Batch) -> None:
-        slots = self.slots
-        packed = slots.inputs(batch)
-        width = -(-int(batch.stops.max()) // slots.page_size)
-        host[0], host[1], host[2], host[3] = packed.token_ids, batch.starts, packed.write_index, batch.stops
-        host[4] = np.maximum(slots.num_prompt[batch.slots], batch.stops)
-        host[COLUMNS : COLUMNS + width] = slots.page_table[batch.slots, :width].T
 
     def _captured(self, size: int, pool: Any, scratch: KVCache) -> CapturedStep:
         shape = (COLUMNS + self.slots.max_pages, size)
@@ -230,6 +227,19 @@ class DecodeGraphs:
 def _first_line(error: RuntimeError) -> str:
     # What a device says, without where it happened
     return str(error).strip().partition("\n")[0]
+
+
+def _fill(host: NDArray[np.int32], batch: Batch, slots: SlotPool) -> None:
+    """A row for each token of a batch."""
+    packed = slots.inputs(batch)
+    owners = batch.slots
+    if batch.num_drafts:
+        owners = np.repeat(owners, batch.stops - batch.starts)
+    kv_lens = packed.positions + 1
+    width = -(-int(batch.stops.max()) // slots.page_size)
+    host[0], host[1], host[2], host[3] = packed.token_ids, packed.positions, packed.write_index, kv_lens
+    host[4] = np.maximum(slots.num_prompt[owners], kv_lens)
+    host[COLUMNS : COLUMNS + width] = slots.page_table[owners, :width].T
 
 
 def _pad(host: NDArray[np.int32]) -> None:

@@ -54,7 +54,7 @@ class ModelRunner:
         self._last = LastTokens(slots.num_slots, attention.device)
 
     def capture(self, most: int) -> None:
-        """Capture graphs, which from now on run steps of at most `most` decodes and nothing else."""
+        """Capture graphs, which from now on run steps of decodes and drafts, of at most `most` tokens."""
         self.graphs = DecodeGraphs(self.decoder, self.cache, self.attention, self.sampler, self.slots, most)
         self.graphs.capture()
 

@@ -45,7 +45,7 @@ def decode_step(runner: ModelRunner) -> Callable[[], object]:
 
 
 def capture(runner: ModelRunner, most: int) -> int:
-    """Capture steps of up to `most` decodes; returns the bytes of the device's memory that they hold."""
+    """Capture steps of decodes of up to `most` tokens; returns the bytes of device memory that they hold."""
     device = runner.attention.device
     memory = torch.get_device_module(device)
     memory.empty_cache()

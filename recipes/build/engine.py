@@ -64,8 +64,8 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     if config.quantization is not None:
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.graphs:
-        rows = min(recipe.device.graphs, recipe.scheduler.num_slots)
-        attention.graph_sizes(ladder(rows, recipe.cache.page_size))  # refused before weights are loaded
+        wanted = ladder(_captured_tokens(recipe), recipe.cache.page_size)
+        attention.graph_sizes(wanted)  # refused before weights are loaded
     decoder = Decoder(config, ops, attention)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
@@ -129,7 +129,7 @@ def _measure(
     """
     budget = engine.scheduler.max_batch_tokens
     warm_up(runner, budget)
-    captured = capture(runner, recipe.device.graphs) if recipe.device.graphs else 0
+    captured = capture(runner, _captured_tokens(recipe)) if recipe.device.graphs else 0
     start_s = time.perf_counter()
     measured = largest_step_bytes(runner, budget)
     step_s = time.perf_counter() - start_s
@@ -147,6 +147,13 @@ def _measure(
         engine.resize(memory.num_pages)
         warm_up(runner, budget)
     return memory, step_s
+
+
+def _captured_tokens(recipe: Recipe) -> int:
+    """The most tokens of a step that is captured."""
+    asked = recipe.speculation
+    tokens_a_row = 1 if asked.kind == "none" else 1 + asked.max_tokens
+    return min(recipe.device.graphs, recipe.scheduler.num_slots * tokens_a_row)
 
 
 def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:

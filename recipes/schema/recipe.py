@@ -81,7 +81,8 @@ class DeviceSection:
         default="auto",
     )
     graphs: int = key(
-        "cuda, npu: steps of only decodes, up to this many, run as captured graphs; 0: none",
+        "cuda, npu: steps of only decodes and their drafts, of up to so many tokens, run as captured graphs;"
+        " 0: none",
         default=0,
         least=0,
         most=1024,

@@ -8,15 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from continuous_batching.batch import NOT_FINITE
+from continuous_batching.batch import NOT_FINITE, Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.speculation.lengths import Fixed
+from continuous_batching.speculation.speculation import Speculation
+from models.graphs import StepOutputs
+from models.last_tokens import LastTokens
+from models.runner import ModelRunner
 from models.sampling import draw_columns
 from models.sampling.sampler import Sampler
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone
+from tests.models.test_draft_identity import Knowing
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -31,14 +37,16 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def engine_of(*, graphs: int, overlap: bool) -> Engine:
+def engine_of(*, graphs: int, overlap: bool, drafts: int = 0) -> Engine:
     overrides = [*settings("npu"), "cache.num_pages=60", "scheduler.num_slots=5", f"device.graphs={graphs}"]
     overrides += ["scheduler.max_batch_tokens=16", f"scheduler.overlap={str(overlap).lower()}"]
+    if drafts:
+        overrides += ["speculation.kind=ngram", f"speculation.max_tokens={drafts}"]
     return build(load(ROOT / "recipes/tiny/cpu.yaml", overrides)).engine
 
 
-def serve(engine: Engine, ways: list[str]) -> list[tuple[list[int], str | None]]:
-    """The answers of requests of different lengths, which come and go while others decode."""
+def requests(ways: list[str]) -> list[Request]:
+    """Of different lengths."""
     random = np.random.default_rng(11)
     made = []
     for number, way in enumerate(ways):
@@ -46,6 +54,12 @@ def serve(engine: Engine, ways: list[str]) -> list[tuple[list[int], str | None]]
             max_tokens=int(random.integers(3, 15)), seed=number, ignore_eos=True, **PARAMS[way]
         )
         made.append(Request(str(number), random.integers(5, 1000, int(random.integers(1, 20))), params))
+    return made
+
+
+def serve(engine: Engine, ways: list[str]) -> list[tuple[list[int], str | None]]:
+    """The answers of requests that come and go while others decode."""
+    made = requests(ways)
     for number, request in enumerate(made):
         engine.add(request)
         if number % 3:
@@ -53,6 +67,29 @@ def serve(engine: Engine, ways: list[str]) -> list[tuple[list[int], str | None]]
     while engine.has_work:
         engine.step()
     return [(request.answer.tolist(), request.finish_reason) for request in made]
+
+
+def test_drafts_take_rows_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ["top-p", "greedy", "temperature", "greedy", "penalty", "top-k", "log-probabilities"]
+    expected = serve(engine_of(graphs=0, overlap=False), ways)
+    engine = engine_of(graphs=24, overlap=True, drafts=3)
+    stories = {
+        each.id: [*each.prompt.tolist(), *answer] for each, (answer, _) in zip(requests(ways), expected)
+    }
+    slots, runner = engine.slots, engine.runner
+    engine.scheduler.speculation = Speculation(slots, Knowing(slots, stories, 0.7), Fixed(), 3)
+    assert isinstance(runner, ModelRunner)
+    assert runner.graphs is not None
+    drafted, replayed = [], runner.graphs.run
+
+    def run(batch: Batch, last: LastTokens) -> StepOutputs:
+        drafted.append(batch.num_drafts)
+        return replayed(batch, last)
+
+    monkeypatch.setattr(runner.graphs, "run", run)
+    assert serve(engine, ways) == expected
+    assert sum(drafted) > 10
+    assert engine.scheduler.counters.accepted_tokens > 5
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.slots import SlotPool
@@ -20,6 +21,9 @@ from continuous_batching.speculation.ngram import NGram
 from continuous_batching.speculation.proposer import Guesses, Proposer
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index
+from models.graphs import StepOutputs
+from models.last_tokens import LastTokens
+from models.runner import ModelRunner
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -27,6 +31,7 @@ from tests.device_kinds import Kind, on_each, settings
 from tests.models.families import LLAMA3, VOCABULARY, Variant, make, wide
 from tests.thorough import cases
 
+MOST_CAPTURED = 7  # drafts of a row
 NUM_REQUESTS, NUM_NEW, LONGEST = cases(8, 70), 16, 90
 VARIANTS = [
     Variant("llama_drafted", "llama", {"head_dim": 40, "num_key_value_heads": 2}, LLAMA3),
@@ -85,11 +90,12 @@ def serve(engine: Engine) -> list[Request]:
     return made
 
 
-def engine_of(path: Path, kind: Kind) -> Engine:
+def engine_of(path: Path, kind: Kind, *, graphs: int = 0) -> Engine:
     overrides = {
         "model.path": path,
         "model.dtype": "float32",
         "device.compile": "false" if kind == "cpu" else "auto",
+        "device.graphs": graphs,
         "cache.page_size": 16,
         "cache.num_pages": 14,
         "cache.memory_gib": "null",
@@ -97,6 +103,8 @@ def engine_of(path: Path, kind: Kind) -> Engine:
         "scheduler.max_batch_tokens": 96,
         "scheduler.max_request_tokens": LONGEST + NUM_NEW,
     }
+    if graphs:  # steps of all tokens of all rows, so that none with drafts is eager
+        overrides["speculation.kind"], overrides["speculation.max_tokens"] = "ngram", MOST_CAPTURED
     texts = [*settings(kind), *(f"{key}={value}" for key, value in overrides.items())]
     return build(load(ROOT / "recipes/any/cpu.yaml", texts)).engine
 
@@ -144,3 +152,23 @@ def test_drafts_change_no_token(variant: Variant, tmp_path: Path) -> None:
 def test_nor_do_they_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) -> None:
     _, path = make(wide(VARIANTS[2]), tmp_path)
     check(engine_of(path, pair[0]), most=15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", on_each("fused")[1:])
+def test_nor_do_they_in_captured_steps(pair: tuple[Kind, str], tmp_path: Path) -> None:
+    _, path = make(wide(VARIANTS[2]), tmp_path)
+    engine = engine_of(path, pair[0], graphs=64)
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    assert runner.graphs is not None
+    drafted: list[bool] = []  # of each captured step, whether it had drafts
+    replayed = runner.graphs.run
+
+    def run(batch: Batch, last: LastTokens) -> StepOutputs:
+        drafted.append(batch.num_drafts > 0)
+        return replayed(batch, last)
+
+    runner.graphs.run = run  # type: ignore[method-assign]
+    check(engine, most=MOST_CAPTURED)
+    assert sum(drafted) > 10

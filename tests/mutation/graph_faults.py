@@ -42,6 +42,20 @@ GRAPH_FAULTS = (
         "every step gets the tokens of the capture",
     ),
     Fault(
+        "drafts_read_to_the_end_of_their_span",
+        GRAPHS,
+        "    kv_lens = packed.positions + 1\n",
+        "    kv_lens = np.repeat(batch.stops, batch.stops - batch.starts)\n",
+        "a token is chosen by what is guessed to follow it",
+    ),
+    Fault(
+        "prompts_taken_for_drafts",
+        GRAPHS,
+        "return batch.num_tokens == batch.num_spans + batch.num_drafts and",
+        "return",
+        "a captured step begins a prompt as if each of its tokens were a decode",
+    ),
+    Fault(
         "places_in_the_order_of_slots",
         LAST,
         "self._places[owners] = np.arange(len(owners))",
