@@ -44,8 +44,8 @@ def features(batch: Batch) -> Vector:
     total, spans, context = int(lens.sum()), len(lens), float(stops.sum())
     pairs = of_prompts = 0.0
     num_prompts = 0
-    if total > spans:
-        long = lens > 1
+    if total > spans + batch.num_drafts:
+        long = lens - batch.drafts_by_span > 1 if batch.num_drafts else lens > 1
         num_prompts = int(np.count_nonzero(long))
         of_prompts = float(stops[long].sum())
         pairs = float((lens[long] * (starts[long] + stops[long] + 1)).sum()) / 2

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from continuous_batching.batch import Batch
+from continuous_batching.batch import Batch, ragged_ranges
 from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
 from models.config import DecoderConfig
 from simulation.device import SimulatedDevice
 
@@ -65,16 +66,20 @@ class Roofline:
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Seconds of the whole step, and of the pages that are copied before it."""
-        num_tokens = batch.num_tokens
-        seen = self.seen(batch, num_tokens)
-        taken_s = self.time_s(num_tokens, batch.num_spans, len(batch.owners), *seen)
+        starts, stops = batch.starts, batch.stops
+        if batch.num_drafts and batch.num_tokens <= self.graphs:
+            if batch.num_tokens == batch.num_spans + batch.num_drafts:  # captured: a row for each token
+                starts = ragged_ranges(starts, stops)
+                stops = starts + 1
+        taken_s = self.time_s(
+            batch.num_tokens, len(starts), len(batch.owners), *self.seen(starts, stops, batch.num_tokens)
+        )
         return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
 
-    def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
-        """Over all layers: tokens whose keys are read, and pairs of query and key that are scored."""
-        starts, stops = batch.starts, batch.stops
+    def seen(self, starts: Index, stops: Index, num_tokens: int) -> tuple[float, float]:
+        """Of spans [S], over all layers: tokens whose keys are read, and pairs of query and key."""
         total = int(stops.sum())
-        if self._windows == [(None, self.config.num_layers)] and num_tokens == batch.num_spans:
+        if self._windows == [(None, self.config.num_layers)] and num_tokens == len(starts):
             return float(self.config.num_layers * total), float(self.config.num_layers * total)
         lens = stops - starts
         context = pairs = 0.0
@@ -119,7 +124,7 @@ class Roofline:
         stage = self.stage or ModelPart(config.num_layers, has_head=True)
         operators = stage.num_layers * (OPERATORS + (2 if self.tensor > 1 else 0)) + 4
         hidden_bytes = num_tokens * config.hidden_size * config.dtype_bytes
-        is_graph = num_tokens == num_spans <= self.graphs
+        is_graph = num_tokens == num_spans <= self.graphs  # in a captured step each draft is a span
         return _Size(
             share=stage.num_layers / config.num_layers,
             products_s=self._products_s(num_tokens, num_sampled if stage.has_head else 0, stage.num_layers),
