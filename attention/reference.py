@@ -45,14 +45,15 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StaticDecodes:
-    """What a captured step reads, one decode a row, at addresses that do not change.
+    """What a captured step reads, of R rows of W tokens each, at addresses that do not change.
 
-    A padding row is the first token of the null page, and writes into that page.
+    The last token of a row sees all of its keys. A padding row is the first token of the null page W times,
+    and writes into that page. W is 1 but where attention captures spans.
     """
 
-    write_index: Tensor  # int32 [R]
+    write_index: Tensor  # int32 [R * W]
     page_table: Tensor  # int32 [R, max_pages]
-    kv_lens: Tensor  # int32 [R], the token itself included
+    kv_lens: Tensor  # int32 [R * W], the token itself included
 
 
 class Attention:
@@ -62,6 +63,7 @@ class Attention:
     """
 
     indexed: bool = True  # whether pages of a tensor may be read and written by their numbers
+    captures_spans: bool = False  # whether a captured step may have several tokens of a row
 
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
@@ -164,8 +166,9 @@ class Attention:
                 output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
         return output
 
-    def graph_sizes(self, sizes: list[int]) -> list[int]:
-        """Which of these numbers of decodes are captured as graphs, the largest always among them.
+    def graph_sizes(self, sizes: list[int], beside: int = 0) -> list[int]:
+        """Which of these numbers of decodes are captured as graphs, the largest always among them, where so
+        many more graphs are held beside them.
 
         Raises ValueError where none can be.
         """

@@ -160,9 +160,11 @@ class AscendProduct:
                 " to bfloat16"
             )
 
-    def graph_sizes(self, sizes: Sequence[int], num_layers: int, page_size: int) -> list[int]:
+    def graph_sizes(
+        self, sizes: Sequence[int], num_layers: int, page_size: int, beside: int = 0
+    ) -> list[int]:
         """Which of these numbers of rows are captured, where a device may hold fewer graphs: every layer of
-        every graph takes a stream.
+        every graph takes a stream, and so does each of the graphs that are held beside them.
 
         As vllm-ascend's update_aclgraph_sizes takes an even sample, but of those up to a page alone: beyond,
         all are needed, since a step is padded by a page at most. Raises ValueError where these are too many.
@@ -170,6 +172,7 @@ class AscendProduct:
         most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs)
+        most -= beside
         if len(sizes) <= most:
             return list(sizes)
         small = [size for size in sizes if size <= page_size]

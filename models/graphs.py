@@ -1,20 +1,22 @@
 """How does a step of decodes run without the host launching each operator?
 
 Steps are captured for a ladder of row counts, of one token each. A span that ends in drafts takes a row for
-each of its tokens: all are written before any is read, so each may see those before it. Its keys are then
-read once a token, and in return no size has to be captured anew for any number of drafts.
+each of its tokens: all are written before any is read, so each may see those before it. But its keys are then
+read once a token; where attention captures spans, steps of `width` tokens a row are captured too, and taken
+while no more than half of their tokens are padding.
 
 A captured step reads its inputs at fixed addresses, to which they are sent in one copy; rows beyond the batch
 are padding on the null page. It ends with the best token of each row, and a second graph draws tokens where a
 row asks for that. Tokens are left where the next step finds them, so that nothing has to be launched in
 between.
 
-Legend: R rows of a captured step, T tokens of the batch, N slots, V vocabulary.
+Legend: R rows of a captured step, W tokens of each, T tokens of the batch, N slots, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,18 +31,13 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.storage import KVCache
 from models.decoder import Decoder, StepInputs
+from models.graph_inputs import DRAW, PLACE, GraphInputs, num_values, split
 from models.last_tokens import LastTokens
-from models.sampling import draw_columns
 from models.sampling.sampler import Best
 
 log = logging.getLogger(__name__)
 
 GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}  # the class of each device's module
-# Columns of a row: token id, position, place to write, kv length, length that sets dynamic rope, and where
-# its token is read; then how a token is drawn, then pages
-SOURCE = 5
-DRAW = slice(6, 6 + draw_columns.COLUMNS)
-COLUMNS = DRAW.stop
 ALIGNED = 128  # of int32: where allocations begin, so copies of what is sent do too
 
 
@@ -73,18 +70,46 @@ def ladder(most: int, page_size: int) -> list[int]:
     return sizes
 
 
+def doubling(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`, which is the last."""
+    sizes = [1 << power for power in range(most.bit_length())]
+    return [*sizes, most] if sizes[-1:] != [most] and most else sizes
+
+
+def captured_sizes(attention: Attention, most: int, width: int) -> tuple[list[int], list[int]]:
+    """Numbers of rows to capture for steps of up to `most` tokens: of one token each, and of `width`.
+
+    Raises ValueError where the device holds too few graphs.
+    """
+    spans = doubling(most // width) if width > 1 and attention.captures_spans else []
+    return attention.graph_sizes(ladder(most, attention.shape.page_size), len(spans)), spans
+
+
+def smallest(batch: Batch, sizes: list[int], span_rows: list[int], width: int) -> tuple[int, int]:
+    """The captured step that a batch takes: its rows, and the tokens of each.
+
+    A row of spans has as many keys as tokens, so that padding before its first token sees one.
+    """
+    if batch.num_drafts and span_rows and batch.num_spans <= span_rows[-1]:
+        rows = next(size for size in span_rows if size >= batch.num_spans)
+        fits = int((batch.stops - batch.starts).max()) <= width <= int(batch.stops.min())
+        if fits and 2 * batch.num_tokens >= rows * width:
+            return rows, width
+    return next(size for size in sizes if size >= batch.num_tokens), 1
+
+
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
     """One captured step."""
 
     graph: Any
-    pinned: tuple[Tensor, Tensor]  # int32 [COLUMNS + max_pages, R], which the host fills by turns
+    inputs: list[GraphInputs]  # two, in pinned memory, which the host fills by turns
     sent: Tensor  # the same on the device
     metadata: AttentionMetadata
-    logits: Tensor  # [R, V]
+    logits: Tensor  # [R * W, V], the tokens of the batch first
     best: Best
     draw: Any  # the graph that draws tokens; None where the device does not capture that
-    drawn: Tensor | None  # int64 [R]
+    drawn: Tensor | None  # int64 [R * W]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +122,7 @@ class StepOutputs:
 
 
 class DecodeGraphs:
-    """Captured steps of decodes only, of up to `most` tokens."""
+    """Captured steps of decodes only, of up to `most` tokens; of spans, of up to `width` tokens each."""
 
     def __init__(
         self,
@@ -107,11 +132,12 @@ class DecodeGraphs:
         sampler: CapturedSampler,
         slots: SlotPool,
         most: int,
+        width: int,
     ) -> None:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
-        self.sampler = sampler
+        self.sampler, self.width = sampler, width
+        self.sizes, self.span_rows = captured_sizes(attention, most, width)
         wanted = ladder(most, slots.page_size)
-        self.sizes = attention.graph_sizes(wanted)
         if self.sizes != wanted:
             log.warning(
                 "graphs: of the sizes %s the device holds %s; steps of others run in the next larger one",
@@ -119,12 +145,12 @@ class DecodeGraphs:
                 ", ".join(map(str, self.sizes)),
             )
         self.device = torch.get_device_module(attention.device)
-        self.steps: dict[int, CapturedStep] = {}
+        self.steps: dict[tuple[int, int], CapturedStep] = {}  # by rows, and tokens of each
         self._turn = 0  # a step's inputs may be written while those of the step before are still being copied
         # The tokens that the step before chose [N], then what this step is sent: one gather reads either
         self._first_sent = -(-max(slots.num_slots, self.sizes[-1]) // ALIGNED) * ALIGNED
-        size = self._first_sent + self.sizes[-1] * (COLUMNS + slots.max_pages)
-        self._table = torch.zeros(size, dtype=torch.int32, device=attention.device)
+        sent = max(num_values(*step, slots.max_pages) for step in self._all())
+        self._table = torch.zeros(self._first_sent + sent, dtype=torch.int32, device=attention.device)
         self._held: Tensor | None = None  # the tokens that the table begins with
 
     def takes(self, batch: Batch) -> bool:
@@ -138,9 +164,19 @@ class DecodeGraphs:
         # Before a capture its step runs once with padding only, in more rows than the null page may have
         # places
         scratch = self.cache.scratch(self.sizes[-1])
-        for size in reversed(self.sizes):
-            self.steps[size] = self._captured(size, pool, scratch)
+        for step in sorted(self._all(), key=math.prod, reverse=True):
+            self.steps[step] = self._captured(*step, pool, scratch)
         log.info("graphs: decodes of up to %s rows, captured in %s sizes", self.sizes[-1], len(self.sizes))
+        if self.span_rows:
+            log.info(
+                "graphs: and of up to %s rows of %s tokens, in %s sizes",
+                self.span_rows[-1],
+                self.width,
+                len(self.span_rows),
+            )
+
+    def _all(self) -> list[tuple[int, int]]:
+        return [(size, 1) for size in self.sizes] + [(rows, self.width) for rows in self.span_rows]
 
     def drop(self) -> None:
         """Drop all captured steps, as must be done before the tensors that they read are replaced."""
@@ -151,25 +187,21 @@ class DecodeGraphs:
     def run(self, batch: Batch, last: LastTokens) -> StepOutputs:
         """What comes of a batch that `takes` allows, where `last` has the tokens of the step before."""
         count = batch.num_tokens
-        step = self.steps[next(size for size in self.sizes if size >= count)]
+        step = self.steps[smallest(batch, self.sizes, self.span_rows, self.width)]
         self._turn ^= 1
-        pinned = step.pinned[self._turn]
-        host = pinned.numpy()
-        _fill(host[:, :count], batch, self.slots)
-        _pad(host[:, count:])
-        host[SOURCE] = self._first_sent + np.arange(host.shape[1])  # the token ids that are sent
+        inputs = step.inputs[self._turn]
+        inputs.fill(batch)
         columns = None
         if batch.yields_all:
             columns = self.sampler.draw_columns(batch.owners, batch.targets, self.slots)
         if columns is not None:
-            host[DRAW, :count] = columns
+            inputs.columns[DRAW, :count] = columns
         if len(batch.unknown):
-            ends = np.cumsum(batch.stops - batch.starts)
-            host[SOURCE, ends[batch.unknown] - 1] = last.places(batch)
+            inputs.read_from(batch, last.places(batch))
             if last.tokens is not self._held:  # they were chosen outside of a captured step
                 self._table[: len(last.tokens)].copy_(last.tokens)
-        step.sent.copy_(pinned, non_blocking=True)
-        self.attention.replay(step.graph, step.metadata, host[3].tolist())
+        step.sent.copy_(inputs.values, non_blocking=True)
+        self.attention.replay(step.graph, step.metadata, inputs.kv_lens())
         best = Best(step.best.tokens[:count], step.best.chosen[:count])
         drawn = None
         if columns is not None:
@@ -179,47 +211,52 @@ class DecodeGraphs:
         self._held = best.chosen if drawn is None else drawn
         return StepOutputs(step.logits[:count], best, drawn)
 
-    def _captured(self, size: int, pool: Any, scratch: KVCache) -> CapturedStep:
-        shape = (COLUMNS + self.slots.max_pages, size)
-        pinned = tuple(torch.zeros(shape, dtype=torch.int32, pin_memory=True) for _ in range(2))
-        _pad(pinned[0].numpy())
-        sent = self._table[self._first_sent :][: pinned[0].numel()].view(shape)
+    def _captured(self, rows: int, width: int, pool: Any, scratch: KVCache) -> CapturedStep:
+        size = num_values(rows, width, self.slots.max_pages)
+        pinned = torch.zeros(2, size, dtype=torch.int32, pin_memory=True)
+        inputs = [GraphInputs(each, rows, width, self.slots, self._first_sent) for each in pinned]
+        sent = self._table[self._first_sent :][:size]
         sent.copy_(pinned[0])
-        logits, best, _ = self._step(sent, scratch)  # operators compile and allocate, which no capture may
+        columns, pages = split(sent, rows, width)
+        # Operators compile and allocate, which no capture may
+        logits, best, _ = self._step(columns, pages, scratch)
         graph_of = getattr(self.device, GRAPHS[self.attention.device.type])
         graph, draw, drawn = graph_of(), None, None
         if self.sampler.captures_draws:
-            self._drawn(logits, best, sent)
+            self._drawn(logits, best, columns)
         with self.device.graph(graph, pool=pool):
-            logits, best, metadata = self._step(sent, self.cache)
+            logits, best, metadata = self._step(columns, pages, self.cache)
         if self.sampler.captures_draws:
             draw = graph_of()
             try:
                 with self.device.graph(draw, pool=pool):
-                    drawn = self._drawn(logits, best, sent)
+                    drawn = self._drawn(logits, best, columns)
             except RuntimeError as error:
                 raise ValueError(
                     "device.graphs: draws by top-k and top-p cannot be captured here"
                     f" ({_first_line(error)}); run `bash scripts/verify_npu.sh`, whose answer the next start"
                     " follows, or set it to 0"
                 ) from error
-        return CapturedStep(graph, pinned, sent, metadata, logits, best, draw, drawn)
+        return CapturedStep(graph, inputs, sent, metadata, logits, best, draw, drawn)
 
-    def _step(self, sent: Tensor, cache: KVCache) -> tuple[Tensor, Best, AttentionMetadata]:
-        _, positions, write_index, kv_lens, rope_lens, source = sent[: DRAW.start]
+    def _step(self, columns: Tensor, pages: Tensor, cache: KVCache) -> tuple[Tensor, Best, AttentionMetadata]:
+        _, positions, write_index, kv_lens, rope_lens, source = columns[: DRAW.start]
         # A row that failed has no token: its request ends, and this step of it counts no more
         token_ids = self._table.index_select(0, source).clamp_(min=0)
-        page_table = sent[COLUMNS:].t().contiguous()
+        page_table = pages.t().contiguous()
         metadata = self.attention.plan_static(StaticDecodes(write_index, page_table, kv_lens))
         is_dynamic = self.decoder.config.rope.kind == "dynamic"
         step = StepInputs(token_ids, positions, metadata, cache, rope_lens if is_dynamic else None)
-        logits = self.decoder.logits(self.decoder(step))
+        hidden = self.decoder(step)
+        if len(page_table) < len(token_ids):  # the batch's tokens first, without the padding between them
+            hidden = hidden.index_select(0, columns[PLACE])
+        logits = self.decoder.logits(hidden)
         best = self.sampler.best(logits)
         self._table[: len(logits)].copy_(best.chosen)
         return logits, best, metadata
 
-    def _drawn(self, logits: Tensor, best: Best, sent: Tensor) -> Tensor:
-        tokens = self.sampler.draw(logits, best, sent[DRAW])
+    def _drawn(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
+        tokens = self.sampler.draw(logits, best, columns[DRAW])
         self._table[: len(tokens)].copy_(tokens)
         return tokens
 
@@ -227,23 +264,3 @@ class DecodeGraphs:
 def _first_line(error: RuntimeError) -> str:
     # What a device says, without where it happened
     return str(error).strip().partition("\n")[0]
-
-
-def _fill(host: NDArray[np.int32], batch: Batch, slots: SlotPool) -> None:
-    """A row for each token of a batch."""
-    packed = slots.inputs(batch)
-    owners = batch.slots
-    if batch.num_drafts:
-        owners = np.repeat(owners, batch.stops - batch.starts)
-    kv_lens = packed.positions + 1
-    width = -(-int(batch.stops.max()) // slots.page_size)
-    host[0], host[1], host[2], host[3] = packed.token_ids, packed.positions, packed.write_index, kv_lens
-    host[4] = np.maximum(slots.num_prompt[owners], kv_lens)
-    host[COLUMNS : COLUMNS + width] = slots.page_table[owners, :width].T
-
-
-def _pad(host: NDArray[np.int32]) -> None:
-    """Padding rows: one token each, at position 0, written to different places of the null page."""
-    host[:] = 0
-    host[2] = np.arange(host.shape[1])
-    host[3:5] = 1

@@ -53,9 +53,12 @@ class ModelRunner:
         decoder.rope.tabulate(slots.max_tokens, decoder.embedding.dtype)
         self._last = LastTokens(slots.num_slots, attention.device)
 
-    def capture(self, most: int) -> None:
-        """Capture graphs, which from now on run steps of decodes and drafts, of at most `most` tokens."""
-        self.graphs = DecodeGraphs(self.decoder, self.cache, self.attention, self.sampler, self.slots, most)
+    def capture(self, most: int, width: int = 1) -> None:
+        """Capture graphs, which from now on run steps of decodes of at most `most` tokens, with drafts up to
+        `width` a row.
+        """
+        parts = self.decoder, self.cache, self.attention, self.sampler, self.slots
+        self.graphs = DecodeGraphs(*parts, most, width)
         self.graphs.capture()
 
     def run(self, batch: Batch) -> Sampled:

@@ -44,13 +44,13 @@ def decode_step(runner: ModelRunner) -> Callable[[], object]:
     return lambda: runner.run(_batch(rows, stops - 1, stops))
 
 
-def capture(runner: ModelRunner, most: int) -> int:
-    """Capture steps of decodes of up to `most` tokens; returns the bytes of device memory that they hold."""
+def capture(runner: ModelRunner, most: int, width: int) -> int:
+    """Capture steps as `ModelRunner.capture` does; returns the bytes of device memory that they hold."""
     device = runner.attention.device
     memory = torch.get_device_module(device)
     memory.empty_cache()
     before = memory.memory_reserved(device)
-    runner.capture(most)
+    runner.capture(most, width)
     return max(0, int(memory.memory_reserved(device)) - before)
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from continuous_batching.batch import Batch, ragged_ranges
+from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import Index
 from models.config import DecoderConfig
 from simulation.device import SimulatedDevice
 
@@ -66,20 +65,17 @@ class Roofline:
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Seconds of the whole step, and of the pages that are copied before it."""
-        starts, stops = batch.starts, batch.stops
-        if batch.num_drafts and batch.num_tokens <= self.graphs:
-            if batch.num_tokens == batch.num_spans + batch.num_drafts:  # captured: a row for each token
-                starts = ragged_ranges(starts, stops)
-                stops = starts + 1
-        taken_s = self.time_s(
-            batch.num_tokens, len(starts), len(batch.owners), *self.seen(starts, stops, batch.num_tokens)
-        )
+        num_tokens = batch.num_tokens
+        seen = self.seen(batch, num_tokens)
+        captured = batch.num_spans + batch.num_drafts  # tokens, of a step that computes no prompt
+        taken_s = self.time_s(num_tokens, captured, len(batch.owners), *seen)
         return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
 
-    def seen(self, starts: Index, stops: Index, num_tokens: int) -> tuple[float, float]:
-        """Of spans [S], over all layers: tokens whose keys are read, and pairs of query and key."""
+    def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
+        """Over all layers: tokens whose keys are read, and pairs of query and key that are scored."""
+        starts, stops = batch.starts, batch.stops
         total = int(stops.sum())
-        if self._windows == [(None, self.config.num_layers)] and num_tokens == len(starts):
+        if self._windows == [(None, self.config.num_layers)] and num_tokens == batch.num_spans:
             return float(self.config.num_layers * total), float(self.config.num_layers * total)
         lens = stops - starts
         context = pairs = 0.0
@@ -95,11 +91,11 @@ class Roofline:
                 pairs += count * float((growing + window * (lens - (last - first))).sum())
         return context, pairs
 
-    def time_s(
-        self, num_tokens: int, num_spans: int, num_sampled: int, context: float, pairs: float
-    ) -> float:
-        """Seconds of a step of these sizes; `context` and `pairs` as `seen` returns them."""
-        key = num_tokens, num_spans, num_sampled
+    def time_s(self, num_tokens: int, captured: int, num_sampled: int, context: float, pairs: float) -> float:
+        """Seconds of a step of these sizes, which is a graph where all tokens are `captured` ones; `context`
+        and `pairs` as `seen` returns them.
+        """
+        key = num_tokens, captured, num_sampled
         size = self._sizes.get(key)
         if size is None:
             size = self._size(*key)
@@ -119,12 +115,12 @@ class Roofline:
         num_bytes = batch.num_copied_pages * slots.page_size * held_bytes
         return 2 * num_bytes / self.device.bytes_per_s
 
-    def _size(self, num_tokens: int, num_spans: int, num_sampled: int) -> _Size:
+    def _size(self, num_tokens: int, captured: int, num_sampled: int) -> _Size:
         config, device = self.config, self.device
         stage = self.stage or ModelPart(config.num_layers, has_head=True)
         operators = stage.num_layers * (OPERATORS + (2 if self.tensor > 1 else 0)) + 4
         hidden_bytes = num_tokens * config.hidden_size * config.dtype_bytes
-        is_graph = num_tokens == num_spans <= self.graphs  # in a captured step each draft is a span
+        is_graph = num_tokens == captured <= self.graphs
         return _Size(
             share=stage.num_layers / config.num_layers,
             products_s=self._products_s(num_tokens, num_sampled if stage.has_head else 0, stage.num_layers),

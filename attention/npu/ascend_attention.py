@@ -42,8 +42,8 @@ class AscendAttention(Attention):
     def check_longest(self, num_tokens: int) -> None:
         self.product.check_longest(num_tokens)
 
-    def graph_sizes(self, sizes: list[int]) -> list[int]:
-        return self.product.graph_sizes(sizes, len(self.shape.windows), self.shape.page_size)
+    def graph_sizes(self, sizes: list[int], beside: int = 0) -> list[int]:
+        return self.product.graph_sizes(sizes, len(self.shape.windows), self.shape.page_size, beside)
 
     def cuts(self, batch: Batch) -> Iterator[tuple[slice, slice]]:
         """For each call, its spans and their rows of the packed query."""

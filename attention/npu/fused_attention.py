@@ -4,7 +4,7 @@ One call of npu_fused_infer_attention_score (op-plugin, docs/zh/custom_APIs/torc
 and decodes together. Lengths are lists on the host, because they fix the operator's tiling when it is called.
 
 Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a page,
-N slots, R rows of a captured step.
+N slots.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class FusedAttention(AscendAttention):
     ) -> None:
         super().__init__(shape, device, product, takes_float32=takes_float32)
         self.mask = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1).to(self.device)
+        self.captures_spans = product.is_mixed
         self.update_stream = torch.npu.Stream(self.device)
 
     def plan(
@@ -138,9 +139,11 @@ class FusedAttention(AscendAttention):
         return arguments | {"sparse_mode": CAUSAL, "atten_mask": self.mask}
 
     def plan_static(self, decodes: StaticDecodes) -> FusedMetadata:
-        """As `plan`, for a captured step of one decode a row; `replay` gives the lengths on the host."""
-        rows = len(decodes.kv_lens)
-        part = FusedSpans(slice(0, rows), list(range(1, rows + 1)), [1] * rows, decodes.page_table)
+        """As `plan`, for a captured step; `replay` gives the lengths on the host."""
+        num_tokens, num_rows = len(decodes.write_index), len(decodes.page_table)
+        width = num_tokens // num_rows
+        ends = list(range(width, num_tokens + 1, width))
+        part = FusedSpans(slice(0, num_tokens), ends, [width] * num_rows, decodes.page_table)
         return FusedMetadata(decodes.write_index, (), (part,))
 
     def _capture(

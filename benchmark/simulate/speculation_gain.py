@@ -22,9 +22,9 @@ from simulation.roofline import Roofline
 
 def step_s(costs: Roofline, rows: int, tokens: int, context: int) -> float:
     """Seconds of a step in which each row computes so many tokens and yields one at each of them."""
-    num = rows * tokens  # a captured graph has a row for each token
-    read_tokens = costs.config.num_layers * num * (context + (tokens + 1) / 2)
-    return costs.time_s(num, num, num, read_tokens, read_tokens)
+    read_tokens = costs.config.num_layers * float(rows * (context + tokens))
+    num = rows * tokens  # of a captured graph, whose attention reads the keys of each row once
+    return costs.time_s(num, num, num, read_tokens, read_tokens * tokens)
 
 
 def tokens_of_a_step(rate: float, drafts: int) -> float:

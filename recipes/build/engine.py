@@ -18,7 +18,7 @@ from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
-from models.graphs import ladder
+from models.graphs import captured_sizes
 from models.ops.reference import Ops
 from models.runner import ModelRunner
 from models.sampling.sampler import Sampler
@@ -64,8 +64,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     if config.quantization is not None:
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.graphs:
-        wanted = ladder(_captured_tokens(recipe), recipe.cache.page_size)
-        attention.graph_sizes(wanted)  # refused before weights are loaded
+        captured_sizes(attention, *_captured(recipe))  # refused before weights are loaded
     decoder = Decoder(config, ops, attention)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
@@ -129,7 +128,7 @@ def _measure(
     """
     budget = engine.scheduler.max_batch_tokens
     warm_up(runner, budget)
-    captured = capture(runner, _captured_tokens(recipe)) if recipe.device.graphs else 0
+    captured = capture(runner, *_captured(recipe)) if recipe.device.graphs else 0
     start_s = time.perf_counter()
     measured = largest_step_bytes(runner, budget)
     step_s = time.perf_counter() - start_s
@@ -149,11 +148,11 @@ def _measure(
     return memory, step_s
 
 
-def _captured_tokens(recipe: Recipe) -> int:
-    """The most tokens of a step that is captured."""
+def _captured(recipe: Recipe) -> tuple[int, int]:
+    """The most tokens of a captured step, and of a row of it."""
     asked = recipe.speculation
-    tokens_a_row = 1 if asked.kind == "none" else 1 + asked.max_tokens
-    return min(recipe.device.graphs, recipe.scheduler.num_slots * tokens_a_row)
+    width = 1 if asked.kind == "none" else 1 + asked.max_tokens
+    return min(recipe.device.graphs, recipe.scheduler.num_slots * width), width
 
 
 def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from continuous_batching.batch import NOT_FINITE, Batch
+from continuous_batching.batch import NOT_FINITE
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation
-from models.graphs import StepOutputs
-from models.last_tokens import LastTokens
 from models.runner import ModelRunner
 from models.sampling import draw_columns
 from models.sampling.sampler import Sampler
@@ -69,7 +67,8 @@ def serve(engine: Engine, ways: list[str]) -> list[tuple[list[int], str | None]]
     return [(request.answer.tolist(), request.finish_reason) for request in made]
 
 
-def test_drafts_take_rows_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [1, 4])
+def test_drafts_are_checked_in_captured_steps(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ["top-p", "greedy", "temperature", "greedy", "penalty", "top-k", "log-probabilities"]
     expected = serve(engine_of(graphs=0, overlap=False), ways)
     engine = engine_of(graphs=24, overlap=True, drafts=3)
@@ -80,15 +79,15 @@ def test_drafts_take_rows_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> 
     engine.scheduler.speculation = Speculation(slots, Knowing(slots, stories, 0.7), Fixed(), 3)
     assert isinstance(runner, ModelRunner)
     assert runner.graphs is not None
-    drafted, replayed = [], runner.graphs.run
-
-    def run(batch: Batch, last: LastTokens) -> StepOutputs:
-        drafted.append(batch.num_drafts)
-        return replayed(batch, last)
-
-    monkeypatch.setattr(runner.graphs, "run", run)
+    if width == 1:
+        runner.graphs.span_rows.clear()
+    replayed, replay = [], torch.npu.NPUGraph.replay
+    monkeypatch.setattr(
+        torch.npu.NPUGraph, "replay", lambda graph: replayed.append(id(graph)) or replay(graph)
+    )
     assert serve(engine, ways) == expected
-    assert sum(drafted) > 10
+    graphs = {id(step.graph) for (_, each), step in runner.graphs.steps.items() if each == width}
+    assert len([each for each in replayed if each in graphs]) > 5
     assert engine.scheduler.counters.accepted_tokens > 5
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from models.graphs import COLUMNS, SOURCE, _pad, ladder
+from continuous_batching.batch import Batch
+from continuous_batching.slots import SlotPool
+from models.graph_inputs import PLACE, SOURCE, GraphInputs, num_values, split
+from models.graphs import doubling, ladder, smallest
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])
@@ -24,13 +28,104 @@ def test_the_ladder_doubles_within_a_page():
     assert ladder(64, 16) == [1, 2, 4, 8, 16, 32, 48, 64]
 
 
-def test_filling_is_one_token_a_row_at_places_of_its_own_of_the_null_page():
-    host = np.full((COLUMNS + 3, 5), 77, dtype=np.int32)
-    _pad(host)
-    token_ids, positions, write_index, kv_lens, rope_lens = host[:SOURCE]
+def test_sizes_of_spans_double_up_to_the_most():
+    assert doubling(0) == []
+    assert doubling(1) == [1]
+    assert doubling(6) == [1, 2, 4, 6]
+    assert doubling(8) == [1, 2, 4, 8]
+
+
+def inputs_of(rows: int, width: int, slots: SlotPool, first_token: int) -> GraphInputs:
+    values = torch.full((num_values(rows, width, slots.max_pages),), 77, dtype=torch.int32)
+    return GraphInputs(values, rows, width, slots, first_token)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_padding_is_the_first_token_of_the_null_page(width):
+    inputs = inputs_of(5, width, SlotPool(2, 8, 4), first_token=128)
+    token_ids, positions, write_index, kv_lens, rope_lens, sources = inputs.columns[: SOURCE + 1]
     assert not token_ids.any()
     assert not positions.any()
-    assert write_index.tolist() == [0, 1, 2, 3, 4]
-    assert (kv_lens == 1).all()
-    assert (rope_lens == 1).all()
-    assert not host[SOURCE:].any()
+    assert write_index.tolist() == [at % 4 for at in range(5 * width)]
+    assert (kv_lens == width).all(), "a query without a key"
+    assert (rope_lens == width).all()
+    assert sources.tolist() == [128 + at for at in range(5 * width)]
+
+
+def slots_of_two() -> SlotPool:
+    """Rows of 6 and 3 known tokens, of which all but the last are computed, on pages 7, 8 and 5."""
+    slots = SlotPool(4, 12, 4)
+    slots.token_ids[[1, 3]] = np.arange(24).reshape(2, 12)
+    slots.page_table[1, :2], slots.page_table[3, :1] = (7, 8), 5
+    return slots
+
+
+def drafted(slots: SlotPool) -> Batch:
+    """Row 1 with two drafts, row 3 with none."""
+    owners, targets = np.array([1, 1, 1, 3]), np.array([6, 7, 8, 3])
+    return Batch(
+        np.array([1, 3]), np.array([5, 2]), np.array([8, 3]), np.array([0, 0, 0, 1]), owners, targets,
+        unknown=np.array([1]), num_drafts=2,
+    )  # fmt: skip
+
+
+def test_each_draft_takes_a_row_of_a_step_of_one_token_each():
+    slots = slots_of_two()
+    inputs = inputs_of(5, 1, slots, first_token=100)
+    inputs.fill(drafted(slots))
+    inputs.read_from(drafted(slots), np.array([3]))
+    token_ids, positions, write_index, kv_lens, _, sources = inputs.columns[: SOURCE + 1].tolist()
+    assert token_ids == [5, 6, 7, 14, 0]
+    assert positions == [5, 6, 7, 2, 0]
+    assert write_index == [33, 34, 35, 22, 0]
+    assert kv_lens == inputs.kv_lens() == [6, 7, 8, 3, 1]
+    assert sources == [100, 101, 102, 3, 104]
+    _, pages = split(inputs.values, 5, 1)
+    assert pages.t().tolist() == [[7, 8, 0]] * 3 + [[5, 0, 0], [0, 0, 0]]
+
+
+def test_tokens_stand_at_the_end_of_a_row_of_several():
+    slots = slots_of_two()
+    inputs = inputs_of(3, 4, slots, first_token=100)
+    inputs.fill(drafted(slots))
+    inputs.read_from(drafted(slots), np.array([3]))
+    token_ids, positions, write_index, kv_lens, _, sources = inputs.columns[: SOURCE + 1].tolist()
+    assert token_ids == [0, 5, 6, 7, 0, 0, 0, 14, 0, 0, 0, 0]
+    assert positions == [0, 5, 6, 7, 0, 0, 0, 2, 0, 0, 0, 0]
+    assert write_index == [0, 33, 34, 35, 0, 1, 2, 22, 0, 1, 2, 3]
+    assert kv_lens == [4, 6, 7, 8, 4, 4, 4, 3, 4, 4, 4, 4]
+    assert inputs.kv_lens() == [8, 3, 4]
+    assert sources[7] == 3
+    assert inputs.columns[PLACE, :4].tolist() == [1, 2, 3, 7]
+    _, pages = split(inputs.values, 3, 4)
+    assert pages.t().tolist() == [[7, 8, 0], [5, 0, 0], [0, 0, 0]]
+
+
+def spans(*lens_and_drafts: tuple[int, int], stop: int = 9) -> Batch:
+    """Decodes of these lengths, drafts included, which all stop there."""
+    lens, drafts = np.array(lens_and_drafts).T
+    rows = np.arange(len(lens))
+    stops = np.full_like(rows, stop)
+    return Batch(rows, stops - lens, stops, rows, rows, stops, num_drafts=int(drafts.sum()))
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (spans((4, 3), (4, 3)), (2, 4)),
+        (spans((4, 3), (4, 3), (4, 3)), (4, 4)),  # a row of padding
+        (spans((4, 3), (1, 0), (1, 0)), (8, 1)),  # 6 of 16 would be real
+        (spans((4, 3), (3, 2), (1, 0)), (4, 4)),  # 8 of 16 are
+        (spans((4, 3), stop=4), (1, 4)),
+        (spans((3, 2), stop=3), (4, 1)),  # fewer keys than tokens of a row
+        (spans((5, 4)), (8, 1)),  # longer than a row
+        (spans(*[(2, 1)] * 5), (16, 1)),  # more than rows of spans
+        (spans((1, 0), (1, 0)), (2, 1)),
+    ],
+)
+def test_spans_are_taken_where_they_fit_and_are_not_mostly_padding(batch, expected):
+    assert smallest(batch, [1, 2, 4, 8, 16], [1, 2, 4], 4) == expected
+
+
+def test_no_spans_are_taken_where_none_is_captured():
+    assert smallest(spans((4, 3), (4, 3)), [1, 2, 4, 8], [], 4) == (8, 1)

@@ -6,9 +6,13 @@ from tests.mutation.fault import Fault
 from tests.mutation.npu_faults import FUSED, RULE_TESTS, RULES
 
 GRAPHS, LAST, COLUMNS = "models/graphs.py", "models/last_tokens.py", "models/sampling/draw_columns.py"
+INPUTS = "models/graph_inputs.py"
 FETCH_RULES = RULES + "prefetch.py"
 GRAPH_TESTS_OF = {
-    **dict.fromkeys((GRAPHS, LAST, COLUMNS), ("tests/models/test_captured_draws.py",)),
+    **dict.fromkeys(
+        (GRAPHS, LAST, COLUMNS), ("tests/models/test_graphs.py", "tests/models/test_captured_draws.py")
+    ),
+    INPUTS: ("tests/models/test_graphs.py", "tests/models/test_captured_draws.py"),
     FETCH_RULES: RULE_TESTS,
 }
 
@@ -43,17 +47,31 @@ GRAPH_FAULTS = (
     ),
     Fault(
         "drafts_read_to_the_end_of_their_span",
-        GRAPHS,
-        "    kv_lens = packed.positions + 1\n",
-        "    kv_lens = np.repeat(batch.stops, batch.stops - batch.starts)\n",
+        INPUTS,
+        "kv_lens = packed.positions + 1\n",
+        "kv_lens = np.repeat(batch.stops, lens)\n",
         "a token is chosen by what is guessed to follow it",
     ),
     Fault(
-        "prompts_taken_for_drafts",
+        "tokens_at_the_beginning_of_their_row",
+        INPUTS,
+        "places = ragged_ranges(ends - lens, ends)",
+        "places = ragged_ranges(ends - self.width, ends - self.width + lens)",
+        "the last token of a row does not see its last keys",
+    ),
+    Fault(
+        "padding_among_what_is_drawn",
         GRAPHS,
-        "return batch.num_tokens == batch.num_spans + batch.num_drafts and",
-        "return",
-        "a captured step begins a prompt as if each of its tokens were a decode",
+        "            hidden = hidden.index_select(0, columns[PLACE])\n",
+        "            pass\n",
+        "a request gets the token of the padding before it",
+    ),
+    Fault(
+        "short_rows_in_wide_steps",
+        GRAPHS,
+        " <= width <= int(batch.stops.min())",
+        " <= width",
+        "padding before the first token of a request is a query without a key",
     ),
     Fault(
         "places_in_the_order_of_slots",

@@ -251,10 +251,10 @@ def test_decodes_see_all_that_is_known() -> None:
     starts = np.array([7, 0, 4000])
     decodes = Batch(np.arange(3), starts, starts + 1, np.arange(3), np.arange(3), starts + 1)
     device = SimulatedDevice.load("h200")
-    assert Roofline(LLAMA_7B, device).seen(decodes.starts, decodes.stops, 3) == (32 * 4010, 32 * 4010)
+    assert Roofline(LLAMA_7B, device).seen(decodes, 3) == (32 * 4010, 32 * 4010)
     windows = (None,) * 16 + (100,) * 16
     near = 16 * 4010 + 16 * (8 + 1 + 101)
-    context, pairs = Roofline(replace(LLAMA_7B, windows=windows), device).seen(decodes.starts, decodes.stops, 3)
+    context, pairs = Roofline(replace(LLAMA_7B, windows=windows), device).seen(decodes, 3)
     assert (context, pairs) == (near, 16 * 4010 + 16 * (8 + 1 + 100))
 
 
@@ -268,7 +268,7 @@ def test_a_window_is_seen_by_each_token_of_a_span() -> None:
         for start, stop in zip(starts.tolist(), stops.tolist())
         for place in range(start, stop)
     )
-    assert costs.seen(starts, stops, int((stops - starts).sum()))[1] == 32 * exact
+    assert costs.seen(batch, int((stops - starts).sum()))[1] == 32 * exact
 
 
 def test_pages_that_move_are_read_and_written() -> None:

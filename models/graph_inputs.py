@@ -1,0 +1,98 @@
+"""What does the host send to a captured step?
+
+Columns of each token, and the pages of each row. A row has W tokens; those that a batch brings stand at its
+end, so that the last of them sees all keys of the row, and before them is padding.
+
+Legend: R rows, W tokens of each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from continuous_batching.batch import Batch, ragged_ranges
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+from models.sampling import draw_columns
+
+# Columns of a token: token id, position, place to write, kv length, length that sets dynamic rope, and where
+# its token is read; then of the tokens of the batch, in its order: how each is drawn, and where it stands
+SOURCE = 5
+DRAW = slice(6, 6 + draw_columns.COLUMNS)
+PLACE = DRAW.stop
+COLUMNS = PLACE + 1
+
+
+class GraphInputs:
+    """Views of `values`, int32 on the host: [COLUMNS, R * W], then [max_pages, R].
+
+    Padding is the first token of the null page, and its keys are written there. A row of nothing else has W
+    keys, so that no query is left without one.
+    """
+
+    def __init__(self, values: Tensor, num_rows: int, width: int, slots: SlotPool, first_token: int) -> None:
+        self.values, self.width = values, width
+        self._slots = slots
+        columns, pages = split(values, num_rows, width)
+        self.columns: NDArray[np.int32] = columns.numpy()
+        self._pages: NDArray[np.int32] = pages.numpy()
+        self._sources = first_token + np.arange(num_rows * width)  # the token ids that are sent
+        self._pad(0, 0)
+        self.columns[SOURCE] = self._sources
+
+    def fill(self, batch: Batch) -> None:
+        """Enter a batch; where a row has one token, each of its tokens takes a row."""
+        slots, columns = self._slots, self.columns
+        packed, lens = slots.inputs(batch), batch.stops - batch.starts
+        count, owners = batch.num_tokens, batch.slots
+        rows = np.repeat(owners, lens) if count > batch.num_spans else owners
+        places: slice | Index = slice(0, count)
+        if self.width == 1:
+            owners = rows
+            self._pad(count, count)
+        else:
+            ends = self.width * np.arange(1, batch.num_spans + 1)
+            places = ragged_ranges(ends - lens, ends)
+            self._pad(0, batch.num_spans)
+            columns[PLACE, :count] = places
+        kv_lens = packed.positions + 1
+        columns[0, places], columns[1, places] = packed.token_ids, packed.positions
+        columns[2, places], columns[3, places] = packed.write_index, kv_lens
+        columns[4, places] = np.maximum(slots.num_prompt[rows], kv_lens)
+        columns[SOURCE] = self._sources
+        width = -(-int(batch.stops.max()) // slots.page_size)
+        self._pages[:width, : len(owners)] = slots.page_table[owners, :width].T
+
+    def read_from(self, batch: Batch, sources: Index) -> None:
+        """Let the last tokens of the spans `batch.unknown` be read from other places."""
+        if self.width == 1:
+            last = (batch.stops - batch.starts).cumsum()[batch.unknown] - 1
+        else:
+            last = self.width * (batch.unknown + 1) - 1
+        self.columns[SOURCE, last] = sources
+
+    def kv_lens(self) -> list[int]:
+        """The keys of each row."""
+        lens: list[int] = self.columns[3, self.width - 1 :: self.width].tolist()
+        return lens
+
+    def _pad(self, first: int, first_row: int) -> None:
+        """Make padding of all from this token and this row on."""
+        columns = self.columns[:, first:]
+        columns[:] = 0
+        columns[2] = np.arange(columns.shape[1]) % self._slots.page_size  # of the null page
+        columns[3:5] = self.width
+        self._pages[:, first_row:] = 0
+
+
+def num_values(num_rows: int, width: int, max_pages: int) -> int:
+    """Of a captured step's inputs."""
+    return num_rows * (width * COLUMNS + max_pages)
+
+
+def split(values: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """The columns and the pages of a captured step's inputs."""
+    num_tokens = num_rows * width
+    return values[: COLUMNS * num_tokens].view(COLUMNS, -1), values[COLUMNS * num_tokens :].view(-1, num_rows)
