@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
+import anyio
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -81,8 +82,9 @@ class _Pace:
         """Send a message; raises _TooSlow."""
         start_s = time.monotonic()
         try:
-            await asyncio.wait_for(self._send(message), self._left_s)
-        except asyncio.TimeoutError:
+            with anyio.fail_after(self._left_s):  # in this task: another would take a turn of the loop
+                await self._send(message)
+        except TimeoutError:
             raise _TooSlow from None
         num_bytes = len(message.get("body", b""))
         self._left_s += num_bytes / SLOWEST_BYTES_S - (time.monotonic() - start_s)
