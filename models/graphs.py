@@ -164,8 +164,9 @@ class DecodeGraphs:
         # Before a capture its step runs once with padding only, in more rows than the null page may have
         # places
         scratch = self.cache.scratch(self.sizes[-1])
-        for step in sorted(self._all(), key=math.prod, reverse=True):
-            self.steps[step] = self._captured(*step, pool, scratch)
+        with self.device.stream(self.device.current_stream()):  # a capture that cannot begin leaves its own
+            for step in sorted(self._all(), key=math.prod, reverse=True):
+                self.steps[step] = self._captured(*step, pool, scratch)
         log.info("graphs: decodes of up to %s rows, captured in %s sizes", self.sizes[-1], len(self.sizes))
         if self.span_rows:
             log.info(

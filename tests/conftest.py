@@ -52,8 +52,15 @@ def logging_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_on_the_virtual_npu() -> Iterator[None]:
-    """A test that leaves a stream blocked is the one that fails, not those after it."""
+    """A test that leaves a stream blocked or another one current is the one that fails, not those after."""
     yield
     stand_in = sys.modules.get("virtual_npu.device")
-    left = sum(device.abandon() for device in stand_in._started) if stand_in is not None else 0
+    if stand_in is None or not stand_in._started:
+        return
+    import torch
+
+    left = sum(device.abandon() for device in stand_in._started)
+    current, default = torch.npu.current_stream(), torch.npu.default_stream()
+    torch.npu.set_stream(default)
     assert not left, f"{left} streams of the virtual NPU still wait for an event that nothing records"
+    assert current == default, "the current stream is not that of the tests before"

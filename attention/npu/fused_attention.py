@@ -165,9 +165,12 @@ class FusedAttention(AscendAttention):
 
     def replay(self, graph: Any, metadata: FusedMetadata, kv_lens: list[int]) -> None:
         """Run a captured step, and update its calls with the lengths of this step."""
+        current = torch.npu.current_stream()
+        while self.update_stream == current:  # torch gives out a pool's streams by turns; updates would wait
+            self.update_stream = torch.npu.Stream(self.device)  # behind the replay that waits for them
         # No call may be running while it is updated. The device waits, so that the host goes on, and it waits
         # before the replay, which itself waits for the updates
-        self.update_stream.wait_stream(torch.npu.current_stream())
+        self.update_stream.wait_stream(current)
         graph.replay()
         with torch.npu.stream(self.update_stream):
             for call in metadata.captured:

@@ -25,7 +25,7 @@ engine = engine_of("device.product=950", "device.graphs=10", "scheduler.num_slot
 engine.add(requests()[0])
 while engine.has_work:
     engine.step()
-sizes = sorted(engine.runner.graphs.steps)
+sizes = sorted(size for size, _ in engine.runner.graphs.steps)
 import torch
 try:
     with torch.npu.graph(torch.npu.NPUGraph()):

@@ -173,3 +173,24 @@ def test_a_device_that_cannot_capture_draws_says_what_to_do(monkeypatch: pytest.
     ):
         engine_of(graphs=4, overlap=False)
     assert captured == [4]
+
+
+def test_updates_are_not_sent_behind_the_replay_that_waits_for_them() -> None:
+    ways = ["greedy", "top-p", "greedy"]
+    expected = serve(engine_of(graphs=0, overlap=False), ways)
+    engine = engine_of(graphs=4, overlap=True)
+    with torch.npu.stream(engine.runner.attention.update_stream):  # type: ignore[attr-defined]
+        assert serve(engine, ways) == expected
+
+
+def test_a_capture_that_cannot_begin_leaves_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(graphs=0, overlap=False)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("there is no room for another graph")
+
+    monkeypatch.setattr(torch.npu.NPUGraph, "capture_begin", refuse)
+    before = torch.npu.current_stream()
+    with pytest.raises(RuntimeError, match="no room"):
+        engine.runner.capture(4)  # type: ignore[attr-defined]
+    assert torch.npu.current_stream() == before

@@ -337,6 +337,9 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
     files = [ROOT / "models/ops/npu.py", *sorted((ROOT / "attention/npu").glob("*_attention.py"))]
     with Lines(files) as lines:
         serve(engine_of("device.graphs=2"))
+        engine = engine_of("device.graphs=2")
+        with torch.npu.stream(engine.runner.attention.update_stream):  # type: ignore[attr-defined]
+            serve(engine)
         ops, attention = operators("npu", "fused", shape(page_size=32))
         attention.graph_sizes([1, 2, 4])
         attention.product = product("950", "")  # type: ignore[attr-defined]

@@ -52,6 +52,13 @@ NPU_TESTS_OF = {
 
 NPU_FAULTS = (
     Fault(
+        "updates_behind_the_replay_that_waits",
+        NPU,
+        "while self.update_stream == current:",
+        "while False:",
+        "where the current stream is the one of the pool that updates are sent to, a replay waits for ever",
+    ),
+    Fault(
         "plain_operators_know_no_product",
         MACHINE,
         "PlainNpuOps(self.product) if has_none",
@@ -138,7 +145,7 @@ NPU_FAULTS = (
     Fault(
         "replayed_before_the_last_was_waited_for",
         NPU,
-        "        self.update_stream.wait_stream(torch.npu.current_stream())\n",
+        "        self.update_stream.wait_stream(current)\n",
         "",
         "a step reads the lengths of the one after it",
     ),

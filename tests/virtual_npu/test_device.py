@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ def test_torch_sees_one_device_of_that_name(device):
 
 
 def test_memory_is_counted():
+    gc.collect()  # what earlier tests left, and what would go while this one counts
     torch.npu.synchronize()
     before, (_, total) = torch.npu.memory_allocated(), torch.npu.mem_get_info()
     held = torch.empty(1 << 20, dtype=torch.uint8, device="npu")

@@ -174,6 +174,24 @@ def test_random_numbers_of_a_replay_are_new():
     assert not torch.equal(before, drawn)
 
 
+def test_who_waits_for_ever_is_told_where_the_record_stands():
+    main, other = torch.npu.current_stream(), torch.npu.Stream()
+    gate, blocked = torch.npu.ExternalEvent(), torch.npu.ExternalEvent()
+    gate.wait(main)
+    with pytest.raises(RuntimeError, match=r"waits for an event that no stream was told to record"):
+        main.synchronize()
+    gate.record(main)
+    with pytest.raises(RuntimeError, match=r"stands in stream \d+, behind that wait"):
+        main.synchronize()
+    blocked.wait(other)
+    gate.record(other)
+    blocked.record(main)
+    with pytest.raises(RuntimeError, match=r"stands in stream \d+"):
+        other.synchronize()
+    blocked.record(torch.npu.Stream())
+    main.synchronize()
+
+
 @pytest.mark.slow
 def test_graphs_run_out_of_streams():
     x, graphs = column(), []
@@ -186,7 +204,10 @@ def test_graphs_run_out_of_streams():
             graphs.append(graph)
 
     capture(1_800)  # what vllm-ascend asks for at most
-    with pytest.raises(RuntimeError, match="captured streams are held by graphs"):
+    with (
+        torch.npu.stream(torch.npu.current_stream()),  # a capture that cannot begin leaves its own
+        pytest.raises(RuntimeError, match="captured streams are held by graphs"),
+    ):
         capture(2_048)
 
 

@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "device.h"
 #include <dlfcn.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -24,9 +25,10 @@ static void mark(struct stream *stream, struct event *event, uint64_t number) {
     memcpy(event->before, stream->seen, sizeof event->before);
 }
 
-static bool reached(const struct task *task) {
-    uint64_t there = *(const uint64_t *)task->target, wanted = task->count;
-    switch (task->value) {
+/* Is a word of this value what an AWAIT waits for? */
+static bool met(const struct task *wait, uint64_t there) {
+    uint64_t wanted = wait->count;
+    switch (wait->value) {
     case ACL_STREAM_WAIT_VALUE_GEQ: return (int64_t)(there - wanted) >= 0;
     case ACL_STREAM_WAIT_VALUE_EQ: return there == wanted;
     case ACL_STREAM_WAIT_VALUE_AND: return there & wanted;
@@ -60,7 +62,7 @@ static int perform(struct stream *stream, const struct task *task, int *code, bo
         return learn(stream->seen, task->event->before), DONE;
     case RECORD: return mark(stream, task->event, task->count), *recorded = true, DONE;
     case AWAIT:
-        if (!reached(task)) return BLOCKED;
+        if (!met(task, *(const uint64_t *)task->target)) return BLOCKED;
         return learn(stream->seen, event_of(task->target)->before), DONE;
     case WRITE:
         *(uint64_t *)task->target = task->count;
@@ -240,6 +242,38 @@ void forget(struct tasks tasks) {
     free(tasks.items);
 }
 
+/* What a stream's first task waits for, if it waits */
+static const struct task *awaited(const struct stream *stream) {
+    if (stream->queue.first == stream->queue.count) return NULL;
+    const struct task *task = &stream->queue.items[stream->queue.first];
+    if (task->kind == REPLAY) task = &task->graph->tasks.items[task->next];
+    return task->kind == WAIT || task->kind == AWAIT ? task : NULL;
+}
+
+static bool records(const struct task *task, const struct task *wait) {
+    return wait->kind == WAIT ? task->kind == RECORD && task->event == wait->event
+                              : task->kind == WRITE && task->target == wait->target && met(wait, task->count);
+}
+
+/* Why nothing goes on, as the end of a sentence: where the record of the first event stands that a stream awaits */
+static const char *stuck(void) {
+    static _Thread_local char text[160];
+    for (const struct stream *each = all_streams(); each; each = each->next) {
+        const struct task *wait = awaited(each);
+        if (!wait) continue;
+        for (const struct stream *other = all_streams(); other; other = other->next)
+            for (size_t i = other->queue.first; i < other->queue.count; i++)
+                if (records(&other->queue.items[i], wait)) {
+                    snprintf(text, sizeof text, ". Stream %d waits for an event whose record stands in stream %d%s",
+                             each->id, other->id, other == each ? ", behind that wait" : "");
+                    return text;
+                }
+        snprintf(text, sizeof text, ". Stream %d waits for an event that no stream was told to record", each->id);
+        return text;
+    }
+    return "";
+}
+
 /* Does another thread do work, on any stream, that may be what is waited for? */
 static bool others_run(void) {
     for (const struct stream *each = all_streams(); each; each = each->next)
@@ -267,7 +301,8 @@ int settle(struct stream *stream, bool with_all) {
     if (stream->num_left < sent)
         return refuse(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
                       "the host waits for a stream that waits for an event nothing has recorded: "
-                      "on the device this hangs. Record the event (after the task update) first");
+                      "on the device this hangs. Record the event (after the task update) first%s",
+                      stuck());
     learn(seen_by_host, stream->seen);
     count_busy();
     return ACL_SUCCESS;
@@ -288,7 +323,7 @@ int settle_event(struct event *event) {
         return refuse(ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT, "the host waits for an event during a capture");
     if (!event->recorded || event->num_recorded < sent)
         return refuse(ACL_ERROR_RT_EVENT_SYNC_TIMEOUT,
-                      "the host waits for an event that nothing has recorded: on the device this hangs");
+                      "the host waits for an event that nothing has recorded: on the device this hangs%s", stuck());
     learn(seen_by_host, event->before);
     count_busy();
     return ACL_SUCCESS;
