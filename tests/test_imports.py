@@ -34,6 +34,7 @@ HOST_WING = [
     "models/config.py",
     "models/huggingface.py",
     "models/quantization.py",
+    "models/share.py",
     "models/shown.py",
     "simulation",
 ]

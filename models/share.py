@@ -1,0 +1,100 @@
+"""What does one of several ranks hold of a decoder that all of them compute together?
+
+Tensor parallelism (arXiv 1909.08053): queries, keys, values, gate and up are cut by their outputs, the output
+projection and down by their inputs, so that what a rank computes of a block is a summand of it. Embedding
+and head are cut by the vocabulary. Each rank holds the norms whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from models.config import DecoderConfig
+
+Slices = tuple[slice, ...]  # of a tensor's first dimensions; those after them are whole
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The share of rank `tensor` of `tensors` ranks, counted from 0."""
+
+    tensor: int = 0
+    tensors: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.tensor < self.tensors, f"rank {self.tensor} of {self.tensors}"
+
+    def part(self, config: DecoderConfig) -> DecoderConfig:
+        """The decoder that this rank computes; raises ValueError where the ranks cannot share `config`.
+
+        With fewer key-value heads than ranks, several ranks hold the same head. The vocabulary is rounded up,
+        so that all ranks hold equally many rows: the rows after the last token are zero.
+        """
+        check_ranks(config, self.tensors)
+        return replace(
+            config,
+            num_heads=config.num_heads // self.tensors,
+            num_kv_heads=max(1, config.num_kv_heads // self.tensors),
+            intermediate_size=config.intermediate_size // self.tensors,
+            vocab_size=-(-config.vocab_size // self.tensors),
+        )
+
+    def tokens(self, config: DecoderConfig) -> range:
+        """The token ids whose rows of embedding and head this rank holds; none where others hold all."""
+        size = -(-config.vocab_size // self.tensors)
+        first, stop = (min(rank * size, config.vocab_size) for rank in (self.tensor, self.tensor + 1))
+        return range(first, stop)
+
+    def slices(self, name: str, config: DecoderConfig) -> Slices:
+        """Which part of the checkpoint's tensor `name` this rank reads.
+
+        A bias that is added to a sum of all ranks is read by the first alone, and is zero on the others.
+        """
+        linear, _, kind = name.rpartition(".")
+        role = linear.rpartition(".")[2]
+        match role:
+            case "embed_tokens" | "lm_head":
+                tokens = self.tokens(config)
+                return (slice(tokens.start, tokens.stop),)
+            case "q_proj":
+                return (self._equal(config.num_heads * config.head_dim),)
+            case "k_proj" | "v_proj":
+                return (self._kv_heads(config),)
+            case "gate_proj" | "up_proj":
+                return (self._equal(config.intermediate_size),)
+            case "o_proj" | "down_proj" if kind == "weight":
+                is_output = role == "o_proj"
+                inputs = config.num_heads * config.head_dim if is_output else config.intermediate_size
+                return (slice(None), self._equal(inputs))
+            case "o_proj" | "down_proj" if kind == "bias" and self.tensor:
+                return (slice(0, 0),)
+        return ()
+
+    def _equal(self, size: int) -> slice:
+        part = size // self.tensors
+        return slice(self.tensor * part, (self.tensor + 1) * part)
+
+    def _kv_heads(self, config: DecoderConfig) -> slice:
+        """The rows of the key-value heads that this rank's query heads read."""
+        first = self.tensor * config.num_kv_heads // self.tensors
+        stop = first + max(1, config.num_kv_heads // self.tensors)
+        return slice(first * config.head_dim, stop * config.head_dim)
+
+
+def check_ranks(config: DecoderConfig, count: int) -> None:
+    """Raise ValueError unless so many ranks can share each layer evenly."""
+    if _can_share(config, count):
+        return
+    possible = [str(each) for each in range(1, config.num_heads + 1) if _can_share(config, each)]
+    raise ValueError(
+        f"{count} tensor ranks cannot share {config.num_heads} query heads, {config.num_kv_heads} key-value"
+        f" heads and an intermediate size of {config.intermediate_size} evenly; choose one of"
+        f" {', '.join(possible)}"
+    )
+
+
+def _can_share(config: DecoderConfig, count: int) -> bool:
+    """All query heads of a key-value head are on ranks that hold it, and on these alone."""
+    if config.num_heads % count or config.intermediate_size % count:
+        return False
+    return not (config.num_kv_heads % count and count % config.num_kv_heads)

@@ -1,0 +1,126 @@
+"""Do the shares of all ranks make up the whole decoder, each part of it where it belongs?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from models.config import DecoderConfig, RopeConfig
+from models.share import Share
+
+WHOLE = DecoderConfig(
+    family="llama",
+    vocab_size=509,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    intermediate_size=96,
+    rms_eps=1e-5,
+    rope=RopeConfig("default", 1e4, 16),
+    windows=(None, None),
+    tie_embeddings=False,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    qk_norm=False,
+    dtype="float32",
+    max_positions=128,
+    eos_token_ids=(2,),
+)
+ATTENTION, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
+
+
+def shares(count: int) -> list[Share]:
+    return [Share(rank, count) for rank in range(count)]
+
+
+def test_one_rank_holds_the_decoder_as_it_is() -> None:
+    assert Share().part(WHOLE) == WHOLE
+    assert Share().tokens(WHOLE) == range(509)
+
+
+def test_a_rank_has_its_number_of_heads_inner_columns_and_tokens() -> None:
+    for share in shares(4):
+        part = share.part(WHOLE)
+        assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 24)
+        assert part.vocab_size == 128  # of 127.25
+        rest = {"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 96, "vocab_size": 509}
+        assert replace(part, **rest) == WHOLE
+
+
+def test_the_ranks_hold_each_token_once() -> None:
+    assert [share.tokens(WHOLE) for share in shares(4)] == [
+        range(128), range(128, 256), range(256, 384), range(384, 509),
+    ]  # fmt: skip
+    few = replace(WHOLE, vocab_size=5)
+    assert [len(share.tokens(few)) for share in shares(4)] == [2, 2, 1, 0]
+    assert [len(share.tokens(few)) for share in shares(8)] == [1] * 5 + [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        (f"{ATTENTION}q_proj.weight", (slice(0, 32),), (slice(96, 128),)),
+        (f"{ATTENTION}q_proj.bias", (slice(0, 32),), (slice(96, 128),)),
+        (f"{ATTENTION}k_proj.weight", (slice(0, 16),), (slice(48, 64),)),
+        (f"{ATTENTION}v_proj.weight_scale", (slice(0, 16),), (slice(48, 64),)),
+        (f"{MLP}gate_proj.weight", (slice(0, 24),), (slice(72, 96),)),
+        (f"{MLP}up_proj.bias", (slice(0, 24),), (slice(72, 96),)),
+        (f"{ATTENTION}o_proj.weight", (slice(None), slice(0, 32)), (slice(None), slice(96, 128))),
+        (f"{MLP}down_proj.weight", (slice(None), slice(0, 24)), (slice(None), slice(72, 96))),
+        (f"{MLP}down_proj.weight_scale", (), ()),
+        (f"{ATTENTION}o_proj.bias", (), (slice(0, 0),)),
+        (f"{MLP}down_proj.bias", (), (slice(0, 0),)),
+        ("model.embed_tokens.weight", (slice(0, 128),), (slice(384, 509),)),
+        ("lm_head.weight", (slice(0, 128),), (slice(384, 509),)),
+        ("lm_head.weight_scale", (slice(0, 128),), (slice(384, 509),)),
+        (f"{ATTENTION}q_norm.weight", (), ()),
+        ("model.layers.1.input_layernorm.weight", (), ()),
+        ("model.norm.weight", (), ()),
+    ],
+)
+def test_a_tensor_is_cut_by_its_role(name: str, first: tuple[slice, ...], last: tuple[slice, ...]) -> None:
+    assert Share(0, 4).slices(name, WHOLE) == first
+    assert Share(3, 4).slices(name, WHOLE) == last
+
+
+@pytest.mark.parametrize(("num_kv_heads", "count"), [(1, 2), (1, 8), (2, 4), (2, 8), (4, 8), (4, 2), (8, 8)])
+def test_a_rank_holds_the_key_value_heads_that_its_query_heads_read(num_kv_heads: int, count: int) -> None:
+    config = replace(WHOLE, num_kv_heads=num_kv_heads)
+    for share in shares(count):
+        (rows,), (queries,) = (share.slices(f"{ATTENTION}{name}_proj.weight", config) for name in "kq")
+        held = range(rows.start // 16, rows.stop // 16)
+        assert len(held) == share.part(config).num_kv_heads
+        group = config.num_heads // num_kv_heads
+        heads = range(queries.start // 16, queries.stop // 16)
+        assert {head // group for head in heads} == set(held)
+        # The heads of a rank read its key-value heads in the proportion that attention takes them to
+        own = len(heads) // len(held)
+        assert [head // group for head in heads] == [held[number // own] for number in range(len(heads))]
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "possible"),
+    [
+        ({}, 3, "1, 2, 4, 8"),
+        ({}, 16, "1, 2, 4, 8"),
+        ({"intermediate_size": 90}, 4, "1, 2"),
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, "1, 2, 3, 6, 12"),  # a rank would read one head and a half
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "1, 3, 6, 12"),
+        ({"num_heads": 7, "num_kv_heads": 7}, 2, "1"),
+    ],
+)
+def test_ranks_that_cannot_share_evenly_are_told_how_many_can(
+    changes: dict[str, int], count: int, possible: str
+) -> None:
+    config = replace(WHOLE, **changes)
+    with pytest.raises(
+        ValueError, match=f"^{count} tensor ranks cannot share .*one of {possible}$"
+    ) as caught:
+        Share(0, count).part(config)
+    assert "\n" not in str(caught.value)
+    for each in map(int, possible.split(", ")):
+        Share(each - 1, each).part(config)
