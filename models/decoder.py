@@ -16,9 +16,11 @@ from devices.int8 import quantize_rows
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
 from models.dtypes import TORCH_DTYPES
+from models.group import ALONE, Group
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Widths
 from models.rope import Rope
+from models.share import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,11 @@ class SplitLinear(Linear):
 class SelfAttention(nn.Module):
     """Grouped-query attention with one product for queries, keys and values."""
 
-    def __init__(self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention, group: Group
+    ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.group = layer, group
         self.head_dim = config.head_dim
         self.eps = config.rms_eps
         self.ops, self.attention = ops, attention
@@ -135,38 +139,44 @@ class SelfAttention(nn.Module):
         self.ops.prefetch(self.output.packed, query)
         attended = self.attention.attend(query, keys, values, step.metadata, self.layer)
         self.ops.await_prefetch()
-        return self.output(attended.flatten(1))
+        return self.group.all_reduce(self.output(attended.flatten(1)))
 
 
 class MLP(nn.Module):
     """SwiGLU with one product for gate and up."""
 
-    def __init__(self, config: DecoderConfig, layer: int, ops: Ops, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, ops: Ops, device: torch.device, group: Group
+    ) -> None:
         super().__init__()
         hidden, inner, dtype = config.hidden_size, config.intermediate_size, TORCH_DTYPES[config.dtype]
         form = [config.form(f"model.layers.{layer}.mlp.{name}") for name in ("gate_proj", "down_proj")]
-        self.ops = ops
+        self.ops, self.group = ops, group
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = Linear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1])
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, hidden] -> [T, hidden]; `x` as for a linear."""
         if self.gate_up.is_int8 and self.down.is_int8:
-            return self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
-        return self.down(self.ops.swiglu(self.gate_up(x)))
+            y = self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
+        else:
+            y = self.down(self.ops.swiglu(self.gate_up(x)))
+        return self.group.all_reduce(y)
 
 
 class DecoderLayer(nn.Module):
     """Norm, attention, norm, MLP. Each norm also adds the residual before it: a device fuses the two."""
 
-    def __init__(self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention) -> None:
+    def __init__(
+        self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention, group: Group
+    ) -> None:
         super().__init__()
         self.ops, self.eps = ops, config.rms_eps
         dtype = TORCH_DTYPES[config.dtype]
         self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-        self.attention = SelfAttention(config, layer, ops, attention)
+        self.attention = SelfAttention(config, layer, ops, attention, group)
         self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-        self.mlp = MLP(config, layer, ops, attention.device)
+        self.mlp = MLP(config, layer, ops, attention.device, group)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
@@ -189,16 +199,22 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A dense decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once."""
+    """A dense decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once.
 
-    def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention) -> None:
+    Of the decoder that `config` describes, it holds the `part` of this rank of the group. Every rank of a
+    group gets the same hidden states and the same logits.
+    """
+
+    def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention, group: Group = ALONE) -> None:
         super().__init__()
-        hidden, vocab = config.hidden_size, config.vocab_size
+        self.group, self.share = group, Share(group.rank, group.size)
+        self.config, self.part = config, self.share.part(config)
+        hidden, vocab = config.hidden_size, self.part.vocab_size
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
-        self.config, self.ops, self.attention = config, ops, attention
+        self.ops, self.attention = ops, attention
         self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, ops, attention) for layer in range(config.num_layers)
+            DecoderLayer(self.part, layer, ops, attention, group) for layer in range(config.num_layers)
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)
         self.head = Linear(ops, hidden, vocab, False, dtype, device, config.form("lm_head"))
@@ -218,7 +234,7 @@ class Decoder(nn.Module):
         num_rows = self.ops.padded(num_tokens)
         token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
         rope_lens = None if step.rope_lens is None else pad_rows(step.rope_lens, num_rows)
-        x, residual = F.embedding(token_ids, self.embedding), None
+        x, residual = self._embedded(token_ids), None
         cos, sin = self.rope.cos_sin(positions, rope_lens, x.dtype)
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, step)
@@ -229,7 +245,20 @@ class Decoder(nn.Module):
         """Hidden states [R, hidden] -> logits [R, V], in the model's dtype."""
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))
-        return self.head(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps))[:num_rows]
+        logits = self.head(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps))[:num_rows]
+        if self.group.size == 1:
+            return logits
+        parts = self.group.all_gather(logits).unbind()
+        return torch.cat(parts, dim=-1)[:, : self.config.vocab_size].contiguous()
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """Rows [T, hidden] of the embedding, each of which is on one rank: the others bring zeros."""
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.embedding)
+        tokens = self.share.tokens(self.config)
+        is_here = (token_ids >= tokens.start) & (token_ids < tokens.stop)
+        x = F.embedding((token_ids - tokens.start).where(is_here, 0), self.embedding)
+        return self.group.all_reduce(x.masked_fill_(~is_here[:, None], 0))
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:

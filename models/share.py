@@ -46,10 +46,12 @@ class Share:
         return range(first, stop)
 
     def slices(self, name: str, config: DecoderConfig) -> Slices:
-        """Which part of the checkpoint's tensor `name` this rank reads.
+        """Which part of the checkpoint's tensor `name` this rank reads; nothing is cut where there is one.
 
         A bias that is added to a sum of all ranks is read by the first alone, and is zero on the others.
         """
+        if self.tensors == 1:
+            return ()
         linear, _, kind = name.rpartition(".")
         role = linear.rpartition(".")[2]
         match role:

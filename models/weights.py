@@ -1,7 +1,8 @@
 """Which tensor of a checkpoint goes where?
 
 Checkpoints are Hugging Face directories of safetensors, one file or an index over shards. Each tensor is
-memory-mapped and copied directly to its place in the decoder's joined parameters.
+memory-mapped and copied directly to its place in the decoder's joined parameters; of several ranks, each
+reads the part that it holds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from models.decoder import Decoder, Linear
 from models.file_bounds import check_regular, is_there
+from models.share import Slices
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -30,8 +33,23 @@ MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping c
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-def load(decoder: Decoder, path: str | Path) -> None:
-    """Fill the decoder from the checkpoint directory `path`, and pack it.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor of a checkpoint goes."""
+
+    room: Tensor  # the view of the decoder's parameters; rows beyond what is read are zero
+    shape: tuple[int, ...]  # of the tensor
+    slices: Slices  # what this rank reads of it
+
+    def fill(self, tensor: Tensor) -> None:
+        """With what was read."""
+        self.room[: len(tensor)].copy_(tensor)
+        if len(tensor) < len(self.room):
+            self.room[len(tensor) :].zero_()
+
+
+def load(decoder: Decoder, path: str | Path) -> int:
+    """Fill the decoder from the checkpoint directory `path`, and pack it; the bytes that it read of tensors.
 
     Raises one ValueError that names every tensor that is missing, surplus, misshapen or wrongly typed.
     """
@@ -44,20 +62,23 @@ def load(decoder: Decoder, path: str | Path) -> None:
             + "\n  ".join(faults)
             + "\nDownload the checkpoint again, or correct config.json."
         )
+    num_bytes = 0
     for file, names in found.items():
-        for name, tensor in _tensors(file, names):
-            if name in places:
-                check_finite(file, name, tensor, places[name].dtype)
-                places[name].copy_(tensor)
+        for name, tensor in _tensors(file, {name: places[name] for name in names if name in places}):
+            check_finite(file, name, tensor, places[name].room.dtype)
+            places[name].fill(tensor)
+            num_bytes += tensor.nbytes
     # A tied checkpoint may contain its head as well; if the two differ it is not tied
     for file in (file for file, names in found.items() if HEAD in names and HEAD not in places):
-        head = open_checkpoint(file).get_tensor(HEAD).to(decoder.embedding)
-        if not torch.equal(head, decoder.embedding):
+        head = _read(open_checkpoint(file), HEAD, places[EMBEDDING])
+        num_bytes += head.nbytes
+        if not torch.equal(head.to(decoder.embedding), decoder.embedding[: len(head)]):
             raise ValueError(
                 f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
                 "set tie_word_embeddings to false"
             )
     decoder.pack()
+    return num_bytes
 
 
 def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -90,41 +111,49 @@ def random(decoder: Decoder, seed: int) -> None:
     decoder.pack()
 
 
-def places_by_name(decoder: Decoder) -> dict[str, Tensor]:
-    """For each tensor name of a checkpoint, the view of the decoder's parameters that it is copied to."""
-    config = decoder.config
-    places: dict[str, Tensor | None] = {EMBEDDING: decoder.embedding, "model.norm.weight": decoder.norm}
+def places_by_name(decoder: Decoder) -> dict[str, Place]:
+    """Where each tensor of a checkpoint goes, by its name."""
+    config, share = decoder.config, decoder.share
+    whole: dict[str, Tensor | None] = {"model.norm.weight": decoder.norm}  # held by every rank
+    joined: list[tuple[str, tuple[str, ...], Linear]] = []  # the checkpoint's linears that a linear joins
     if not config.tie_embeddings:
-        places |= _split("", ("lm_head",), decoder.head, [config.vocab_size])
-    heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        joined.append(("", ("lm_head",), decoder.head))
     for index, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{index}."
         attention, mlp = layer.attention, layer.mlp
-        places[prefix + "input_layernorm.weight"] = layer.input_norm
-        places[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
-        places[prefix + "self_attn.q_norm.weight"] = attention.query_norm
-        places[prefix + "self_attn.k_norm.weight"] = attention.key_norm
-        widths = [count * config.head_dim for count in heads]
-        places |= _split(prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"), attention.qkv, widths)
-        places |= _split(prefix + "self_attn.", ("o_proj",), attention.output, [config.hidden_size])
-        places |= _split(
-            prefix + "mlp.", ("gate_proj", "up_proj"), mlp.gate_up, [config.intermediate_size] * 2
-        )
-        places |= _split(prefix + "mlp.", ("down_proj",), mlp.down, [config.hidden_size])
-    return {name: place.data for name, place in places.items() if place is not None}
-
-
-def _split(
-    prefix: str, names: tuple[str, ...], linear: Linear, widths: list[int]
-) -> dict[str, Tensor | None]:
-    """The rows of a joined linear that belong to each of the checkpoint's linears."""
-    places: dict[str, Tensor | None] = {}
-    kinds = {"weight": linear.weight, "weight_scale": linear.weight_scale, "bias": linear.bias}
-    for kind, joined in kinds.items():
-        if joined is not None:
-            views = joined.data.split(widths)
-            places |= {f"{prefix}{name}.{kind}": view for name, view in zip(names, views)}
+        whole[prefix + "input_layernorm.weight"] = layer.input_norm
+        whole[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
+        whole[prefix + "self_attn.q_norm.weight"] = attention.query_norm
+        whole[prefix + "self_attn.k_norm.weight"] = attention.key_norm
+        joined += [
+            (prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"), attention.qkv),
+            (prefix + "self_attn.", ("o_proj",), attention.output),
+            (prefix + "mlp.", ("gate_proj", "up_proj"), mlp.gate_up),
+            (prefix + "mlp.", ("down_proj",), mlp.down),
+        ]
+    sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
+    part = {name: outputs for name, _, outputs in decoder.part.linears()}
+    embedding = (config.vocab_size, config.hidden_size)
+    places = {EMBEDDING: Place(decoder.embedding.data, embedding, share.slices(EMBEDDING, config))}
+    for name, tensor in whole.items():
+        if tensor is not None:
+            places[name] = Place(tensor.data, tuple(tensor.shape), ())
+    for prefix, names, linear in joined:
+        names = tuple(prefix + name for name in names)
+        for kind, rooms in _rooms(linear, [part[name] for name in names]):
+            for name, room in zip(names, rooms):
+                outputs, inputs = sizes[name]
+                shape = {"weight": (outputs, inputs), "weight_scale": (outputs, 1), "bias": (outputs,)}[kind]
+                places[f"{name}.{kind}"] = Place(room, shape, share.slices(f"{name}.{kind}", config))
     return places
+
+
+def _rooms(linear: Linear, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    """The rows of a joined linear's parameters that belong to each of the checkpoint's linears."""
+    for kind in ("weight", "weight_scale", "bias"):
+        joined = getattr(linear, kind)
+        if joined is not None:
+            yield kind, joined.data.split(widths)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -162,20 +191,29 @@ def open_checkpoint(file: Path) -> Any:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
 
 
-def _tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, mapped one after the other; each is valid until the next is asked for."""
+def _tensors(file: Path, places: dict[str, Place]) -> Iterator[tuple[str, Tensor]]:
+    """What this rank reads of a file's tensors, mapped one after the other; each is valid until the next is
+    asked for.
+    """
     mapped, num_bytes = open_checkpoint(file), 0
-    for name in names:
-        tensor = mapped.get_tensor(name)
-        num_bytes += tensor.nbytes
+    for name, place in places.items():
+        tensor = _read(mapped, name, place)
+        num_bytes += tensor.untyped_storage().nbytes()  # a cut across rows brings the pages of all rows
         yield name, tensor
         del tensor
         if num_bytes > MAPPED_BYTES:
             mapped, num_bytes = open_checkpoint(file), 0
 
 
+def _read(mapped: Any, name: str, place: Place) -> Tensor:
+    """What this rank reads of a tensor of a mapped file."""
+    if not place.slices:
+        return mapped.get_tensor(name)
+    return mapped.get_slice(name)[place.slices]
+
+
 def _account(
-    files: list[Path], places: dict[str, Tensor], tied: bool
+    files: list[Path], places: dict[str, Place], tied: bool
 ) -> tuple[dict[Path, list[str]], list[str]]:
     """The tensors to be read from each file, and everything that is wrong with them."""
     found: dict[Path, list[str]] = {}
@@ -200,9 +238,9 @@ def _account(
     return found, faults
 
 
-def _misfits(name: str, header: Any, place: Tensor) -> list[str]:
+def _misfits(name: str, header: Any, place: Place) -> list[str]:
     faults = []
-    shape, dtypes = list(place.shape), FLOATS if place.is_floating_point() else INT8
+    shape, dtypes = list(place.shape), FLOATS if place.room.is_floating_point() else INT8
     if header.get_shape() != shape:
         faults.append(f"misshapen: {name} is {header.get_shape()}, the model needs {shape}")
     if header.get_dtype() not in dtypes:

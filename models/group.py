@@ -1,0 +1,89 @@
+"""How do the ranks that compute one model together add up what each of them computed?
+
+Over torch.distributed: gloo between processors, NCCL between GPUs, HCCL between NPUs. All ranks must call the
+same methods in the same order with tensors of the same shape.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+Backend = Literal["gloo", "nccl", "hccl"]
+HCCL_CONNECTS_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be
+
+
+class Group:
+    """The ranks of a process group, of which this process is `rank`, counted from 0."""
+
+    def __init__(self, ranks: dist.ProcessGroup) -> None:
+        self._ranks = ranks
+        self.rank, self.size = ranks.rank(), ranks.size()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, on each of them, in place where `x` is contiguous."""
+        x = x.contiguous()
+        dist.all_reduce(x, group=self._ranks)
+        return x
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' elements, likewise."""
+        x = x.contiguous()
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self._ranks)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[...] of each rank -> [ranks, ...] on each of them."""
+        gathered = x.new_empty(self.size, *x.shape)
+        # HCCL's all_gather with a list would call operators of another kind
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=self._ranks)
+        return gathered
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        """`x` as rank `root` has it, in place; `x` is contiguous."""
+        dist.broadcast(x, group_src=root, group=self._ranks)
+        return x
+
+
+class Alone(Group):
+    """One rank, which holds everything: nothing is called and nothing is copied."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
+        return x
+
+
+ALONE = Alone()
+
+
+def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: float) -> Group:
+    """The group of `size` processes, once all of them have joined through one store.
+
+    A collective that some rank does not call within `timeout_s` is an error on the others. `dist` allows one
+    such group a process; `dist.destroy_process_group` leaves it.
+    """
+    if backend == "hccl":  # reads its limits here, and waits for half an hour otherwise
+        least_s, most_s = HCCL_CONNECTS_S
+        os.environ["HCCL_EXEC_TIMEOUT"] = str(max(1, math.ceil(timeout_s)))
+        os.environ["HCCL_CONNECT_TIMEOUT"] = str(min(max(least_s, math.ceil(timeout_s)), most_s))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    assert dist.group.WORLD is not None, "it was just made"
+    return Group(dist.group.WORLD)
