@@ -73,13 +73,17 @@ class Linear(nn.Module):
         bias = None if self.bias is None else self.bias.data
         weight, scale = self.weight.data, self.weight_scale
         if self.form == "quantize":
-            weight, scale = quantize_rows(weight)
+            weight, scale = self.quantized(weight)
         given = (weight, bias) if scale is None else (weight, scale[:, 0], bias)
         pack, split = self.ops.pack, self.ops.pack_split
         if self.is_int8:
             pack, split = self.ops.pack_int8, self.ops.pack_int8_split
         self.packed = split(*given, self.widths) if self.widths else pack(*given)
         self.weight = self.weight_scale = None
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """[out, in] -> int8 [out, in], float32 scale [out, 1]."""
+        return quantize_rows(weight)
 
     @property
     def is_int8(self) -> bool:
@@ -103,6 +107,33 @@ class SplitLinear(Linear):
         return linear(x, self.packed, self.widths)
 
 
+class SummedLinear(Linear):
+    """A linear of whose inputs each rank of a group has its part, so that their products add up to it."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Form,
+        group: Group,
+    ) -> None:
+        super().__init__(ops, in_features, out_features, bias, dtype, device, form)
+        self.group = group
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale is that of the whole row: then int8 weights do not depend on the number of ranks."""
+        largest = weight.abs().amax(-1, keepdim=True).float()
+        return quantize_rows(weight, self.group.all_reduce_max(largest))
+
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
+        """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""
+        return self.group.all_reduce(super().forward(x))
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention with one product for queries, keys and values."""
 
@@ -110,7 +141,7 @@ class SelfAttention(nn.Module):
         self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention, group: Group
     ) -> None:
         super().__init__()
-        self.layer, self.group = layer, group
+        self.layer = layer
         self.head_dim = config.head_dim
         self.eps = config.rms_eps
         self.ops, self.attention = ops, attention
@@ -123,7 +154,7 @@ class SelfAttention(nn.Module):
         self.qkv = SplitLinear(
             ops, hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
         )
-        self.output = Linear(ops, heads, hidden, config.output_bias, dtype, device, form[1])
+        self.output = SummedLinear(ops, heads, hidden, config.output_bias, dtype, device, form[1], group)
         self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
         self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
 
@@ -139,7 +170,7 @@ class SelfAttention(nn.Module):
         self.ops.prefetch(self.output.packed, query)
         attended = self.attention.attend(query, keys, values, step.metadata, self.layer)
         self.ops.await_prefetch()
-        return self.group.all_reduce(self.output(attended.flatten(1)))
+        return self.output(attended.flatten(1))
 
 
 class MLP(nn.Module):
@@ -153,15 +184,13 @@ class MLP(nn.Module):
         form = [config.form(f"model.layers.{layer}.mlp.{name}") for name in ("gate_proj", "down_proj")]
         self.ops, self.group = ops, group
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
-        self.down = Linear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1])
+        self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, hidden] -> [T, hidden]; `x` as for a linear."""
         if self.gate_up.is_int8 and self.down.is_int8:
-            y = self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
-        else:
-            y = self.down(self.ops.swiglu(self.gate_up(x)))
-        return self.group.all_reduce(y)
+            return self.group.all_reduce(self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed))
+        return self.down(self.ops.swiglu(self.gate_up(x)))
 
 
 class DecoderLayer(nn.Module):

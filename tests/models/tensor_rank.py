@@ -1,0 +1,133 @@
+"""One tensor rank of a test: `python -m tests.models.tensor_rank RANK SIZE FOLDER`.
+
+It runs every case of FOLDER/cases.json over gloo, and leaves what it computed and what it holds in
+FOLDER/CASE.RANK.pt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention.reference import Attention
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.request import Request
+from continuous_batching.slots import SlotPool
+from devices.shapes import AttentionShape
+from kv_cache.storage import KVCache
+from models import weights
+from models.decoder import Decoder
+from models.dtypes import TORCH_DTYPES
+from models.group import Group, join
+from models.ops.reference import Ops
+from models.quantization import Quantization
+from models.runner import ModelRunner
+from models.sampling.sampler import Chosen
+from models.share import Share
+from recipes.build.families import decoder_config, read
+
+PAGE_SIZE, NUM_PAGES = 8, 16
+LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
+PATIENCE_S = 300.0
+
+
+@dataclass
+class Kept:
+    """Stands in for the sampler: keeps the logits of every step."""
+
+    logits: list[Tensor] = field(default_factory=list)
+
+    def start(
+        self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool, best: object
+    ) -> Chosen:
+        self.logits.append(logits.float().cpu())
+        return Chosen(logits[:, 0].long(), lambda: Sampled(np.zeros(len(rows), np.int64)))
+
+
+def built(path: Path, group: Group, *, int8_at_load: bool = False) -> tuple[Decoder, int]:
+    """The group's decoder of a checkpoint in plain torch, and the bytes that this rank has read."""
+    config = decoder_config(read(path))
+    if int8_at_load:
+        config = replace(config, quantization=Quantization(is_stored=False))
+    part = Share(group.rank, group.size).part(config)
+    sizes = (part.num_heads, part.num_kv_heads, part.head_dim)
+    shape = AttentionShape(*sizes, PAGE_SIZE, part.head_dim**-0.5, TORCH_DTYPES[part.dtype], part.windows)
+    decoder = Decoder(config, Ops(), Attention(shape), group)
+    return decoder, weights.load(decoder, path)
+
+
+def logits_of(decoder: Decoder) -> Tensor:
+    """Logits [steps' rows, V] of two requests: prompts in chunks, then decodes of both."""
+    part = decoder.part
+    slots = SlotPool(len(LENS), max(LENS), PAGE_SIZE)
+    cache = KVCache(
+        part.num_layers,
+        NUM_PAGES,
+        PAGE_SIZE,
+        part.num_kv_heads,
+        part.head_dim,
+        TORCH_DTYPES[part.dtype],
+        decoder.attention.device,
+    )
+    rng, first_page = np.random.default_rng(3), 1
+    for number, length in enumerate(LENS):
+        prompt = rng.integers(0, decoder.config.vocab_size, length)
+        prompt[:2] = 0, decoder.config.vocab_size - 1
+        request = Request(str(number), prompt)
+        request.number = number
+        row, count = slots.take(request), -(-length // PAGE_SIZE)
+        slots.page_table[row, :count] = range(first_page, first_page + count)
+        first_page += count
+    kept = Kept()
+    runner = ModelRunner(decoder, cache, decoder.attention, kept, slots)
+    for stops in ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9))):
+        rows, after = np.arange(len(LENS)), np.array(stops)
+        runner.run(Batch(rows, slots.num_computed[rows], after, rows, rows, after))
+        slots.num_computed[rows] = after
+    return torch.cat(kept.logits)
+
+
+def held(decoder: Decoder) -> dict[str, Any]:
+    """What each linear was packed to."""
+    return {name: each.packed for name, each in decoder.named_modules() if getattr(each, "packed", None)}
+
+
+def joined(rank: int, size: int, folder: Path) -> Group:
+    """The group of all ranks, whose store binds a free port and leaves its number in the folder."""
+    place = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(place)
+    else:
+        end_s = time.monotonic() + PATIENCE_S
+        while not place.exists():
+            assert time.monotonic() < end_s, "rank 0 has no port"
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False)
+    return join("gloo", store, rank, size, PATIENCE_S)
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    group = joined(rank, size, folder)
+    for name, case in json.loads((folder / "cases.json").read_text()).items():
+        decoder, num_bytes = built(Path(case.pop("path")), group, **case)
+        found = {"logits": logits_of(decoder), "held": held(decoder), "bytes": num_bytes}
+        torch.save(found, folder / f"{name}.{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,165 @@
+"""Do tensor ranks over gloo compute together what one rank computes alone?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import weights
+from models.decoder import Decoder
+from models.group import ALONE
+from models.ops.reference import Ops, Packed
+from recipes.schema.recipe import ROOT
+from tests.models.families import VARIANTS, make
+from tests.models.tensor_rank import PATIENCE_S, built, held, logits_of
+from tests.models.test_quantization import stored_in_int8
+
+# Each family, and together: biases, norms of heads, windows, a tied head, a vocabulary that no number of
+# ranks divides, and fewer key-value heads than ranks
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_biased": {"vocab_size": 509},
+    "qwen2_yarn": {"vocab_size": 509, "num_key_value_heads": 1},
+    "qwen3_layer_types": {},
+    "mistral_window": {"sliding_window": 7, "num_key_value_heads": 1},
+}
+AT_LOAD, STORED = "int8_at_load", "int8_stored"
+INT8_MODEL = "llama_biased"
+
+
+def checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
+    """The cases that ranks compute, and one in int8 that is quantized at load or before."""
+    cases = {}
+    for variant in VARIANTS:
+        if variant.name in MODELS:
+            options = variant.options | MODELS[variant.name]
+            changed = replace(variant, options=options, saved_as=torch.float32, shard_size="5GB")
+            cases[variant.name] = {"path": str(make(changed, folder)[1])}
+    cases[AT_LOAD] = cases[INT8_MODEL] | {"int8_at_load": True}
+    variant = next(each for each in VARIANTS if each.name == INT8_MODEL)
+    changed = replace(variant, name=STORED, options=variant.options | MODELS[INT8_MODEL], shard_size="5GB")
+    path = make(changed, folder)[1]
+    stored_in_int8(path)
+    return cases | {STORED: {"path": str(path)}}
+
+
+def run_ranks(size: int, folder: Path) -> None:
+    """Run all ranks to their end; whatever happens, none is left behind."""
+    ranks, printed = [], [folder / f"printed.{rank}" for rank in range(size)]
+    try:
+        for rank, path in enumerate(printed):
+            command = [sys.executable, "-m", "tests.models.tensor_rank", str(rank), str(size), str(folder)]
+            with path.open("wb") as file:
+                environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+                ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
+        end_s = time.monotonic() + PATIENCE_S
+        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+            assert time.monotonic() < end_s, "the ranks do not end"
+            time.sleep(0.05)
+        assert not any(rank.poll() for rank in ranks), "\n".join(path.read_text()[-3000:] for path in printed)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def found(
+    request: pytest.FixtureRequest,
+    cases: dict[str, dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, list[dict[str, Any]]]:
+    """By case, what each rank computed."""
+    folder, size = tmp_path_factory.mktemp("ranks"), request.param
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run_ranks(size, folder)
+    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(size)] for name in cases}
+
+
+class InParts(Ops):
+    """Scales each rank's part of a token by itself, as ranks do."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
+        weight, scale, bias = packed
+        parts = zip(x.chunk(self.size, -1), weight.chunk(self.size, -1))
+        products = [super(InParts, self).linear_int8(rows, (part, scale, None)) for rows, part in parts]
+        return sum(products) + bias
+
+    def mlp_int8(self, x: Tensor, gate_up: Packed, down: Packed) -> Tensor:
+        return self.linear_int8(self.swiglu(Ops().linear_int8(x, gate_up)), down)
+
+
+def alone(case: dict[str, Any]) -> Decoder:
+    case = dict(case)
+    return built(Path(case.pop("path")), ALONE, **case)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_compute_what_one_computes(
+    name: str, cases: dict[str, dict[str, Any]], found: dict[str, list[dict[str, Any]]]
+) -> None:
+    expected = logits_of(alone(cases[name]))
+    first, *others = (rank["logits"] for rank in found[name])
+    torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
+    assert torch.equal(first.argmax(-1), expected.argmax(-1))
+    assert all(torch.equal(first, other) for other in others), "ranks have the same logits, to the bit"
+
+
+@pytest.mark.parametrize("name", [AT_LOAD, STORED])
+def test_ranks_hold_the_int8_weights_of_one(
+    name: str, cases: dict[str, dict[str, Any]], found: dict[str, list[dict[str, Any]]]
+) -> None:
+    whole, parts = held(alone(cases[name])), [rank["held"] for rank in found[name]]
+    for layer in range(3):
+        for linear in (f"layers.{layer}.attention.output", f"layers.{layer}.mlp.down"):
+            weight, scale, _ = whole[linear]
+            assert weight.dtype == torch.int8
+            assert torch.equal(torch.cat([part[linear][0] for part in parts], dim=1), weight)
+            assert all(torch.equal(part[linear][1], scale) for part in parts)
+        linear = f"layers.{layer}.mlp.gate_up"
+        for kind in range(2):
+            halves = [part[linear][kind].chunk(2) for part in parts]
+            rows = torch.cat([*(gate for gate, _ in halves), *(up for _, up in halves)])
+            assert torch.equal(rows, whole[linear][kind])
+
+
+@pytest.mark.parametrize("name", [AT_LOAD, STORED])
+def test_ranks_in_int8_compute_what_one_computes(
+    name: str, cases: dict[str, dict[str, Any]], found: dict[str, list[dict[str, Any]]]
+) -> None:
+    decoder = alone(cases[name])
+    whole = logits_of(decoder)
+    for layer in decoder.layers:
+        layer.attention.output.ops = layer.mlp.ops = InParts(len(found[name]))
+    expected = logits_of(decoder)
+    first, *others = (rank["logits"] for rank in found[name])
+    # A sum in another order may round an activation to the next of its 255 steps, here and there
+    assert (first - expected).norm() <= 1e-2 * expected.norm()
+    assert (first - whole).norm() <= 5e-2 * whole.norm()
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_no_rank_reads_what_another_holds(
+    cases: dict[str, dict[str, Any]], found: dict[str, list[dict[str, Any]]]
+) -> None:
+    for name, ranks in found.items():
+        whole = (Path(cases[name]["path"]) / weights.SINGLE).stat().st_size
+        assert sum(rank["bytes"] for rank in ranks) < 1.35 * whole
+        assert max(rank["bytes"] for rank in ranks) < 0.6 * whole
