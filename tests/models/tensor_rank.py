@@ -1,13 +1,12 @@
-"""One tensor rank of a test: `python -m tests.models.tensor_rank RANK SIZE FOLDER`.
+"""One tensor rank of a test: `python -m tests.models.tensor_rank BACKEND RANK SIZE FOLDER`.
 
-It runs every case of FOLDER/cases.json over gloo, and leaves what it computed and what it holds in
-FOLDER/CASE.RANK.pt.
+It runs every case of FOLDER/cases.json, and leaves what it computed and what it holds in FOLDER/CASE.RANK.pt:
+over gloo in plain torch, over hccl with an NPU's operators.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -26,26 +25,29 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
+from models.config import DType
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
-from models.group import Group, join
+from models.group import Backend, Group, join
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from models.runner import ModelRunner
-from models.sampling.sampler import Chosen
+from models.sampling.sampler import Best, Chosen
 from models.share import Share
 from recipes.build.families import decoder_config, read
+from tests.device_kinds import Kind, machine
 
-PAGE_SIZE, NUM_PAGES = 8, 16
+PAGE_SIZE, NUM_PAGES = 16, 8
 LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
 PATIENCE_S = 300.0
 
 
 @dataclass
 class Kept:
-    """Stands in for the sampler: keeps the logits of every step."""
+    """Stands in for the sampler: keeps the logits of every step, which may be captured."""
 
     logits: list[Tensor] = field(default_factory=list)
+    captures_draws = False
 
     def start(
         self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool, best: object
@@ -53,22 +55,32 @@ class Kept:
         self.logits.append(logits.float().cpu())
         return Chosen(logits[:, 0].long(), lambda: Sampled(np.zeros(len(rows), np.int64)))
 
+    def best(self, logits: Tensor) -> Best:
+        tokens = logits.argmax(-1)
+        return Best(tokens, tokens)
 
-def built(path: Path, group: Group, *, int8_at_load: bool = False) -> tuple[Decoder, int]:
-    """The group's decoder of a checkpoint in plain torch, and the bytes that this rank has read."""
-    config = decoder_config(read(path))
+    def draw_columns(self, rows: np.ndarray, targets: np.ndarray, slots: SlotPool) -> None:
+        return None
+
+
+def built(
+    path: Path, group: Group, kind: Kind = "cpu", *, int8_at_load: bool = False, dtype: DType = "float32"
+) -> tuple[Decoder, int]:
+    """The group's decoder of a checkpoint, in plain torch on the CPU, and the bytes that this rank read."""
+    config = replace(decoder_config(read(path)), dtype=dtype)
     if int8_at_load:
         config = replace(config, quantization=Quantization(is_stored=False))
     part = Share(group.rank, group.size).part(config)
     sizes = (part.num_heads, part.num_kv_heads, part.head_dim)
     shape = AttentionShape(*sizes, PAGE_SIZE, part.head_dim**-0.5, TORCH_DTYPES[part.dtype], part.windows)
-    decoder = Decoder(config, Ops(), Attention(shape), group)
+    operators = (Ops(), Attention(shape)) if kind == "cpu" else machine(kind).operators(shape)
+    decoder = Decoder(config, *operators, group)
     return decoder, weights.load(decoder, path)
 
 
-def logits_of(decoder: Decoder) -> Tensor:
+def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
     """Logits [steps' rows, V] of two requests: prompts in chunks, then decodes of both."""
-    part = decoder.part
+    part, attention = decoder.part, decoder.attention
     slots = SlotPool(len(LENS), max(LENS), PAGE_SIZE)
     cache = KVCache(
         part.num_layers,
@@ -77,7 +89,9 @@ def logits_of(decoder: Decoder) -> Tensor:
         part.num_kv_heads,
         part.head_dim,
         TORCH_DTYPES[part.dtype],
-        decoder.attention.device,
+        attention.device,
+        allocate=attention.new_pages,
+        indexed=attention.indexed,
     )
     rng, first_page = np.random.default_rng(3), 1
     for number, length in enumerate(LENS):
@@ -89,7 +103,9 @@ def logits_of(decoder: Decoder) -> Tensor:
         slots.page_table[row, :count] = range(first_page, first_page + count)
         first_page += count
     kept = Kept()
-    runner = ModelRunner(decoder, cache, decoder.attention, kept, slots)
+    runner = ModelRunner(decoder, cache, attention, kept, slots)
+    if graphs:
+        runner.capture(len(LENS))
     for stops in ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9))):
         rows, after = np.arange(len(LENS)), np.array(stops)
         runner.run(Batch(rows, slots.num_computed[rows], after, rows, rows, after))
@@ -98,11 +114,11 @@ def logits_of(decoder: Decoder) -> Tensor:
 
 
 def held(decoder: Decoder) -> dict[str, Any]:
-    """What each linear was packed to."""
-    return {name: each.packed for name, each in decoder.named_modules() if getattr(each, "packed", None)}
+    """What each linear of layers was packed to."""
+    return {name: each.packed for name, each in decoder.layers.named_modules() if hasattr(each, "packed")}
 
 
-def joined(rank: int, size: int, folder: Path) -> Group:
+def joined(backend: Backend, rank: int, size: int, folder: Path) -> Group:
     """The group of all ranks, whose store binds a free port and leaves its number in the folder."""
     place = folder / "port"
     if rank == 0:
@@ -115,19 +131,23 @@ def joined(rank: int, size: int, folder: Path) -> Group:
             assert time.monotonic() < end_s, "rank 0 has no port"
             time.sleep(0.01)
         store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False)
-    return join("gloo", store, rank, size, PATIENCE_S)
+    return join(backend, store, rank, size, PATIENCE_S)
 
 
-def main(rank: int, size: int, folder: Path) -> None:
+def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    group = joined(rank, size, folder)
+    kind: Kind = "cpu" if backend == "gloo" else "npu"
+    machine(kind)
+    group = joined(backend, rank, size, folder)
     for name, case in json.loads((folder / "cases.json").read_text()).items():
-        decoder, num_bytes = built(Path(case.pop("path")), group, **case)
-        found = {"logits": logits_of(decoder), "held": held(decoder), "bytes": num_bytes}
+        graphs = case.pop("graphs", False)
+        decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
+        found = {"logits": logits_of(decoder, graphs=graphs), "bytes": num_bytes}
+        if kind == "cpu":
+            found["held"] = held(decoder)
         torch.save(found, folder / f"{name}.{rank}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))  # type: ignore[arg-type]

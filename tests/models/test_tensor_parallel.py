@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models import weights
 from models.decoder import Decoder
-from models.group import ALONE
+from models.group import ALONE, Backend
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, make
@@ -52,12 +52,16 @@ def checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
     return cases | {STORED: {"path": str(path)}}
 
 
-def run_ranks(size: int, folder: Path) -> None:
-    """Run all ranks to their end; whatever happens, none is left behind."""
+def run_ranks(
+    backend: Backend, size: int, folder: Path, cases: dict[str, dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """By case, what each rank computed. Whatever happens, none is left behind."""
+    (folder / "cases.json").write_text(json.dumps(cases))
     ranks, printed = [], [folder / f"printed.{rank}" for rank in range(size)]
     try:
         for rank, path in enumerate(printed):
-            command = [sys.executable, "-m", "tests.models.tensor_rank", str(rank), str(size), str(folder)]
+            arguments = [backend, str(rank), str(size), str(folder)]
+            command = [sys.executable, "-m", "tests.models.tensor_rank", *arguments]
             with path.open("wb") as file:
                 environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
                 ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
@@ -70,6 +74,7 @@ def run_ranks(size: int, folder: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
+    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(size)] for name in cases}
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +89,7 @@ def found(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[dict[str, Any]]]:
     """By case, what each rank computed."""
-    folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks(size, folder)
-    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(size)] for name in cases}
+    return run_ranks("gloo", request.param, tmp_path_factory.mktemp("ranks"), cases)
 
 
 class InParts(Ops):
@@ -128,12 +130,12 @@ def test_ranks_hold_the_int8_weights_of_one(
 ) -> None:
     whole, parts = held(alone(cases[name])), [rank["held"] for rank in found[name]]
     for layer in range(3):
-        for linear in (f"layers.{layer}.attention.output", f"layers.{layer}.mlp.down"):
+        for linear in (f"{layer}.attention.output", f"{layer}.mlp.down"):
             weight, scale, _ = whole[linear]
             assert weight.dtype == torch.int8
             assert torch.equal(torch.cat([part[linear][0] for part in parts], dim=1), weight)
             assert all(torch.equal(part[linear][1], scale) for part in parts)
-        linear = f"layers.{layer}.mlp.gate_up"
+        linear = f"{layer}.mlp.gate_up"
         for kind in range(2):
             halves = [part[linear][kind].chunk(2) for part in parts]
             rows = torch.cat([*(gate for gate, _ in halves), *(up for _, up in halves)])

@@ -1,0 +1,68 @@
+"""Do tensor ranks over HCCL, with an NPU's operators and captured steps, compute what one rank computes?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.group import ALONE
+from tests.device_kinds import stand_in_alone
+from tests.models.families import VARIANTS, make, wide
+from tests.models.tensor_rank import built, logits_of
+from tests.models.test_tensor_parallel import run_ranks
+from tests.virtual_npu.test_hccl import left_behind
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_biased": {"vocab_size": 509},
+    "qwen3_layer_types": {"num_key_value_heads": 1},
+}
+Cases = dict[str, dict[str, Any]]
+
+
+def checkpoints(folder: Path) -> Cases:
+    """In float32, which the stand-in takes; captured; and in int8, which is multiplied beside bfloat16."""
+    cases: Cases = {}
+    for variant in VARIANTS:
+        if variant.name in MODELS:
+            options = variant.options | MODELS[variant.name] | {"hidden_size": 64, "intermediate_size": 128}
+            changed = wide(replace(variant, options=options, saved_as=torch.float32, shard_size="5GB"))
+            cases[variant.name] = {"path": str(make(changed, folder)[1])}
+    captured = {f"{name}_captured": case | {"graphs": True} for name, case in cases.items()}
+    int8 = cases["llama_biased"] | {"int8_at_load": True, "dtype": "bfloat16"}
+    return cases | captured | {"int8": int8, "int8_captured": int8 | {"graphs": True}}
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By case, its settings and what each rank computed."""
+    cases, before = checkpoints(tmp_path_factory.mktemp("checkpoints")), left_behind()
+    ranks = run_ranks("hccl", request.param, tmp_path_factory.mktemp("ranks"), cases)
+    assert left_behind() <= before
+    return {name: (case, ranks[name]) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *(f"{name}_captured" for name in MODELS)])
+def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dict[str, Any]) -> None:
+    case, ranks = found[name]
+    expected = logits_of(built(Path(case["path"]), ALONE)[0])
+    first, *others = (rank["logits"] for rank in ranks)
+    torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
+    assert torch.equal(first.argmax(-1), expected.argmax(-1))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_captured"])
+def test_ranks_on_npus_are_as_near_in_int8_as_one_is(name: str, found: dict[str, Any]) -> None:
+    case, ranks = found[name]
+    path = Path(case["path"])
+    exact = logits_of(built(path, ALONE)[0])
+    alone = logits_of(built(path, ALONE, "npu", int8_at_load=True, dtype="bfloat16")[0])
+    first, *others = (rank["logits"] for rank in ranks)
+    assert (first - exact).norm() <= 1.5 * (alone - exact).norm()
+    assert all(torch.equal(first, other) for other in others)
+    assert torch.equal(first, found["int8"][1][0]["logits"]), "captured steps compute what eager ones do"
