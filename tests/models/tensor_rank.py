@@ -95,8 +95,11 @@ def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
     )
     rng, first_page = np.random.default_rng(3), 1
     for number, length in enumerate(LENS):
-        prompt = rng.integers(0, decoder.config.vocab_size, length)
-        prompt[:2] = 0, decoder.config.vocab_size - 1
+        vocab_size = decoder.config.vocab_size
+        prompt = rng.integers(0, vocab_size, length)
+        firsts = [-(-vocab_size // size) * rank for size in (2, 4) for rank in range(1, size)]
+        ends = sorted({0, *firsts, *(first - 1 for first in firsts), vocab_size - 1})
+        prompt[: len(ends)] = ends  # the first and the last token of each rank of two, and of four
         request = Request(str(number), prompt)
         request.number = number
         row, count = slots.take(request), -(-length // PAGE_SIZE)

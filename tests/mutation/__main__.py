@@ -39,6 +39,7 @@ from tests.mutation.prompt_logprob_faults import FOLLOWERS, PROMPT_FAULTS, PROMP
 from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
+from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS_OF
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = (
@@ -59,6 +60,7 @@ FAULTS = (
     *HCCL_FAULTS,
     *INT8_FAULTS,
     *SPECULATION_FAULTS,
+    *TENSOR_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -116,6 +118,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **HCCL_TESTS_OF,
     **INT8_TESTS_OF,
     **SPECULATION_TESTS_OF,
+    **TENSOR_TESTS_OF,
 }
 
 

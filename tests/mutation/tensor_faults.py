@@ -1,0 +1,101 @@
+"""Which faults are seeded in what tensor ranks hold, read and add up?"""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+SHARE, DECODER, WEIGHTS, GROUP = (
+    "models/share.py",
+    "models/decoder.py",
+    "models/weights.py",
+    "models/group.py",
+)
+TESTS = tuple(f"tests/models/test_{name}.py" for name in ("share", "shared_weights", "tensor_parallel"))
+TENSOR_TESTS_OF = dict.fromkeys((SHARE, DECODER, WEIGHTS, GROUP), TESTS)
+
+TENSOR_FAULTS = (
+    Fault(
+        "bias_of_every_rank",
+        SHARE,
+        "                return (slice(0, 0),)\n",
+        "                return ()\n",
+        "each rank brings the bias to a sum that is to have it once",
+    ),
+    Fault(
+        "inner_rows_of_the_first_rank",
+        SHARE,
+        "                return (self._equal(config.intermediate_size),)\n",
+        "                return (slice(0, config.intermediate_size // self.tensors),)\n",
+        "gate and up of one rank are multiplied by down of another",
+    ),
+    Fault(
+        "kv_heads_in_turn",
+        SHARE,
+        "first = self.tensor * config.num_kv_heads // self.tensors\n",
+        "first = self.tensor * max(1, config.num_kv_heads // self.tensors) % config.num_kv_heads\n",
+        "with fewer heads than ranks, query heads read the keys of another group",
+    ),
+    Fault(
+        "ranks_refused_too_late",
+        SHARE,
+        "    return not (config.num_kv_heads % count and count % config.num_kv_heads)\n",
+        "    return True\n",
+        "a rank's query heads belong to a key-value head and a half",
+    ),
+    Fault(
+        "tokens_rounded_down",
+        SHARE,
+        "        size = -(-config.vocab_size // self.tensors)\n",
+        "        size = config.vocab_size // self.tensors\n",
+        "the last tokens of an odd vocabulary are nowhere",
+    ),
+    Fault(
+        "scale_of_the_part",
+        DECODER,
+        "quantize_rows(weight, self.group.all_reduce_max(largest))",
+        "quantize_rows(weight, largest)",
+        "int8 weights, and with them answers, change with the number of ranks",
+    ),
+    Fault(
+        "first_token_of_a_rank_lost",
+        DECODER,
+        "(token_ids >= tokens.start)",
+        "(token_ids > tokens.start)",
+        "one token a rank has an embedding of zeros",
+    ),
+    Fault(
+        "int8_parts_not_added",
+        DECODER,
+        "self.group.all_reduce(self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed))",
+        "self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)",
+        "what joins both products of an MLP in int8 goes past the sum",
+    ),
+    Fault(
+        "logits_wider_than_the_vocabulary",
+        DECODER,
+        "[:, : self.config.vocab_size].contiguous()",
+        "",
+        "a token may be chosen that does not exist",
+    ),
+    Fault(
+        "part_taken_for_the_whole",
+        WEIGHTS,
+        "sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}",
+        "sizes = {name: (outputs, inputs) for name, inputs, outputs in decoder.part.linears()}",
+        "a checkpoint of the right shapes is refused, and one of a part's shapes read",
+    ),
+    Fault(
+        "padding_not_zero",
+        WEIGHTS,
+        "            self.room[len(tensor) :].zero_()\n",
+        "            self.room[len(tensor) :].fill_(1)\n",
+        "ranks that have no bias bring what their memory held before",
+    ),
+    Fault(
+        "sum_in_place_of_the_largest",
+        GROUP,
+        "dist.all_reduce(x, dist.ReduceOp.MAX, group=self._ranks)",
+        "dist.all_reduce(x, group=self._ranks)",
+        "weights quantized at load use half of the range, or less",
+    ),
+)
