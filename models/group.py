@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Backend = Literal["gloo", "nccl", "hccl"]
+# As releases of torch before 2.13 call it, which older CANN needs, and as later ones do
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 HCCL_CONNECTS_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be
 
 
@@ -40,8 +42,8 @@ class Group:
     def all_gather(self, x: Tensor) -> Tensor:
         """[...] of each rank -> [ranks, ...] on each of them."""
         gathered = x.new_empty(self.size, *x.shape)
-        # HCCL's all_gather with a list would call operators of another kind
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous(), group=self._ranks)
+        # Not into a list: for that torch_npu calls operators of another kind
+        _gather_into(gathered.flatten(0, 1), x.contiguous(), group=self._ranks)
         return gathered
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:

@@ -69,7 +69,7 @@ def built(
     """The group's decoder of a checkpoint, in plain torch on the CPU, and the bytes that this rank read."""
     config = replace(decoder_config(read(path)), dtype=dtype)
     if int8_at_load:
-        config = replace(config, quantization=Quantization(is_stored=False))
+        config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
     part = Share(group.rank, group.size).part(config)
     sizes = (part.num_heads, part.num_kv_heads, part.head_dim)
     shape = AttentionShape(*sizes, PAGE_SIZE, part.head_dim**-0.5, TORCH_DTYPES[part.dtype], part.windows)
@@ -117,8 +117,26 @@ def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
 
 
 def held(decoder: Decoder) -> dict[str, Any]:
-    """What each linear of layers was packed to."""
-    return {name: each.packed for name, each in decoder.layers.named_modules() if hasattr(each, "packed")}
+    """What each linear was packed to."""
+    return {name: each.packed for name, each in decoder.named_modules() if hasattr(each, "packed")}
+
+
+def collectives(group: Group, device: torch.device) -> dict[str, Tensor]:
+    """What each method of a group makes of [[rank + 1, -rank]], and of a column, which is not contiguous."""
+
+    def brought() -> Tensor:
+        return torch.tensor([[group.rank + 1.0, -group.rank]], device=device)
+
+    column = brought().repeat(3, 1)[:, :1]
+    found = {
+        "sum": group.all_reduce(brought()),
+        "sum of a column": group.all_reduce(column),
+        "largest": group.all_reduce_max(brought()),
+        "all": group.all_gather(brought()),
+        "all of a column": group.all_gather(column),
+        "of the last": group.broadcast(brought(), group.size - 1),
+    }
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def joined(backend: Backend, rank: int, size: int, folder: Path) -> Group:
@@ -140,8 +158,9 @@ def joined(backend: Backend, rank: int, size: int, folder: Path) -> Group:
 def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     kind: Kind = "cpu" if backend == "gloo" else "npu"
-    machine(kind)
+    device = torch.device("cpu" if kind == "cpu" else machine(kind).device)
     group = joined(backend, rank, size, folder)
+    torch.save(collectives(group, device), folder / f"collectives.{rank}.pt")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         graphs = case.pop("graphs", False)
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)

@@ -8,20 +8,22 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from models import weights
 from models.decoder import Decoder
-from models.group import ALONE, Backend
+from models.group import ALONE, Backend, join
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, make
-from tests.models.tensor_rank import PATIENCE_S, built, held, logits_of
+from tests.models.tensor_rank import PATIENCE_S, built, collectives, held, logits_of
 from tests.models.test_quantization import stored_in_int8
 
 # Each family, and together: biases, norms of heads, windows, a tied head, a vocabulary that no number of
@@ -32,18 +34,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_layer_types": {},
     "mistral_window": {"sliding_window": 7, "num_key_value_heads": 1},
 }
-AT_LOAD, STORED = "int8_at_load", "int8_stored"
+AT_LOAD, STORED, BFLOAT16 = "int8_at_load", "int8_stored", "bfloat16"
 INT8_MODEL = "llama_biased"
+Cases = dict[str, dict[str, Any]]
+Found = dict[str, list[dict[str, Any]]]
 
 
-def checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
-    """The cases that ranks compute, and one in int8 that is quantized at load or before."""
-    cases = {}
+def checkpoints(folder: Path) -> Cases:
+    """The cases that ranks compute: each family, and one also in bfloat16 and in int8, quantized at load or
+    before.
+    """
+    cases: Cases = {}
     for variant in VARIANTS:
         if variant.name in MODELS:
             options = variant.options | MODELS[variant.name]
             changed = replace(variant, options=options, saved_as=torch.float32, shard_size="5GB")
             cases[variant.name] = {"path": str(make(changed, folder)[1])}
+    cases[BFLOAT16] = cases["qwen2_yarn"] | {"dtype": "bfloat16"}
     cases[AT_LOAD] = cases[INT8_MODEL] | {"int8_at_load": True}
     variant = next(each for each in VARIANTS if each.name == INT8_MODEL)
     changed = replace(variant, name=STORED, options=variant.options | MODELS[INT8_MODEL], shard_size="5GB")
@@ -52,9 +59,7 @@ def checkpoints(folder: Path) -> dict[str, dict[str, Any]]:
     return cases | {STORED: {"path": str(path)}}
 
 
-def run_ranks(
-    backend: Backend, size: int, folder: Path, cases: dict[str, dict[str, Any]]
-) -> dict[str, list[dict[str, Any]]]:
+def run_ranks(backend: Backend, size: int, folder: Path, cases: Cases) -> Found:
     """By case, what each rank computed. Whatever happens, none is left behind."""
     (folder / "cases.json").write_text(json.dumps(cases))
     ranks, printed = [], [folder / f"printed.{rank}" for rank in range(size)]
@@ -74,22 +79,41 @@ def run_ranks(
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(size)] for name in cases}
+    return {
+        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(size)]
+        for name in (*cases, "collectives")
+    }
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     return checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(
     request: pytest.FixtureRequest,
-    cases: dict[str, dict[str, Any]],
+    cases: Cases,
     tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, list[dict[str, Any]]]:
+) -> Found:
     """By case, what each rank computed."""
     return run_ranks("gloo", request.param, tmp_path_factory.mktemp("ranks"), cases)
+
+
+def check_collectives(ranks: list[dict[str, Tensor]]) -> None:
+    """Every rank has what `tensor_rank.collectives` comes to, by the formula."""
+    size = len(ranks)
+    total = size * (size + 1) / 2
+    expected = {
+        "sum": [[total, size - total]],
+        "sum of a column": [[total]] * 3,
+        "largest": [[size, 0]],
+        "all": [[[rank + 1, -rank]] for rank in range(size)],
+        "all of a column": [[[rank + 1]] * 3 for rank in range(size)],
+        "of the last": [[size, 1 - size]],
+    }
+    for rank in ranks:
+        assert {name: tensor.tolist() for name, tensor in rank.items()} == expected
 
 
 class InParts(Ops):
@@ -102,7 +126,7 @@ class InParts(Ops):
         weight, scale, bias = packed
         parts = zip(x.chunk(self.size, -1), weight.chunk(self.size, -1))
         products = [super(InParts, self).linear_int8(rows, (part, scale, None)) for rows, part in parts]
-        return sum(products) + bias
+        return sum(products) + (0 if bias is None else bias)
 
     def mlp_int8(self, x: Tensor, gate_up: Packed, down: Packed) -> Tensor:
         return self.linear_int8(self.swiglu(Ops().linear_int8(x, gate_up)), down)
@@ -113,10 +137,23 @@ def alone(case: dict[str, Any]) -> Decoder:
     return built(Path(case.pop("path")), ALONE, **case)[0]
 
 
+def test_every_rank_gets_what_all_brought(found: Found) -> None:
+    check_collectives(found["collectives"])
+
+
+def test_a_group_waits_as_long_as_it_was_told() -> None:
+    group = join("gloo", dist.HashStore(), 0, 1, timeout_s=7.5)
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=7.5)
+        check_collectives([collectives(group, torch.device("cpu"))])
+    finally:
+        dist.destroy_process_group()
+    check_collectives([collectives(ALONE, torch.device("cpu"))])
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_ranks_compute_what_one_computes(
-    name: str, cases: dict[str, dict[str, Any]], found: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_ranks_compute_what_one_computes(name: str, cases: Cases, found: Found) -> None:
     expected = logits_of(alone(cases[name]))
     first, *others = (rank["logits"] for rank in found[name])
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
@@ -125,27 +162,26 @@ def test_ranks_compute_what_one_computes(
 
 
 @pytest.mark.parametrize("name", [AT_LOAD, STORED])
-def test_ranks_hold_the_int8_weights_of_one(
-    name: str, cases: dict[str, dict[str, Any]], found: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_ranks_hold_the_int8_weights_of_one(name: str, cases: Cases, found: Found) -> None:
     whole, parts = held(alone(cases[name])), [rank["held"] for rank in found[name]]
     for layer in range(3):
-        for linear in (f"{layer}.attention.output", f"{layer}.mlp.down"):
+        for linear in (f"layers.{layer}.attention.output", f"layers.{layer}.mlp.down"):
             weight, scale, _ = whole[linear]
             assert weight.dtype == torch.int8
             assert torch.equal(torch.cat([part[linear][0] for part in parts], dim=1), weight)
             assert all(torch.equal(part[linear][1], scale) for part in parts)
-        linear = f"{layer}.mlp.gate_up"
+        linear = f"layers.{layer}.mlp.gate_up"
         for kind in range(2):
             halves = [part[linear][kind].chunk(2) for part in parts]
             rows = torch.cat([*(gate for gate, _ in halves), *(up for _, up in halves)])
             assert torch.equal(rows, whole[linear][kind])
+    for kind in range(2 if name == AT_LOAD else 1):  # the head is in int8, or plain
+        rows = torch.cat([part["head"][kind] for part in parts])
+        assert torch.equal(rows[: len(whole["head"][kind])], whole["head"][kind])
 
 
 @pytest.mark.parametrize("name", [AT_LOAD, STORED])
-def test_ranks_in_int8_compute_what_one_computes(
-    name: str, cases: dict[str, dict[str, Any]], found: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_ranks_in_int8_compute_what_one_computes(name: str, cases: Cases, found: Found) -> None:
     decoder = alone(cases[name])
     whole = logits_of(decoder)
     for layer in decoder.layers:
@@ -158,10 +194,15 @@ def test_ranks_in_int8_compute_what_one_computes(
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_no_rank_reads_what_another_holds(
-    cases: dict[str, dict[str, Any]], found: dict[str, list[dict[str, Any]]]
-) -> None:
-    for name, ranks in found.items():
+def test_ranks_in_bfloat16_are_as_near_to_float32_as_one_is(cases: Cases, found: Found) -> None:
+    exact = logits_of(alone(cases[BFLOAT16] | {"dtype": "float32"}))
+    whole = logits_of(alone(cases[BFLOAT16]))
+    assert (found[BFLOAT16][0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
+
+
+def test_no_rank_reads_what_another_holds(cases: Cases, found: Found) -> None:
+    for name in cases:
+        ranks = found[name]
         whole = (Path(cases[name]["path"]) / weights.SINGLE).stat().st_size
         assert sum(rank["bytes"] for rank in ranks) < 1.35 * whole
         assert max(rank["bytes"] for rank in ranks) < 0.6 * whole

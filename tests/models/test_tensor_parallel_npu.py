@@ -13,7 +13,7 @@ from models.group import ALONE
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make, wide
 from tests.models.tensor_rank import built, logits_of
-from tests.models.test_tensor_parallel import run_ranks
+from tests.models.test_tensor_parallel import Cases, check_collectives, run_ranks
 from tests.virtual_npu.test_hccl import left_behind
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -21,7 +21,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_biased": {"vocab_size": 509},
     "qwen3_layer_types": {"num_key_value_heads": 1},
 }
-Cases = dict[str, dict[str, Any]]
 
 
 def checkpoints(folder: Path) -> Cases:
@@ -43,6 +42,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     cases, before = checkpoints(tmp_path_factory.mktemp("checkpoints")), left_behind()
     ranks = run_ranks("hccl", request.param, tmp_path_factory.mktemp("ranks"), cases)
     assert left_behind() <= before
+    check_collectives(ranks["collectives"])
     return {name: (case, ranks[name]) for name, case in cases.items()}
 
 
