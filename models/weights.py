@@ -100,14 +100,28 @@ def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> N
 
 
 def random(decoder: Decoder, seed: int) -> None:
-    """Fill the decoder with seeded random weights of a scale that keeps logits near one, and pack it."""
+    """Fill the decoder with seeded random weights of a scale that keeps logits near one, and pack it.
+
+    Each of several ranks draws whole parameters, one by one, and keeps its part: then they are those that one
+    rank draws.
+    """
     generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
+    parts: dict[int, list[Place]] = {}  # of each parameter, in the order of its rows
+    for place in places_by_name(decoder).values():
+        parts.setdefault(place.room.untyped_storage().data_ptr(), []).append(place)
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
         if name.endswith("norm"):
             parameter.data.fill_(1.0)
-        else:
-            bound = math.sqrt(3.0 / parameter.shape[-1])  # uniform is three times as fast as normal
-            parameter.data.uniform_(-bound, bound, generator=generator)
+            continue
+        places = parts[parameter.untyped_storage().data_ptr()]
+        num_rows = [place.shape[0] for place in places]
+        shape = (sum(num_rows), *places[0].shape[1:])
+        whole = parameter.data if decoder.group.size == 1 else parameter.new_empty(shape)
+        bound = math.sqrt(3.0 / shape[-1])  # uniform is three times as fast as normal
+        whole.uniform_(-bound, bound, generator=generator)
+        if decoder.group.size > 1:
+            for place, rows in zip(places, whole.split(num_rows)):
+                place.fill(rows[place.slices])
     decoder.pack()
 
 

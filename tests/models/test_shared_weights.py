@@ -17,17 +17,19 @@ from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
-from models.group import Group
+from models.group import Alone
 from models.ops.reference import Ops
+from models.quantization import Quantization
 from models.share import Share
 from recipes.build.families import decoder_config, read
 from tests.models.families import VARIANTS, make
+from tests.models.test_quantization import held_bytes
 
 LAYER = "model.layers.1."
 
 
-class Rank(Group):
-    """One of several ranks, whose weights are loaded and not yet used."""
+class Rank(Alone):
+    """One of several ranks, the others of which bring nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -154,3 +156,35 @@ def test_a_tied_head_is_compared_where_a_rank_holds_it(tmp_path: Path) -> None:
     weights.load(part_of(config, 0, 2), path)
     with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
         weights.load(part_of(config, 1, 2), path)
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "qwen3"])
+def test_random_weights_do_not_depend_on_the_number_of_ranks(name: str, tmp_path: Path) -> None:
+    config = decoder_config(read(checkpoint(name, tmp_path, vocab_size=509)))
+    whole, *parts = (part_of(config, rank, size) for rank, size in ((0, 1), (0, 2), (1, 2)))
+    for decoder in (whole, *parts):
+        weights.random(decoder, 5)
+    assert torch.equal(torch.cat([part.embedding for part in parts])[:509], whole.embedding)
+    assert torch.equal(torch.cat([part.head.packed[0] for part in parts])[:509], whole.head.packed[0])
+    down = [part.layers[2].mlp.down.packed for part in parts]
+    weight, bias = whole.layers[2].mlp.down.packed
+    assert torch.equal(torch.cat([each for each, _ in down], dim=1), weight)
+    if bias is not None:
+        assert torch.equal(down[0][1], bias)
+        assert not down[1][1].any()
+    qkv = whole.layers[1].attention.qkv
+    for which, rows in enumerate(qkv.packed[0].split(qkv.widths)):
+        assert torch.equal(rows_of(parts, 0, which), rows)
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "qwen3"])
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_part_has_the_bytes_that_its_configuration_says(name: str, is_int8: bool, tmp_path: Path) -> None:
+    config = decoder_config(read(checkpoint(name, tmp_path, vocab_size=509)))
+    if is_int8:
+        config = replace(config, quantization=Quantization(is_stored=False))
+    for rank in range(4):
+        decoder = part_of(config, rank, 4)
+        weights.random(decoder, 0)
+        assert decoder.part.weight_bytes == held_bytes(decoder)
+        assert decoder.part.kv_bytes_per_token() == config.kv_bytes_per_token(4)
