@@ -17,7 +17,9 @@ from torch import Tensor
 Backend = Literal["gloo", "nccl", "hccl"]
 # As releases of torch before 2.13 call it, which older CANN needs, and as later ones do
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-HCCL_CONNECTS_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be
+# Seconds that HCCL takes for its variables. The first 910 waits for a multiple of 68 s, and never less
+# (https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/envref_07_0078.html)
+HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 7200)}
 
 
 class Group:
@@ -80,12 +82,16 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
     A collective that some rank does not call within `timeout_s` is an error on the others. `dist` allows one
     such group a process; `dist.destroy_process_group` leaves it.
     """
-    if backend == "hccl":  # reads its limits here, and waits for half an hour otherwise
-        least_s, most_s = HCCL_CONNECTS_S
-        os.environ["HCCL_EXEC_TIMEOUT"] = str(max(1, math.ceil(timeout_s)))
-        os.environ["HCCL_CONNECT_TIMEOUT"] = str(min(max(least_s, math.ceil(timeout_s)), most_s))
+    if backend == "hccl":  # it waits for half an hour otherwise
+        os.environ.update(hccl_timeouts(timeout_s))
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
     assert dist.group.WORLD is not None, "it was just made"
     return Group(dist.group.WORLD)
+
+
+def hccl_timeouts(timeout_s: float) -> dict[str, str]:
+    """The variables by which HCCL is told how long to wait, as near to `timeout_s` as it allows."""
+    ranges = HCCL_RANGES_S.items()
+    return {name: str(min(max(least, math.ceil(timeout_s)), most)) for name, (least, most) in ranges}

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from models import weights
 from models.decoder import Decoder
-from models.group import ALONE, Backend, join
+from models.group import ALONE, Backend, hccl_timeouts, join
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, make
@@ -150,6 +150,11 @@ def test_a_group_waits_as_long_as_it_was_told() -> None:
     finally:
         dist.destroy_process_group()
     check_collectives([collectives(ALONE, torch.device("cpu"))])
+
+
+def test_hccl_waits_as_long_as_it_allows() -> None:
+    told = [tuple(hccl_timeouts(timeout_s).values()) for timeout_s in (0.2, 30.5, 600, 1e5)]
+    assert told == [("1", "120"), ("31", "120"), ("600", "600"), ("17340", "7200")]
 
 
 @pytest.mark.parametrize("name", MODELS)
