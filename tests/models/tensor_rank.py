@@ -25,7 +25,7 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
-from models.config import DType
+from models.config import DecoderConfig, DType
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
 from models.group import Backend, Group, join
@@ -36,10 +36,10 @@ from models.sampling.sampler import Best, Chosen
 from models.share import Share
 from recipes.build.families import decoder_config, read
 from tests.device_kinds import Kind, machine
+from tests.serving.server import PATIENCE_S
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
-PATIENCE_S = 300.0
 
 
 @dataclass
@@ -70,12 +70,17 @@ def built(
     config = replace(decoder_config(read(path)), dtype=dtype)
     if int8_at_load:
         config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
+    decoder = empty(config, group, kind)
+    return decoder, weights.load(decoder, path)
+
+
+def empty(config: DecoderConfig, group: Group, kind: Kind = "cpu") -> Decoder:
+    """The group's decoder before it has weights."""
     part = Share(group.rank, group.size).part(config)
     sizes = (part.num_heads, part.num_kv_heads, part.head_dim)
     shape = AttentionShape(*sizes, PAGE_SIZE, part.head_dim**-0.5, TORCH_DTYPES[part.dtype], part.windows)
     operators = (Ops(), Attention(shape)) if kind == "cpu" else machine(kind).operators(shape)
-    decoder = Decoder(config, *operators, group)
-    return decoder, weights.load(decoder, path)
+    return Decoder(config, *operators, group)
 
 
 def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:

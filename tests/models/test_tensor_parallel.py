@@ -23,8 +23,9 @@ from models.group import ALONE, Backend, hccl_timeouts, join
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, make
-from tests.models.tensor_rank import PATIENCE_S, built, collectives, held, logits_of
+from tests.models.tensor_rank import built, collectives, held, logits_of
 from tests.models.test_quantization import stored_in_int8
+from tests.serving.server import PATIENCE_S
 
 # Each family, and together: biases, norms of heads, windows, a tied head, a vocabulary that no number of
 # ranks divides, and fewer key-value heads than ranks

@@ -10,7 +10,9 @@ SHARE, DECODER, WEIGHTS, GROUP = (
     "models/weights.py",
     "models/group.py",
 )
-TESTS = tuple(f"tests/models/test_{name}.py" for name in ("share", "shared_weights", "tensor_parallel"))
+TESTS = tuple(
+    f"tests/models/test_{name}.py" for name in ("share", "shared_weights", "random_shares", "tensor_parallel")
+)
 TENSOR_TESTS_OF = dict.fromkeys((SHARE, DECODER, WEIGHTS, GROUP), TESTS)
 
 TENSOR_FAULTS = (
