@@ -69,9 +69,11 @@ class ModelRunner:
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         """The same without waiting for the device; the returned function waits.
 
-        The next batch can already use the tokens on the device.
+        The next batch can already use the tokens on the device: those of the first rank, on every rank.
         """
         chosen = self._begin(batch)
+        if len(chosen.tokens):
+            self.decoder.group.broadcast(chosen.tokens)
         self._last.keep(chosen.tokens, batch.owners)
         return chosen.wait
 

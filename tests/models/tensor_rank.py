@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attention.reference import Attention
 from continuous_batching.batch import Batch, Sampled
-from continuous_batching.request import Request
+from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
@@ -32,7 +32,8 @@ from models.group import Backend, Group, join
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from models.runner import ModelRunner
-from models.sampling.sampler import Best, Chosen
+from models.sampling.follower import FollowerSampler
+from models.sampling.sampler import Best, Chosen, Sampler
 from models.share import Share
 from recipes.build.families import decoder_config, read
 from tests.device_kinds import Kind, machine
@@ -40,6 +41,7 @@ from tests.serving.server import PATIENCE_S
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
+NUM_DRAWN = 8  # tokens that are drawn for each of them
 
 
 @dataclass
@@ -85,9 +87,21 @@ def empty(config: DecoderConfig, group: Group, kind: Kind = "cpu") -> Decoder:
 
 def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
     """Logits [steps' rows, V] of two requests: prompts in chunks, then decodes of both."""
+    slots, kept = table(decoder), Kept()
+    runner = ModelRunner(decoder, cache_of(decoder), decoder.attention, kept, slots)
+    if graphs:
+        runner.capture(len(LENS))
+    for stops in ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9))):
+        rows, after = np.arange(len(LENS)), np.array(stops)
+        runner.run(Batch(rows, slots.num_computed[rows], after, rows, rows, after))
+        slots.num_computed[rows] = after
+    return torch.cat(kept.logits)
+
+
+def cache_of(decoder: Decoder) -> KVCache:
+    """The pages of a rank."""
     part, attention = decoder.part, decoder.attention
-    slots = SlotPool(len(LENS), max(LENS), PAGE_SIZE)
-    cache = KVCache(
+    return KVCache(
         part.num_layers,
         NUM_PAGES,
         PAGE_SIZE,
@@ -98,6 +112,11 @@ def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
         allocate=attention.new_pages,
         indexed=attention.indexed,
     )
+
+
+def table(decoder: Decoder) -> SlotPool:
+    """The rows of two requests that draw their tokens, with pages for all of them."""
+    slots = SlotPool(len(LENS), max(LENS) + NUM_DRAWN, PAGE_SIZE)
     rng, first_page = np.random.default_rng(3), 1
     for number, length in enumerate(LENS):
         vocab_size = decoder.config.vocab_size
@@ -105,20 +124,29 @@ def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
         firsts = [-(-vocab_size // size) * rank for size in (2, 4) for rank in range(1, size)]
         ends = sorted({0, *firsts, *(first - 1 for first in firsts), vocab_size - 1})
         prompt[: len(ends)] = ends  # the first and the last token of each rank of two, and of four
-        request = Request(str(number), prompt)
+        request = Request(str(number), prompt, SamplingParams(temperature=0.9, top_p=0.9, seed=number))
         request.number = number
-        row, count = slots.take(request), -(-length // PAGE_SIZE)
+        row, count = slots.take(request), -(-(length + NUM_DRAWN) // PAGE_SIZE)
         slots.page_table[row, :count] = range(first_page, first_page + count)
         first_page += count
-    kept = Kept()
-    runner = ModelRunner(decoder, cache, attention, kept, slots)
+    return slots
+
+
+def tokens_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
+    """Tokens [steps, 2] that the leader draws, the host ahead of the device; nothing on other ranks."""
+    slots, config = table(decoder), decoder.config
+    sampler = FollowerSampler() if decoder.share.tensor else Sampler((), config.vocab_size, decoder.ops)
+    runner = ModelRunner(decoder, cache_of(decoder), decoder.attention, sampler, slots)
     if graphs:
         runner.capture(len(LENS))
-    for stops in ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9))):
-        rows, after = np.arange(len(LENS)), np.array(stops)
-        runner.run(Batch(rows, slots.num_computed[rows], after, rows, rows, after))
-        slots.num_computed[rows] = after
-    return torch.cat(kept.logits)
+    rows, waits = np.arange(len(LENS)), []
+    for number in range(NUM_DRAWN):
+        stops = slots.num_computed + 1 if number else slots.num_prompt.copy()
+        unknown = rows if number else rows[:0]
+        batch = Batch(rows, slots.num_computed.copy(), stops, rows, rows, stops, unknown=unknown)
+        waits.append(runner.start(batch))
+        slots.num_computed[:] = stops
+    return torch.from_numpy(np.array([wait().tokens for wait in waits]))
 
 
 def held(decoder: Decoder) -> dict[str, Any]:
@@ -169,7 +197,8 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         graphs = case.pop("graphs", False)
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
-        found = {"logits": logits_of(decoder, graphs=graphs), "bytes": num_bytes}
+        found = {"bytes": num_bytes, "logits": logits_of(decoder, graphs=graphs)}
+        found["tokens"] = tokens_of(decoder, graphs=graphs)
         if kind == "cpu":
             found["held"] = held(decoder)
         torch.save(found, folder / f"{name}.{rank}.pt")

@@ -23,7 +23,7 @@ from models.group import ALONE, Backend, hccl_timeouts, join
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, make
-from tests.models.tensor_rank import built, collectives, held, logits_of
+from tests.models.tensor_rank import built, collectives, held, logits_of, tokens_of
 from tests.models.test_quantization import stored_in_int8
 from tests.serving.server import PATIENCE_S
 
@@ -204,6 +204,14 @@ def test_ranks_in_bfloat16_are_as_near_to_float32_as_one_is(cases: Cases, found:
     exact = logits_of(alone(cases[BFLOAT16] | {"dtype": "float32"}))
     whole = logits_of(alone(cases[BFLOAT16]))
     assert (found[BFLOAT16][0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_draw_the_tokens_that_one_draws(name: str, cases: Cases, found: Found) -> None:
+    expected = tokens_of(alone(cases[name]))
+    first, *others = (rank["tokens"] for rank in found[name])
+    assert first.tolist() == expected.tolist()
+    assert not any(other.numel() for other in others), "the leader alone chooses"
 
 
 def test_no_rank_reads_what_another_holds(cases: Cases, found: Found) -> None:

@@ -12,7 +12,7 @@ import torch
 from models.group import ALONE
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make, wide
-from tests.models.tensor_rank import built, logits_of
+from tests.models.tensor_rank import NUM_DRAWN, built, logits_of, tokens_of
 from tests.models.test_tensor_parallel import Cases, check_collectives, run_ranks
 from tests.virtual_npu.test_hccl import left_behind
 
@@ -54,6 +54,11 @@ def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dic
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
     assert torch.equal(first.argmax(-1), expected.argmax(-1))
     assert all(torch.equal(first, other) for other in others)
+    tokens = tokens_of(built(Path(case["path"]), ALONE)[0])
+    assert [rank["tokens"].tolist() for rank in ranks] == [
+        tokens.tolist(),
+        *([[]] * NUM_DRAWN for _ in others),
+    ]
 
 
 @pytest.mark.parametrize("name", ["int8", "int8_captured"])

@@ -39,7 +39,7 @@ from tests.mutation.prompt_logprob_faults import FOLLOWERS, PROMPT_FAULTS, PROMP
 from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
-from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS_OF
+from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = (
@@ -106,7 +106,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     PROMPTS: (PROMPT_TESTS,),
     OUTRANK: (BATCHING + "test_ordering.py", *HOST_TESTS),
     STORAGE: DEVICE_TESTS,
-    RUNNER: DEVICE_TESTS,
+    RUNNER: (*DEVICE_TESTS, *TENSOR_TESTS),
     ATTENTION: ("tests/attention/test_attention.py", "tests/attention/test_cpu.py"),
     SAMPLES: ("tests/serving/test_samples.py",),
     BEAMS: (BATCHING + "test_beam_scoring.py", BATCHING + "test_beam_search.py"),

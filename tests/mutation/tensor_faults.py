@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutation.cache_faults import RUNNER
 from tests.mutation.fault import Fault
 
 SHARE, DECODER, WEIGHTS, GROUP = (
@@ -10,10 +11,10 @@ SHARE, DECODER, WEIGHTS, GROUP = (
     "models/weights.py",
     "models/group.py",
 )
-TESTS = tuple(
+TENSOR_TESTS = tuple(
     f"tests/models/test_{name}.py" for name in ("share", "shared_weights", "random_shares", "tensor_parallel")
 )
-TENSOR_TESTS_OF = dict.fromkeys((SHARE, DECODER, WEIGHTS, GROUP), TESTS)
+TENSOR_TESTS_OF = dict.fromkeys((SHARE, DECODER, WEIGHTS, GROUP), TENSOR_TESTS)
 
 TENSOR_FAULTS = (
     Fault(
@@ -92,6 +93,13 @@ TENSOR_FAULTS = (
         "            self.room[len(tensor) :].zero_()\n",
         "            self.room[len(tensor) :].fill_(1)\n",
         "ranks that have no bias bring what their memory held before",
+    ),
+    Fault(
+        "tokens_kept_by_the_leader",
+        RUNNER,
+        "            self.decoder.group.broadcast(chosen.tokens)\n",
+        "            pass\n",
+        "where the host is ahead, other ranks compute the next step of tokens that nobody chose",
     ),
     Fault(
         "sum_in_place_of_the_largest",

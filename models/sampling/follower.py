@@ -1,0 +1,43 @@
+"""Which tokens do the ranks get that do not lead? Those that the leader chose.
+
+A choice of their own could differ from the leader's by the last bit of a logit, and every step after it would
+too. The host hears the leader's tokens with its decisions; `ModelRunner.start`, whose next step may begin
+before that, fetches them from device to device.
+
+Legend: R sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from continuous_batching.batch import Sampled
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+from models.sampling.sampler import Best, Chosen
+
+
+class FollowerSampler:
+    """Stands where the leader has its `Sampler`, and chooses nothing."""
+
+    captures_draws = False
+
+    def start(
+        self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
+    ) -> Chosen:
+        """Room for the leader's tokens [R], and nothing for the host."""
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+        return Chosen(tokens, lambda: Sampled(np.empty(0, np.int64)))
+
+    def best(self, logits: Tensor) -> Best:
+        """Zeros [R]. A capture takes it."""
+        nothing = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return Best(nothing, nothing)
+
+    def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> None:
+        """No row is drawn here."""
+
+    def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
+        raise AssertionError("a follower captures no draws")
