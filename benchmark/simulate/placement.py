@@ -7,6 +7,7 @@ from typing import Any
 
 from continuous_batching.scheduling.scheduler import Scheduler
 from models.config import DecoderConfig
+from models.share import check_ranks
 from recipes.build.families import model_config
 from recipes.build.memory_plan import GIB, MemoryPlan
 from recipes.build.scheduler import SchedulerLimits, scheduler_of
@@ -108,12 +109,12 @@ def place(
     """The recipe on a profile's device, or on its own; raises ValueError if it cannot run there."""
     config = model_config(recipe)
     name = device_name(recipe, device)
-    for option, parts, whole, what in (
-        ("--tp", tensor, config.num_heads, "heads"),
-        ("--pp", pipeline, config.num_layers, "layers"),
-    ):
-        if parts < 1 or whole % parts:
-            raise ValueError(f"{option} is {parts}; it must divide the model's {whole} {what}")
+    try:
+        check_ranks(config, tensor)
+    except ValueError as error:
+        raise ValueError(f"--tp: {error}") from error
+    if pipeline < 1 or config.num_layers % pipeline:
+        raise ValueError(f"--pp is {pipeline}; it must divide the model's {config.num_layers} layers")
     found = SimulatedDevice.load(name)
     memory_bytes = int(found.memory_gib * GIB)
     try:

@@ -36,7 +36,7 @@ from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Best, Chosen, Sampler
 from models.share import Share
 from recipes.build.families import decoder_config, read
-from tests.device_kinds import Kind, machine
+from tests.device_kinds import Kind, Way, machine
 from tests.serving.server import PATIENCE_S
 
 PAGE_SIZE, NUM_PAGES = 16, 8
@@ -66,22 +66,29 @@ class Kept:
 
 
 def built(
-    path: Path, group: Group, kind: Kind = "cpu", *, int8_at_load: bool = False, dtype: DType = "float32"
+    path: Path,
+    group: Group,
+    kind: Kind = "cpu",
+    *,
+    way: Way | None = None,
+    int8_at_load: bool = False,
+    dtype: DType = "float32",
 ) -> tuple[Decoder, int]:
-    """The group's decoder of a checkpoint, in plain torch on the CPU, and the bytes that this rank read."""
+    """The group's decoder of a checkpoint, and the bytes that this rank read."""
     config = replace(decoder_config(read(path)), dtype=dtype)
     if int8_at_load:
         config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
-    decoder = empty(config, group, kind)
+    decoder = empty(config, group, kind, way)
     return decoder, weights.load(decoder, path)
 
 
-def empty(config: DecoderConfig, group: Group, kind: Kind = "cpu") -> Decoder:
-    """The group's decoder before it has weights."""
+def empty(config: DecoderConfig, group: Group, kind: Kind = "cpu", way: Way | None = None) -> Decoder:
+    """The group's decoder before it has weights: in plain torch on the CPU, unless a way is named."""
     part = Share(group.rank, group.size).part(config)
     sizes = (part.num_heads, part.num_kv_heads, part.head_dim)
     shape = AttentionShape(*sizes, PAGE_SIZE, part.head_dim**-0.5, TORCH_DTYPES[part.dtype], part.windows)
-    operators = (Ops(), Attention(shape)) if kind == "cpu" else machine(kind).operators(shape)
+    is_plain = kind == "cpu" and way is None
+    operators = (Ops(), Attention(shape)) if is_plain else machine(kind, way or "fused").operators(shape)
     return Decoder(config, *operators, group)
 
 
@@ -199,7 +206,7 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
         found = {"bytes": num_bytes, "logits": logits_of(decoder, graphs=graphs)}
         found["tokens"] = tokens_of(decoder, graphs=graphs)
-        if kind == "cpu":
+        if kind == "cpu" and decoder.config.quantization is not None:
             found["held"] = held(decoder)
         torch.save(found, folder / f"{name}.{rank}.pt")
     dist.destroy_process_group()

@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_layer_types": {},
     "mistral_window": {"sliding_window": 7, "num_key_value_heads": 1},
 }
-AT_LOAD, STORED, BFLOAT16 = "int8_at_load", "int8_stored", "bfloat16"
+AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL = "llama_biased"
 Cases = dict[str, dict[str, Any]]
 Found = dict[str, list[dict[str, Any]]]
@@ -52,6 +52,7 @@ def checkpoints(folder: Path) -> Cases:
             changed = replace(variant, options=options, saved_as=torch.float32, shard_size="5GB")
             cases[variant.name] = {"path": str(make(changed, folder)[1])}
     cases[BFLOAT16] = cases["qwen2_yarn"] | {"dtype": "bfloat16"}
+    cases[FUSED] = cases["qwen2_yarn"] | {"way": "fused"}
     cases[AT_LOAD] = cases[INT8_MODEL] | {"int8_at_load": True}
     variant = next(each for each in VARIANTS if each.name == INT8_MODEL)
     changed = replace(variant, name=STORED, options=variant.options | MODELS[INT8_MODEL], shard_size="5GB")
@@ -158,7 +159,7 @@ def test_hccl_waits_as_long_as_it_allows() -> None:
     assert told == [("1", "120"), ("31", "120"), ("600", "600"), ("17340", "7200")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, FUSED])
 def test_ranks_compute_what_one_computes(name: str, cases: Cases, found: Found) -> None:
     expected = logits_of(alone(cases[name]))
     first, *others = (rank["logits"] for rank in found[name])
@@ -206,7 +207,7 @@ def test_ranks_in_bfloat16_are_as_near_to_float32_as_one_is(cases: Cases, found:
     assert (found[BFLOAT16][0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, FUSED])
 def test_ranks_draw_the_tokens_that_one_draws(name: str, cases: Cases, found: Found) -> None:
     expected = tokens_of(alone(cases[name]))
     first, *others = (rank["tokens"] for rank in found[name])
