@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -179,27 +180,27 @@ def collectives(group: Group, device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
-def joined(backend: Backend, rank: int, size: int, folder: Path) -> Group:
-    """The group of all ranks, whose store binds a free port and leaves its number in the folder."""
-    place = folder / "port"
+def store_of(rank: int, folder: Path) -> dist.TCPStore:
+    """The store of all ranks: the first binds a free port and leaves its number in the folder."""
+    place, timeout = folder / "port", timedelta(seconds=PATIENCE_S)
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         (folder / "port.new").write_text(str(store.port))
         (folder / "port.new").rename(place)
-    else:
-        end_s = time.monotonic() + PATIENCE_S
-        while not place.exists():
-            assert time.monotonic() < end_s, "rank 0 has no port"
-            time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False)
-    return join(backend, store, rank, size, PATIENCE_S)
+        return store
+    end_s = time.monotonic() + PATIENCE_S
+    while not place.exists():
+        assert time.monotonic() < end_s, "rank 0 has no store"
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False, timeout=timeout)
 
 
 def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     kind: Kind = "cpu" if backend == "gloo" else "npu"
     device = torch.device("cpu" if kind == "cpu" else machine(kind).device)
-    group = joined(backend, rank, size, folder)
+    store = store_of(rank, folder)
+    group = join(backend, store, rank, size, PATIENCE_S)
     torch.save(collectives(group, device), folder / f"collectives.{rank}.pt")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         graphs = case.pop("graphs", False)
@@ -210,6 +211,9 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
             found["held"] = held(decoder)
         torch.save(found, folder / f"{name}.{rank}.pt")
     dist.destroy_process_group()
+    store.set(f"ended {rank}", "")
+    if rank == 0:  # the store ends with it
+        store.wait([f"ended {each}" for each in range(size)])
 
 
 if __name__ == "__main__":
