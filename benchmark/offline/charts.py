@@ -37,8 +37,20 @@ def bars(timeline: Timeline) -> dict[tuple[int, str, bool], list[Bar]]:
     return drawn
 
 
+def accepted(timeline: Timeline) -> dict[int, list[Bar]]:
+    """Steps in which drafts of a row were right, by row."""
+    drawn: dict[int, list[Bar]] = {}
+    for step in timeline.steps:
+        for row, count in zip(step.rows, step.num_accepted):
+            if count:
+                drawn.setdefault(row, []).append((step.start_s, step.end_s - step.start_s))
+    return drawn
+
+
 def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> None:
-    """One row of the picture for each slot; each request in its colour."""
+    """One row of the picture for each slot; each request in its colour, with a white line where drafts were
+    right.
+    """
     numbers: dict[str, int] = {}
     for (row, request_id, decode), stretches in bars(timeline).items():
         number = numbers.setdefault(request_id, len(numbers))
@@ -46,6 +58,13 @@ def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> N
             [(start - origin_s, width) for start, width in stretches],
             (row - 0.45, 0.9),
             facecolors=request_colour(number, decode=decode),
+            edgecolors="none",
+        )
+    for row, stretches in accepted(timeline).items():
+        axes.broken_barh(
+            [(start - origin_s, width) for start, width in stretches],
+            (row - 0.08, 0.16),
+            facecolors="white",
             edgecolors="none",
         )
     axes.set_title(title, loc="left")
@@ -67,7 +86,10 @@ def save_run(path: Path, timeline: Timeline, origin_s: float, num_pages: int) ->
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(12, 6.5), gridspec_kw={"height_ratios": [3, 1]}
     )
-    draw_slots(above, timeline, origin_s, "prompts dark, answers light")
+    title = "prompts dark, answers light"
+    if accepted(timeline):
+        title += ", white where drafts were right"
+    draw_slots(above, timeline, origin_s, title)
     draw_pages(below, timeline, origin_s, num_pages)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -33,6 +33,7 @@ class StepRecord:
     num_waiting: int
     num_ended: int
     num_sampled: int = 0
+    num_accepted: list[int] = field(default_factory=list)  # right drafts of each span; empty: none has drafts
     counters: Counters = field(default_factory=Counters)  # the engine's after this step
     wall_s: float = 0.0  # of the wall's clock when it ended
     cpu_s: float = 0.0  # of all threads of this process
@@ -72,6 +73,7 @@ class Timeline:
                 num_waiting=len(engine.scheduler.waiting) + seen - num_running,
                 num_ended=len(step.finished),
                 num_sampled=len(step.owners),
+                num_accepted=_accepted(step, slots.num_slots),
                 counters=replace(engine.scheduler.counters),
                 wall_s=wall_s,
                 cpu_s=time.process_time(),
@@ -87,6 +89,15 @@ class Timeline:
                     continue
                 searches.add(request.id)
             self.token_times_s.setdefault(request.id, []).append(step.end_s)
+
+
+def _accepted(step: Step, num_slots: int) -> list[int]:
+    """Right drafts of each span: the tokens that were booked for its row, but one."""
+    if not step.batch.num_drafts:
+        return []
+    booked = np.bincount(step.owners, minlength=num_slots)[step.batch.slots]
+    accepted: list[int] = np.where(step.batch.drafts_by_span, booked - 1, 0).clip(0).tolist()
+    return accepted
 
 
 COLUMNS = (  # of a reading: three of the moment; then sums since the run began
