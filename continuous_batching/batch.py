@@ -32,6 +32,11 @@ class Batch:
     # [U] spans whose last token is the one that the device chose last for this row: the host does not know it
     unknown: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     num_drafts: int = 0  # tokens at the ends of spans that are guesses
+    # [S] positions `draft_starts` to `draft_stops` - 1 of each row that the draft model computes first: what
+    # it lacks of the known tokens, then the drafts of the span but for the last, which it makes; empty
+    # without a draft model
+    draft_starts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    draft_stops: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     num_tokens: int = field(init=False)  # of all spans; asked for often, so summed once
 
     def __post_init__(self) -> None:
@@ -56,11 +61,21 @@ class Batch:
         )
 
     @property
+    def is_draft(self) -> NDArray[np.bool_]:
+        """Which positions `targets` hold a guess. [R]"""
+        guessed: NDArray[np.bool_] = self.targets < self.stops[self.sampled]
+        return guessed
+
+    @property
     def drafts_by_span(self) -> Index:
         """How many tokens at the end of each span are guesses. [S]"""
-        guessed = self.sampled[self.targets < self.stops[self.sampled]]
-        counts: Index = np.bincount(guessed, minlength=self.num_spans)
+        counts: Index = np.bincount(self.sampled[self.is_draft], minlength=self.num_spans)
         return counts
+
+    @property
+    def makes_drafts(self) -> bool:
+        """Whether the guesses are made on the device, in this step: the host does not know them yet."""
+        return self.num_drafts > 0 and len(self.draft_starts) > 0
 
     @property
     def is_one_token_each(self) -> bool:
@@ -100,6 +115,8 @@ class Sampled:
     candidates: dict[int, Candidates] = field(default_factory=dict)  # for beams, by index into tokens
     # By row, of those that asked: each prompt token that follows one of the batch, but those known before
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # The guesses of a batch that makes its own, in the order of `Batch.is_draft`
+    drafts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def take(self, at: Index) -> Sampled:
         """The part for tokens `at`, which rise."""

@@ -41,6 +41,7 @@ class SlotPool:
         self.num_drafts = self._integers()  # guesses that follow the known tokens in token_ids
         self.num_drafted = self._integers()  # guesses that were checked
         self.num_accepted = self._integers()  # of these, what the model said too
+        self.draft_lag = self._integers()  # of the tokens in the cache, the last that a draft model lacks
         self.num_pages = self._integers()  # entries of page_table in use
         self.num_published = self._integers()  # of these, known to the prefix cache
         self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
@@ -128,6 +129,7 @@ class SlotPool:
         self.limit[row] = request.num_prompt_tokens + params.max_tokens
         for column in (self.num_computed, self.num_drafts, self.num_pages, self.num_published):
             column[row] = 0
+        self.draft_lag[row] = 0
         self.num_drafted[row], self.num_accepted[row] = request.num_drafted, request.num_accepted
         self.num_shareable[row] = min(len(request.page_keys), request.num_prompt_tokens // self.page_size)
 

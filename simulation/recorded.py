@@ -111,9 +111,8 @@ def follow(recorded: RecordedRun, scheduler: Scheduler, *, overlap: bool = False
     """
     clock, arrivals, moments = Clock(), deque(recorded.arrivals), recorded.moments
     if scheduler.speculation is not None:
-        most = scheduler.speculation.most
         scheduler.speculation = recorded_speculation(
-            scheduler.slots, most, lambda: moments[0] if moments else None
+            scheduler.slots, scheduler.speculation, lambda: moments[0] if moments else None
         )
     runner = RecordedRunner(clock, scheduler.slots, moments)
     engine = Engine(scheduler, runner, clock, overlap=overlap)

@@ -117,10 +117,12 @@ class PrefixMatching:
             self._publish(row, stop)
 
     def publish_all(self, row: int) -> None:
-        """Make all computed full pages of a row findable, those of its answer too."""
+        """Make all computed full pages of a row findable, those of its answer too, as far as a draft model
+        has computed them as well."""
         slots = self._slots
         num_keys = len(slots.requests[row].page_keys)
-        self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, num_keys))
+        num_whole = int(slots.num_computed[row] - slots.draft_lag[row])
+        self._publish(row, min(num_whole // slots.page_size, num_keys))
 
     def forget(self, row: int) -> None:
         """Make everything unfindable that the row found or published: it may be wrong."""

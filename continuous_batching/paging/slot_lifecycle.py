@@ -71,7 +71,8 @@ class SlotLifecycle:
             self.matching.start_from(row, matched)
         if request.num_preemptions:
             self._swap_in(row, request)
-        self.matching.block_if_in_progress(row)
+        if not self.slots.draft_lag[row]:  # what it lacks would have to be written into pages that it finds
+            self.matching.block_if_in_progress(row)
         return row
 
     def fork(self, source: int, request: Request) -> int:
@@ -107,7 +108,7 @@ class SlotLifecycle:
         self.tables.fork(source, row, int(slots.num_computed[source]))
         slots.token_ids[row, :count] = slots.token_ids[source, :count]
         slots.requests[row].page_keys = slots.requests[source].page_keys
-        for column in (slots.num_tokens, slots.num_computed, slots.num_published):
+        for column in (slots.num_tokens, slots.num_computed, slots.num_published, slots.draft_lag):
             column[row] = column[source]
 
     def runnable(self) -> Index:
@@ -164,7 +165,7 @@ class SlotLifecycle:
         request: Request = slots.requests[row]
         first, num_computed = int(slots.num_published[row]), int(slots.num_computed[row])
         sources = slots.pages(row)[first : -(-num_computed // slots.page_size)]
-        targets = self.swap.leave(request, first, len(sources), num_computed)
+        targets = self.swap.leave(request, first, len(sources), num_computed, int(slots.draft_lag[row]))
         if targets is None:
             return None
         self.tables.copy(PageCopy(sources, targets, "to_host"))
@@ -188,6 +189,7 @@ class SlotLifecycle:
             self.tables.grow(np.array([row]), np.array([count]))
             self.tables.copy(PageCopy(swapped.pages, slots.pages(row)[swapped.first :], "from_host"))
             slots.num_computed[row] = swapped.num_computed
+            slots.draft_lag[row] = swapped.draft_lag
             self._counters.swapped_in_pages += count
         else:
             self._counters.broken_swaps += 1

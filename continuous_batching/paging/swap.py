@@ -17,6 +17,7 @@ class Swapped:
     first: int  # index of its first page here; those before are shared, and are looked up again
     pages: Index  # host pages
     num_computed: int  # tokens in both
+    draft_lag: int  # as in SlotPool
 
 
 class SwapTier:
@@ -31,7 +32,9 @@ class SwapTier:
         self._counters = counters
         self._left: dict[int, Swapped] = {}  # by arrival number
 
-    def leave(self, request: Request, first: int, num_pages: int, num_computed: int) -> Index | None:
+    def leave(
+        self, request: Request, first: int, num_pages: int, num_computed: int, draft_lag: int
+    ) -> Index | None:
         """Host pages for `num_pages` of a request, or None if they do not fit."""
         if self.pool is None or not num_pages:
             return None
@@ -39,7 +42,7 @@ class SwapTier:
             self._counters.refused_swaps += 1
             return None
         pages = self.pool.take(num_pages)
-        self._left[request.number] = Swapped(first, pages, num_computed)
+        self._left[request.number] = Swapped(first, pages, num_computed, draft_lag)
         self._counters.swapped_out_pages += num_pages
         return pages
 

@@ -79,7 +79,8 @@ class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
     """A batch was made. Its spans are left out where every row of the batch before goes on by one token,
     its samples where every span yields one token, at its end and for its own row. Where a span has drafts,
     it has several samples, and a commit books as many of them as turn out right. Its drafts stand at the
-    targets of all its samples but the last; their tokens are recorded, so that a replay proposes nothing.
+    targets of all its samples but the last; their tokens are recorded, so that a replay proposes nothing:
+    here, or in what is committed where the device made them.
     """
 
     now_s: float
@@ -111,6 +112,7 @@ class Committed(msgspec.Struct, tag="C", array_like=True, frozen=True):
     now_s: float
     tokens: bytes
     offers: list[Offer] = []
+    drafts: bytes | None = None  # that the device made, span after span
 
 
 class Closed(msgspec.Struct, tag="Z", array_like=True, frozen=True):
@@ -162,7 +164,8 @@ def committed(sampled: Sampled, now_s: float) -> Committed:
         Offer(index, packed(each.tokens), each.scores.astype("<f4").tobytes())
         for index, each in sampled.candidates.items()
     ]
-    return Committed(now_s, packed(sampled.tokens), offers)
+    drafts = packed(sampled.drafts) if len(sampled.drafts) else None
+    return Committed(now_s, packed(sampled.tokens), offers, drafts)
 
 
 def answered(entry: Committed) -> Sampled:
@@ -171,7 +174,8 @@ def answered(entry: Committed) -> Sampled:
     for offer in entry.offers:
         scores = np.frombuffer(offer.scores, dtype="<f4").astype(np.float32)
         candidates[offer.index] = Candidates(unpacked(offer.tokens), scores, scores)
-    return Sampled(unpacked(entry.tokens), candidates=candidates)
+    drafts = unpacked(entry.drafts or b"")
+    return Sampled(unpacked(entry.tokens), candidates=candidates, drafts=drafts)
 
 
 class Chain:
@@ -181,13 +185,17 @@ class Chain:
         self._last = b""
 
     def add(self, batch: Batch, slots: SlotPool) -> bytes:
-        """The digest after one more batch: its spans, the page that each ends on, its samples, its copies."""
+        """The digest after one more batch: its spans, the page that each ends on, its samples, its copies,
+        and what a draft model computes, if there is one."""
         hashed = hashlib.blake2b(self._last, digest_size=8)
         pages = slots.page_table[batch.slots, (batch.stops - 1) // slots.page_size]
         spans = batch.slots, batch.starts, batch.stops, pages
         for array in (*spans, batch.sampled, batch.owners, batch.targets):
             hashed.update(len(array).to_bytes(4, "little"))
             hashed.update(array.tobytes())
+        if len(batch.draft_starts):
+            hashed.update(batch.draft_starts.tobytes())
+            hashed.update(batch.draft_stops.tobytes())
         for copy in batch.copies:
             hashed.update(copy.way.encode())
             hashed.update(copy.sources.tobytes())

@@ -37,13 +37,14 @@ class RecordedDrafts:
         return isinstance(self._upcoming(), Committed)
 
     def guess(self, rows: Index, most: int) -> Guesses:
-        """The recorded drafts of these rows [N]; those of others are left out, which shows in the digest."""
+        """The recorded drafts of these rows [N]; those of others are left out, which shows in the digest.
+
+        Of those that the device made, the tokens are in what it answered.
+        """
         tokens, counts = np.zeros((len(rows), most), dtype=np.int32), np.zeros(len(rows), dtype=np.int64)
         entry = self._upcoming()
-        if not isinstance(entry, Scheduled) or entry.drafts is None:
-            return Guesses(tokens, counts)
-        assert entry.spans is not None, "a span with drafts does not go on by one token"
-        assert entry.samples is not None, "a span with drafts yields several tokens"
+        if not isinstance(entry, Scheduled) or entry.spans is None or entry.samples is None:
+            return Guesses(tokens, counts)  # a span with drafts does not go on by one token, nor yield one
         stops = unpacked(entry.spans[2])
         sampled, owners, targets = map(unpacked, entry.samples)
         is_draft = targets < stops[sampled]
@@ -52,7 +53,8 @@ class RecordedDrafts:
         at[rows] = np.arange(len(rows))
         ahead = targets - self._slots.num_tokens[owners]
         fits = (at[owners] >= 0) & (ahead >= 0) & (ahead < most)
-        tokens[at[owners[fits]], ahead[fits]] = unpacked(entry.drafts)[fits]
+        if entry.drafts is not None:
+            tokens[at[owners[fits]], ahead[fits]] = unpacked(entry.drafts)[fits]
         np.add.at(counts, at[owners[fits]], 1)
         return Guesses(tokens, counts)
 
@@ -67,7 +69,11 @@ class RecordedDrafts:
         """Nothing is learnt."""
 
 
-def recorded_speculation(slots: SlotPool, most: int, upcoming: Callable[[], Entry | None]) -> Speculation:
-    """Speculation that gives rows the drafts of a recording; see `RecordedDrafts`."""
+def recorded_speculation(
+    slots: SlotPool, asked: Speculation, upcoming: Callable[[], Entry | None]
+) -> Speculation:
+    """Speculation that gives rows the drafts of a recording, in place of what was asked for; see
+    `RecordedDrafts`."""
     drafts = RecordedDrafts(slots, upcoming)
-    return Speculation(slots, drafts, drafts, most, rows_per_pause=sys.maxsize)
+    on_device = asked.on_device
+    return Speculation(slots, drafts, drafts, asked.most, rows_per_pause=sys.maxsize, on_device=on_device)

@@ -137,7 +137,7 @@ class Recorder(Observer):
                 None if all_sample else (packed(batch.sampled), packed(batch.owners), packed(batch.targets)),
                 [Copied(packed(copy.sources), packed(copy.targets), copy.way) for copy in batch.copies],
                 held_back,
-                _drafts(batch, slots) if batch.num_drafts else None,
+                _drafts(batch, slots) if batch.num_drafts and not batch.makes_drafts else None,
             )
         )
 
@@ -155,8 +155,8 @@ class Recorder(Observer):
 
 
 def _drafts(batch: Batch, slots: SlotPool) -> bytes:
-    is_draft = batch.targets < batch.stops[batch.sampled]
-    return packed(slots.token_ids[batch.owners[is_draft], batch.targets[is_draft]])
+    guessed = batch.is_draft
+    return packed(slots.token_ids[batch.owners[guessed], batch.targets[guessed]])
 
 
 def _recorded(params: SamplingParams) -> SamplingParams:

@@ -83,8 +83,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
     last: Batch | None = None
     entry: Entry | None = None
     if scheduler.speculation is not None:
-        most = scheduler.speculation.most
-        scheduler.speculation = recorded_speculation(scheduler.slots, most, lambda: entry)
+        asked = scheduler.speculation
+        scheduler.speculation = recorded_speculation(scheduler.slots, asked, lambda: entry)
     for entry in entries:
         if isinstance(entry, Header):
             continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Batch, ragged_ranges
+from continuous_batching.batch import Batch, Sampled, ragged_ranges
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import in_order
 from continuous_batching.slots import SlotPool
@@ -41,15 +41,18 @@ def yield_at_drafts(
     return np.repeat(sampled, counts), np.repeat(owners, counts), ragged_ranges(known, targets + 1)
 
 
-def book_drafts(slots: SlotPool, batch: Batch, tokens: Index, over: dict[int, str]) -> Index:
+def book_drafts(slots: SlotPool, batch: Batch, sampled: Sampled, over: dict[int, str]) -> Index:
     """Which tokens of a batch count, as indices: those that follow right drafts, up to the end of a request.
 
     `over` are the indices of tokens that would end their row. Keys and values of wrong drafts no longer
-    count as computed.
+    count as computed. Drafts that the device made enter the slot table.
     """
+    if batch.makes_drafts:
+        guessed = batch.is_draft
+        slots.token_ids[batch.owners[guessed], batch.targets[guessed]] = sampled.drafts
     ended: set[int] = set()
     kept = []
-    for index in accepted(batch, tokens, slots.token_ids).tolist():
+    for index in accepted(batch, sampled.tokens, slots.token_ids).tolist():
         row = int(batch.owners[index])
         if row not in ended:
             kept.append(index)
@@ -57,6 +60,9 @@ def book_drafts(slots: SlotPool, batch: Batch, tokens: Index, over: dict[int, st
                 ended.add(row)
     counted = np.array(kept, dtype=np.int64)
     slots.num_computed[batch.owners[counted]] = batch.targets[counted]
+    if batch.makes_drafts:
+        rows = batch.slots
+        slots.draft_lag[rows] = np.maximum(slots.num_computed[rows] - batch.draft_stops, 0)
     return counted
 
 

@@ -64,6 +64,7 @@ class InFlight:
         slots, batch = self._slots, self.last
         rows = batch.owners[~np.isin(batch.owners, list(self.outrun))] if self.outrun else batch.owners
         slots.num_computed[batch.slots] = batch.stops
+        self._book_draft_model(batch)
         slots.token_ids[rows, slots.num_tokens[rows]] = 0  # any legal one: the device has its own
         slots.num_tokens[rows] += 1
         self._unknown = rows
@@ -87,10 +88,15 @@ class InFlight:
         landed = self._batches.popleft()
         assert landed.batch is batch, "batches are committed in the order in which they were made"
         self._slots.num_computed[batch.slots] = batch.stops
+        self._book_draft_model(batch)
         if len(self._unknown):
             self._slots.num_tokens[self._unknown] -= 1
             self._unknown = EMPTY
         return landed.prompts, landed.since_s
+
+    def _book_draft_model(self, batch: Batch) -> None:
+        if len(batch.draft_stops):
+            self._slots.draft_lag[batch.slots] = batch.stops - batch.draft_stops
 
     def outrun_by(self, row: int, *, failed: bool) -> None:
         """The request in this row ends, and the device goes on with it."""

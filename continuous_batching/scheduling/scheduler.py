@@ -72,9 +72,7 @@ class Scheduler:
         seed: int = 0,
     ) -> None:
         check_budget(max_batch_tokens, policy, slots)
-        self.slots = slots
-        self.pool = pool
-        self.host_pool = host_pool
+        self.slots, self.pool, self.host_pool = slots, pool, host_pool
         self.counters = Counters()
         self.lifecycle = SlotLifecycle(
             slots,
@@ -253,7 +251,8 @@ class Scheduler:
         if num_drafts:
             sampled, owners, targets = yield_at_drafts(slots, sampled, owners, targets)
         copies, unknown = self.tables.take_copies(), self.in_flight.is_unknown(rows)
-        batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts)
+        drafter = () if self.speculation is None else self.speculation.draft_spans(rows, starts, stops)
+        batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts, *drafter)
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
         return batch
 
@@ -268,7 +267,7 @@ class Scheduler:
         rows, positions = batch.owners, batch.targets
         over = self._stop_conditions.of(rows, sampled.tokens, positions)
         if batch.num_drafts:
-            counted = book_drafts(slots, batch, sampled.tokens, over)
+            counted = book_drafts(slots, batch, sampled, over)
             rows, positions, sampled = rows[counted], positions[counted], sampled.take(counted)
             over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
         if self.speculation is not None:

@@ -7,7 +7,7 @@ from tests.mutation.fault import Fault
 ROOM = "continuous_batching/"
 NGRAM = ROOM + "speculation/ngram.py"
 SPECULATION = ROOM + "speculation/speculation.py"
-RECORDED, RECORDER = ROOM + "recording/recorded_drafts.py", ROOM + "recording/recorder.py"
+BATCH, RECORDED = ROOM + "batch.py", ROOM + "recording/recorded_drafts.py"
 REPLAY = ROOM + "recording/replay.py"
 SAMPLER, PROCESSORS = "models/sampling/sampler.py", "models/sampling/logit_processors.py"
 JOBS, MESSAGES = "serving/answers/jobs.py", "serving/engine/messages.py"
@@ -64,9 +64,9 @@ DRAFT_FAULTS = (
     ),
     Fault(
         "the_token_after_the_drafts_is_recorded",
-        RECORDER,
-        "is_draft = batch.targets < batch.stops[batch.sampled]",
-        "is_draft = batch.targets <= batch.stops[batch.sampled]",
+        BATCH,
+        "= self.targets < self.stops[self.sampled]",
+        "= self.targets <= self.stops[self.sampled]",
         "a replay reads drafts of other places",
     ),
     Fault(
@@ -117,7 +117,7 @@ _BATCHING = "tests/continuous_batching/"
 _OURS = (_BATCHING + "test_drafts.py", _BATCHING + "test_draft_schedules.py")
 DRAFT_TESTS_OF = {
     NGRAM: (_BATCHING + "test_ngram.py",),
-    **dict.fromkeys((SPECULATION, RECORDED, RECORDER, REPLAY), _OURS),
+    **dict.fromkeys((SPECULATION, BATCH, RECORDED, REPLAY), _OURS),
     **dict.fromkeys((SAMPLER, PROCESSORS), ("tests/models/test_drafts.py",)),
     **dict.fromkeys((JOBS, MESSAGES), ("tests/serving/test_drafts.py",)),
 }

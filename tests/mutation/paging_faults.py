@@ -26,8 +26,8 @@ PAGING_FAULTS = (
     Fault(
         "half_page_published",
         MATCHING,
-        "self._publish(row, min(int(slots.num_computed[row]) // slots.page_size, num_keys))",
-        "self._publish(row, min(-(-int(slots.num_computed[row]) // slots.page_size), num_keys))",
+        "self._publish(row, min(num_whole // slots.page_size, num_keys))",
+        "self._publish(row, min(-(-num_whole // slots.page_size), num_keys))",
         "an aborted request leaves a page that is found and half written",
     ),
     Fault(

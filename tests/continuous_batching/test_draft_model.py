@@ -1,0 +1,180 @@
+"""Does a draft model find its keys wherever a row goes, and does it never change a token?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from continuous_batching.batch import Batch
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.recording.format import Committed, Scheduled, read_entries
+from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.replay import Replayed, replay
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.validation import GiveUp
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.draft_model import DraftModel
+from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
+from continuous_batching.speculation.speculation import Speculation
+from kv_cache.pages import Index, PagePool
+from simulation.recorded import follow, recorded_run
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.draft_checksum import DraftingRunner
+from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_draft_schedules import schedulers
+from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
+from tests.thorough import cases
+
+
+class Wavering:
+    """Gives rows drafts in some steps, and none for a while."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._pause = 0
+        self.is_hopeful = True
+
+    def choose(self, offers: Offers) -> Index:
+        if self._pause:
+            return np.zeros_like(offers.counts)
+        return self._random.integers(0, offers.counts + 1)
+
+    def learn(self, verdicts: Verdicts) -> None:
+        pass
+
+    def observe(self, batch: Batch, took_s: float) -> None:
+        self._pause = self._pause - 1 if self._pause else int(self._random.choice([0, 0, 0, 2, 9]))
+        self.is_hopeful = not self._pause
+
+
+def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
+    lengths = Fixed() if seed is None else Wavering(seed)
+    return Speculation(slots, DraftModel(), lengths, most, on_device=True)
+
+
+@settings(
+    max_examples=cases(120, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    made=schedulers(),
+    plan=st.lists(arrivals, min_size=1, max_size=10),
+    resizes=st.dictionaries(
+        st.integers(0, 30),
+        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
+        max_size=3,
+    ),
+    overlap=st.booleans(),
+    most=st.sampled_from([1, 2, 5, 20]),
+    seed=st.one_of(st.none(), st.integers(0, 9)),
+)
+def test_its_keys_are_there_in_every_schedule(
+    made: tuple[Scheduler, ChecksumRunner],
+    plan: list[Arrival],
+    resizes: dict[int, tuple[int, GiveUp]],
+    overlap: bool,
+    most: int,
+    seed: int | None,
+) -> None:
+    scheduler, runner = made
+    scheduler.speculation = drafting(scheduler.slots, most, seed)
+    runner = DraftingRunner(scheduler.slots, scheduler.pool, runner.host_pool)
+    ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
+    check_answers(ended, runner.fail)
+    assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()
+
+
+def small(most: int = 6, seed: int | None = 0, num_host_pages: int = 12) -> tuple[Scheduler, DraftingRunner]:
+    """One that must preempt and swap."""
+    slots, pool, host = SlotPool(4, 64, 4), PagePool(20), PagePool(num_host_pages)
+    scheduler = Scheduler(
+        slots,
+        pool,
+        StallFree(),
+        max_batch_tokens=24,
+        vocab_size=VOCAB_SIZE,
+        host_pool=host,
+        compact_every_steps=3,
+        speculation=drafting(slots, most, seed),
+    )
+    return scheduler, DraftingRunner(slots, pool, host)
+
+
+def ask(
+    made_of: tuple[Scheduler, DraftingRunner], *, overlap: bool, path: Path | None = None
+) -> list[Request]:
+    now = 0.0
+    engine = Engine(*made_of, clock=lambda: now, overlap=overlap)
+    if path is not None:
+        engine.observer = Recorder(path, {})
+    opening = np.arange(10)
+    made = [
+        Request(
+            str(number),
+            np.concatenate([opening, np.full(number, 20 + number)]),
+            SamplingParams(max_tokens=34, temperature=0.0, ignore_eos=True, seed=number),
+        )
+        for number in range(7)
+    ]
+    waiting = list(made)
+    while waiting or engine.has_work:
+        if waiting:
+            waiting[0].arrival_s = now
+            engine.add(waiting.pop(0))
+        engine.step()
+        now += 1.0
+        recount(engine.scheduler)
+    engine.observer.close()
+    return made
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up(overlap: bool) -> None:
+    scheduler, runner = small()
+    for request in ask((scheduler, runner), overlap=overlap):
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 34, seed=request.params.seed or 0)
+    counters = scheduler.counters
+    assert runner.num_caught_up > 40
+    assert counters.preemptions > 0
+    assert counters.swapped_in_pages > 0
+    assert counters.draft_tokens > counters.accepted_tokens > counters.draft_tokens / 5
+
+
+def test_an_answer_is_shared_as_far_as_the_draft_model_has_computed_it() -> None:
+    """Later requests find keys of both models in whatever they find."""
+    for seed, most_found in ((None, 44), (3, 44)):
+        scheduler, runner = small(seed=seed)
+        engine = Engine(scheduler, runner, clock=lambda: 0.0)
+        first = Request("first", np.arange(10), SamplingParams(max_tokens=34, temperature=0.0))
+        engine.add(first)
+        while engine.has_work:
+            engine.step()
+        after = Request("after", np.append(first.tokens, 5), SamplingParams(max_tokens=9, temperature=0.0))
+        engine.add(after)
+        while engine.has_work:
+            engine.step()
+        assert 10 < after.num_cached_tokens <= most_found
+        assert after.answer.tolist() == alone(after.prompt.tolist(), 9)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_replay_makes_no_drafts(overlap: bool, tmp_path: Path) -> None:
+    scheduler, runner = small()
+    made = ask((scheduler, runner), overlap=overlap, path=tmp_path / "file")
+    with open(tmp_path / "file", "rb") as file:
+        entries = list(read_entries(file))
+    assert not any(each.drafts for each in entries if isinstance(each, Scheduled))
+    assert any(each.drafts for each in entries if isinstance(each, Committed))
+    again, _ = small(seed=5)  # which would give other rows drafts
+    steps = [each for each in replay(entries, again) if isinstance(each, Replayed)]
+    answers = {each.id: each.answer.tolist() for step in steps for each in step.finished}
+    assert answers == {each.id: each.answer.tolist() for each in made}
+    assert again.counters == scheduler.counters
+    simulated, _ = small(seed=5)
+    assert follow(recorded_run(entries), simulated, overlap=overlap) == len(steps)
+    assert simulated.counters.accepted_tokens == scheduler.counters.accepted_tokens
