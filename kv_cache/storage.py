@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ class KVCache:
     only (torch_npu converts all of a tensor in FRACTAL_NZ for an index, which it reads on the host). Page 0
     is the null page: no request owns it, so it serves as padding for operators. A page that is used again
     still holds what its last owner wrote. `num_host_pages` more pages lie in the host's memory, where no
-    operator reads them.
+    operator reads them. A cache `beside` it has pages of the same numbers, of other layers: whatever happens
+    to pages here happens to them there.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class KVCache:
         num_host_pages: int = 0,
         allocate: Callable[[int], Tensor] | None = None,
         indexed: bool = True,
+        beside: KVCache | None = None,
     ) -> None:
         device = torch.device(device)
 
@@ -59,6 +61,7 @@ class KVCache:
 
         self.num_pages = num_pages
         self.page_size = page_size
+        self.beside = beside
         self._allocate, self._indexed = allocate or plain, indexed
         self.keys, self.values = ([self._allocate(num_pages) for _ in range(num_layers)] for _ in range(2))
         self._host_keys, self._host_values = ([on_host() for _ in range(num_layers)] for _ in range(2))
@@ -70,13 +73,15 @@ class KVCache:
         """Bytes of one page: its keys and its values, over all layers."""
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
-    def apply(self, copies: Iterable[PageCopy]) -> None:
+    def apply(self, copies: Sequence[PageCopy]) -> None:
         """Make page copies, one after the other. Off the CPU they are only queued, in that order."""
         for each in copies:
             if each.way == "within":
                 self.copy(each.sources, each.targets)
             else:
                 self._swap(each)
+        if self.beside is not None:
+            self.beside.apply(copies)
 
     def copy(self, sources: Index, targets: Index) -> None:
         """Copy page sources[i] to targets[i] in all layers; no page is both a source and a target."""
@@ -88,6 +93,7 @@ class KVCache:
     def scratch(self, num_places: int) -> KVCache:
         """A cache of at least `num_places` tokens for work without requests; all layers share its pages."""
         made, layers = copy.copy(self), len(self.keys)
+        made.beside = None
         made.num_pages = -(-num_places // self.page_size)
         made.keys, made.values = ([self._allocate(made.num_pages)] * layers for _ in range(2))
         return made
@@ -96,6 +102,8 @@ class KVCache:
         """Set page 0 back to zero after work without requests has written to it."""
         for tensor in (*self.keys, *self.values):
             tensor[:1].zero_()
+        if self.beside is not None:
+            self.beside.clear_null_page()
 
     def resize(self, num_pages: int) -> None:
         """Change the number of pages; pages that remain keep their contents.
@@ -112,6 +120,8 @@ class KVCache:
         self.num_pages = num_pages
         del old, new
         _release_memory(self.keys[0].device)
+        if self.beside is not None:
+            self.beside.resize(num_pages)
 
     def _swap(self, copy: PageCopy) -> None:
         to_host = copy.way == "to_host"

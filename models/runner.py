@@ -19,9 +19,11 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
-from kv_cache.transfer import to_device
+from kv_cache.transfer import to_device, to_host
 from models.decoder import Decoder, StepInputs
+from models.drafter import Drafter
 from models.graphs import CapturedSampler, DecodeGraphs
+from models.inputs import step_inputs
 from models.last_tokens import LastTokens
 from models.sampling import prompt_logprobs
 from models.sampling.sampler import Best, Chosen, arriving
@@ -41,15 +43,24 @@ class RowSampler(CapturedSampler, Protocol):
 
 
 class ModelRunner:
-    """One step on the device: inputs from the slot table, forward, sample."""
+    """One step on the device: drafts, inputs from the slot table, forward, sample.
+
+    The cache of a `drafter` lies beside that of the target model (see `KVCache`).
+    """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, attention: Attention, sampler: RowSampler, slots: SlotPool
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        attention: Attention,
+        sampler: RowSampler,
+        slots: SlotPool,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = decoder.config
         self.graphs: DecodeGraphs | None = None
         self.decoder, self.cache, self.attention = decoder, cache, attention
-        self.sampler, self.slots = sampler, slots
+        self.sampler, self.slots, self.drafter = sampler, slots, drafter
         decoder.rope.tabulate(slots.max_tokens, decoder.embedding.dtype)
         self._last = LastTokens(slots.num_slots, attention.device)
 
@@ -81,18 +92,33 @@ class ModelRunner:
     def _begin(self, batch: Batch) -> Chosen:
         if batch.copies:
             self.cache.apply(batch.copies)
+        drafts = None
+        if self.drafter is not None and len(batch.draft_starts):
+            drafts = self.drafter.run(batch)
         wanted = None
         if self.slots.scoring[batch.slots].any():
             wanted = prompt_logprobs.wanted_of(batch, self.slots)
-        if self.graphs is not None and wanted is None and self.graphs.takes(batch):
+        eager = wanted is not None or drafts is not None
+        if self.graphs is not None and not eager and self.graphs.takes(batch):
             return self._replayed(batch, self.graphs)
-        hidden = self.decoder(self._inputs(batch))
+        hidden = self.decoder(self._inputs(batch, drafts))
+        arrived = None if drafts is None else self._arriving(batch, drafts)
         scored = None if wanted is None else prompt_logprobs.score(wanted, hidden, self.decoder)
         hidden = self._sampled(batch, hidden)
         chosen = self._chosen(batch, self.decoder.logits(hidden) if len(hidden) else hidden)
+        if arrived is not None:
+            chosen = _with_drafts(chosen, arrived)
         if scored is None:
             return chosen
         return Chosen(chosen.tokens, lambda: replace(chosen.wait(), prompt_logprobs=scored()))
+
+    def _arriving(self, batch: Batch, drafts: Tensor) -> Callable[[], Index]:
+        """Drafts on their way to the host. Where logits depend on the tokens before them, the host waits."""
+        arrived = to_host(drafts)
+        if not self.slots.plain[batch.owners].all():
+            guessed = batch.is_draft
+            self.slots.token_ids[batch.owners[guessed], batch.targets[guessed]] = arrived()
+        return arrived
 
     def _replayed(self, batch: Batch, graphs: DecodeGraphs) -> Chosen:
         step = graphs.run(batch, self._last)
@@ -113,22 +139,19 @@ class ModelRunner:
             return step[:0]
         return step if batch.yields_all else step[self._to_device(batch.yielding)]
 
-    def _inputs(self, batch: Batch) -> StepInputs:
-        """All tokens of the batch."""
-        slots = self.slots
-        packed = slots.inputs(batch)
-        rope_lens = None
-        if self.config.rope.kind == "dynamic":
-            num_prompt = np.repeat(slots.num_prompt[batch.slots], batch.stops - batch.starts)
-            rope_lens = self._to_device(np.maximum(num_prompt, packed.positions + 1))
-        token_ids = self._to_device(packed.token_ids)
+    def _inputs(self, batch: Batch, drafts: Tensor | None) -> StepInputs:
+        """All tokens of the batch, those that only the device knows among them."""
+        inputs = step_inputs(batch, self.slots, self.decoder, self.cache)
+        token_ids, ends = inputs.token_ids, np.cumsum(batch.stops - batch.starts)
         if len(batch.unknown):
-            ends = np.cumsum(batch.stops - batch.starts)[batch.unknown]
             # A row that failed has no token: its request ends, and this step of it counts no more
             unknown = self._last.tokens[self._to_device(self._last.places(batch))].clamp_(min=0)
-            token_ids[self._to_device(ends - 1)] = unknown.to(token_ids.dtype)
-        metadata = self.attention.plan(batch, slots.page_table, packed.write_index)
-        return StepInputs(token_ids, self._to_device(packed.positions), metadata, self.cache, rope_lens)
+            token_ids[self._to_device(ends[batch.unknown] - 1)] = unknown.to(token_ids.dtype)
+        if drafts is not None:
+            spans, targets = batch.sampled[batch.is_draft], batch.targets[batch.is_draft]
+            places = ends[spans] - batch.stops[spans] + targets
+            token_ids[self._to_device(places)] = drafts.to(token_ids.dtype)
+        return inputs
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         """Make the copies, then change the number of pages; pages that remain keep their contents."""
@@ -141,3 +164,8 @@ class ModelRunner:
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return to_device(array, self.attention.device)
+
+
+def _with_drafts(chosen: Chosen, arrived: Callable[[], Index]) -> Chosen:
+    """What was chosen, and the drafts that were checked."""
+    return Chosen(chosen.tokens, lambda: replace(chosen.wait(), drafts=arrived()))

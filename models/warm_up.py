@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
         np.full_like(rows, stop - 1),
         np.where(rows == 0, stop // 2, stop - 1),
     ):
-        runner.run(_batch(rows, starts, np.full_like(rows, stop)))
+        runner.run(_batch(runner, rows, starts, np.full_like(rows, stop)))
     runner.cache.clear_null_page()
 
 
@@ -41,7 +42,7 @@ def decode_step(runner: ModelRunner) -> Callable[[], object]:
     slots = runner.slots
     rows = np.arange(min(DECODES, slots.num_slots), dtype=np.int64)
     stops = np.full_like(rows, max(1, min(PROMPT, slots.max_tokens)))
-    return lambda: runner.run(_batch(rows, stops - 1, stops))
+    return lambda: runner.run(_batch(runner, rows, stops - 1, stops))
 
 
 def capture(runner: ModelRunner, most: int, width: int) -> int:
@@ -69,7 +70,7 @@ def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None
         lens[row] += min(max_batch_tokens - int(lens.sum()), max(0, slots.max_tokens - 2))
     before = _held_bytes(device)
     slots.temperature[rows], slots.top_p[rows] = 1.0, 0.9  # both are set again when a slot is taken
-    runner.run(_batch(rows, np.zeros_like(rows), lens))
+    runner.run(_batch(runner, rows, np.zeros_like(rows), lens))
     slots.temperature[rows], slots.top_p[rows] = 0.0, 1.0
     runner.cache.clear_null_page()
     peak = _peak_bytes(device)
@@ -103,5 +104,6 @@ def _process_bytes(name: str, *, reset_peak: bool = False) -> int | None:
     return 1024 * int(found[0]) if found else None
 
 
-def _batch(rows: Index, starts: Index, stops: Index) -> Batch:
-    return Batch(rows, starts, stops, np.arange(len(rows)), rows, stops)
+def _batch(runner: ModelRunner, rows: Index, starts: Index, stops: Index) -> Batch:
+    batch = Batch(rows, starts, stops, np.arange(len(rows)), rows, stops)
+    return batch if runner.drafter is None else replace(batch, draft_starts=starts, draft_stops=stops)

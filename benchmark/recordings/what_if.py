@@ -105,6 +105,10 @@ def compare(
     changes: dict[str, Any], recording: Recording, scheduler: Scheduler, events: Iterator[Event]
 ) -> None:
     """Print how the requests fared, and how they would have fared."""
+    if scheduler.speculation is not None and scheduler.speculation.on_device:
+        raise ValueError(
+            "speculation.kind was draft in this recording: what a draft model says is not modelled"
+        )
     recorded, steps = served(events, scheduler)
     if not steps:
         raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")

@@ -12,17 +12,17 @@ from pathlib import Path
 from attention.reference import Attention
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder
-from devices.shapes import AttentionShape
-from kv_cache.storage import KVCache
 from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
+from models.drafter import Drafter
 from models.dtypes import TORCH_DTYPES
 from models.graphs import captured_sizes
 from models.ops.reference import Ops
 from models.runner import ModelRunner
 from models.sampling.sampler import Sampler
 from models.warm_up import capture, largest_step_bytes, warm_up
+from recipes.build.decoders import cache_of, draft_decoder, shape_of
 from recipes.build.families import model_config
 from recipes.build.machine import Machine, start
 from recipes.build.memory_plan import MemoryPlan, report
@@ -58,35 +58,35 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         _check_recording(recipe.scheduler.record)  # before what takes minutes
     machine = start(recipe.device)
     memory = plan_memory(recipe, config, machine.memory_bytes())
-    ops, attention = machine.operators(_shape(recipe, config))
+    ops, attention = machine.operators(shape_of(recipe, config))
     attention.check()
     attention.check_longest(memory.longest_tokens)
     if config.quantization is not None:
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.graphs:
         captured_sizes(attention, *_captured(recipe))  # refused before weights are loaded
+    draft = draft_decoder(recipe, config, memory, machine)
     decoder = Decoder(config, ops, attention)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
     else:
         assert recipe.model.path is not None, "a checkpoint has a path"
         weights.load(decoder, recipe.model.path)
-    cache = KVCache(
-        config.num_layers,
+    beside = None if draft is None else cache_of(draft, recipe, memory)
+    cache = cache_of(decoder, recipe, memory, beside)
+    limits = SchedulerLimits.of(
+        config,
         memory.num_pages,
-        recipe.cache.page_size,
-        config.num_kv_heads,
-        config.head_dim,
-        TORCH_DTYPES[config.dtype],
-        attention.device,
-        num_host_pages=memory.num_host_pages,
-        allocate=attention.new_pages,
-        indexed=attention.indexed,
+        memory.num_host_pages,
+        memory.longest_tokens,
+        None if draft is None else draft.config,
     )
-    limits = SchedulerLimits.of(config, memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
     sampler = Sampler(config.eos_token_ids, config.vocab_size, ops)
-    runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots)
+    drafter = None
+    if draft is not None and beside is not None:
+        drafter = Drafter(draft, beside, scheduler.slots, scheduler.max_batch_tokens)
+    runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine)
@@ -151,21 +151,9 @@ def _measure(
 def _captured(recipe: Recipe) -> tuple[int, int]:
     """The most tokens of a captured step, and of a row of it."""
     asked = recipe.speculation
-    width = 1 if asked.kind == "none" else 1 + asked.max_tokens
+    # A draft model makes its drafts outside of captured steps
+    width = 1 if asked.kind in ("none", "draft") else 1 + asked.max_tokens
     return min(recipe.device.graphs, recipe.scheduler.num_slots * width), width
-
-
-def _shape(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
-    return AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        page_size=recipe.cache.page_size,
-        scale=config.head_dim**-0.5,
-        dtype=TORCH_DTYPES[config.dtype],
-        windows=config.windows,
-        int8_pages=config.int8_cache,
-    )
 
 
 def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, ops: Ops, attention: Attention) -> None:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from models.config import DecoderConfig
+from models.config import DecoderConfig, DType
 from models.file_bounds import check_regular, is_there
 from models.quantization import Quantization
 from models.shown import shown
@@ -16,8 +16,10 @@ from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
 from recipes.qwen2.model import config as qwen2
 from recipes.qwen3.model import config as qwen3
-from recipes.schema.recipe import Recipe
+from recipes.schema.recipe import Recipe, from_root
+from recipes.schema.recipe_error import RecipeError
 
+Auto = Literal["auto"]
 FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
 
 
@@ -29,12 +31,41 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     else:
         assert model.config is not None, "a recipe has a model.path or a model.config"
         config = decoder_config(model.config)
-    if model.quantization == "w8a8" and config.quantization is None:
-        config = replace(config, quantization=Quantization(is_stored=False))
+    config = _as_asked(config, recipe, model.quantization, model.dtype)
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
-    if model.dtype != "auto":
-        config = replace(config, dtype=model.dtype)
+    return config
+
+
+def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
+    """The smaller decoder that guesses for this one, if a recipe names any; raises RecipeError for one that
+    cannot."""
+    asked = recipe.speculation
+    if asked.draft_path is None:
+        return None
+    name, place = "speculation.draft_path", from_root(asked.draft_path)
+    try:
+        draft = config_in(asked.draft_path)
+    except ValueError as error:
+        raise RecipeError(name, str(error), value=asked.draft_path) from error
+    if draft.vocab_size != config.vocab_size:
+        raise RecipeError(
+            name,
+            f"{place} has a vocabulary of {draft.vocab_size} tokens, and the model one of"
+            f" {config.vocab_size}",
+            "name a smaller model of the same family and tokenizer",
+            value=asked.draft_path,
+            limit=config.vocab_size,
+        )
+    dtype = recipe.model.dtype if asked.draft_dtype == "auto" else asked.draft_dtype
+    return _as_asked(draft, recipe, asked.draft_quantization, dtype)
+
+
+def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: DType | Auto) -> DecoderConfig:
+    if quantization == "w8a8" and config.quantization is None:
+        config = replace(config, quantization=Quantization(is_stored=False))
+    if dtype != "auto":
+        config = replace(config, dtype=dtype)
     return replace(config, int8_cache=recipe.cache.dtype == "int8")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.config import DecoderConfig
+from recipes.build.families import draft_config
 from recipes.schema.recipe import Recipe
 
 GIB = 2**30
@@ -61,14 +62,19 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
     pages_each = -(-(sizing.longest_tokens - 1) // page_size)
     wanted = num_slots * pages_each
     how = "measured" if sizing.is_measured else "estimated"
-    dtype = config.dtype + (", W8A8" if config.quantization else "")
     memory = in_gib(sizing.memory_bytes)
+    draft = draft_config(recipe, config)
+    num_layers, beside = config.num_layers, []
+    if draft is not None:
+        num_layers += draft.num_layers
+        beside = [("draft model", _model(draft))]
     return [
-        ("model", f"{config.family}, {sizing.num_parameters / 1e6:,.1f} M parameters, {dtype}"),
+        ("model", _model(config)),
+        *beside,
         ("weights", in_gib(sizing.weight_bytes)),
         (
             "a page",
-            f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {config.num_layers} layers"
+            f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {num_layers} layers"
             + (", int8 and scales" if config.int8_cache else ""),
         ),
         ("pages", f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {memory}"),
@@ -84,6 +90,11 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
             f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
         ),
     ]
+
+
+def _model(config: DecoderConfig) -> str:
+    dtype = config.dtype + (", W8A8" if config.quantization else "")
+    return f"{config.family}, {config.num_parameters / 1e6:,.1f} M parameters, {dtype}"
 
 
 def host_tier(sizing: MemoryPlan) -> str:

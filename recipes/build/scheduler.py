@@ -56,16 +56,22 @@ class SchedulerLimits:
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, num_pages: int, num_host_pages: int, longest_tokens: int
+        cls,
+        config: DecoderConfig,
+        num_pages: int,
+        num_host_pages: int,
+        longest_tokens: int,
+        draft: DecoderConfig | None = None,
     ) -> SchedulerLimits:
-        """The limits for this model and a cache with so many pages."""
+        """The limits for this model, with the draft model beside it, and a cache with so many pages."""
+        shared = [config.max_shared_positions, None if draft is None else draft.max_shared_positions]
         return cls(
             num_pages=num_pages,
             num_host_pages=num_host_pages,
             longest_tokens=longest_tokens,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
-            max_shared_tokens=config.max_shared_positions,
+            max_shared_tokens=min((each for each in shared if each is not None), default=None),
         )
 
 
@@ -116,10 +122,11 @@ def facts_of(
     """What a scheduler is made of, with defaults filled in, as plain values for a recording's header."""
     asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
     scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
+    drafts = {name: value for name, value in asdict(speculation).items() if not name.startswith("draft_")}
     return {
         "scheduler": scheduler,
         "cache": asdict(cache),
-        "speculation": asdict(speculation),
+        "speculation": drafts,  # the smaller model's own keys decide nothing
         "limits": asdict(limits),
     }
 

@@ -10,6 +10,7 @@ from devices.ascend_limits import PRODUCTS
 from devices.onednn import product_dtype
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
+from recipes.build.families import draft_config
 from recipes.build.machine import host_memory_bytes, start
 from recipes.build.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.build.memory_plan import GIB, MemoryPlan, in_gib
@@ -41,14 +42,14 @@ def plan_memory(
     devices together, and so is what the cache may take.
     """
     cache, num_devices = recipe.cache, tensor * stages
-    page_bytes = cache.page_size * tensor * config.kv_bytes_per_token(tensor)
+    both = _decoders(recipe, config)
     device_bytes = start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes
     host_bytes = host_memory_bytes() if host_memory is None else host_memory
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
         num_parameters=config.num_parameters,
-        weight_bytes=config.weight_bytes + _packed_bytes(recipe, config),
-        page_bytes=page_bytes,
+        weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
+        page_bytes=cache.page_size * tensor * sum(each.kv_bytes_per_token(tensor) for each in both),
         num_pages=0,
         num_pages_fitting=0,
         num_host_pages=0,
@@ -57,8 +58,8 @@ def plan_memory(
         cache_tokens=0,
         longest_tokens=0,
         longest_because="",
-        slot_bytes=num_devices * _slot_bytes(recipe, config, most_tokens),
-        activation_bytes=stages * estimate(recipe, config) if activation_bytes is None else activation_bytes,
+        slot_bytes=num_devices * _slot_bytes(recipe, both, most_tokens),
+        activation_bytes=stages * _estimate(recipe, both) if activation_bytes is None else activation_bytes,
         is_measured=activation_bytes is not None,
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
         memory_bytes=num_devices * device_bytes,
@@ -69,17 +70,17 @@ def plan_memory(
         sizing = replace(sizing, num_host_pages=num_host_pages)
     num_pages = _num_pages(recipe, sizing, num_devices)
     cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
-    longest_tokens, longest_because = _longest(recipe, config, cache_tokens)
+    longest_tokens, longest_because = _longest(recipe, both, cache_tokens)
     sizing = replace(
         sizing,
         num_pages=num_pages,
         cache_tokens=cache_tokens,
         longest_tokens=longest_tokens,
         longest_because=longest_because,
-        slot_bytes=num_devices * _slot_bytes(recipe, config, longest_tokens),
+        slot_bytes=num_devices * _slot_bytes(recipe, both, longest_tokens),
     )
     spare_bytes = sizing.memory_bytes - sizing.beside_bytes
-    sizing = replace(sizing, num_pages_fitting=max(0, spare_bytes // page_bytes))
+    sizing = replace(sizing, num_pages_fitting=max(0, spare_bytes // sizing.page_bytes))
     check_fits(recipe, sizing)
     return sizing
 
@@ -141,9 +142,33 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
 
 
-def _slot_bytes(recipe: Recipe, config: DecoderConfig, longest_tokens: int) -> int:
-    """Bytes of the token ids and page tables of all slots, and of the rotary embedding's table."""
-    rope_bytes = longest_tokens * 2 * config.head_dim * config.dtype_bytes
+def _decoders(recipe: Recipe, config: DecoderConfig) -> list[DecoderConfig]:
+    """The model, and the draft model where there is one."""
+    draft = draft_config(recipe, config)
+    return [config] if draft is None else [config, draft]
+
+
+def _estimate(recipe: Recipe, decoders: list[DecoderConfig]) -> int:
+    """As `estimate`, of decoders that compute one after the other."""
+    return max(estimate(recipe, each) for each in decoders)
+
+
+def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_tokens: int) -> None:
+    """Raise RecipeError where requests are longer than a draft model's positions."""
+    most = min(max_positions(each) for each in decoders)
+    if longest_tokens > most:  # those of the model itself have bounded the requests already
+        raise RecipeError(
+            ("speculation.draft_path", "scheduler.max_request_tokens"),
+            f"the draft model has {most} positions, and a request up to {longest_tokens} tokens",
+            f"set scheduler.max_request_tokens to {most} or less, or name a draft model of more positions",
+            value=recipe.speculation.draft_path,
+            limit=most,
+        )
+
+
+def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: int) -> int:
+    """Bytes of the token ids and page tables of all slots, and of the tables of rotary embeddings."""
+    rope_bytes = sum(longest_tokens * 2 * each.head_dim * each.dtype_bytes for each in configs)
     return rope_bytes + recipe.scheduler.num_slots * 4 * (
         longest_tokens + -(-longest_tokens // recipe.cache.page_size)
     )
@@ -198,8 +223,14 @@ def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> 
     return sizing.memory_bytes - sizing.beside_bytes - num_pages * sizing.page_bytes
 
 
-def _longest(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
+def _longest(recipe: Recipe, decoders: list[DecoderConfig], cache_tokens: int) -> tuple[int, str]:
     """The most tokens of a request, and the reason for this limit."""
+    longest, because = _longest_of_model(recipe, decoders[0], cache_tokens)
+    _check_positions(recipe, decoders, longest)
+    return longest, because
+
+
+def _longest_of_model(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
     asked, positions = recipe.scheduler.max_request_tokens, max_positions(config)
     if asked is None:
         policy = recipe.scheduler.policy

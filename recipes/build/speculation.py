@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.draft_model import DraftModel
 from continuous_batching.speculation.lengths import Fixed, Lengths
 from continuous_batching.speculation.ngram import NGram
 from continuous_batching.speculation.proposer import Proposer
@@ -14,7 +15,11 @@ from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.speculation.throughput import Throughput
 from recipes.schema.speculation_section import SpeculationSection
 
-PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram, "suffix": Suffix}
+PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {
+    "ngram": NGram,
+    "suffix": Suffix,
+    "draft": lambda slots: DraftModel(),
+}
 WINDOW = 100  # of the chapter's formula, where a recipe names none
 
 
@@ -33,4 +38,5 @@ def speculation_of(asked: SpeculationSection, slots: SlotPool) -> Speculation | 
     """What gives drafts to the rows of a slot table; None where the recipe wants none."""
     if asked.kind == "none":
         return None
-    return Speculation(slots, PROPOSERS[asked.kind](slots), lengths_of(asked, slots), asked.max_tokens)
+    proposer, lengths = PROPOSERS[asked.kind](slots), lengths_of(asked, slots)
+    return Speculation(slots, proposer, lengths, asked.max_tokens, on_device=asked.kind == "draft")

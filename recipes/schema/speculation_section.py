@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from recipes.schema.keys import key
@@ -16,10 +17,22 @@ MOST_ON_NPU = 15  # with the token before them, a decode's 16 query tokens in np
 class SpeculationSection:
     """How tokens are guessed and checked several at a time; answers stay the same."""
 
-    kind: Literal["none", "ngram", "suffix"] = key(
+    kind: Literal["none", "ngram", "suffix", "draft"] = key(
         "who guesses the next tokens of a request; ngram: what followed its last tokens when they stood in it"
-        " before; suffix: or in any request of the same cache_salt; answers stay the same",
+        " before; suffix: or in any request of the same cache_salt; draft: a smaller model; answers stay the"
+        " same",
         default="none",
+    )
+    draft_path: Path | None = key(
+        "directory of the smaller model's checkpoint, of the same vocabulary as `model.path`", default=None
+    )
+    draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "the smaller model's type, as `model.dtype`; auto: as `model.dtype`, or where that is auto as its own"
+        " `config.json` says",
+        default="auto",
+    )
+    draft_quantization: Literal["auto", "w8a8"] = key(
+        "the smaller model's, as `model.quantization`", default="auto"
     )
     max_tokens: int = key(
         f"the most guesses of a request that one step checks; npu: at most {MOST_ON_NPU}",
@@ -66,6 +79,7 @@ def speculation_contradictions(section: SpeculationSection, device_kind: str) ->
             "leave it out: a guess counts if and only if it is the token that is drawn anyway",
             value=section.accept_threshold,
         )
+    yield from _draft_contradictions(section)
     for name in ("base_tokens", "min_tokens", "window"):
         if (value := getattr(section, name)) is not None and section.adaptive != "source":
             yield RecipeError(
@@ -92,3 +106,20 @@ def speculation_contradictions(section: SpeculationSection, device_kind: str) ->
             value=section.max_tokens,
             limit=MOST_ON_NPU,
         )
+
+
+def _draft_contradictions(section: SpeculationSection) -> Iterator[RecipeError]:
+    if section.kind == "draft" and section.draft_path is None:
+        yield RecipeError(
+            ("speculation.draft_path", "speculation.kind"),
+            "required where speculation.kind is draft",
+            "name the directory of a smaller model's checkpoint",
+        )
+    for name, default in (("draft_path", None), ("draft_dtype", "auto"), ("draft_quantization", "auto")):
+        if section.kind != "draft" and (value := getattr(section, name)) != default:
+            yield RecipeError(
+                (f"speculation.{name}", "speculation.kind"),
+                f"read only where speculation.kind is draft, and it is {section.kind}",
+                "leave it out",
+                value=value,
+            )

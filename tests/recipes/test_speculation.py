@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.throughput import Throughput
+from recipes.build.engine import build
+from recipes.build.families import draft_config, model_config
+from recipes.build.memory_plan import report
 from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_from, scheduler_of
 from recipes.build.speculation import PROPOSERS, lengths_of
 from recipes.schema.keys import keys_of
@@ -51,7 +57,7 @@ def test_every_choice_can_be_built() -> None:
     [
         (
             "speculation.kind=ngrams",
-            "'ngrams' is not allowed; it must be none, ngram or suffix; did you mean ngram?",
+            "'ngrams' is not allowed; it must be none, ngram, suffix or draft; did you mean ngram?",
         ),
         ("speculation.max_tokens=0", "0 is not allowed; it must be an integer from 1 to 64"),
         ("speculation.window=9", "read by adaptive: source alone, and adaptive is throughput"),
@@ -82,3 +88,90 @@ def test_lengths_of_the_source_stand_in_their_order() -> None:
         load(TINY, ["speculation.adaptive=source", "speculation.base_tokens=5"])
     with pytest.raises(RecipeError, match="2 guesses are not from 3 to 4"):
         load(TINY, ["speculation.adaptive=source", "speculation.base_tokens=2", "speculation.min_tokens=3"])
+
+
+DRAFT = ["speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"]
+
+
+def test_a_draft_model_is_built_beside_the_model() -> None:
+    plain, drafted = (build(load(TINY, ["device.threads=1", *more])) for more in ([], DRAFT))
+    assert plain.runner.drafter is None
+    drafter = drafted.runner.drafter
+    assert drafter is not None
+    assert drafter.decoder.config.num_layers < drafted.config.num_layers
+    assert drafter.decoder.config.dtype == "float32"  # as the model
+    caches = drafted.runner.cache, drafted.runner.cache.beside
+    assert caches[1] is drafter.cache
+    held = [sum(each.nbytes for each in (*cache.keys, *cache.values)) for cache in caches if cache]
+    assert sum(held) == drafted.memory.cache_bytes
+    assert held[0] == plain.memory.cache_bytes
+    weights = sum(each.weight_bytes for each in (drafted.config, drafter.decoder.config))
+    assert drafted.memory.weight_bytes - plain.memory.weight_bytes > weights - plain.config.weight_bytes - 1
+    lines = dict(report(load(TINY, DRAFT), drafted.config, drafted.memory))
+    assert lines["draft model"].startswith("llama, ")
+    speculation = drafted.engine.scheduler.speculation
+    assert speculation is not None
+    assert speculation.on_device
+
+
+def test_a_draft_model_has_a_type_of_its_own() -> None:
+    typed = load(TINY, [*DRAFT, "speculation.draft_dtype=bfloat16", "speculation.draft_quantization=w8a8"])
+    config = model_config(typed)
+    draft = draft_config(typed, config)
+    assert draft is not None
+    assert (config.dtype, config.quantization) == ("float32", None)
+    assert draft.dtype == "bfloat16"
+    assert draft.quantization is not None
+
+
+def test_where_a_draft_model_comes_from_is_not_recorded() -> None:
+    asked = load(TINY, DRAFT).speculation
+    facts = facts_of(ASKED, CacheSection(num_pages=64), LIMITS, asked)
+    assert not [name for name in facts["speculation"] if name.startswith("draft")]
+    again = scheduler_from(facts).speculation
+    assert again is not None
+    assert again.on_device
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["speculation.kind=draft"], "speculation.draft_path: required where speculation.kind is draft"),
+        ([DRAFT[1]], "read only where speculation.kind is draft, and it is none; leave it out"),
+        (["speculation.kind=ngram", "speculation.draft_dtype=float16"], "and it is ngram; leave it out"),
+        ([*DRAFT[:1], "speculation.draft_path=recipes/tiny/nowhere"], "config.json does not exist; give the"),
+        (
+            [*DRAFT, "speculation.max_tokens=16", "device.kind=npu", "device.virtual=true"],
+            "set it to 15 or less",
+        ),
+    ],
+)
+def test_a_draft_model_that_cannot_be_is_refused_in_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        build(load(TINY, overrides))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"vocab_size": 999},
+            "has a vocabulary of 999 tokens, and the model one of 1024; name a smaller model",
+        ),
+        ({"max_position_embeddings": 90}, "the draft model has 90 positions, and a request up to"),
+        ({"model_type": "mamba"}, "the model's family is 'mamba'"),
+        ({}, "holds neither model.safetensors nor model.safetensors.index.json"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_refused_in_one_line(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    config = json.loads(Path("recipes/tiny/draft/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(RecipeError) as refused:
+        build(load(TINY, [DRAFT[0], f"speculation.draft_path={tmp_path}"]))
+    assert refused.value.keys[0] == "speculation.draft_path"
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)

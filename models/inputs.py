@@ -1,0 +1,25 @@
+"""What does a decoder read in one step, and where does it come from?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from continuous_batching.batch import Batch
+from continuous_batching.slots import SlotPool
+from kv_cache.storage import KVCache
+from kv_cache.transfer import to_device
+from models.decoder import Decoder, StepInputs
+
+
+def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder, cache: KVCache) -> StepInputs:
+    """All tokens of a batch, as far as the host knows them, sent to the device."""
+    attention = decoder.attention
+    packed = slots.inputs(batch)
+    rope_lens = None
+    if decoder.config.rope.kind == "dynamic":
+        num_prompt = np.repeat(slots.num_prompt[batch.slots], batch.stops - batch.starts)
+        rope_lens = to_device(np.maximum(num_prompt, packed.positions + 1), attention.device)
+    token_ids = to_device(packed.token_ids, attention.device)
+    metadata = attention.plan(batch, slots.page_table, packed.write_index)
+    positions = to_device(packed.positions, attention.device)
+    return StepInputs(token_ids, positions, metadata, cache, rope_lens)

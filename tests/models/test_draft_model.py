@@ -1,0 +1,217 @@
+"""With a draft model, does every request get its tokens, and every draft the keys that it follows?
+
+In float32, over chunked prompts, shared prefixes, samples that fork, preemption with and without swapping,
+compaction and a pool that changes its size. Drafts are compared with what transformers says, token for token.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import Kind, on_each, settings
+from tests.models.families import LLAMA3, VOCABULARY, Variant, expected_logprobs, make, wide
+from tests.models.test_draft_identity import FORMS
+from tests.thorough import cases
+
+NUM_REQUESTS, NUM_NEW, LONGEST = cases(10, 60), 24, 70
+TARGET = Variant("llama_target", "llama", {"head_dim": 40, "num_key_value_heads": 2}, LLAMA3)
+OTHER = Variant(
+    "qwen3_draft",
+    "qwen3",
+    {"head_dim": 24, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 1},
+)
+WINDOW = Variant("mistral_target", "mistral", {"sliding_window": 11})
+DYNAMIC = Variant(
+    "llama_dynamic_draft",
+    "llama",
+    {"max_position_embeddings": 40, "num_hidden_layers": 2},
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 5.0},
+)
+
+
+def requests() -> list[Request]:
+    random = np.random.default_rng(5)
+    opening = random.integers(0, VOCABULARY, 40)
+    made = []
+    for number in range(NUM_REQUESTS):
+        own = random.integers(0, VOCABULARY, int(random.integers(1, 30)))
+        prompt = np.concatenate([opening[: 40 if number % 2 else 0], own])
+        form = {"seed": number} | FORMS[number % len(FORMS)]
+        params = SamplingParams(**{"max_tokens": NUM_NEW, "ignore_eos": True} | form)
+        request = Request(str(number), prompt, params)
+        if number % 3 == 0 and params.prompt_logprobs is None:
+            seeded = replace(params, seed=100 + number)
+            request.followers = [Request(f"{number}b", prompt, seeded)]
+        made.append(request)
+    return made
+
+
+def serve(engine: Engine, *, resizes: bool = True) -> list[Request]:
+    """All of them, two joining at each step, while the pool shrinks and grows."""
+    waiting, step = requests(), 0
+    made = [each for request in waiting for each in (request, *request.followers)]  # who fork, stand alone
+    most = engine.scheduler.pool.num_pages
+    while waiting or engine.has_work:
+        for request in waiting[:2]:
+            engine.add(request)
+        waiting = waiting[2:]
+        engine.step()
+        step += 1
+        if resizes and step in (9, 14):
+            engine.resize(most - 2 if step == 9 else most, "running")
+    return made
+
+
+def tokens_of(made: list[Request]) -> dict[str, list[int]]:
+    return {each.id: each.tokens.tolist() for each in made}
+
+
+class Watched:
+    """A runner whose drafts are kept: by request, how many tokens were known, and what was guessed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._runner, self._slots = engine.runner, engine.slots
+        self.drafts: list[tuple[str, int, list[int]]] = []
+        self.resize = engine.runner.resize
+        engine.runner = self
+
+    def run(self, batch: Batch) -> Sampled:
+        sampled = self._runner.run(batch)
+        assert len(sampled.drafts) == batch.num_drafts
+        counts = batch.drafts_by_span
+        parts = np.split(sampled.drafts, counts.cumsum())
+        for row, stop, count, part in zip(batch.slots, batch.stops, counts, parts):
+            if count:
+                self.drafts.append((self._slots.requests[row].id, int(stop - count), part.tolist()))
+        return sampled
+
+    def start(self, batch: Batch) -> Any:
+        sampled = self.run(batch)
+        return lambda: sampled
+
+
+def settings_of(target: Path, kind: Kind, draft: Path | None, most: int, **more: Any) -> list[str]:
+    overrides = {
+        "model.path": target,
+        "model.dtype": "float32",
+        "device.compile": "false" if kind == "cpu" else "auto",
+        "cache.page_size": 16,
+        "cache.num_pages": 15,
+        "cache.memory_gib": "null",
+        "cache.host_gib": 0.002,
+        "cache.compact_every_steps": 3,
+        "scheduler.num_slots": 7,
+        "scheduler.max_batch_tokens": 96,
+        "scheduler.max_request_tokens": LONGEST + NUM_NEW,
+    }
+    if draft is not None:
+        overrides |= {
+            "speculation.kind": "draft",
+            "speculation.draft_path": draft,
+            "speculation.max_tokens": most,
+            "speculation.adaptive": "fixed",
+        }
+    return [*settings(kind), *(f"{key}={value}" for key, value in (overrides | more).items())]
+
+
+def engine_of(target: Path, kind: Kind, draft: Path | None = None, most: int = 4, **more: Any) -> Engine:
+    return build(load(ROOT / "recipes/any/cpu.yaml", settings_of(target, kind, draft, most, **more))).engine
+
+
+def check_drafts(watched: Watched, made: list[Request], model: Any) -> int:
+    """Until the first wrong one, each is what transformers says; returns how many were right."""
+    tokens = {each.id: each.tokens for each in made}
+    said = {
+        name: expected_logprobs(model, known[:-1].tolist()).argmax(-1).numpy()
+        for name, known in tokens.items()
+    }
+    num_right = 0
+    for name, known, drafts in watched.drafts:
+        truth = tokens[name][known : known + len(drafts)].tolist()
+        truth += [-1] * (len(drafts) - len(truth))
+        right = int(np.cumprod([one == other for one, other in zip(drafts, truth)]).sum())
+        checked = drafts[: right + 1]
+        assert checked == said[name][known - 1 : known - 1 + len(checked)].tolist(), (name, known)
+        num_right += right
+    return num_right
+
+
+def noisy(path: Path, share: float) -> Path:
+    """The same checkpoint, but for noise."""
+    made = path.parent / f"{path.name}_noisy"
+    shutil.copytree(path, made)
+    generator = torch.Generator().manual_seed(3)
+    tensors = load_file(path / "model.safetensors")
+    noise = {name: torch.randn(each.shape, generator=generator) for name, each in tensors.items()}
+    tensors = {name: each + share * each.std() * noise[name] for name, each in tensors.items()}
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    return made
+
+
+def check(target: Path, draft: Path, model: Any, kind: Kind, most: int, plain: list[Request]) -> float:
+    engine = engine_of(target, kind, draft, most)
+    watched = Watched(engine)
+    drafted = serve(engine)
+    assert tokens_of(drafted) == tokens_of(plain)
+    for one, other in zip(drafted, plain):
+        for name in ("logprobs", "prompt_logprobs"):
+            found, wanted = getattr(one, name), getattr(other, name)
+            assert [each.token for each in found] == [each.token for each in wanted]
+            values = [np.array([each.logprob for each in entries]) for entries in (found, wanted)]
+            assert np.allclose(*values, atol=2e-4)
+    counters = engine.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.swapped_in_pages > 0
+    assert counters.draft_tokens > 2 * NUM_REQUESTS
+    if model is not None:
+        assert counters.hit_tokens > 0
+        assert check_drafts(watched, drafted, model) >= counters.accepted_tokens
+    return counters.accepted_tokens / counters.draft_tokens
+
+
+def test_a_draft_model_changes_no_token(tmp_path: Path) -> None:
+    target, path = make(TARGET, tmp_path)
+    plain = serve(engine_of(path, "cpu"))
+    near = noisy(path, 0.1)
+    model = transformers.LlamaForCausalLM.from_pretrained(near, attn_implementation="eager")
+    other, far = make(OTHER, tmp_path)
+    right = check(path, path, target, "cpu", 20, plain)  # above a page of 16
+    mixed = check(path, near, model, "cpu", 4, plain)
+    wrong = check(path, far, other, "cpu", 5, plain)
+    assert right > mixed + 0.05
+    assert mixed > wrong + 0.05
+
+
+@pytest.mark.slow
+def test_nor_do_windows_and_dynamic_positions(tmp_path: Path) -> None:
+    target, path = make(WINDOW, tmp_path)
+    plain = serve(engine_of(path, "cpu"))
+    _, draft = make(DYNAMIC, tmp_path)
+    # transformers turns an answer's keys by the whole length, and nothing is shared beyond 40 tokens
+    check(path, draft, None, "cpu", 4, plain)
+    check(path, path, target, "cpu", 17, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", on_each("fused")[1:])
+def test_nor_does_it_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) -> None:
+    target, path = make(wide(TARGET), tmp_path)
+    plain = serve(engine_of(path, pair[0]))
+    check(path, path, target, pair[0], 15, plain)
+    other, draft = make(wide(OTHER, 128), tmp_path)
+    check(path, draft, other, pair[0], 3, plain)
