@@ -7,6 +7,7 @@ compaction and a pool that changes its size. Drafts are compared with what trans
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.speculation.lengths import Fixed, Offers
+from kv_cache.pages import Index
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -87,22 +90,27 @@ class Watched:
     def __init__(self, engine: Engine) -> None:
         self._runner, self._slots = engine.runner, engine.slots
         self.drafts: list[tuple[str, int, list[int]]] = []
+        self.longest_lag = 0  # tokens that one step caught up with
         self.resize = engine.runner.resize
         engine.runner = self
 
     def run(self, batch: Batch) -> Sampled:
-        sampled = self._runner.run(batch)
+        return self.start(batch)()
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        wait = self._runner.start(batch)
+        return lambda: self._seen(batch, wait())
+
+    def _seen(self, batch: Batch, sampled: Sampled) -> Sampled:
         assert len(sampled.drafts) == batch.num_drafts
         counts = batch.drafts_by_span
+        lags = np.maximum(np.minimum(batch.starts, batch.draft_stops) - batch.draft_starts, 0)
+        self.longest_lag = max(self.longest_lag, int(lags.sum()))
         parts = np.split(sampled.drafts, counts.cumsum())
         for row, stop, count, part in zip(batch.slots, batch.stops, counts, parts):
             if count:
                 self.drafts.append((self._slots.requests[row].id, int(stop - count), part.tolist()))
         return sampled
-
-    def start(self, batch: Batch) -> Any:
-        sampled = self.run(batch)
-        return lambda: sampled
 
 
 def settings_of(target: Path, kind: Kind, draft: Path | None, most: int, **more: Any) -> list[str]:
@@ -215,3 +223,104 @@ def test_nor_does_it_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) ->
     check(path, path, target, pair[0], 15, plain)
     other, draft = make(wide(OTHER, 128), tmp_path)
     check(path, draft, other, pair[0], 3, plain)
+
+
+TINY, TINY_DRAFT = ROOT / "recipes/tiny/weights", ROOT / "recipes/tiny/draft"
+TINY_REQUESTS, TINY_NEW = cases(40, 200), 48
+TINY_SETTINGS = [
+    "device.threads=1",
+    "scheduler.num_slots=20",
+    "speculation.max_tokens=3",
+    "speculation.adaptive=fixed",
+]
+WITH_DRAFTS = ["speculation.kind=draft", f"speculation.draft_path={TINY_DRAFT}"]
+
+
+def tiny_requests(engine: Engine, count: int) -> list[Request]:
+    """Served to their ends, at temperature 1."""
+    random = np.random.default_rng(0)
+    made = [
+        Request(
+            str(number),
+            random.integers(300, 900, 6 + number),
+            SamplingParams(max_tokens=TINY_NEW, temperature=1.0, seed=number, ignore_eos=True),
+        )
+        for number in range(count)
+    ]
+    for request in made:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return made
+
+
+def test_as_many_drafts_are_right_as_the_probabilities_say() -> None:
+    recipe = ROOT / "recipes/tiny/cpu.yaml"
+    engine = build(load(recipe, [*TINY_SETTINGS, *WITH_DRAFTS])).engine
+    watched = Watched(engine)
+    made = tiny_requests(engine, TINY_REQUESTS)
+    plain = tiny_requests(build(load(recipe, TINY_SETTINGS)).engine, TINY_REQUESTS)
+    assert tokens_of(made) == tokens_of(plain)
+    model, draft = (
+        transformers.LlamaForCausalLM.from_pretrained(each, dtype=torch.float32, attn_implementation="eager")
+        for each in (TINY, TINY_DRAFT)
+    )
+    chances, right = [], []
+    said = {each.id: expected_logprobs(model, each.tokens.tolist()).exp().numpy() for each in made}
+    tokens = {each.id: each.tokens for each in made}
+    check_drafts(watched, made, draft)
+    for name, known, drafts in watched.drafts:
+        for ahead, token in enumerate(drafts):  # each that follows right ones
+            chances.append(said[name][known + ahead - 1, token])
+            right.append(token == tokens[name][known + ahead])
+            if not right[-1]:
+                break
+    assert len(right) > 1000
+    assert abs(np.mean(right) - np.mean(chances)) < 0.02
+    counters = engine.scheduler.counters
+    assert counters.accepted_tokens == sum(right)
+
+
+class Late(Fixed):
+    """No drafts for thirty steps."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    @property
+    def is_hopeful(self) -> bool:  # type: ignore[override]
+        return self._num_steps >= 30
+
+    def choose(self, offers: Offers) -> Index:
+        return offers.counts if self.is_hopeful else np.zeros_like(offers.counts)
+
+    def observe(self, batch: Batch, took_s: float) -> None:
+        self._num_steps += 1
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces(overlap: str) -> None:
+    recipe = ROOT / "recipes/tiny/cpu.yaml"
+    limits = ["scheduler.max_batch_tokens=64", "scheduler.max_request_tokens=120"]
+    settings = [*TINY_SETTINGS, *limits, f"scheduler.overlap={overlap}"]
+    plain, drafted = (build(load(recipe, [*settings, *kind])).engine for kind in ([], WITH_DRAFTS))
+    assert drafted.scheduler.speculation is not None
+    drafted.scheduler.speculation.lengths = Late()
+    watched = Watched(drafted)
+    made = tiny_requests(drafted, 20)
+    assert tokens_of(made) == tokens_of(tiny_requests(plain, 20))
+    assert watched.longest_lag > 64, "all rows caught up in one piece"
+    draft = transformers.LlamaForCausalLM.from_pretrained(
+        TINY_DRAFT, dtype=torch.float32, attn_implementation="eager"
+    )
+    assert check_drafts(watched, made, draft) >= drafted.scheduler.counters.accepted_tokens > 100
+
+
+@pytest.mark.slow
+def test_nor_does_it_where_functions_are_compiled() -> None:
+    settings = [*TINY_SETTINGS, "device.compile=true"]
+    plain, drafted = (
+        build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings, *kind])).engine for kind in ([], WITH_DRAFTS)
+    )
+    assert tokens_of(tiny_requests(drafted, 10)) == tokens_of(tiny_requests(plain, 10))
+    assert drafted.scheduler.counters.accepted_tokens > 100

@@ -26,6 +26,7 @@ from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
+from tests.mutation.draft_model_faults import DRAFT_MODEL_FAULTS, DRAFT_MODEL_TESTS_OF
 from tests.mutation.fault import Fault
 from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
 from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
@@ -49,6 +50,7 @@ FAULTS = (
     *PAGING_FAULTS,
     *SCHEDULE_FAULTS,
     *DRAFT_FAULTS,
+    *DRAFT_MODEL_FAULTS,
     *SEARCH_FAULTS,
     *FLIGHT_FAULTS,
     *QUEUE_FAULTS,
@@ -88,6 +90,7 @@ HOST_TESTS = (
     BATCHING + "test_machine.py",
     BATCHING + "test_weak_keys.py",
     BATCHING + "test_beam_search.py",
+    BATCHING + "test_draft_model.py",
 )
 QUEUE_TESTS = tuple(
     BATCHING + name
@@ -112,6 +115,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     BEAMS: (BATCHING + "test_beam_scoring.py", BATCHING + "test_beam_search.py"),
     SEARCHES: (BATCHING + "test_beam_search.py",),
     **DRAFT_TESTS_OF,
+    **DRAFT_MODEL_TESTS_OF,
     **NPU_TESTS_OF,
     **ACLOP_TESTS_OF,
     **GRAPH_TESTS_OF,

@@ -1,0 +1,91 @@
+"""Faults of a draft model: which keys it computes, where, and what it may share."""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+ROOM = "continuous_batching/"
+SPANS, BOOKED = ROOM + "speculation/draft_model.py", ROOM + "sampling/drafts.py"
+LIFECYCLE, MATCHING = ROOM + "paging/slot_lifecycle.py", ROOM + "paging/prefix_matching.py"
+DRAFTER = "models/drafter.py"
+
+DRAFT_MODEL_FAULTS = (
+    Fault(
+        "prompt_not_computed_by_the_draft_model",
+        SPANS,
+        "is_computed = has_drafts | ~slots.decoding(rows, starts, known)",
+        "is_computed = has_drafts",
+        "drafts follow from a prompt that the draft model has not read",
+    ),
+    Fault(
+        "lag_not_caught_up",
+        SPANS,
+        "first = starts - slots.draft_lag[rows]",
+        "first = starts",
+        "tokens of steps without drafts stay unread",
+    ),
+    Fault(
+        "last_draft_fed",
+        SPANS,
+        "stops - has_drafts, first)",
+        "stops, first)",
+        "the draft model computes a token more than it makes drafts for",
+    ),
+    Fault(
+        "lag_forgotten_where_all_drafts_are_right",
+        BOOKED,
+        "np.maximum(slots.num_computed[rows] - batch.draft_stops, 0)",
+        "np.zeros_like(rows)",
+        "the last draft, which was never fed, counts as read",
+    ),
+    Fault(
+        "lag_lost_in_a_swap",
+        LIFECYCLE,
+        "            slots.draft_lag[row] = swapped.draft_lag\n",
+        "",
+        "a request that comes back counts as read by the draft model where it is not",
+    ),
+    Fault(
+        "shared_page_written_by_the_draft_model",
+        LIFECYCLE,
+        "if not self.slots.draft_lag[row]:",
+        "if True:",
+        "what a row lacks is written into pages that others hold",
+    ),
+    Fault(
+        "published_before_the_draft_model_computed_it",
+        MATCHING,
+        "int(slots.num_computed[row] - slots.draft_lag[row])",
+        "int(slots.num_computed[row])",
+        "a later request finds pages without the draft model's keys",
+    ),
+    Fault(
+        "draft_fed_at_the_place_behind",
+        DRAFTER,
+        "self._next(rows, known + ahead - 1, tokens)",
+        "self._next(rows, known + ahead, tokens)",
+        "a draft is turned by the position of the next, whose keys it leaves out",
+    ),
+    Fault(
+        "draft_of_another_row",
+        DRAFTER,
+        "order = np.argsort(np.concatenate(places))",
+        "order = np.arange(len(np.concatenate(places)))",
+        "drafts stand place after place where they are read row after row",
+    ),
+    Fault(
+        "drafts_of_rows_that_dropped_out",
+        DRAFTER,
+        "tokens = tokens[to_device(np.flatnonzero(going), self._device)]",
+        "tokens = tokens[: int(going.sum())]",
+        "rows are fed what was drafted for others",
+    ),
+    Fault(
+        "piece_ends_every_span",
+        DRAFTER,
+        "is_end = (upto == ends[now]) & yields[spans[now]]",
+        "is_end = yields[spans[now]]",
+        "a row that catches up in pieces gets drafts after each of them",
+    ),
+)
+DRAFT_MODEL_TESTS_OF = {DRAFTER: ("tests/models/test_draft_model.py",)}
