@@ -26,7 +26,7 @@ from kv_cache.pages import Index
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.device_kinds import Kind, on_each, settings
+from tests.device_kinds import Kind, on_each, settings, stand_in_alone
 from tests.models.families import LLAMA3, VOCABULARY, Variant, expected_logprobs, make, wide
 from tests.models.test_draft_identity import FORMS
 from tests.thorough import cases
@@ -228,11 +228,11 @@ def test_nor_does_it_on_other_devices(pair: tuple[Kind, str], tmp_path: Path) ->
 TINY, TINY_DRAFT = ROOT / "recipes/tiny/weights", ROOT / "recipes/tiny/draft"
 TINY_REQUESTS, TINY_NEW = cases(40, 200), 48
 TINY_SETTINGS = [
-    "device.threads=1",
     "scheduler.num_slots=20",
     "speculation.max_tokens=3",
     "speculation.adaptive=fixed",
 ]
+CPU = settings("cpu")
 WITH_DRAFTS = ["speculation.kind=draft", f"speculation.draft_path={TINY_DRAFT}"]
 
 
@@ -256,10 +256,10 @@ def tiny_requests(engine: Engine, count: int) -> list[Request]:
 
 def test_as_many_drafts_are_right_as_the_probabilities_say() -> None:
     recipe = ROOT / "recipes/tiny/cpu.yaml"
-    engine = build(load(recipe, [*TINY_SETTINGS, *WITH_DRAFTS])).engine
+    engine = build(load(recipe, [*TINY_SETTINGS, *CPU, *WITH_DRAFTS])).engine
     watched = Watched(engine)
     made = tiny_requests(engine, TINY_REQUESTS)
-    plain = tiny_requests(build(load(recipe, TINY_SETTINGS)).engine, TINY_REQUESTS)
+    plain = tiny_requests(build(load(recipe, [*TINY_SETTINGS, *CPU])).engine, TINY_REQUESTS)
     assert tokens_of(made) == tokens_of(plain)
     model, draft = (
         transformers.LlamaForCausalLM.from_pretrained(each, dtype=torch.float32, attn_implementation="eager")
@@ -298,12 +298,19 @@ class Late(Fixed):
         self._num_steps += 1
 
 
-@pytest.mark.parametrize("overlap", ["false", "true"])
-def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces(overlap: str) -> None:
+GRAPHS = pytest.param(
+    ["scheduler.overlap=true", *settings("npu"), "device.graphs=8"],
+    marks=[pytest.mark.npu, pytest.mark.slow, stand_in_alone],
+    id="captured",
+)
+
+
+@pytest.mark.parametrize("more", [CPU, [*CPU, "scheduler.overlap=true"], GRAPHS])
+def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces(more: list[str]) -> None:
     recipe = ROOT / "recipes/tiny/cpu.yaml"
     limits = ["scheduler.max_batch_tokens=64", "scheduler.max_request_tokens=120"]
-    settings = [*TINY_SETTINGS, *limits, f"scheduler.overlap={overlap}"]
-    plain, drafted = (build(load(recipe, [*settings, *kind])).engine for kind in ([], WITH_DRAFTS))
+    asked = [*TINY_SETTINGS, *limits, *more]
+    plain, drafted = (build(load(recipe, [*asked, *kind])).engine for kind in ([], WITH_DRAFTS))
     assert drafted.scheduler.speculation is not None
     drafted.scheduler.speculation.lengths = Late()
     watched = Watched(drafted)
@@ -318,9 +325,9 @@ def test_rows_without_drafts_fall_behind_and_catch_up_in_pieces(overlap: str) ->
 
 @pytest.mark.slow
 def test_nor_does_it_where_functions_are_compiled() -> None:
-    settings = [*TINY_SETTINGS, "device.compile=true"]
+    asked = [*TINY_SETTINGS, "device.threads=1", "device.compile=true"]
     plain, drafted = (
-        build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings, *kind])).engine for kind in ([], WITH_DRAFTS)
+        build(load(ROOT / "recipes/tiny/cpu.yaml", [*asked, *kind])).engine for kind in ([], WITH_DRAFTS)
     )
     assert tokens_of(tiny_requests(drafted, 10)) == tokens_of(tiny_requests(plain, 10))
     assert drafted.scheduler.counters.accepted_tokens > 100

@@ -88,4 +88,7 @@ DRAFT_MODEL_FAULTS = (
         "a row that catches up in pieces gets drafts after each of them",
     ),
 )
-DRAFT_MODEL_TESTS_OF = {DRAFTER: ("tests/models/test_draft_model.py",)}
+DRAFT_MODEL_TESTS_OF = {
+    SPANS: ("tests/continuous_batching/test_draft_model.py",),
+    DRAFTER: ("tests/models/test_draft_model.py",),
+}

@@ -169,7 +169,13 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
         main([str(tmp_path / "text")])
 
 
-def test_drafts_are_told_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+DRAFT = ["kind=draft", "draft_path=recipes/tiny/draft", "adaptive=fixed"]
+
+
+@pytest.mark.parametrize("asked", [["kind=ngram"], DRAFT], ids=["ngram", "draft"])
+def test_drafts_are_told_and_drawn(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = {
         "id": "q",
         "prompt": "one two three four " * 4,
@@ -180,7 +186,8 @@ def test_drafts_are_told_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "in.jsonl").write_text(json.dumps(line), encoding="utf-8")
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     path = tmp_path / "recording"
-    generate([RECIPE, "device.threads=1", "speculation.kind=ngram", f"scheduler.record={path}", *files])
+    settings = ["device.threads=1", *(f"speculation.{key}" for key in asked)]
+    generate([RECIPE, *settings, f"scheduler.record={path}", *files])
     answer = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))
     assert answer["num_drafted"] >= answer["num_accepted"] > 0
     capsys.readouterr()
@@ -196,5 +203,9 @@ def test_drafts_are_told_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture
     assert drawn == told
     sums = [sum(map(int, column)) for column in zip(*told)]
     assert sums == [answer["num_accepted"], answer["num_drafted"]]
+    if asked is DRAFT:
+        with pytest.raises(ValueError, match="what a draft model says is not modelled"):
+            main([str(path), "--policy", "orca"])
+        return
     main([str(path), "--policy", "orca"])
     assert "what if: orca" in capsys.readouterr().out

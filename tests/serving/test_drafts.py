@@ -30,6 +30,14 @@ from serving.terminal_view import frame, parse
 RECIPE = "recipes/tiny/cpu.yaml"
 SMALL = ("scheduler.num_slots=4", "device.threads=1", "device.compile=false", "model.dtype=float32")
 NGRAM = (*SMALL, "speculation.kind=ngram", "speculation.max_tokens=8")
+DRAFT = (
+    *SMALL,
+    "speculation.kind=draft",
+    "speculation.draft_path=recipes/tiny/draft",
+    "speculation.max_tokens=8",
+    "speculation.adaptive=fixed",
+)
+BOTH = pytest.mark.parametrize("settings", [NGRAM, DRAFT], ids=["ngram", "draft"])
 PROMPT = "one two three four five six seven one two three four five six seven one two three"
 REQUEST = Params(temperature=0, max_tokens=40, ignore_eos=True)
 PARAMS = [
@@ -87,9 +95,12 @@ def test_answers_end_where_they_do_without_drafts(plain: list[list[tuple[object,
     assert counters.sampled_tokens / counters.steps > 4
 
 
-def test_a_served_answer_ends_where_it_does_without_drafts(plain: list[list[tuple[object, ...]]]) -> None:
+@BOTH
+def test_a_served_answer_ends_where_it_does_without_drafts(
+    settings: tuple[str, ...], plain: list[list[tuple[object, ...]]]
+) -> None:
     async def use() -> list[Any]:
-        llm = AsyncLLM(RECIPE, *NGRAM)
+        llm = AsyncLLM(RECIPE, *settings)
         llm.start()
         try:
             await llm.ready()
@@ -103,9 +114,10 @@ def test_a_served_answer_ends_where_it_does_without_drafts(plain: list[list[tupl
     assert answers(asyncio.run(use())) == plain
 
 
-def test_what_was_guessed_is_counted_and_shown() -> None:
+@BOTH
+def test_what_was_guessed_is_counted_and_shown(settings: tuple[str, ...]) -> None:
     async def use() -> tuple[dict[str, dict[str, float]], str]:
-        llm = AsyncLLM(RECIPE, *NGRAM)
+        llm = AsyncLLM(RECIPE, *settings)
         llm.start()
         try:
             await llm.ready()
@@ -136,8 +148,9 @@ def test_what_was_guessed_is_counted_and_shown() -> None:
     assert f"{right / drafts:.0%}" in next(line for line in shown.splitlines() if "drafts right" in line)
 
 
-def test_each_answer_says_how_much_of_it_was_guessed() -> None:
-    engine = LLM(RECIPE, *NGRAM)
+@BOTH
+def test_each_answer_says_how_much_of_it_was_guessed(settings: tuple[str, ...]) -> None:
+    engine = LLM(RECIPE, *settings)
     lines = [{"id": "a", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}]
     (record,) = run_jobs(engine.engine, engine.text, read_jobs(map(json.dumps, lines), engine.text))
     counters = engine.engine.scheduler.counters
