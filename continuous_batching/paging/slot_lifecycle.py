@@ -71,8 +71,7 @@ class SlotLifecycle:
             self.matching.start_from(row, matched)
         if request.num_preemptions:
             self._swap_in(row, request)
-        if not self.slots.draft_lag[row]:  # what it lacks would have to be written into pages that it finds
-            self.matching.block_if_in_progress(row)
+        self.matching.block_if_in_progress(row)
         return row
 
     def fork(self, source: int, request: Request) -> int:

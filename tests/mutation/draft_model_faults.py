@@ -25,6 +25,13 @@ DRAFT_MODEL_FAULTS = (
         "tokens of steps without drafts stay unread",
     ),
     Fault(
+        "shared_page_written_by_the_draft_model",
+        SPANS,
+        "first = starts - slots.draft_lag[rows]",
+        "first = np.zeros_like(starts)",
+        "what was found in the cache is computed once more, into pages that others hold",
+    ),
+    Fault(
         "last_draft_fed",
         SPANS,
         "stops - has_drafts, first)",
@@ -44,13 +51,6 @@ DRAFT_MODEL_FAULTS = (
         "            slots.draft_lag[row] = swapped.draft_lag\n",
         "",
         "a request that comes back counts as read by the draft model where it is not",
-    ),
-    Fault(
-        "shared_page_written_by_the_draft_model",
-        LIFECYCLE,
-        "if not self.slots.draft_lag[row]:",
-        "if True:",
-        "what a row lacks is written into pages that others hold",
     ),
     Fault(
         "published_before_the_draft_model_computed_it",
