@@ -35,9 +35,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m scripts.replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     top.add_argument("file", help="a recording")
-    top.add_argument(
-        "changes", nargs="*", metavar="scheduler.KEY=VALUE", help="with --policy: what else is other"
-    )
+    what = "with --policy: other keys of scheduler and speculation"
+    top.add_argument("changes", nargs="*", metavar="SECTION.KEY=VALUE", help=what)
     purpose = top.add_mutually_exclusive_group()
     purpose.add_argument("--explain", metavar="REQUEST_ID", help="print one request's story")
     purpose.add_argument("--trace", metavar="OUT.json", help="write a time line")
@@ -78,7 +77,7 @@ def act(
             count = perfetto.write(output, perfetto.timeline(recording, scheduler, events))
         print(f"{count} events in {options.trace}; open it in ui.perfetto.dev")
     elif options.policy is not None:
-        changes = {"policy": options.policy} | dict(map(change, options.changes))
+        changes = [("scheduler", "policy", options.policy), *map(change, options.changes)]
         compare(changes, recording, scheduler, events)
     else:
         steps = [event.number for event in events if isinstance(event, Replayed)]

@@ -1,6 +1,7 @@
-"""How would the same requests have fared under another policy?
+"""How would the same requests have fared under another policy, or with drafts?
 
 The same arrivals and the same answers, simulated with the costs that a fit to the recorded steps gives.
+Drafts are guessed from the same tokens as on a device, and are right where the recorded answer says so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from continuous_batching.recording.replay import Event, Replayed, request_of
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.build.scheduler import changed, scheduler_from
+from recipes.schema.speculation_section import SpeculationSection, speculation_contradictions
 from simulation.fit_trust import in_words
 from simulation.fitted import Timed, fit, timed
 from simulation.replica import Replica
@@ -92,23 +94,26 @@ def summary(fates: dict[str, Fate]) -> dict[str, float]:
     return result
 
 
-def change(text: str) -> tuple[str, Any]:
-    """The key and the value of scheduler.KEY=VALUE."""
+def change(text: str) -> tuple[str, str, Any]:
+    """Section, key and value of scheduler.KEY=VALUE or speculation.KEY=VALUE."""
     name, equals, value = text.partition("=")
     section, _, leaf = name.partition(".")
-    if section != "scheduler" or not leaf or not equals:
-        raise ValueError(f"{text}: give scheduler.KEY=VALUE, such as scheduler.batch_size=8")
-    return leaf, yaml.safe_load(value)
+    if section not in ("scheduler", "speculation") or not leaf or not equals:
+        raise ValueError(
+            f"{text}: give scheduler.KEY=VALUE, such as scheduler.batch_size=8, or speculation.*"
+        )
+    return section, leaf, yaml.safe_load(value)
 
 
 def compare(
-    changes: dict[str, Any], recording: Recording, scheduler: Scheduler, events: Iterator[Event]
+    changes: Sequence[tuple[str, str, Any]],
+    recording: Recording,
+    scheduler: Scheduler,
+    events: Iterator[Event],
 ) -> None:
-    """Print how the requests fared, and how they would have fared."""
-    if scheduler.speculation is not None and scheduler.speculation.on_device:
-        raise ValueError(
-            "speculation.kind was draft in this recording: what a draft model says is not modelled"
-        )
+    """Print how the requests fared, and how they would have fared with these changes."""
+    facts = recording.facts
+    speculation = _drafted(facts["speculation"], changes)
     recorded, steps = served(events, scheduler)
     if not steps:
         raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
@@ -125,16 +130,38 @@ def compare(
             "no request of this recording can be served again: none was answered, or all are searches"
         )
     columns = {"as recorded": summary(recorded)}
-    section = recording.facts["scheduler"] | dict.fromkeys(BOUNDS)  # so that every request is served
-    for name, scheduling in (("modelled", section), ("what if", changed(section, changes))):
-        other = scheduler_from(recording.facts | {"scheduler": scheduling})
+    section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # so that every request is served
+    scheduling = changed(section, {key: value for where, key, value in changes if where == "scheduler"})
+    for name, asked, drafting in (
+        ("modelled", section, facts["speculation"]),
+        ("what if", scheduling, speculation),
+    ):
+        other = scheduler_from(facts | {"scheduler": asked, "speculation": drafting})
         costs = replace(costs)  # from the same step on: the columns differ by nothing else
         fates = simulate(other, recorded, answered, costs)
-        columns[f"{name}: {scheduling['policy']}"] = summary(fates)
-    print(f"{'':18}" + "".join(f"{name:>24}" for name in columns))
+        drafts = "" if drafting["kind"] == "none" else f", {drafting['kind']}"
+        columns[f"{name}: {asked['policy']}{drafts}"] = summary(fates)
+    width = 2 + max(map(len, columns))
+    print(f"{'':18}" + "".join(f"{name:>{width}}" for name in columns))
     for row in columns["as recorded"]:
-        print(f"{row:18}" + "".join(f"{column.get(row, float('nan')):24.2f}" for column in columns.values()))
+        values = [column.get(row, float("nan")) for column in columns.values()]
+        print(f"{row:18}" + "".join(f"{value:{width}.2f}" for value in values))
     print(f"the fit of the modelled columns {in_words(costs.describe())}")
     left_out = len(recording.added) - len(answered)
     if left_out:
         print(f"{left_out} requests (unanswered, searches, of one id) are left out of the modelled columns")
+
+
+def _drafted(section: dict[str, Any], changes: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
+    """The section of a recording with changes of its keys."""
+    drafted = dict(section)
+    for where, key, value in changes:
+        if where == "speculation":
+            if key not in section:
+                raise ValueError(f"speculation.{key}: there is no such key, but for {', '.join(section)}")
+            drafted[key] = value
+    if "draft" in (section["kind"], drafted["kind"]):
+        raise ValueError("speculation.kind: what a draft model says is not modelled")
+    for problem in speculation_contradictions(SpeculationSection(**drafted), "cpu"):
+        raise problem
+    return drafted

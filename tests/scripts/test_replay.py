@@ -160,6 +160,25 @@ def test_what_if_serves_the_same_requests(recording: Path, capsys: pytest.Captur
     assert "what if: static" in capsys.readouterr().out
 
 
+def test_what_if_guesses_what_was_answered(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafts = ["speculation.kind=ngram", "speculation.adaptive=fixed"]
+    main([str(recording), "--policy", "stall_free", *drafts])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert "modelled: stall_free  " in head
+    assert "what if: stall_free, ngram" in head
+    served = next(row.split() for row in rows if row.startswith("requests"))
+    assert served[1:] == ["10.00"] * 3
+    for wrong, said in (
+        ("speculation.kind=draft", "what a draft model says is not modelled"),
+        ("speculation.most=3", r"speculation\.most: there is no such key"),
+        ("speculation.window=3", "adaptive: source alone"),
+        ("speculation.max_tokens=65", r"speculation\.max_tokens"),
+        ("cache.page_size=3", "give scheduler.KEY=VALUE"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            main([str(recording), "--policy", "stall_free", *drafts, wrong])
+
+
 def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match="is no recording of format 4: it is empty"):
