@@ -21,6 +21,7 @@ _TRUST = 1e-3  # in the last weights, where nothing that was kept says otherwise
 _PLAIN_STEPS = 8  # of one size, whose median is one entry
 _MOST_RATIO = 2.0  # of a measured to a predicted time: what is beyond it is the machine's business
 _ENOUGH = 4  # entries before which no ratio is too large
+_MOST_UNFITTED = 4  # entries that the weights may lack where nobody asks for a time
 
 
 class DecodeTime:
@@ -36,11 +37,14 @@ class DecodeTime:
         self._products: Floats = np.zeros((4, 4))
         self._sums: Floats = np.zeros(4)
         self._num_entries = 0
+        self._num_unfitted = 0
         self._plain_s: list[float] = []
         self._plain: Batch | None = None  # the last of these
 
     def predict(self, num_tokens: int, context: int) -> tuple[float, float, float]:
         """Seconds without drafts, what having any adds, and what each of them adds."""
+        if self._num_unfitted:
+            self._fit()
         base, drafted, token, read = (self._weights / _SCALES).tolist()
         return base + token * num_tokens + read * context, drafted, token
 
@@ -75,7 +79,12 @@ class DecodeTime:
         row /= took_s
         self._products = self._products * _KEPT + np.outer(row, row)
         self._sums = self._sums * _KEPT + row
-        self._weights = self._fitted()
+        self._num_unfitted += 1
+        if self._num_unfitted == _MOST_UNFITTED:
+            self._fit()
+
+    def _fit(self) -> None:
+        self._weights, self._num_unfitted = self._fitted(), 0
 
     def _fitted(self) -> Floats:
         """Least squares without a negative weight: the most negative one is left out until there is none."""

@@ -16,8 +16,9 @@ from kv_cache.pages import Index
 LENGTH = 3  # tokens that must be equal
 _MOST_ENTRIES = 2**22  # of all tables together, 4 bytes each, as long as a row has its least
 _LEAST_BITS, _MOST_BITS = 8, 15  # of the entries of a row
-_BLOCK = 32  # tokens that are new in many rows at once; more are a row's own business
+_BLOCK = 64  # tokens that are new in many rows at once; more are a row's own business
 _ROWS_PER_LOOK = 32  # a look costs the host much the same for one row as for so many
+_MOST_ASKED = 32  # times between two looks: what comes meanwhile fits a block
 
 
 class NGram:
@@ -60,7 +61,7 @@ class NGram:
             source[found] = self._followed(rows[found], known[found], source[found])
         self._until_look -= 1
         if self._until_look < 0 or not len(found):
-            self._until_look = len(rows) // _ROWS_PER_LOOK
+            self._until_look = min(len(rows) // _ROWS_PER_LOOK, _MOST_ASKED)
             lost = np.flatnonzero((source == 0) & (known > LENGTH))
             if len(lost):
                 source[lost] = self._look(rows[lost], known[lost])

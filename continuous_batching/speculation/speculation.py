@@ -17,6 +17,7 @@ from continuous_batching.speculation.proposer import Proposer
 from kv_cache.pages import Index
 
 ROWS_PER_PAUSE = 24  # that ask in vain: as many steps as they are times so many go by before they ask again
+MOST_PAUSE_STEPS = 32  # so that what proposers have not seen stays little
 
 
 class Speculation:
@@ -77,7 +78,7 @@ class Speculation:
         counts = np.minimum(guesses.counts, room[decoding])
         self._has_guesses = bool(counts.any())
         if not self._has_guesses:
-            self._pause = len(asked) // self._rows_per_pause
+            self._pause = min(len(asked) // self._rows_per_pause, MOST_PAUSE_STEPS)
             return False
         self._tokens[asked], self._counts[asked], self._known[asked] = guesses.tokens, counts, known[decoding]
         if spare_tokens <= 0:

@@ -15,9 +15,10 @@ from kv_cache.pages import Index
 LENGTHS = (8, 4)  # of the ends that are looked up, the longest first; each is twice the next
 _LONGEST, _SHORTEST = LENGTHS[0], LENGTHS[-1]
 _CHUNK = 256  # tokens of one request that lie together
-_BLOCK = 64  # tokens that are new in many rows at once; more are a row's own business
+_BLOCK = 192  # tokens that are new in many rows at once; more are a row's own business
 _ROWS_PER_LOOK = 32  # a look costs the host much the same for one row as for so many
-_ROWS_PER_VAIN_LOOK = 96
+_ROWS_PER_VAIN_LOOK = 64
+_MOST_ASKED, _MOST_ASKED_IN_VAIN = 64, 4  # times between two looks: what comes meanwhile fits a block
 _FACTOR = np.uint32(0x9E3779B1)
 CAPACITY_TOKENS = 2**20
 
@@ -37,6 +38,7 @@ class Suffix:
     def __init__(self, slots: SlotPool, capacity_tokens: int = CAPACITY_TOKENS) -> None:
         num_chunks = max(capacity_tokens // _CHUNK, 2 * slots.num_slots)
         self._slots = slots
+        self._token_ids: NDArray[np.int32] = slots.token_ids.reshape(-1)  # a view
         self._bits = min((num_chunks * _CHUNK).bit_length(), 24)
         # One chunk more than is used: place 0, in it, means that there is none
         self._chunks = np.zeros((1 + num_chunks, _CHUNK), dtype=np.int32)
@@ -70,7 +72,10 @@ class Suffix:
             source[found] = self._followed(rows[found], known[found], source[found])
         self._until_look -= 1
         if self._until_look < 0:
-            self._until_look = len(rows) // (_ROWS_PER_LOOK if len(found) else _ROWS_PER_VAIN_LOOK)
+            if len(found):
+                self._until_look = min(len(rows) // _ROWS_PER_LOOK, _MOST_ASKED)
+            else:
+                self._until_look = min(len(rows) // _ROWS_PER_VAIN_LOOK, _MOST_ASKED_IN_VAIN)
             self._store(rows, known)
             lost = np.flatnonzero((source == 0) & (known >= _LONGEST))
             if len(lost):
@@ -131,9 +136,11 @@ class Suffix:
         ahead = np.arange(width)[:, None]  # [width, 1]
         is_new = ahead < pending
         places = chunks * _CHUNK + filled + ahead  # [width, N]
-        positions = np.minimum(stored + ahead, self._slots.max_tokens - 1)
-        tokens = self._slots.token_ids[rows, positions]
-        self._flat[places[is_new]] = tokens[is_new]
+        sources = rows * self._slots.max_tokens + stored + ahead
+        if is_new.all():  # as where all rows decode
+            self._flat[places] = self._token_ids.take(sources)
+        else:
+            self._flat[places[is_new]] = self._token_ids.take(sources[is_new])
         self._filled[chunks] = filled + pending
         self._stored[rows] = stored + pending
         self._enter(chunks * _CHUNK, filled, width, is_new, self._salt[rows])

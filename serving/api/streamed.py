@@ -81,11 +81,12 @@ class _Pace:
     async def send(self, message: Message) -> None:
         """Send a message; raises _TooSlow."""
         start_s = time.monotonic()
-        try:
-            with anyio.fail_after(self._left_s):  # in this task: another would take a turn of the loop
-                await self._send(message)
-        except TimeoutError:
-            raise _TooSlow from None
+        with anyio.move_on_after(
+            self._left_s
+        ) as limit:  # in this task: another would take a turn of the loop
+            await self._send(message)
+        if limit.cancelled_caught:
+            raise _TooSlow
         num_bytes = len(message.get("body", b""))
         self._left_s += num_bytes / SLOWEST_BYTES_S - (time.monotonic() - start_s)
 
