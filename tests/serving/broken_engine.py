@@ -34,9 +34,9 @@ def broken(build: Callable[[Recipe], BuiltEngine], folder: Path) -> Callable[[Re
         forward, inputs = decoder.forward, built.runner._inputs
         batches: list[Batch] = []
 
-        def noted(batch: Batch) -> StepInputs:
+        def noted(batch: Batch, drafts: torch.Tensor | None) -> StepInputs:
             batches.append(batch)
-            return inputs(batch)
+            return inputs(batch, drafts)
 
         def poisoned(step: StepInputs) -> torch.Tensor:
             batch = batches.pop()
