@@ -65,7 +65,7 @@ from recipes.schema.command_line import positionals
 from recipes.schema.reader import load
 given = positionals(sys.argv[1:])
 recipes = [each for each in given if each.endswith((".yaml", ".yml"))]
-changes = [each for each in given if re.match(r"(model|device|cache|scheduler)\.[a-z_.]+=", each)]
+changes = [each for each in given if re.match(r"[a-z]+\.[a-z_.]+=", each)]
 try:
     device = load(recipes[0], changes).device if recipes else None
 except (ValueError, OSError) as error:

@@ -53,6 +53,8 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     What was chosen is logged, one line each for the device, the model, the cache, the defaults that the
     scheduler's policy took, and the operators.
     """
+    if recipe.parallel.ranks > 1:
+        raise RecipeError("parallel.tensor", "an engine over several ranks is not built yet", "set it to 1")
     config = model_config(recipe)
     if recipe.scheduler.record is not None:
         _check_recording(recipe.scheduler.record)  # before what takes minutes

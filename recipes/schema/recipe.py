@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from recipes.schema.cache_checks import int8_contradictions
 from recipes.schema.keys import key, keys_of
+from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_section import SchedulerSection
@@ -177,6 +178,7 @@ class Recipe:
     cache: CacheSection
     scheduler: SchedulerSection
     speculation: SpeculationSection = field(default_factory=SpeculationSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
     server: ServerSection = field(default_factory=ServerSection)
 
     def __post_init__(self) -> None:
