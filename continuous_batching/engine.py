@@ -47,7 +47,7 @@ class Observer:
         """A request was ended from outside, or by the clock."""
 
     def resized(self, num_pages: int, give_up: GiveUp) -> None:
-        """The pool got another number of pages."""
+        """The pool got another number of pages, and the device is about to."""
 
     def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
         """A batch with at least one span was made from the slot table; `held_back` as in `Scheduler`."""
@@ -145,8 +145,8 @@ class Engine:
         """Change the size of the cache while serving (see `Scheduler.resize`), when the device is done."""
         self.drain()
         self.scheduler.resize(num_pages, give_up)
+        self.observer.resized(num_pages, give_up)  # before ranks wait for each other within it
         self.runner.resize(num_pages, self.scheduler.tables.take_copies())
-        self.observer.resized(num_pages, give_up)
 
     def drain(self) -> None:
         """Wait until the device is idle; what it was at is given out by the next `step`."""

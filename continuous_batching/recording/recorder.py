@@ -6,9 +6,10 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -42,34 +43,35 @@ from continuous_batching.system_error import in_one_line
 log = logging.getLogger(__name__)
 
 
+class Sink(Protocol):
+    """Takes the records of a recording, one after the other."""
+
+    def write(self, record: bytes) -> None:
+        """Take a record. An exception ends the engine's step, and so the engine."""
+        ...
+
+    def close(self, last: bytes) -> None:
+        """Take the last record, which is empty after an exception of `write`."""
+        ...
+
+
 class RecordingFile:
-    """A new file that entries are appended to, until it is closed or can no longer be written."""
+    """A new file that records are appended to, until it is closed or can no longer be written.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    It must not be there yet, and only its owner may read it. Each record is handed to the system at once, so
+    that it outlives this process. When the file can no longer be written (a full disk), recording ends with
+    one line in the log, and serving goes on.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
         self.failed: OSError | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._check = BEGIN  # the checksum of the record before
-        self._lock = threading.Lock()  # a process that is to end closes it from another thread
-        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def append(self, entry: Entry | Closed) -> None:
-        """Hand an entry to the system. An error ends the recording, and is one line in the log."""
-        with self._lock:
-            self._append(entry)
-
-    def close(self) -> None:
-        """Append that it was closed in order; nothing is appended afterwards."""
-        with self._lock:
-            if self._file is not None:
-                self._append(Closed())
-                os.close(self._file)
-                self._file = None
-
-    def _append(self, entry: Entry | Closed) -> None:
-        if self._file is None or self.failed is not None:
+    def write(self, record: bytes) -> None:
+        """Hand a record to the system. An error ends the recording, and is one line in the log."""
+        if self.failed is not None:
             return
-        record, self._check = framed(self._encoder.encode(entry), self._check)
         try:
             while record:  # the system may take a part, and refuse the rest
                 record = record[os.write(self._file, record) :]
@@ -78,22 +80,63 @@ class RecordingFile:
             error.filename = str(self.path)
             log.error("recording ended: %s; serving goes on without it", in_one_line(error))
 
+    def close(self, last: bytes) -> None:
+        """Nothing is written afterwards."""
+        self.write(last)
+        os.close(self._file)
+
+
+class _Records:
+    """Entries become records, each of which every sink gets."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+        self._encoder = msgspec.msgpack.Encoder()
+        self._check = BEGIN  # the checksum of the record before
+        self._lock = threading.Lock()  # a process that is to end closes it from another thread
+        self._is_closed = False
+        self._is_broken = False  # a sink has raised: the rest is not recorded
+
+    def append(self, entry: Entry) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            record = self._record(entry)
+            try:
+                for sink in self._sinks:
+                    sink.write(record)
+            except BaseException:
+                self._is_broken = True
+                raise
+
+    def close(self) -> None:
+        """Append that it was closed in order; nothing is appended afterwards."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            last = b"" if self._is_broken else self._record(Closed())
+            for sink in self._sinks:
+                sink.close(last)
+
+    def _record(self, entry: Entry | Closed) -> bytes:
+        record, self._check = framed(self._encoder.encode(entry), self._check)
+        return record
+
 
 class Recorder(Observer):
-    """Appends the inputs and decisions of an engine to a new file; `facts` say what the engine is made of.
+    """Tells the inputs and decisions of an engine to `sinks`; `facts` say what the engine is made of.
 
-    The file must not be there yet, and only its owner may read it. Each entry is handed to the system at
-    once, so that it outlives this process. When the file can no longer be written (a full disk), recording
-    ends with one line in the log, and serving goes on. Unless it is closed before, the recording is closed
-    when nothing refers to its recorder, or at the end of the process: only one that is killed leaves it open.
+    Unless it is closed before, the recording is closed when nothing refers to its recorder, or at the end of
+    the process: only one that is killed leaves it open.
     """
 
-    def __init__(self, path: Path | str, facts: dict[str, Any]) -> None:
+    def __init__(self, facts: dict[str, Any], *sinks: Sink) -> None:
         self._chain = Chain()
         self._last: Batch | None = None
-        file = RecordingFile(Path(path))
-        self._write = file.append
-        self._close = weakref.finalize(self, file.close)
+        records = _Records(sinks)
+        self._write = records.append
+        self._close = weakref.finalize(self, records.close)
         self._write(Header(FORMAT, facts))
 
     def added(self, request: Request) -> None:

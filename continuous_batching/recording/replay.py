@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -29,10 +29,41 @@ from continuous_batching.recording.recorded_drafts import recorded_speculation
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
+from kv_cache.pages import PageCopy
 
 
 class Divergence(ValueError):
     """The first decision that came out otherwise than it was recorded: which step, what, and both values."""
+
+
+class Device(Protocol):
+    """Computes what a replay decides."""
+
+    def start(self, batch: Batch) -> Callable[[], object]:
+        """Begin to compute a batch; what is returned waits for its end."""
+        ...
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        """As `Runner.resize`."""
+        ...
+
+
+class NoDevice:
+    """Nothing is computed."""
+
+    def start(self, batch: Batch) -> Callable[[], object]:
+        """There is nothing to wait for."""
+        return _nothing
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        """There are no pages."""
+
+
+def _nothing() -> None:
+    pass
+
+
+NO_DEVICE = NoDevice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +102,15 @@ def request_of(entry: Added) -> Request:
     return leader
 
 
-def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
+def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_DEVICE) -> Iterator[Event]:
     """Tell a new scheduler what a recording holds, drafts included; yields what happened, in order,
-    each event when the scheduler stands as it left it.
+    each event when the scheduler stands as it left it. The device computes each batch that is decided.
 
     The scheduler must be made of the header's facts; the header itself is passed over. Raises Divergence
     at the first decision that differs.
     """
     chain, number, landed = Chain(), 0, 0
-    started = deque[tuple[Batch, Scheduled]]()
+    started = deque[tuple[Batch, Scheduled, Callable[[], object]]]()
     last: Batch | None = None
     entry: Entry | None = None
     if scheduler.speculation is not None:
@@ -97,7 +128,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
             yield entry
         elif isinstance(entry, Resized):
             scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up))
-            scheduler.tables.take_copies()
+            device.resize(entry.num_pages, scheduler.tables.take_copies())
             yield entry
         elif isinstance(entry, Scheduled):
             number += 1
@@ -105,7 +136,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
             if chain.add(batch, scheduler.slots) != entry.digest:
                 raise Divergence(f"step {number}: {_difference(entry, batch, last)}")
             last = batch
-            started.append((batch, entry))
+            started.append((batch, entry, device.start(batch)))
         elif isinstance(entry, Looked):
             if scheduler.schedule(entry.now_s).num_spans:
                 raise Divergence(f"after step {number}: a batch was made where there was nothing to compute")
@@ -113,7 +144,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> Iterator[Event]:
             assert isinstance(entry, Committed), "an entry of another kind"
             if not started:
                 raise Divergence(f"after step {number}: a commit without a batch")
-            batch, made = started.popleft()
+            batch, made, wait = started.popleft()
+            wait()
             requests = scheduler.slots.requests
             ids = [requests[row].id for row in batch.slots.tolist()]
             booked = scheduler.commit(batch, answered(entry), entry.now_s)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attention.reference import Attention
 from continuous_batching.engine import Engine
-from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.recorder import Recorder, RecordingFile
 from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
@@ -97,7 +97,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     if recipe.scheduler.record is not None:
         limits = replace(limits, num_pages=memory.num_pages)
         facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
-        engine.observer = Recorder(recipe.scheduler.record, facts)
+        engine.observer = Recorder(facts, RecordingFile(recipe.scheduler.record))
     return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s)
 
 

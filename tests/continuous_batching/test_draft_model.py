@@ -13,7 +13,7 @@ from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.recording.format import Committed, Scheduled, read_entries
-from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -111,7 +111,7 @@ def ask(
     now = 0.0
     engine = Engine(*made_of, clock=lambda: now, overlap=overlap)
     if path is not None:
-        engine.observer = Recorder(path, {})
+        engine.observer = Recorder({}, RecordingFile(path))
     opening = np.arange(10)
     made = [
         Request(

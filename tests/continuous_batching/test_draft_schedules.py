@@ -22,7 +22,7 @@ from continuous_batching.policies.static import Static
 from continuous_batching.queueing.fair_share import FairShare
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.recording.format import Scheduled, read_entries, unpacked
-from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -182,7 +182,7 @@ def recorded(path: Path, made: Scheduler, seed: int, *, overlap: bool) -> list[R
     engine = Engine(
         made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now, overlap=overlap
     )
-    engine.observer = Recorder(path, {})
+    engine.observer = Recorder({}, RecordingFile(path))
     finished: list[Request] = []
     to_come = 12
     while to_come or engine.has_work:

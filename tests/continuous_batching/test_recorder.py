@@ -28,7 +28,7 @@ from continuous_batching.recording.format import (
     read_entries,
 )
 from continuous_batching.recording.framing import DamagedRecording, framed
-from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Divergence, Replayed, replay
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -64,7 +64,7 @@ def record(
     engine = Engine(
         made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now, overlap=overlap
     )
-    engine.observer = Recorder(path, FACTS)
+    engine.observer = Recorder(FACTS, RecordingFile(path))
     finished: list[Request] = []
     to_come = num_requests
     while to_come or engine.has_work:
@@ -127,7 +127,7 @@ def test_a_look_ahead_that_finds_nothing_is_replayed(tmp_path: Path) -> None:
     made = scheduler(num_pages=40)
     now = 0.0
     engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now, overlap=True)
-    engine.observer = Recorder(tmp_path / "file", FACTS)
+    engine.observer = Recorder(FACTS, RecordingFile(tmp_path / "file"))
     for name, first, max_tokens in (("q", 60, 3), ("a", 0, 1), ("b", 0, 3)):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         engine.add(Request(name, np.arange(first, first + 9), params))
@@ -176,7 +176,7 @@ def test_why_the_head_of_the_queue_waits(tmp_path: Path) -> None:
     def reasons(made: Scheduler, prompts: list[int], max_tokens: int = 4) -> set[str | None]:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
         engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: 0.0)
-        engine.observer = Recorder(path, FACTS)
+        engine.observer = Recorder(FACTS, RecordingFile(path))
         for number, length in enumerate(prompts):
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
             engine.add(Request(str(number), np.arange(number, number + length), params))
@@ -241,7 +241,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
 
 def test_a_recording_is_its_owners_alone_and_never_written_over(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    Recorder(path, FACTS).close()
+    Recorder(FACTS, RecordingFile(path)).close()
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        Recorder(path, FACTS)
+        Recorder(FACTS, RecordingFile(path))

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from continuous_batching.engine import Engine
+from continuous_batching.engine import Engine, Observer
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
@@ -153,10 +153,12 @@ def serve(
     resizes: dict[int, tuple[int, GiveUp]],
     *,
     overlap: bool = False,
+    observer: Observer | None = None,
 ) -> dict[str, Request]:
     """Run a schedule to its end, recounting the ledger after every operation."""
     now = 0.0
     engine = Engine(scheduler, runner, clock=lambda: now, overlap=overlap)
+    engine.observer = observer or engine.observer
     leaders = [arrival.request(number) for number, arrival in enumerate(plan)]
     families = [[leader, *leader.followers] for leader in leaders]
     runner.fail = {each.id for family, arrival in zip(families, plan) if arrival.fails for each in family}

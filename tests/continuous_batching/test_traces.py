@@ -27,7 +27,7 @@ from continuous_batching.queueing.fair_share import FairShare
 from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, shortest_first
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.recording.format import Chain, read_entries
-from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import replay
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -246,7 +246,7 @@ def test_the_same_trace_is_decided_the_same_twice() -> None:
 
 def test_a_recording_of_any_policy_and_order_is_decided_the_same_again(tmp_path: Path) -> None:
     for seed in range(2000, 2040):
-        recorder = Recorder(tmp_path / str(seed), {})
+        recorder = Recorder({}, RecordingFile(tmp_path / str(seed)))
         trace = Trace(seed, searches=False)
         for request in trace.requests[::3]:
             request.timeout_s = 12.0

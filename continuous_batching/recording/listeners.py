@@ -1,0 +1,200 @@
+"""How do the ranks that follow hear what the leader's engine does, and how does it hear of them?
+
+A recording's records go to a socket for each of them. What comes back are lines of text: how far a rank is,
+several times a second, or its last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+MOST_UNSENT_BYTES = 64 << 20  # a rank that reads nothing is lost long before
+BEAT_S = 0.25  # between two lines of a rank
+_LAST_WORDS_S = 2.0  # for what is still to be sent at the end
+LAST_WORDS = b"!"  # a line that begins so says why a rank ends
+
+log = logging.getLogger(__name__)
+
+
+class RankLost(Exception):
+    """A rank has ended or does not answer; nothing can be computed without it."""
+
+
+class Heard:
+    """What a rank has told of itself."""
+
+    def __init__(self, name: str, connection: socket.socket, now_s: float) -> None:
+        self.name, self.connection = name, connection
+        self.heard_s = now_s
+        self.step = 0  # the number of steps that it has begun
+        self.inside = ""  # the collective that it is in
+        self._rest = b""
+
+    def take(self, data: bytes, now_s: float) -> None:
+        """Read what came; raises RankLost with a rank's last words."""
+        self.heard_s = now_s
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(LAST_WORDS):
+                words = line[len(LAST_WORDS) :].decode("utf-8", "replace")
+                raise RankLost(f"{self.name} has ended: {words}")
+            step, _, inside = line.decode().partition(" ")
+            self.step, self.inside = int(step), inside
+
+    @property
+    def progress(self) -> str:
+        """How far it was when it was heard last."""
+        where = f", in {self.inside}" if self.inside else ""
+        return f"it had begun {self.step} steps{where}"
+
+
+class Listeners:
+    """A sink of a recording: the connections to the ranks that follow, by the ranks' names.
+
+    Nothing waits for a rank to read: two threads send and receive. A rank whose connection ends, that says
+    nothing for `limit_s`, or with which a step takes longer than that, is lost: `lose` is called once, from
+    one of the threads, and each `write` raises RankLost from then on.
+    """
+
+    def __init__(
+        self,
+        connections: Mapping[str, socket.socket],
+        limit_s: float,
+        lose: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.limit_s = limit_s
+        self.lost: str | None = None
+        self.busy_since_s: float | None = None  # the leader's own step; on the monotonic clock
+        self._lose = lose
+        now_s = time.monotonic()
+        self._ranks = [Heard(name, each, now_s) for name, each in connections.items()]
+        self._unsent = deque[bytes]()
+        self._unsent_bytes = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._sending = threading.Thread(target=self._send, name="ranks-send", daemon=True)
+        self._receiving = threading.Thread(target=self._receive, name="ranks-receive", daemon=True)
+        self._sending.start()
+        self._receiving.start()
+
+    def write(self, record: bytes) -> None:
+        """Let a record be sent to all ranks; raises RankLost where one of them cannot hear it any more."""
+        with self._changed:
+            self.check()
+            self._unsent.append(record)
+            self._unsent_bytes += len(record)
+            self._changed.notify()
+            too_much = self._unsent_bytes > MOST_UNSENT_BYTES
+        if too_much:
+            self._end(f"a rank does not read: {self._unsent_bytes:,} bytes are to be sent; {self.report()}")
+            self.check()
+
+    def check(self) -> None:
+        """Raise RankLost if a rank is lost."""
+        if self.lost is not None:
+            raise RankLost(self.lost)
+
+    def close(self, last: bytes = b"") -> None:
+        """Send what was written and the last record, as far as the ranks are there; end the connections."""
+        with self._changed:
+            self._unsent.append(last)
+            self._is_closed = True
+            self._changed.notify()
+        self._sending.join(_LAST_WORDS_S)
+        # What a rank says meanwhile is read: a connection that ends with unread lines is reset, and what it
+        # was to bring is lost
+        self._shut(socket.SHUT_WR)
+        self._receiving.join(_LAST_WORDS_S)
+        self._shut(socket.SHUT_RDWR)
+        self._receiving.join()
+        for each in self._ranks:
+            each.connection.close()
+
+    def _shut(self, direction: int) -> None:
+        for each in self._ranks:
+            with contextlib.suppress(OSError):  # the other end has gone first
+                each.connection.shutdown(direction)
+
+    def report(self) -> str:
+        """Which rank is behind, as far as that can be told."""
+        now_s = time.monotonic()
+        silent = [each for each in self._ranks if now_s - each.heard_s > 4 * BEAT_S]
+        if silent:
+            return "; ".join(
+                f"{each.name} has said nothing for {now_s - each.heard_s:.1f} s, {each.progress}"
+                for each in silent
+            )
+        fewest = min(each.step for each in self._ranks)
+        behind = [each for each in self._ranks if each.step == fewest and not each.inside]
+        if behind and len(behind) < len(self._ranks):
+            return "; ".join(f"{each.name} is behind, {each.progress}" for each in behind)
+        return "; ".join(f"{each.name}: {each.progress}" for each in self._ranks)
+
+    def _send(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._is_closed or self.lost)
+                records = b"".join(self._unsent)
+                self._unsent.clear()
+                is_last = self._is_closed or self.lost is not None
+            for each in self._ranks:
+                try:
+                    each.connection.sendall(records)
+                except OSError:  # what it said last is still to be read: who does that ends the rest
+                    return
+            with self._changed:
+                self._unsent_bytes -= len(records)
+            if is_last:
+                return
+
+    def _receive(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for each in self._ranks:
+                selector.register(each.connection, selectors.EVENT_READ, each)
+            try:
+                while selector.get_map():
+                    self._receive_once(selector)
+            except RankLost as error:
+                self._end(str(error))
+
+    def _receive_once(self, selector: selectors.BaseSelector) -> None:
+        began_s = time.monotonic()
+        for key, _ in selector.select(BEAT_S):
+            rank: Heard = key.data
+            try:
+                data = rank.connection.recv(1 << 16)
+            except OSError as error:
+                data = b""
+                log.info("%s: %s", rank.name, error.strerror or error)
+            if not data and not self._is_closed:
+                raise RankLost(f"{rank.name} has ended; {rank.progress}")
+            if not data:
+                selector.unregister(rank.connection)
+            rank.take(data, time.monotonic())
+        if self._is_closed:
+            return
+        now_s = time.monotonic()
+        late_s = now_s - began_s - BEAT_S
+        if late_s > BEAT_S:  # this process did not run, perhaps with the whole machine: they were not silent
+            for rank in self._ranks:
+                rank.heard_s = min(now_s, rank.heard_s + late_s)
+        if any(now_s - rank.heard_s > self.limit_s for rank in self._ranks):
+            raise RankLost(self.report())
+        since_s = self.busy_since_s
+        if since_s is not None and now_s - since_s > self.limit_s:
+            raise RankLost(f"a step has not ended for {now_s - since_s:.1f} s: {self.report()}")
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            if self.lost is not None or self._is_closed:
+                return
+            self.lost = why
+            self._changed.notify()
+        self._lose(why)

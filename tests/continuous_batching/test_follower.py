@@ -1,0 +1,344 @@
+"""A rank that hears the leader's recording decides the same; one that does not is ended, and named."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine
+from continuous_batching.recording.follower import Follower, LeaderLost
+from continuous_batching.recording.format import BEGIN, Committed, Entry
+from continuous_batching.recording.framing import HEAD, DamagedRecording, framed
+from continuous_batching.recording.listeners import Listeners, RankLost
+from continuous_batching.recording.recorder import Recorder, Sink
+from continuous_batching.recording.replay import Divergence
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.validation import GiveUp
+from kv_cache.pages import PagePool
+from tests.continuous_batching import test_draft_schedules, test_schedules
+from tests.continuous_batching.checksum import ChecksumRunner
+from tests.continuous_batching.test_recorder import scheduler as plain_scheduler
+from tests.continuous_batching.test_schedules import Arrival, arrivals, serve
+from tests.thorough import cases
+
+PATIENCE_S = 300.0
+FACTS: dict[str, Any] = {"scheduler": {"num_slots": 4}}
+
+
+class Following:
+    """A follower in a thread, and how it ended."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ChecksumRunner,
+        *,
+        overlap: bool = False,
+        facts: dict[str, Any] = FACTS,
+    ) -> None:
+        self.near, self.far = socket.socketpair()
+        self.follower = Follower(self.far, scheduler, runner, facts, overlap=overlap)
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._follow)
+        self.thread.start()
+
+    def _follow(self) -> None:
+        try:
+            self.follower.follow()
+        except (ValueError, LeaderLost) as error:
+            self.error = error
+        finally:
+            self.far.close()
+
+    def end(self) -> Exception | None:
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        self.near.close()
+        return self.error
+
+
+def listening(following: Following) -> Listeners:
+    return Listeners({"rank 1": following.near}, PATIENCE_S)
+
+
+either = st.one_of(test_schedules.schedulers(), test_draft_schedules.schedulers())
+
+
+@settings(
+    max_examples=cases(60, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    made=either,
+    plan=st.lists(arrivals, min_size=1, max_size=10),
+    resizes=st.dictionaries(
+        st.integers(0, 30),
+        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
+        max_size=3,
+    ),
+    overlap=st.booleans(),
+)
+def test_a_rank_that_hears_decides_the_same(
+    made: tuple[Scheduler, ChecksumRunner],
+    plan: list[Arrival],
+    resizes: dict[int, tuple[int, GiveUp]],
+    overlap: bool,
+) -> None:
+    twin, its_runner = copy.deepcopy(made)
+    scheduler, runner = made
+    families = [arrival.request(number) for number, arrival in enumerate(plan)]
+    failing = [each for each, arrival in zip(families, plan) if arrival.fails]
+    its_runner.fail = {sample.id for each in failing for sample in (each, *each.followers)}
+    following = Following(twin, its_runner, overlap=overlap)
+    recorder = Recorder(FACTS, listening(following))
+    ended = serve(scheduler, runner, plan, resizes, overlap=overlap, observer=recorder)
+    recorder.close()
+    assert following.end() is None
+    test_schedules.check_answers(ended, runner.fail)
+    assert np.array_equal(twin.slots.page_table, scheduler.slots.page_table)
+    assert np.array_equal(twin.pool.holders, scheduler.pool.holders)
+    assert np.array_equal(its_runner.cache, runner.cache)
+    assert np.array_equal(its_runner.host, runner.host)
+    assert following.follower.num_steps == runner.num_steps
+
+
+def requests(number: int) -> Iterator[Request]:
+    for index in range(number):
+        params = SamplingParams(max_tokens=9, temperature=0.0, beam_width=2 * (index % 4 == 3))
+        yield Request(str(index), np.arange(index % 3, 9 + index % 2), params)
+
+
+def run(observer: Recorder, *, overlap: bool = False) -> None:
+    """Serve a few requests, beams among them, that share prefixes and preempt each other."""
+    made = plain_scheduler()
+    now = 0.0
+    engine = Engine(
+        made, ChecksumRunner(made.slots, made.pool, PagePool(5)), clock=lambda: now, overlap=overlap
+    )
+    engine.observer = observer
+    for request in requests(9):
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        now += 1.0
+    observer.close()
+
+
+def follower_of(change: Callable[[Scheduler], None] = lambda _: None, **options: Any) -> Following:
+    made = plain_scheduler()
+    change(made)
+    return Following(made, ChecksumRunner(made.slots, made.pool, PagePool(5)), **options)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beams_are_followed(overlap: bool) -> None:
+    following = follower_of(overlap=overlap)
+    run(Recorder(FACTS, listening(following)), overlap=overlap)
+    assert following.end() is None
+    assert following.follower.num_steps > 9
+
+
+def test_a_rank_that_takes_other_pages_is_named_in_the_step_where_it_does() -> None:
+    def waste(made: Scheduler) -> None:
+        made.pool.take(1)
+
+    following = follower_of(waste)
+    listeners = listening(following)
+    with pytest.raises(RankLost, match=r"rank 1 has ended: step 1: its spans end on other pages than"):
+        run_slowly(Recorder(FACTS, listeners))
+    error = following.end()
+    assert isinstance(error, Divergence)
+    listeners.close()
+
+
+def run_slowly(observer: Recorder) -> None:
+    """Requests without an end, until the observer raises."""
+    made = plain_scheduler()
+    engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)))
+    engine.observer = observer
+    serve_without_end(engine)
+
+
+def serve_without_end(engine: Engine, stops: tuple[int, ...] = ()) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    params = SamplingParams(max_tokens=5, temperature=0.0, stop_token_ids=stops)
+    for number in range(10**9):
+        assert time.monotonic() < deadline_s, "nothing was raised"
+        if not engine.has_work:
+            engine.add(Request(str(number), np.arange(9), params))
+        engine.step()
+        time.sleep(0.001)
+
+
+class Changed:
+    """A sink that changes what goes to another, as a fault between the two would."""
+
+    def __init__(self, sink: Sink, change: Callable[[Entry], Entry]) -> None:
+        self._sink, self._change = sink, change
+        self._check = BEGIN
+        self._decoder = msgspec.msgpack.Decoder(Entry)
+
+    def write(self, record: bytes) -> None:
+        entry = self._change(self._decoder.decode(record[HEAD.size :]))
+        record, self._check = framed(msgspec.msgpack.encode(entry), self._check)
+        self._sink.write(record)
+
+    def close(self, last: bytes) -> None:
+        self._sink.close(last)
+
+
+def test_a_token_that_changed_on_the_way_is_found() -> None:
+    """Here it lengthens a request, whose next step the leader does not make."""
+
+    def change(entry: Entry) -> Entry:
+        if isinstance(entry, Committed) and len(entry.tokens) == 4:
+            return msgspec.structs.replace(entry, tokens=b"\x07\x00\x00\x00")
+        return entry
+
+    made = plain_scheduler()
+    engine = Engine(made, ChecksumRunner(made.slots, made.pool, PagePool(5)))
+    following = follower_of()
+    listeners = listening(following)
+    engine.observer = Recorder(FACTS, Changed(listeners, change))
+    all_but_seven = tuple(token for token in range(97) if token != 7)
+    with pytest.raises(RankLost, match=r"rank 1 has ended: step \d+: slots were \[.*\], and are \[.*\] now"):
+        serve_without_end(engine, all_but_seven)
+    assert isinstance(following.end(), Divergence)
+
+
+def test_an_engine_made_of_something_else_is_refused() -> None:
+    following = follower_of(facts={"scheduler": {"num_slots": 5}})
+    with pytest.raises(
+        RankLost, match=r"scheduler.num_slots is 5 here, and 4 on the leader; make them equal"
+    ):
+        run_slowly(Recorder(FACTS, listening(following)))
+    assert isinstance(following.end(), ValueError)
+
+
+def test_a_damaged_stream_is_no_decision() -> None:
+    class Damaging:
+        def __init__(self, sink: Sink) -> None:
+            self.sink, self.number = sink, 0
+
+        def write(self, record: bytes) -> None:
+            self.number += 1
+            self.sink.write(record[:-1] + bytes([record[-1] ^ 1]) if self.number == 5 else record)
+
+        def close(self, last: bytes) -> None:
+            self.sink.close(last)
+
+    following = follower_of()
+    with pytest.raises(RankLost, match=r"rank 1 has ended: record 5 at byte \d+ is damaged"):
+        run_slowly(Recorder(FACTS, Damaging(listening(following))))
+    assert isinstance(following.end(), DamagedRecording)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_leader_that_is_gone_is_no_end_in_order(has_begun: bool) -> None:
+    following = follower_of()
+    if has_begun:
+        engine = Engine(made := plain_scheduler(), ChecksumRunner(made.slots, made.pool, PagePool(5)))
+        engine.observer = Recorder(FACTS, listeners := listening(following))
+        engine.add(Request("0", np.arange(9), SamplingParams(max_tokens=5, temperature=0.0)))
+        engine.step()
+        while following.follower.num_steps < 1:
+            time.sleep(0.01)
+    following.near.shutdown(socket.SHUT_RDWR)
+    error = following.end()
+    assert isinstance(error, LeaderLost)
+    assert ("without closing its recording" in str(error)) == has_begun
+    if has_begun:
+        engine.observer.close()
+        assert listeners.lost is not None
+
+
+class Deaf(ChecksumRunner):
+    """A rank that does not come back from a step."""
+
+    def run(self, batch: Batch) -> Sampled:
+        if self.num_steps == 3:
+            time.sleep(3600)
+        return super().run(batch)
+
+
+def follow_in_process(address: tuple[str, int], deaf: bool) -> None:
+    made = plain_scheduler()
+    kind = Deaf if deaf else ChecksumRunner
+    runner = kind(made.slots, made.pool, PagePool(5))
+    with socket.create_connection(address) as connection:
+        Follower(connection, made, runner, FACTS).follow()
+
+
+@contextlib.contextmanager
+def a_process(*, deaf: bool = False) -> Iterator[tuple[Any, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=follow_in_process, args=(server.getsockname(), deaf), daemon=True)
+        process.start()
+        server.settimeout(PATIENCE_S)
+        connection, _ = server.accept()
+        connection.setblocking(True)
+        try:
+            yield process, connection
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGKILL)
+            process.join(PATIENCE_S)
+
+
+def test_a_rank_in_another_process_follows_and_its_death_is_told() -> None:
+    with a_process() as (process, connection):
+        told: list[str] = []
+        listeners = Listeners({"rank 1 (process 7)": connection}, PATIENCE_S, told.append)
+        recorder = Recorder(FACTS, listeners)
+        killer = threading.Timer(0.5, process.kill)
+        killer.start()
+        with pytest.raises(RankLost, match=r"rank 1 \(process 7\) (has ended|is lost)"):
+            run_slowly(recorder)
+        killer.join()
+        assert told == [listeners.lost]
+        listeners.close()
+
+
+def test_a_rank_that_is_stopped_is_named_while_the_leader_is_idle() -> None:
+    with a_process() as (process, connection):
+        has_lost = threading.Event()
+        listeners = Listeners({"rank 1": connection}, 2.0, lambda _: has_lost.set())
+        os.kill(process.pid, signal.SIGSTOP)
+        assert has_lost.wait(PATIENCE_S)
+        assert listeners.lost is not None
+        assert "rank 1 has said nothing for" in listeners.lost
+        listeners.close()
+
+
+def test_a_step_that_does_not_end_says_how_far_the_ranks_are() -> None:
+    with a_process(deaf=True) as (_, connection):
+        has_lost = threading.Event()
+        listeners = Listeners({"rank 1": connection}, PATIENCE_S, lambda _: has_lost.set())
+        listeners.busy_since_s, listeners.limit_s = time.monotonic() - 5, 4.0
+        assert has_lost.wait(PATIENCE_S)
+        assert listeners.lost is not None
+        assert listeners.lost.startswith("a step has not ended for")
+        listeners.close()
+
+
+def test_a_rank_in_order_ends_in_order() -> None:
+    with a_process() as (process, connection):
+        run(Recorder(FACTS, Listeners({"rank 1": connection}, PATIENCE_S)))
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
