@@ -11,10 +11,12 @@ import os
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Backend = Literal["gloo", "nccl", "hccl"]
+BACKENDS: dict[str, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # by the kind of device
 # As releases of torch before 2.13 call it, which older CANN needs, and as later ones do
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Seconds that HCCL takes for its variables. The first 910 waits for a multiple of 68 s, and never less
@@ -23,7 +25,12 @@ HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 
 
 
 class Group:
-    """The ranks of a process group, of which this process is `rank`, counted from 0."""
+    """The ranks of a process group, of which this process is `rank`, counted from 0.
+
+    `inside` names the method that the host is in: where a rank hangs, the others wait for it there.
+    """
+
+    inside = ""
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self._ranks = ranks
@@ -32,26 +39,38 @@ class Group:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, on each of them, in place where `x` is contiguous."""
         x = x.contiguous()
+        self.inside = "all_reduce"
         dist.all_reduce(x, group=self._ranks)
+        self.inside = ""
         return x
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """The largest of all ranks' elements, likewise."""
         x = x.contiguous()
+        self.inside = "all_reduce_max"
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self._ranks)
+        self.inside = ""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[...] of each rank -> [ranks, ...] on each of them."""
         gathered = x.new_empty(self.size, *x.shape)
+        self.inside = "all_gather"
         # Not into a list: for that torch_npu calls operators of another kind
         _gather_into(gathered.flatten(0, 1), x.contiguous(), group=self._ranks)
+        self.inside = ""
         return gathered
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """`x` as rank `root` has it, in place; `x` is contiguous."""
+        self.inside = "broadcast"
         dist.broadcast(x, group_src=root, group=self._ranks)
+        self.inside = ""
         return x
+
+    def least(self, value: int, device: torch.device) -> int:
+        """The least of all ranks' values of at most 31 bits, on the host of each of them."""
+        return -int(self.all_reduce_max(torch.tensor([-value], dtype=torch.int32, device=device)))
 
 
 class Alone(Group):
@@ -71,6 +90,9 @@ class Alone(Group):
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return x
+
+    def least(self, value: int, device: torch.device) -> int:
+        return value
 
 
 ALONE = Alone()

@@ -94,7 +94,8 @@ class ModelRunner:
             self.cache.apply(batch.copies)
         drafts = None
         if self.drafter is not None and len(batch.draft_starts):
-            drafts = self.drafter.run(batch)
+            # Of the first rank on all, whose own could differ by the last bit of a logit
+            drafts = self.decoder.group.broadcast(self.drafter.run(batch))
         wanted = None
         if self.slots.scoring[batch.slots].any():
             wanted = prompt_logprobs.wanted_of(batch, self.slots)

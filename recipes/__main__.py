@@ -42,12 +42,14 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     loaded = read(path, overrides, profile)
 
     # here, because they bring torch, which takes a second
-    from recipes.build import families, machine, memory_plan, sizing
+    from recipes.build import machine, memory_plan, sizing
+    from recipes.build.families import share_of
 
-    config, planned_gib = families.model_config(loaded.recipe), loaded.recipe.device.memory_gib
+    planned_gib = loaded.recipe.device.memory_gib
     memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)
     try:
-        plan = sizing.plan_memory(loaded.recipe, config, memory_bytes)
+        config, share = share_of(loaded.recipe, 0)
+        plan = sizing.plan_memory(loaded.recipe, config, memory_bytes, share=share)
     except RecipeError as error:
         _print_columns(_rows(loaded, None))
         raise placed(error, loaded.entries, path) from None

@@ -17,42 +17,64 @@ import msgspec
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Runner
 from continuous_batching.recording.format import Entry, Header, read_entries
-from continuous_batching.recording.framing import CutShort, DamagedRecording
+from continuous_batching.recording.framing import CutShort
 from continuous_batching.recording.listeners import BEAT_S, LAST_WORDS
-from continuous_batching.recording.replay import Divergence, replay
+from continuous_batching.recording.replay import replay
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.system_error import in_one_line
 from kv_cache.pages import PageCopy
 
 
-class LeaderLost(Exception):
+class LeaderLost(ConnectionError):
     """The leader ended without a word: it was killed, or the network between is lost."""
 
 
-class Follower:
-    """A rank that follows the leader at the other end of `connection`.
+class Beats:
+    """Tells the leader again and again, from a thread, how far this rank is."""
 
-    `facts` are what its own scheduler is made of; `inside` names the collective that it is in, if any.
-    `overlap` as the leader's engine has it: both must call the same methods of their runners.
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.num_steps = 0  # that were begun
+        self.inside: Callable[[], str] = lambda: ""  # the collective that this rank is in, if any
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._tell, name="rank-beats", daemon=True)
+        self._thread.start()
+
+    def end(self, why: str = "") -> None:
+        """Tell no more, but why this rank ends, where that is not in order."""
+        self._has_ended.set()
+        self._thread.join()
+        if why:
+            self._say(LAST_WORDS + why.encode().replace(b"\n", b" "))
+
+    def _tell(self) -> None:
+        while not self._has_ended.wait(BEAT_S):
+            self._say(f"{self.num_steps} {self.inside()}".encode())
+
+    def _say(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # who reads the recording learns that the leader is gone
+            self.connection.sendall(line + b"\n")
+
+
+class Follower:
+    """A rank that follows the leader to which `beats` is connected.
+
+    `facts` are what its own scheduler is made of. `overlap` as the leader's engine has it: both must call the
+    same methods of their runners.
     """
 
     def __init__(
         self,
-        connection: socket.socket,
+        beats: Beats,
         scheduler: Scheduler,
         runner: Runner,
         facts: dict[str, Any],
         *,
         overlap: bool = False,
-        inside: Callable[[], str] = lambda: "",
     ) -> None:
-        self.scheduler, self.runner = scheduler, runner
-        self.num_steps = 0  # that were begun
-        self._connection = connection
+        self._beats = beats
+        self._scheduler, self._runner = scheduler, runner
         self._facts = facts
         self._overlap = overlap
-        self._inside = inside
-        self._has_ended = threading.Event()
 
     def follow(self) -> None:
         """Compute what the leader computes until it closes its recording.
@@ -60,36 +82,36 @@ class Follower:
         Raises Divergence at the first decision that differs from the leader's, ValueError where the leader's
         engine is made of something else, LeaderLost where the leader is gone.
         """
-        beats = threading.Thread(target=self._tell, name="rank-beats", daemon=True)
-        beats.start()
+        why = ""
         try:
-            with self._connection.makefile("rb") as file:
+            with self._beats.connection.makefile("rb") as file:
                 entries = read_entries(file)
                 self._compare(next(entries, None))
-                for _ in replay(entries, self.scheduler, self):
+                for _ in replay(entries, self._scheduler, self):
                     pass
+        except LeaderLost:
+            raise
         except CutShort as error:
             raise LeaderLost("the leader has ended without closing its recording") from error
-        except (DamagedRecording, Divergence, ValueError) as error:
-            self._say(LAST_WORDS + in_one_line(error).encode())
-            raise
         except ConnectionError as error:
             raise LeaderLost(f"the connection to the leader is lost: {error}") from error
+        except Exception as error:
+            why = str(error)
+            raise
         finally:
-            self._has_ended.set()
-            beats.join()
+            self._beats.end(why)
 
     def start(self, batch: Batch) -> Callable[[], object]:
         """Begin to compute a batch, as the leader does."""
-        self.num_steps += 1
+        self._beats.num_steps += 1
         if self._overlap:
-            return self.runner.start(batch)
-        self.runner.run(batch)
+            return self._runner.start(batch)
+        self._runner.run(batch)
         return _nothing
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         """As the leader does."""
-        self.runner.resize(num_pages, copies)
+        self._runner.resize(num_pages, copies)
 
     def _compare(self, header: Entry | None) -> None:
         """Raise unless the leader's engine is made of the same."""
@@ -98,15 +120,6 @@ class Follower:
         own = msgspec.msgpack.decode(msgspec.msgpack.encode(self._facts))
         for name, mine, leaders in differences(own, header.facts):
             raise ValueError(f"{name} is {mine!r} here, and {leaders!r} on the leader; make them equal")
-
-    def _tell(self) -> None:
-        """Say how far this rank is, again and again."""
-        while not self._has_ended.wait(BEAT_S):
-            self._say(f"{self.num_steps} {self._inside()}".encode())
-
-    def _say(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # who reads the recording learns that the leader is gone
-            self._connection.sendall(line.replace(b"\n", b" ") + b"\n")
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

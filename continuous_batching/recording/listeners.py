@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping
 
 MOST_UNSENT_BYTES = 64 << 20  # a rank that reads nothing is lost long before
 BEAT_S = 0.25  # between two lines of a rank
+SLOW_S = 1.0  # a rank that is silent for so long while a step waits is warned of
 _LAST_WORDS_S = 2.0  # for what is still to be sent at the end
 LAST_WORDS = b"!"  # a line that begins so says why a rank ends
 
 log = logging.getLogger(__name__)
 
 
-class RankLost(Exception):
+class RankLost(ConnectionError):
     """A rank has ended or does not answer; nothing can be computed without it."""
 
 
@@ -79,6 +80,7 @@ class Listeners:
         self._unsent_bytes = 0
         self._changed = threading.Condition()
         self._is_closed = False
+        self._has_warned = False  # of this step
         self._sending = threading.Thread(target=self._send, name="ranks-send", daemon=True)
         self._receiving = threading.Thread(target=self._receive, name="ranks-receive", daemon=True)
         self._sending.start()
@@ -104,6 +106,8 @@ class Listeners:
     def close(self, last: bytes = b"") -> None:
         """Send what was written and the last record, as far as the ranks are there; end the connections."""
         with self._changed:
+            if self._is_closed:
+                return
             self._unsent.append(last)
             self._is_closed = True
             self._changed.notify()
@@ -125,7 +129,7 @@ class Listeners:
     def report(self) -> str:
         """Which rank is behind, as far as that can be told."""
         now_s = time.monotonic()
-        silent = [each for each in self._ranks if now_s - each.heard_s > 4 * BEAT_S]
+        silent = [each for each in self._ranks if now_s - each.heard_s > SLOW_S]
         if silent:
             return "; ".join(
                 f"{each.name} has said nothing for {now_s - each.heard_s:.1f} s, {each.progress}"
@@ -188,8 +192,15 @@ class Listeners:
         if any(now_s - rank.heard_s > self.limit_s for rank in self._ranks):
             raise RankLost(self.report())
         since_s = self.busy_since_s
-        if since_s is not None and now_s - since_s > self.limit_s:
-            raise RankLost(f"a step has not ended for {now_s - since_s:.1f} s: {self.report()}")
+        if since_s is None or now_s - since_s < SLOW_S:
+            self._has_warned = False
+            return
+        waits = f"a step has not ended for {now_s - since_s:.1f} s: {self.report()}"
+        if now_s - since_s > self.limit_s:
+            raise RankLost(waits)
+        if not self._has_warned and any(now_s - rank.heard_s > SLOW_S for rank in self._ranks):
+            self._has_warned = True
+            log.warning("%s", waits)
 
     def _end(self, why: str) -> None:
         with self._changed:

@@ -16,6 +16,7 @@ from torch import Tensor
 from continuous_batching.batch import Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+from kv_cache.transfer import to_host
 from models.sampling.sampler import Best, Chosen
 
 
@@ -27,9 +28,17 @@ class FollowerSampler:
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
     ) -> Chosen:
-        """Room for the leader's tokens [R], and nothing for the host."""
+        """Room for the leader's tokens [R], and nothing for the host, which waits for the step all the same:
+        it is no further ahead of its device than the leader.
+        """
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-        return Chosen(tokens, lambda: Sampled(np.empty(0, np.int64)))
+        computed = to_host(tokens)
+
+        def wait() -> Sampled:
+            computed()
+            return Sampled(np.empty(0, np.int64))
+
+        return Chosen(tokens, wait)
 
     def best(self, logits: Tensor) -> Best:
         """Zeros [R]. A capture takes it."""

@@ -51,7 +51,7 @@ def draft_decoder(
 
 def cache_of(decoder: Decoder, recipe: Recipe, memory: MemoryPlan, beside: KVCache | None = None) -> KVCache:
     """Keys and values of a decoder, in as many pages as were planned."""
-    config, attention = decoder.config, decoder.attention
+    config, attention = decoder.part, decoder.attention
     return KVCache(
         config.num_layers,
         memory.num_pages,

@@ -8,24 +8,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from attention.reference import Attention
 from continuous_batching.engine import Engine
-from continuous_batching.recording.recorder import Recorder, RecordingFile
+from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.drafter import Drafter
 from models.dtypes import TORCH_DTYPES
 from models.graphs import captured_sizes
+from models.group import ALONE, Group
 from models.ops.reference import Ops
-from models.runner import ModelRunner
+from models.runner import ModelRunner, RowSampler
+from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Sampler
+from models.share import Share
 from models.warm_up import capture, largest_step_bytes, warm_up
 from recipes.build.decoders import cache_of, draft_decoder, shape_of
-from recipes.build.families import model_config
+from recipes.build.families import share_of
 from recipes.build.machine import Machine, start
 from recipes.build.memory_plan import MemoryPlan, report
+from recipes.build.ranks import Ranks, recipe_of_a_rank
 from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_of
 from recipes.build.sizing import plan_memory
 from recipes.schema.recipe import Recipe
@@ -45,35 +50,47 @@ class BuiltEngine:
     memory: MemoryPlan  # as it was planned; a resize changes the engine's pools alone
     device_name: str
     largest_step_s: float  # as measured before serving
+    facts: dict[str, Any]  # what its scheduler is made of
+    ranks: Ranks | None = None  # where there are several
 
 
 def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltEngine:
-    """The engine of a recipe; raises ValueError for a recipe that cannot be.
+    """The engine of a recipe, with its other ranks, if it has any; raises ValueError for a recipe that cannot
+    be, and OSError where a rank is lost meanwhile.
 
     What was chosen is logged, one line each for the device, the model, the cache, the defaults that the
     scheduler's policy took, and the operators.
     """
-    if recipe.parallel.ranks > 1:
-        raise RecipeError("parallel.tensor", "an engine over several ranks is not built yet", "set it to 1")
-    config = model_config(recipe)
     if recipe.scheduler.record is not None:
         _check_recording(recipe.scheduler.record)  # before what takes minutes
-    machine = start(recipe.device)
-    memory = plan_memory(recipe, config, machine.memory_bytes())
-    ops, attention = machine.operators(shape_of(recipe, config))
-    attention.check()
-    attention.check_longest(memory.longest_tokens)
-    if config.quantization is not None:
-        ops.check_int8(TORCH_DTYPES[config.dtype])
-    if recipe.device.graphs:
-        captured_sizes(attention, *_captured(recipe))  # refused before weights are loaded
-    draft = draft_decoder(recipe, config, memory, machine)
-    decoder = Decoder(config, ops, attention)
-    if recipe.model.weights == "random":
-        weights.random(decoder, recipe.model.seed)
+    sinks: list[Sink] = []
+    if recipe.parallel.ranks == 1:
+        built = assemble(recipe, clock=clock)
     else:
-        assert recipe.model.path is not None, "a checkpoint has a path"
-        weights.load(decoder, recipe.model.path)
+        share_of(recipe, 0)  # refused before processes are started
+        recipe = recipe_of_a_rank(recipe, recipe.parallel.ranks)
+        ranks = Ranks(recipe)
+        with ranks.building():
+            built = assemble(recipe, ranks.group, clock)
+        built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
+        built, sinks = replace(built, ranks=ranks), [ranks]
+    if recipe.scheduler.record is not None:
+        sinks = [RecordingFile(recipe.scheduler.record), *sinks]
+    if sinks:
+        built.engine.observer = Recorder(built.facts, *sinks)
+    return built
+
+
+def assemble(
+    recipe: Recipe, group: Group = ALONE, clock: Callable[[], float] = time.monotonic
+) -> BuiltEngine:
+    """This rank's part of the engine of a recipe. All ranks of the group assemble theirs at the same time."""
+    config, share = share_of(recipe, group.rank)
+    machine = start(recipe.device)
+    memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
+    memory = _least(recipe, config, memory, group, machine)
+    draft = draft_decoder(recipe, config, memory, machine)  # the smaller is refused before the larger is read
+    decoder = _loaded(recipe, config, memory, machine, group)
     beside = None if draft is None else cache_of(draft, recipe, memory)
     cache = cache_of(decoder, recipe, memory, beside)
     limits = SchedulerLimits.of(
@@ -84,21 +101,63 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         None if draft is None else draft.config,
     )
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
-    sampler = Sampler(config.eos_token_ids, config.vocab_size, ops)
+    sampler: RowSampler = FollowerSampler()
+    if group.rank == 0:
+        sampler = Sampler(config.eos_token_ids, config.vocab_size, decoder.ops)
     drafter = None
     if draft is not None and beside is not None:
         drafter = Drafter(draft, beside, scheduler.slots, scheduler.max_batch_tokens)
-    runner = ModelRunner(decoder, cache, attention, sampler, scheduler.slots, drafter)
+    runner = ModelRunner(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine)
     machine.settle(runner)
-    _log(recipe, config, memory, ops, attention)
-    if recipe.scheduler.record is not None:
-        limits = replace(limits, num_pages=memory.num_pages)
-        facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
-        engine.observer = Recorder(facts, RecordingFile(recipe.scheduler.record))
-    return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s)
+    _log(recipe, config, memory, decoder)
+    limits = replace(limits, num_pages=memory.num_pages)
+    facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
+    return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s, facts)
+
+
+def _loaded(
+    recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, machine: Machine, group: Group
+) -> Decoder:
+    """This rank's part of the decoder, with its weights."""
+    part = Share(group.rank, group.size).part(config)
+    ops, attention = machine.operators(shape_of(recipe, part))
+    attention.check()
+    attention.check_longest(memory.longest_tokens)
+    if config.quantization is not None:
+        ops.check_int8(TORCH_DTYPES[config.dtype])
+    if recipe.device.graphs:
+        captured_sizes(attention, *_captured(recipe))  # refused before weights are loaded
+    decoder = Decoder(config, ops, attention, group)
+    if recipe.model.weights == "random":
+        weights.random(decoder, recipe.model.seed)
+    else:
+        assert recipe.model.path is not None, "a checkpoint has a path"
+        weights.load(decoder, recipe.model.path)
+    return decoder
+
+
+def _least(
+    recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, group: Group, machine: Machine
+) -> MemoryPlan:
+    """The plan with the pages that all ranks have room for."""
+    pages = group.least(memory.num_pages, machine.device)
+    host_pages = group.least(memory.num_host_pages, machine.device)
+    if (pages, host_pages) == (memory.num_pages, memory.num_host_pages):
+        return memory
+    cache = replace(recipe.cache, num_pages=pages, memory_gib=None, memory_fraction=None)
+    share = Share(group.rank, group.size)
+    activation_bytes = memory.activation_bytes if memory.is_measured else None
+    return plan_memory(
+        replace(recipe, cache=cache),
+        config,
+        memory.memory_bytes,
+        activation_bytes,
+        num_host_pages=host_pages,
+        share=share,
+    )
 
 
 def _check_recording(path: Path) -> None:
@@ -128,22 +187,24 @@ def _measure(
     A smaller figure does not change the plan: an earlier engine of this process may have left memory that is
     used again and does not show.
     """
-    budget = engine.scheduler.max_batch_tokens
+    budget, group = engine.scheduler.max_batch_tokens, runner.decoder.group
     warm_up(runner, budget)
     captured = capture(runner, *_captured(recipe)) if recipe.device.graphs else 0
     start_s = time.perf_counter()
     measured = largest_step_bytes(runner, budget)
     step_s = time.perf_counter() - start_s
-    if measured is None or measured + captured <= estimated.activation_bytes:
-        return estimated, step_s
-    memory = plan_memory(
-        recipe,
-        config,
-        machine.memory_bytes(),
-        measured + captured,
-        num_host_pages=estimated.num_host_pages,  # they are allocated, and stay
-    )
-    memory = replace(memory, host_because=estimated.host_because)
+    memory = estimated
+    if measured is not None and measured + captured > estimated.activation_bytes:
+        memory = plan_memory(
+            recipe,
+            config,
+            machine.memory_bytes(),
+            measured + captured,
+            num_host_pages=estimated.num_host_pages,  # they are allocated, and stay
+            share=runner.decoder.share,
+        )
+        memory = replace(memory, host_because=estimated.host_because)
+    memory = _least(recipe, config, memory, group, machine)
     if memory.num_pages != estimated.num_pages:
         engine.resize(memory.num_pages)
         warm_up(runner, budget)
@@ -158,7 +219,8 @@ def _captured(recipe: Recipe) -> tuple[int, int]:
     return min(recipe.device.graphs, recipe.scheduler.num_slots * width), width
 
 
-def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, ops: Ops, attention: Attention) -> None:
+def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, decoder: Decoder) -> None:
+    ops, attention = decoder.ops, decoder.attention
     lines = dict(report(recipe, config, memory))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
     log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])

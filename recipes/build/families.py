@@ -11,6 +11,7 @@ from typing import Any, Literal
 from models.config import DecoderConfig, DType
 from models.file_bounds import check_regular, is_there
 from models.quantization import Quantization
+from models.share import Share, check_ranks
 from models.shown import shown
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
@@ -35,6 +36,16 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
     return config
+
+
+def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
+    """The decoder that a recipe names, and what this rank holds of it; raises ValueError."""
+    config = model_config(recipe)
+    try:
+        check_ranks(config, recipe.parallel.tensor)
+    except ValueError as error:
+        raise RecipeError("parallel.tensor", str(error), value=recipe.parallel.tensor) from error
+    return config, Share(rank, recipe.parallel.tensor)
 
 
 def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:

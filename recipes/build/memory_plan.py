@@ -68,8 +68,13 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
     if draft is not None:
         num_layers += draft.num_layers
         beside = [("draft model", _model(draft))]
+    ranks = recipe.parallel.ranks
+    of_a_rank = (
+        [("ranks", f"{ranks}; what follows is of each, with a device of its own")] if ranks > 1 else []
+    )
     return [
         ("model", _model(config)),
+        *of_a_rank,
         *beside,
         ("weights", in_gib(sizing.weight_bytes)),
         (

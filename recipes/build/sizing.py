@@ -10,6 +10,7 @@ from devices.ascend_limits import PRODUCTS
 from devices.onednn import product_dtype
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
+from models.share import Share
 from recipes.build.families import draft_config
 from recipes.build.machine import host_memory_bytes, start
 from recipes.build.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
@@ -18,6 +19,7 @@ from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
+WHOLE = Share()  # one rank, which holds everything
 SCORED_ROWS = 256  # queries whose scores live at once
 LOGIT_BYTES = 16  # beside the logits themselves: float32 scores, weights, and what choosing from them takes
 STEP_BYTES = 16 * 2**20  # what operators keep however small a step is
@@ -31,6 +33,7 @@ def plan_memory(
     *,
     tensor: int = 1,
     stages: int = 1,
+    share: Share = WHOLE,
     host_memory: int | None = None,
     num_host_pages: int | None = None,
 ) -> MemoryPlan:
@@ -39,15 +42,15 @@ def plan_memory(
     `memory_bytes` None: what the recipe's device has. `activation_bytes` None: estimated. `host_memory` None:
     what this machine has. `num_host_pages` None: as many as the recipe says. The model lies on `stages`
     groups of `tensor` devices that share each layer, all with this memory; then the sizing is that of all
-    devices together, and so is what the cache may take.
+    devices together, and so is what the cache may take. With a `share`, it is that of one rank's device.
     """
     cache, num_devices = recipe.cache, tensor * stages
-    both = _decoders(recipe, config)
+    both = _decoders(recipe, config, share)
     device_bytes = start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes
     host_bytes = host_memory_bytes() if host_memory is None else host_memory
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
-        num_parameters=config.num_parameters,
+        num_parameters=both[0].num_parameters,
         weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
         page_bytes=cache.page_size * tensor * sum(each.kv_bytes_per_token(tensor) for each in both),
         num_pages=0,
@@ -59,7 +62,9 @@ def plan_memory(
         longest_tokens=0,
         longest_because="",
         slot_bytes=num_devices * _slot_bytes(recipe, both, most_tokens),
-        activation_bytes=stages * _estimate(recipe, both) if activation_bytes is None else activation_bytes,
+        activation_bytes=stages * _estimate(recipe, both, config.vocab_size)
+        if activation_bytes is None
+        else activation_bytes,
         is_measured=activation_bytes is not None,
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
         memory_bytes=num_devices * device_bytes,
@@ -68,6 +73,14 @@ def plan_memory(
         sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
     else:
         sizing = replace(sizing, num_host_pages=num_host_pages)
+    return _with_pages(recipe, both, sizing, num_devices)
+
+
+def _with_pages(
+    recipe: Recipe, both: list[DecoderConfig], sizing: MemoryPlan, num_devices: int
+) -> MemoryPlan:
+    """The plan with its cache, and the requests that this allows."""
+    cache = recipe.cache
     num_pages = _num_pages(recipe, sizing, num_devices)
     cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
     longest_tokens, longest_because = _longest(recipe, both, cache_tokens)
@@ -85,11 +98,11 @@ def plan_memory(
     return sizing
 
 
-def estimate(recipe: Recipe, config: DecoderConfig) -> int:
+def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = None) -> int:
     """Bytes that the largest step takes beside weights and cache, for a plan without a loaded model.
 
     They are all that one layer holds at once, the scores of the longest span that the budget allows, and the
-    logits of all slots as the sampler works on them.
+    logits of all slots as the sampler works on them: of `vocab_size` tokens, where `config` is a rank's part.
     """
     num_tokens, num_slots = step_tokens(recipe, config), recipe.scheduler.num_slots
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -99,7 +112,7 @@ def estimate(recipe: Recipe, config: DecoderConfig) -> int:
     item_bytes, dtype = config.dtype_bytes, TORCH_DTYPES[config.dtype]
     if recipe.device.kind == "cpu" and product_dtype(dtype) != dtype:
         item_bytes += torch.float32.itemsize  # rows are widened, and what comes of them lies beside
-    logits = num_slots * config.vocab_size * (config.dtype_bytes + LOGIT_BYTES)
+    logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + logits
 
 
@@ -142,15 +155,15 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
 
 
-def _decoders(recipe: Recipe, config: DecoderConfig) -> list[DecoderConfig]:
-    """The model, and the draft model where there is one."""
-    draft = draft_config(recipe, config)
-    return [config] if draft is None else [config, draft]
+def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[DecoderConfig]:
+    """What a rank holds of the model, and the whole draft model where there is one."""
+    draft, part = draft_config(recipe, config), share.part(config)
+    return [part] if draft is None else [part, draft]
 
 
-def _estimate(recipe: Recipe, decoders: list[DecoderConfig]) -> int:
+def _estimate(recipe: Recipe, decoders: list[DecoderConfig], vocab_size: int) -> int:
     """As `estimate`, of decoders that compute one after the other."""
-    return max(estimate(recipe, each) for each in decoders)
+    return max(estimate(recipe, each, vocab_size) for each in decoders)
 
 
 def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_tokens: int) -> None:

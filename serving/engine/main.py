@@ -18,6 +18,7 @@ import threading
 import zmq
 
 from continuous_batching.engine import Engine
+from continuous_batching.recording.listeners import RankLost
 from continuous_batching.system_error import in_one_line
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
@@ -55,6 +56,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     gc.disable()  # for the imports: their objects stay
     from recipes.build.engine import build
+    from recipes.build.ranks import LOST
     from recipes.schema.reader import load
 
     gc.enable()
@@ -78,7 +80,13 @@ def main(argv: list[str]) -> int:
     socket.set_hwm(0)  # bounded by the requests that the server lets in
     socket.connect(asked.socket)
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
-    Worker(built.engine, socket, facts).serve()
+    worker = Worker(built.engine, socket, facts)
+    if built.ranks is not None:
+        built.ranks.ends_process = True  # an idle engine is lost, too, and another can be started
+    try:
+        worker.serve()
+    except RankLost:  # whose name was logged when it was lost
+        os._exit(LOST)
     return 0
 
 

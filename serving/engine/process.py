@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +51,7 @@ class EngineProcess:
         self.socket.set_hwm(0)  # bounded by the requests that are let in
         self.socket.setsockopt(zmq.LINGER, 0)
         self._process: asyncio.subprocess.Process | None = None
+        self._complaints: list[tuple[float, str]] = []  # the last warning or error of its log, and when
 
     @staticmethod
     async def started(arguments: Sequence[str], *, is_spare: bool = False) -> EngineProcess:
@@ -124,8 +128,14 @@ class EngineProcess:
         """Raises EngineLost when the process has ended."""
         assert self._process is not None, "not started"
         status = await self._process.wait()
+        since_s = time.monotonic() - _LAST_WORDS_S
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
-        raise EngineLost(f"the engine's process ended {how}")
+        await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)
+        raise EngineLost(f"the engine's process ended {how}{self.complaint(since_s)}")
+
+    def complaint(self, since_s: float) -> str:
+        """What it has warned of last since then, if anything, to be put behind what became of it."""
+        return "".join(f": {text}" for at_s, text in self._complaints if at_s >= since_s)
 
     async def end(self) -> None:
         """Let the process end, kill it if it does not, and leave nothing behind."""
@@ -135,6 +145,8 @@ class EngineProcess:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _CLOSING_S)
             await self._killed()
+            with contextlib.suppress(ProcessLookupError):  # processes of its own, such as further ranks
+                os.killpg(self._process.pid, signal.SIGKILL)
             await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)
             self._relaying.cancel()
         self.socket.close()
@@ -167,5 +179,7 @@ class EngineProcess:
                 level, _, message = line.decode("utf-8", "replace").partition(" ")
                 if level in ("INFO", "WARNING", "ERROR"):
                     log.log(getattr(logging, level), "%s", message)
+                    if level != "INFO":
+                        self._complaints = [(time.monotonic(), message.removeprefix("engine: "))]
                 else:
                     log.warning("engine: %s", line.decode("utf-8", "replace"))

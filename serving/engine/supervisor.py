@@ -240,9 +240,10 @@ class Supervisor:
         key = "start_timeout_s" if self.facts is None else "step_timeout_s"
         fixed_s, limit_s = self.silence.fixed_s, self.silence.limit_s
         why = f"{HUNG} times the longest silence to be expected; server.{key} can fix it"
+        complaint = "" if self._engine is None else self._engine.complaint(self.silence.heard_s)
         raise EngineLost(
             f"the engine has sent nothing for {self.silent_s:.1f} s; it may be silent for {limit_s:.3g} s"
-            f" ({f'server.{key}' if fixed_s else why})"
+            f" ({f'server.{key}' if fixed_s else why}){complaint}"
         )
 
     async def _next(self) -> EngineProcess:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.recording.follower import Follower, LeaderLost
+from continuous_batching.recording.follower import Beats, Follower, LeaderLost
 from continuous_batching.recording.format import BEGIN, Committed, Entry
 from continuous_batching.recording.framing import HEAD, DamagedRecording, framed
 from continuous_batching.recording.listeners import Listeners, RankLost
@@ -53,7 +53,8 @@ class Following:
         facts: dict[str, Any] = FACTS,
     ) -> None:
         self.near, self.far = socket.socketpair()
-        self.follower = Follower(self.far, scheduler, runner, facts, overlap=overlap)
+        self.beats = Beats(self.far)
+        self.follower = Follower(self.beats, scheduler, runner, facts, overlap=overlap)
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._follow)
         self.thread.start()
@@ -114,7 +115,7 @@ def test_a_rank_that_hears_decides_the_same(
     assert np.array_equal(twin.pool.holders, scheduler.pool.holders)
     assert np.array_equal(its_runner.cache, runner.cache)
     assert np.array_equal(its_runner.host, runner.host)
-    assert following.follower.num_steps == runner.num_steps
+    assert following.beats.num_steps == runner.num_steps
 
 
 def requests(number: int) -> Iterator[Request]:
@@ -150,7 +151,7 @@ def test_beams_are_followed(overlap: bool) -> None:
     following = follower_of(overlap=overlap)
     run(Recorder(FACTS, listening(following)), overlap=overlap)
     assert following.end() is None
-    assert following.follower.num_steps > 9
+    assert following.beats.num_steps > 9
 
 
 def test_a_rank_that_takes_other_pages_is_named_in_the_step_where_it_does() -> None:
@@ -256,7 +257,7 @@ def test_a_leader_that_is_gone_is_no_end_in_order(has_begun: bool) -> None:
         engine.observer = Recorder(FACTS, listeners := listening(following))
         engine.add(Request("0", np.arange(9), SamplingParams(max_tokens=5, temperature=0.0)))
         engine.step()
-        while following.follower.num_steps < 1:
+        while following.beats.num_steps < 1:
             time.sleep(0.01)
     following.near.shutdown(socket.SHUT_RDWR)
     error = following.end()
@@ -281,7 +282,7 @@ def follow_in_process(address: tuple[str, int], deaf: bool) -> None:
     kind = Deaf if deaf else ChecksumRunner
     runner = kind(made.slots, made.pool, PagePool(5))
     with socket.create_connection(address) as connection:
-        Follower(connection, made, runner, FACTS).follow()
+        Follower(Beats(connection), made, runner, FACTS).follow()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,106 @@
+"""How does a rank that does not lead live?
+
+    python -m recipes.build.follower_process --leader HOST:PORT --rank RANK
+
+Its standard input brings the recipe, and ends when its parent does: then it ends too. It joins the others,
+builds its part of the engine, and follows the leader's recording.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from continuous_batching.recording.follower import Beats, Follower
+from models.group import BACKENDS, join
+from recipes.build.engine import assemble
+from recipes.build.rank_process import FAILED, LENGTH, LIMIT_S, RECORDING
+from recipes.schema.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+
+def _recipe() -> Recipe:
+    """The recipe that the parent has sent."""
+    (length,) = LENGTH.unpack(_read(LENGTH.size))
+    recipe = pickle.loads(_read(length))
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def _read(length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        more = os.read(0, length - len(data))
+        if not more:
+            os._exit(FAILED)
+        data += more
+    return data
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)
+    os._exit(FAILED)  # a step may wait for ranks that have ended
+
+
+def follow(recipe: Recipe, rank: int, leader: str) -> None:
+    """Join, build, and follow until the leader closes its recording."""
+    host, _, port = leader.rpartition(":")
+    within = timedelta(seconds=recipe.parallel.connect_timeout_s)
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=within)
+    near, _, port = store.get(RECORDING).decode().rpartition(":")
+    with socket.create_connection((near, int(port)), within.total_seconds()) as connection:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(f"{rank} process {os.getpid()} on {socket.gethostname()}\n".encode())
+        beats = Beats(connection)
+        try:
+            limit_s = float(store.get(LIMIT_S))
+            group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, limit_s)
+            beats.inside = lambda: group.inside
+            built = assemble(recipe, group)
+            gc.collect()
+            gc.freeze()
+        except Exception as error:
+            beats.end(str(error))
+            raise
+        scheduler, overlap = built.engine.scheduler, recipe.scheduler.overlap
+        Follower(beats, scheduler, built.runner, built.facts, overlap=overlap).follow()
+
+
+def main(argv: list[str]) -> int:
+    """Follow; the leader is told why, if this rank cannot."""
+    options = argparse.ArgumentParser(prog="python -m recipes.build.follower_process")
+    options.add_argument("--leader", required=True)
+    options.add_argument("--rank", type=int, required=True)
+    asked = options.parse_args(argv)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # they are for the leader, whose end ends us
+    logging.basicConfig(
+        level=logging.WARNING, format=f"%(levelname)s rank {asked.rank}: %(message)s", stream=sys.stderr
+    )
+    recipe = _recipe()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    status = FAILED
+    try:
+        follow(recipe, asked.rank, asked.leader)
+        status = 0
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        log.error("%s", error)
+    return status
+
+
+if __name__ == "__main__":
+    ended = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(ended)  # the interpreter's own end waits for what may wait for other ranks

@@ -1,0 +1,60 @@
+"""How is a rank that does not lead started and ended? See `follower_process` for what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import struct
+import subprocess
+import sys
+
+from recipes.schema.recipe import ROOT, Recipe
+
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+RECORDING = "recording"  # under which the leader's store holds the address of its recording
+FAILED = 3  # the status of a rank that has lost its leader, or told it why it ends
+LIMIT_S = "limit_s"  # and how long a collective may wait
+LENGTH = struct.Struct("<Q")  # of the recipe that a rank reads first
+FOLLOWER = "recipes.build.follower_process"
+
+
+class RankProcess:
+    """A rank, as the process sees it that has started it. `device` is the one that it may use, if any."""
+
+    def __init__(self, recipe: Recipe, rank: int, leader: str, device: str | None) -> None:
+        self.rank = rank
+        chosen = {} if device is None else {VISIBLE[recipe.device.kind]: device}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", FOLLOWER, "--leader", leader, "--rank", str(rank)],
+            cwd=ROOT,
+            env=os.environ | chosen,
+            stdin=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        text = pickle.dumps(recipe)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, as `ended` says
+            self._process.stdin.write(LENGTH.pack(len(text)) + text)
+            self._process.stdin.flush()
+
+    @property
+    def ended(self) -> str | None:
+        """How it has ended; None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        return f"by signal {-status}" if status < 0 else f"with status {status}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def end(self, within_s: float = 0.0) -> None:
+        """Let it end by itself for so long, then kill it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()

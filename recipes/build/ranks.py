@@ -1,0 +1,251 @@
+"""How does the rank that builds an engine bring the others together, and what if it loses one?
+
+It is rank 0. The other ranks of its machine are its children; all join through its store, and then hear its
+recording. It is lost with them: nothing can be computed without a rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Runner
+from continuous_batching.recording.listeners import Listeners, RankLost
+from kv_cache.pages import PageCopy
+from models.group import BACKENDS, join
+from recipes.build.rank_process import LIMIT_S, RECORDING, VISIBLE, RankProcess
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+
+log = logging.getLogger(__name__)
+
+LOST = 70  # the status of a process that ends because a rank is lost
+SHORTEST_LIMIT_S = (
+    20.0  # a rank may be silent for so long, and a collective wait, unless server.step_timeout_s says
+)
+LARGEST_STEPS = 5  # a step may take as long as so many of the largest that was measured
+_GRACE_S = 2.0  # for a step to see by itself that a rank is lost, and for ranks to end by themselves
+_TOLD_S = 1.0  # from a failed collective to the news of the rank that it was to reach
+_HERE = "127.0.0.1"
+
+
+class Ranks:
+    """All ranks of an engine, as rank 0 sees them; see `models/group.py` for `group`.
+
+    It is a sink of the engine's recording. When a rank is lost, the others are ended, and a step raises
+    RankLost; a step that cannot, since it waits for the lost rank, ends the process with status LOST. With
+    `ends_process` an idle one is ended likewise.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.ends_process = False
+        self._is_building = True
+        self._processes: list[RankProcess] = []
+        fixed_s = recipe.server.step_timeout_s
+        self._limit_s = fixed_s or SHORTEST_LIMIT_S
+        self._follows_steps = fixed_s is None
+        if recipe.device.kind == "cpu":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            store, connections = self._gathered(recipe)
+            self._listeners = Listeners(connections, self._limit_s, self._lost)
+            self._end = weakref.finalize(self, _close, self._processes, self._listeners)
+            self.group = join(BACKENDS[recipe.device.kind], store, 0, recipe.parallel.ranks, self._limit_s)
+        except BaseException:
+            for process in self._processes:
+                process.end()
+            raise
+        self.write = self._listeners.write
+
+    def _gathered(self, recipe: Recipe) -> tuple[dist.Store, dict[str, socket.socket]]:
+        """The ranks' store, and the connections of all others by their names."""
+        ranks, within_s = recipe.parallel.ranks, recipe.parallel.connect_timeout_s
+        devices = devices_of(recipe, ranks)
+        with socket.create_server((_HERE, 0)) as server, socket.create_server((_HERE, 0)) as of_store:
+            port = of_store.getsockname()[1]
+            store = dist.TCPStore(
+                _HERE,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=within_s),
+                master_listen_fd=of_store.detach(),
+            )
+            store.set(RECORDING, f"{_HERE}:{server.getsockname()[1]}")
+            store.set(LIMIT_S, str(self._limit_s))
+            for rank in range(1, ranks):
+                process = RankProcess(recipe, rank, f"{_HERE}:{port}", devices[rank])
+                self._processes.append(process)
+            return store, self._accepted(server, ranks, within_s)
+
+    def _accepted(self, server: socket.socket, ranks: int, within_s: float) -> dict[str, socket.socket]:
+        found: dict[int, tuple[str, socket.socket]] = {}
+        end_s = time.monotonic() + within_s
+        server.settimeout(0.1)
+        while len(found) < ranks - 1:
+            missing = [rank for rank in range(1, ranks) if rank not in found]
+            for process in self._processes:
+                if process.ended is not None:
+                    raise RankLost(f"rank {process.rank} has ended {process.ended} before it joined")
+            if time.monotonic() > end_s:
+                who = ", ".join(map(str, missing))
+                raise RankLost(
+                    f"of {ranks} ranks, {who} has not joined within {within_s:g} s; see its log, or raise"
+                    " parallel.connect_timeout_s"
+                )
+            try:
+                connection, _ = server.accept()
+            except socket.timeout:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
+                continue
+            rank, name = introduced(connection, _TOLD_S)
+            if rank not in missing:
+                raise RankLost(
+                    f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
+                )
+            found[rank] = name, connection
+        return dict(found[rank] for rank in sorted(found))
+
+    def close(self, last: bytes = b"") -> None:
+        """Bring the ranks the last record, and let them end."""
+        self._listeners.close(last)
+        self._end()
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """While the engine is built: a rank that is lost is named, and all others end."""
+        try:
+            with watched(self._listeners):
+                yield
+        except BaseException:
+            self.close()
+            raise
+        self._is_building = False
+
+    def watched(self, runner: Runner, largest_step_s: float) -> Runner:
+        """The same runner, of an engine that is now built: its steps have a limit, and tell who is lost."""
+        if self._follows_steps:
+            self._listeners.limit_s = max(self._limit_s, LARGEST_STEPS * largest_step_s)
+        return WatchedRunner(runner, self._listeners)
+
+    def _lost(self, why: str) -> None:
+        """In a thread of the listeners: end what cannot go on."""
+        log.error("%s; the other ranks are ended", why)
+        for process in self._processes:
+            process.end()
+        until_s = time.monotonic() + _GRACE_S
+        while time.monotonic() < until_s and not self.ends_process:
+            if self._listeners.busy_since_s is None and not self._is_building:
+                return  # the next step raises
+            time.sleep(0.02)
+        logging.shutdown()
+        os._exit(LOST)
+
+
+def _close(processes: Sequence[RankProcess], listeners: Listeners) -> None:
+    listeners.close()
+    for process in processes:
+        process.end(_GRACE_S)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
+    """The rank at the other end of a new connection, and its name; its first line says them."""
+    connection.settimeout(within_s)
+    line = b""
+    while not line.endswith(b"\n"):
+        more = connection.recv(1)
+        if not more or len(line) > 200:
+            raise RankLost(
+                f"a connection brought {line!r}, which is no rank's; is the port another program's?"
+            )
+        line += more
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    rank, _, where = line.decode().strip().partition(" ")
+    return int(rank), f"rank {rank} ({where})"
+
+
+def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
+    """The device of each rank of this machine, as the variable that makes it visible names it, if any."""
+    kind = recipe.device.kind
+    if kind == "cpu" or recipe.device.virtual:
+        return [None] * ranks
+    there = torch.get_device_module(kind).device_count()
+    if there < ranks:
+        raise RecipeError(
+            ("parallel.tensor", "parallel.pipeline"),
+            f"{ranks} ranks take a device each, and this process sees {there}",
+            f"lower it, or let it see more by {VISIBLE[kind]}",
+            value=ranks,
+            limit=there,
+        )
+    seen = os.environ.get(VISIBLE[kind])
+    return list(seen.split(",") if seen else map(str, range(there)))
+
+
+def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:
+    """The recipe with the threads that one of so many ranks of a machine computes with."""
+    if recipe.device.kind != "cpu" or recipe.device.threads is not None:
+        return recipe
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    return replace(recipe, device=replace(recipe.device, threads=threads))
+
+
+class WatchedRunner:
+    """A runner whose steps are known to take their time, and which says of a collective that fails why."""
+
+    def __init__(self, runner: Runner, listeners: Listeners) -> None:
+        self._runner, self._listeners = runner, listeners
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch) -> Sampled:
+        """As the runner's."""
+        with watched(self._listeners):
+            return self._runner.run(batch)
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """As the runner's; the wait for its result counts."""
+        with watched(self._listeners):
+            wait = self._runner.start(batch)
+
+        def waited() -> Sampled:
+            with watched(self._listeners):
+                return wait()
+
+        return waited
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        """As the runner's."""
+        with watched(self._listeners):
+            self._runner.resize(num_pages, copies)
+
+
+@contextmanager
+def watched(listeners: Listeners) -> Iterator[None]:
+    """While this rank computes with the others."""
+    listeners.busy_since_s = time.monotonic()
+    try:
+        yield
+    except RuntimeError:  # of torch.distributed: it knows of an address at most
+        until_s = time.monotonic() + _TOLD_S
+        while listeners.lost is None and time.monotonic() < until_s:
+            time.sleep(0.01)
+        listeners.check()
+        raise
+    finally:
+        listeners.busy_since_s = None

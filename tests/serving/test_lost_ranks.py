@@ -1,0 +1,159 @@
+"""A rank that ends or hangs ends the engine within seconds; clients are told, and the next engine serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.thorough import cases
+
+TWO_RANKS = (
+    TINY,
+    "parallel.tensor=2",
+    "device.compile=false",
+    "device.threads=1",
+    "server.step_timeout_s=300",
+    "cache.prefix_sharing=false",
+)
+FOLLOWER = "recipes.build.follower_process"
+
+
+def parents_of_ranks() -> dict[int, int]:
+    """Every rank of this machine that does not lead, and the process that has started it."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = re.search(r"^PPid:\s*(\d+)$", (entry / "status").read_text(), re.MULTILINE)
+            command = (entry / "cmdline").read_text()
+        except OSError:  # it has just ended
+            continue
+        if parent and FOLLOWER in command:
+            found[int(entry.name)] = int(parent[1])
+    return found
+
+
+def followers(leader: int) -> list[int]:
+    return [rank for rank, parent in parents_of_ranks().items() if parent == leader]
+
+
+def is_child_of(pid: int, parent: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return f"PPid:\t{parent}\n" in status
+
+
+def wait_for_end(pid: int) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until_s, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def stream(client: httpx.Client, prompt: str, max_tokens: int) -> Iterator[dict[str, Any]]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "model": "tiny"}
+    with client.stream("POST", "/v1/completions", json=body, timeout=PATIENCE_S) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    served = Server(*TWO_RANKS).ready()
+    yield served
+    assert served.close() == 0
+
+
+def ask(server: Server) -> str:
+    body = {"prompt": "12+7=", "max_tokens": 5, "temperature": 0, "model": "tiny"}
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+def lose(server: Server, number: signal.Signals, *, leader: bool = False) -> str:
+    """A rank gets a signal while an answer is streamed; what its client was told, and the log says."""
+    engine = server.engine_pid
+    (follower,) = followers(engine)
+    since = len(server.log)
+    with httpx.Client(base_url=server.url) as client:
+        events = stream(client, "One day", 1900)
+        assert "choices" in next(events)
+        os.kill(engine if leader else follower, number)
+        last = [event for event in events if "choices" not in event][-1]
+    server.wait_for(r"ready .*process", since)
+    wait_for_end(follower)
+    assert server.engine_pid != engine
+    assert ask(server) == "19"
+    return last["error"]["message"]
+
+
+@pytest.mark.parametrize("_", range(cases(1, 20)))
+def test_the_death_of_a_rank_in_a_step_is_told_by_its_name(server: Server, _: int) -> None:
+    (follower,) = followers(server.engine_pid)
+    told = lose(server, signal.SIGKILL)
+    assert "the engine's process ended with status 70: " in told
+    assert f"rank 1 (process {follower} on " in told
+
+
+@pytest.mark.parametrize("_", range(cases(1, 20)))
+def test_the_leaders_death_ends_the_others(server: Server, _: int) -> None:
+    assert "the engine's process ended by signal 9" in lose(server, signal.SIGKILL, leader=True)
+
+
+def test_an_idle_engine_is_lost_with_a_rank(server: Server) -> None:
+    engine, since = server.engine_pid, len(server.log)
+    (follower,) = followers(engine)
+    os.kill(follower, signal.SIGKILL)
+    server.wait_for(rf"rank 1 \(process {follower} on .*\) has ended", since)
+    server.wait_for(r"ready .*process", since)
+    wait_for_end(engine)
+    assert ask(server) == "19"
+
+
+def test_a_rank_that_ends_while_the_next_engine_is_built_is_followed_by_another(server: Server) -> None:
+    engine, since = server.engine_pid, len(server.log)
+    os.kill(engine, signal.SIGKILL)
+    server.wait_for("ended by signal 9", since)
+    until_s = time.monotonic() + PATIENCE_S
+    new: list[int] = []
+    while not new:
+        assert time.monotonic() < until_s
+        ranks = parents_of_ranks().items()
+        new = [rank for rank, leader in ranks if is_child_of(leader, server.process.pid) and leader != engine]
+    os.kill(new[0], signal.SIGKILL)
+    server.wait_for(r"rank 1 .*has ended", since)
+    server.wait_for(r"ready .*process", since)
+    assert ask(server) == "19"
+
+
+def test_a_rank_that_is_stopped_is_named() -> None:
+    *others, _, _ = TWO_RANKS
+    server = Server(*others, "server.step_timeout_s=3").ready()
+    try:
+        (follower,) = followers(server.engine_pid)
+        told = lose(server, signal.SIGSTOP)
+        assert f"rank 1 (process {follower} on " in told
+        assert "has said nothing for" in told
+    finally:
+        assert server.close() == 0
+
+
+def test_a_server_that_is_killed_leaves_no_rank_behind() -> None:
+    server = Server(*TWO_RANKS).ready()
+    (follower,) = followers(server.engine_pid)
+    server.process.kill()
+    server.wait()
+    wait_for_end(follower)
