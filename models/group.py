@@ -23,6 +23,8 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 # (https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/envref_07_0078.html)
 HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 7200)}
 
+HCCL_FIRST_S = 10.0  # torch_npu's watchdog lets HCCL say first, and in its log, what it waits for
+
 
 class Group:
     """The ranks of a process group, of which this process is `rank`, counted from 0.
@@ -106,6 +108,7 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
     """
     if backend == "hccl":  # it waits for half an hour otherwise
         os.environ.update(hccl_timeouts(timeout_s))
+        timeout_s += HCCL_FIRST_S
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )

@@ -94,8 +94,9 @@ class ModelRunner:
             self.cache.apply(batch.copies)
         drafts = None
         if self.drafter is not None and len(batch.draft_starts):
-            # Of the first rank on all, whose own could differ by the last bit of a logit
-            drafts = self.decoder.group.broadcast(self.drafter.run(batch))
+            drafts = self.drafter.run(batch)
+        if drafts is not None:  # those of the first rank: another's could differ by the last bit of a logit
+            self.decoder.group.broadcast(drafts)
         wanted = None
         if self.slots.scoring[batch.slots].any():
             wanted = prompt_logprobs.wanted_of(batch, self.slots)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from continuous_batching.recording.follower import Beats, Follower
 from models.group import BACKENDS, join
 from recipes.build.engine import assemble
+from recipes.build.machine import start
 from recipes.build.rank_process import FAILED, LENGTH, LIMIT_S, RECORDING
 from recipes.schema.recipe import Recipe
 
@@ -65,6 +66,7 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
         connection.sendall(f"{rank} process {os.getpid()} on {socket.gethostname()}\n".encode())
         beats = Beats(connection)
         try:
+            start(recipe.device)  # which brings the library that its collectives are in
             limit_s = float(store.get(LIMIT_S))
             group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, limit_s)
             beats.inside = lambda: group.inside

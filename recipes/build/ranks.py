@@ -25,6 +25,7 @@ from continuous_batching.engine import Runner
 from continuous_batching.recording.listeners import Listeners, RankLost
 from kv_cache.pages import PageCopy
 from models.group import BACKENDS, join
+from recipes.build.machine import start
 from recipes.build.rank_process import LIMIT_S, RECORDING, VISIBLE, RankProcess
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -58,11 +59,14 @@ class Ranks:
         self._follows_steps = fixed_s is None
         if recipe.device.kind == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        start(recipe.device)  # which brings the library that its collectives are in
         try:
             store, connections = self._gathered(recipe)
             self._listeners = Listeners(connections, self._limit_s, self._lost)
             self._end = weakref.finalize(self, _close, self._processes, self._listeners)
-            self.group = join(BACKENDS[recipe.device.kind], store, 0, recipe.parallel.ranks, self._limit_s)
+            with watched(self._listeners):
+                backend, ranks = BACKENDS[recipe.device.kind], recipe.parallel.ranks
+                self.group = join(backend, store, 0, ranks, self._limit_s)
         except BaseException:
             for process in self._processes:
                 process.end()

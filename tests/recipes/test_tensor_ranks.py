@@ -1,0 +1,175 @@
+"""An engine over several ranks gives the tokens of one rank, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from recipes.__main__ import show
+from recipes.build.engine import BuiltEngine, build
+from recipes.schema.reader import load
+from tests.serving.server import TINY
+from tests.test_imports import ROOT
+from tests.thorough import cases
+
+# Few pages and a small host tier: requests preempt each other, and are swapped or computed again
+CROWDED = (
+    "cache.num_pages=40",
+    "cache.page_size=4",
+    "cache.host_gib=0.001",
+    "cache.compact_every_steps=3",
+    "cache.compact_pages_per_step=2",
+    "scheduler.num_slots=6",
+    "scheduler.max_request_tokens=120",
+    "scheduler.max_batch_tokens=32",
+    "scheduler.queue=priority",
+    "scheduler.outrank=true",
+)
+CPU = ("device.compile=false", "device.threads=1")
+WAYS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "overlap": ("scheduler.overlap=true",),
+    "guesses": ("scheduler.overlap=true", "speculation.kind=ngram"),
+    "drafts": ("speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"),
+}
+
+
+def engine(*changes: str, ranks: int = 1) -> BuiltEngine:
+    return build(load(TINY, [*CROWDED, *CPU, *changes, f"parallel.tensor={ranks}"]))
+
+
+def requests(random: np.random.Generator, number: int) -> list[Request]:
+    """Requests that begin alike and answer themselves, with everything that chooses tokens."""
+    beginnings = [random.integers(300, 700, 30).tolist() for _ in range(2)]
+    found = []
+    for index in range(number):
+        own = random.integers(300, 700, int(random.integers(1, 9))).tolist() * int(random.integers(1, 4))
+        prompt = beginnings[int(random.integers(2))][: int(random.integers(0, 30))] + own
+        params = SamplingParams(
+            max_tokens=int(random.integers(1, 24)),
+            temperature=float(random.choice([0.0, 0.8, 1.5])),
+            top_p=float(random.choice([1.0, 0.8])),
+            top_k=int(random.choice([0, 9])),
+            frequency_penalty=float(random.choice([0.0, 0.7])),
+            seed=int(random.integers(1000)),
+            ignore_eos=True,
+            logprobs=int(random.choice([0, 2])) or None,
+            prompt_logprobs=int(random.choice([0, 0, 1])) or None,
+        )
+        found.append(Request(f"{index}", np.array(prompt), params, priority=int(random.integers(3))))
+    return found
+
+
+def served(engine: Engine, asked: list[Request], random: np.random.Generator) -> dict[str, list[int]]:
+    """The answer of each request that was not aborted."""
+    to_come, answers = list(asked), {}
+    most = engine.scheduler.pool.num_pages
+    while to_come or engine.has_work:
+        if to_come and random.random() < 0.5:
+            engine.add(to_come.pop())
+        if random.random() < 0.03 and len(engine.slots.busy):
+            engine.abort(engine.slots.requests[int(random.choice(engine.slots.busy))].id)
+        if random.random() < 0.04:
+            engine.resize(most - int(random.integers(0, 3)), "running")
+        step = engine.step()
+        for request in step.finished if step else []:
+            answers[request.id] = request.answer.tolist()
+    engine.resize(most)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    return engine().engine
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def together(request: pytest.FixtureRequest) -> Iterator[BuiltEngine]:
+    built = engine(*WAYS[request.param], ranks=2)
+    yield built
+    built.engine.observer.close()
+
+
+def test_two_ranks_give_the_tokens_of_one(alone: Engine, together: BuiltEngine) -> None:
+    compared = 0
+    for seed in range(cases(8, 130)):
+        expected = served(alone, requests(np.random.default_rng(seed), 10), np.random.default_rng(seed))
+        found = served(
+            together.engine, requests(np.random.default_rng(seed), 10), np.random.default_rng(-seed % 97)
+        )
+        both = expected.keys() & found.keys()
+        assert {name: found[name] for name in both} == {name: expected[name] for name in both}, seed
+        compared += len(both)
+    assert compared > 50
+    counters = together.engine.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.hit_tokens > 0
+    assert counters.compacted_pages > 0
+
+
+ASKED = [
+    {"prompt": "12+7=", "max_tokens": 12, "temperature": 0},
+    {"prompt": "Once there was", "max_tokens": 30, "temperature": 0.9, "seed": 3, "logprobs": 2},
+    {"prompt": "Once there was a", "max_tokens": 25, "temperature": 0},
+    {"prompt": "345+678=", "max_tokens": 12, "temperature": 1.2, "top_p": 0.9, "seed": 5},
+]
+
+
+def generated(folder: Path, *changes: str) -> list[tuple[str, list[int]]]:
+    """The tokens of each answer of `scripts.generate` on the virtual NPU, in float32."""
+    asked, answers = folder / "asked.jsonl", folder / "answers.jsonl"
+    lines = [each | {"id": str(number), "ignore_eos": True} for number, each in enumerate(ASKED)]
+    asked.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    virtual = ("device.virtual=true", "device.virtual_fp32=true", "model.dtype=float32")
+    command = [sys.executable, "-m", "scripts.generate", "recipes/tiny/npu.yaml", *virtual, *changes]
+    done = subprocess.run(
+        [*command, "--input", str(asked), "--output", str(answers)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    answers.unlink()
+    return sorted((each["id"], each["token_ids"]) for each in found)
+
+
+@pytest.fixture(scope="module")
+def on_one_npu(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list[int]]]:
+    return generated(tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("scheduler.overlap=true",), pytest.param(("device.graphs=0",), marks=pytest.mark.slow)],
+    ids=["captured", "captured, overlapping", "eager"],
+)
+def test_two_npus_give_the_texts_of_one(
+    changes: tuple[str, ...], on_one_npu: list[tuple[str, list[int]]], tmp_path: Path
+) -> None:
+    assert generated(tmp_path, "parallel.tensor=2", *changes) == on_one_npu
+
+
+def test_ranks_that_cannot_share_a_model_are_refused_with_those_that_can() -> None:
+    with pytest.raises(
+        ValueError, match=r"parallel.tensor: 3 tensor ranks cannot share .*; choose one of 1, 2"
+    ):
+        build(load(TINY, ["parallel.tensor=3"]))
+
+
+def test_the_plan_of_a_rank_is_of_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for ranks in (1, 2):
+        show(TINY, [f"parallel.tensor={ranks}"])
+        lines = capsys.readouterr().out.splitlines()
+        shown.append(dict(line.split("  ", 1) for line in lines if "  " in line))
+    alone, of_two = ({key: value.strip() for key, value in each.items()} for each in shown)
+    assert "ranks" not in alone
+    assert of_two["ranks"] == "2; what follows is of each, with a device of its own"
+    assert (alone["weights"], of_two["weights"]) == ("8.3 MiB", "4.5 MiB")
