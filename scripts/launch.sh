@@ -4,8 +4,9 @@
 #   bash scripts/launch.sh [--dry-run] VERB [ARGUMENT ...] RECIPE.yaml [ARGUMENT ...]
 #   bash scripts/launch.sh generate recipes/tiny/cpu.yaml --prompt "12+7="
 #
-# A variable that is set already stays. --dry-run prints, and runs nothing. PYTHON=... names another Python,
-# ASCEND=... the directory where CANN is installed.
+# On each machine of a cluster the same command is given: see docs/cluster.md. A variable that is set already
+# stays. --dry-run prints, and runs nothing. PYTHON=... names another Python, ASCEND=... the directory where CANN
+# is installed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -59,20 +60,9 @@ shift
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || die "there is no Python at $python; run bash scripts/setup.sh, or set PYTHON=..."
 # Where no recipe is among the arguments, the verb itself says what it takes
-device=$("$python" - "$@" <<'END'
-import re, sys
-from recipes.schema.command_line import positionals
-from recipes.schema.reader import load
-given = positionals(sys.argv[1:])
-recipes = [each for each in given if each.endswith((".yaml", ".yml"))]
-changes = [each for each in given if re.match(r"[a-z]+\.[a-z_.]+=", each)]
-try:
-    device = load(recipes[0], changes).device if recipes else None
-except (ValueError, OSError) as error:
-    sys.exit(str(error))
-print(device and ("virtual" if device.virtual else device.kind) or "cpu")
-END
-) || exit 2
+found=$("$python" -m recipes.build.launched "$@") || exit 2
+mapfile -t found <<<"$found"
+device=${found[0]} node=${found[1]}
 
 preload "$(tcmalloc)"
 site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -100,6 +90,14 @@ case $device in
         ;;
 esac
 
-command=("$python" -m "scripts.$verb" "$@")
+if ((node)); then # the first machine leads, and the others hold further ranks of its engine
+    command=("$python" -m scripts.follow "${found[@]:2}")
+else
+    command=("$python" -m "scripts.$verb" "$@")
+fi
 echo "launch: ${command[*]@Q}" >&2
-[[ -n $dry_run ]] || exec "${command[@]}"
+if [[ -n $dry_run ]]; then
+    "$python" -m recipes.build.launched --table "$@" >&2
+else
+    exec "${command[@]}"
+fi

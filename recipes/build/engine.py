@@ -26,6 +26,7 @@ from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Sampler
 from models.share import Share
 from models.warm_up import capture, largest_step_bytes, warm_up
+from recipes.build.cluster import find_cluster
 from recipes.build.decoders import cache_of, draft_decoder, shape_of
 from recipes.build.families import share_of
 from recipes.build.machine import Machine, start
@@ -68,8 +69,9 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         built = assemble(recipe, clock=clock)
     else:
         share_of(recipe, 0)  # refused before processes are started
-        recipe = recipe_of_a_rank(recipe, recipe.parallel.ranks)
-        ranks = Ranks(recipe)
+        cluster = find_cluster(recipe.parallel, os.environ)
+        recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
+        ranks = Ranks(recipe, cluster)
         with ranks.building():
             built = assemble(recipe, ranks.group, clock)
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)

@@ -25,10 +25,14 @@ from continuous_batching.recording.follower import Beats, Follower
 from models.group import BACKENDS, join
 from recipes.build.engine import assemble
 from recipes.build.machine import start
-from recipes.build.rank_process import FAILED, LENGTH, LIMIT_S, RECORDING
+from recipes.build.rank_process import ALONE, FAILED, LENGTH, LIMIT_S, RECORDING
 from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
+
+
+class NoLeader(ConnectionError):
+    """Nobody leads, as where the leader has ended for good."""
 
 
 def _recipe() -> Recipe:
@@ -58,8 +62,11 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
     """Join, build, and follow until the leader closes its recording."""
     host, _, port = leader.rpartition(":")
     within = timedelta(seconds=recipe.parallel.connect_timeout_s)
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=within)
-    near, _, port = store.get(RECORDING).decode().rpartition(":")
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=within)
+        near, _, port = store.get(RECORDING).decode().rpartition(":")
+    except dist.DistError as error:
+        raise NoLeader(f"no leader at {leader} within {within.total_seconds():g} s") from error
     with socket.create_connection((near, int(port)), within.total_seconds()) as connection:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -99,6 +106,8 @@ def main(argv: list[str]) -> int:
         status = 0
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         log.error("%s", error)
+        if isinstance(error, NoLeader):
+            return ALONE
     return status
 
 

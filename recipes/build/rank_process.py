@@ -14,6 +14,7 @@ from recipes.schema.recipe import ROOT, Recipe
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 RECORDING = "recording"  # under which the leader's store holds the address of its recording
 FAILED = 3  # the status of a rank that has lost its leader, or told it why it ends
+ALONE = 4  # of one that has found no leader in time
 LIMIT_S = "limit_s"  # and how long a collective may wait
 LENGTH = struct.Struct("<Q")  # of the recipe that a rank reads first
 FOLLOWER = "recipes.build.follower_process"
@@ -38,9 +39,14 @@ class RankProcess:
             self._process.stdin.flush()
 
     @property
+    def status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process.poll()
+
+    @property
     def ended(self) -> str | None:
         """How it has ended; None while it runs."""
-        status = self._process.poll()
+        status = self.status
         if status is None:
             return None
         return f"by signal {-status}" if status < 0 else f"with status {status}"

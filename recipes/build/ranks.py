@@ -25,6 +25,7 @@ from continuous_batching.engine import Runner
 from continuous_batching.recording.listeners import Listeners, RankLost
 from kv_cache.pages import PageCopy
 from models.group import BACKENDS, join
+from recipes.build.cluster import HERE, Cluster, own_address
 from recipes.build.machine import start
 from recipes.build.rank_process import LIMIT_S, RECORDING, VISIBLE, RankProcess
 from recipes.schema.recipe import Recipe
@@ -39,7 +40,6 @@ SHORTEST_LIMIT_S = (
 LARGEST_STEPS = 5  # a step may take as long as so many of the largest that was measured
 _GRACE_S = 2.0  # for a step to see by itself that a rank is lost, and for ranks to end by themselves
 _TOLD_S = 1.0  # from a failed collective to the news of the rank that it was to reach
-_HERE = "127.0.0.1"
 
 
 class Ranks:
@@ -50,18 +50,17 @@ class Ranks:
     `ends_process` an idle one is ended likewise.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, cluster: Cluster) -> None:
         self.ends_process = False
         self._is_building = True
         self._processes: list[RankProcess] = []
         fixed_s = recipe.server.step_timeout_s
         self._limit_s = fixed_s or SHORTEST_LIMIT_S
         self._follows_steps = fixed_s is None
-        if recipe.device.kind == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        stay_near(cluster)
         start(recipe.device)  # which brings the library that its collectives are in
         try:
-            store, connections = self._gathered(recipe)
+            store, connections = self._gathered(recipe, cluster)
             self._listeners = Listeners(connections, self._limit_s, self._lost)
             self._end = weakref.finalize(self, _close, self._processes, self._listeners)
             with watched(self._listeners):
@@ -73,25 +72,27 @@ class Ranks:
             raise
         self.write = self._listeners.write
 
-    def _gathered(self, recipe: Recipe) -> tuple[dist.Store, dict[str, socket.socket]]:
+    def _gathered(self, recipe: Recipe, cluster: Cluster) -> tuple[dist.Store, dict[str, socket.socket]]:
         """The ranks' store, and the connections of all others by their names."""
         ranks, within_s = recipe.parallel.ranks, recipe.parallel.connect_timeout_s
-        devices = devices_of(recipe, ranks)
-        with socket.create_server((_HERE, 0)) as server, socket.create_server((_HERE, 0)) as of_store:
+        here = cluster.ranks_of(0, ranks)
+        devices = devices_of(recipe, len(here))
+        # Of several machines, others may know this one by an address that is not its own, as of a service
+        near = HERE if cluster.leader in (HERE, "localhost") else ""
+        with bound(near, 0) as server, bound(near, cluster.port) as of_store:
             port = of_store.getsockname()[1]
             store = dist.TCPStore(
-                _HERE,
+                cluster.leader,
                 port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=within_s),
                 master_listen_fd=of_store.detach(),
             )
-            store.set(RECORDING, f"{_HERE}:{server.getsockname()[1]}")
+            store.set(RECORDING, f"{near or own_address()}:{server.getsockname()[1]}")
             store.set(LIMIT_S, str(self._limit_s))
-            for rank in range(1, ranks):
-                process = RankProcess(recipe, rank, f"{_HERE}:{port}", devices[rank])
-                self._processes.append(process)
+            for rank, device in list(zip(here, devices))[1:]:
+                self._processes.append(RankProcess(recipe, rank, f"{cluster.leader}:{port}", device))
             return store, self._accepted(server, ranks, within_s)
 
     def _accepted(self, server: socket.socket, ranks: int, within_s: float) -> dict[str, socket.socket]:
@@ -165,6 +166,19 @@ def _close(processes: Sequence[RankProcess], listeners: Listeners) -> None:
         dist.destroy_process_group()
 
 
+def bound(address: str, port: int) -> socket.socket:
+    """A socket that listens there; raises OSError that says how to find another port."""
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        if not port:
+            raise
+        raise RankLost(
+            f"port {port}, at which the ranks of other machines join, cannot be used"
+            f" ({error.strerror or error}); end what uses it, or set MASTER_PORT to another on all machines"
+        ) from error
+
+
 def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
     """The rank at the other end of a new connection, and its name; its first line says them."""
     connection.settimeout(within_s)
@@ -183,7 +197,7 @@ def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
 
 
 def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
-    """The device of each rank of this machine, as the variable that makes it visible names it, if any."""
+    """The device of each of so many ranks of this machine, as the variable that makes it visible names it."""
     kind = recipe.device.kind
     if kind == "cpu" or recipe.device.virtual:
         return [None] * ranks
@@ -191,13 +205,19 @@ def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
     if there < ranks:
         raise RecipeError(
             ("parallel.tensor", "parallel.pipeline"),
-            f"{ranks} ranks take a device each, and this process sees {there}",
+            f"{ranks} ranks of this machine take a device each, and this process sees {there}",
             f"lower it, or let it see more by {VISIBLE[kind]}",
             value=ranks,
             limit=there,
         )
     seen = os.environ.get(VISIBLE[kind])
-    return list(seen.split(",") if seen else map(str, range(there)))
+    return list(seen.split(",") if seen else map(str, range(there)))[:ranks]
+
+
+def stay_near(cluster: Cluster) -> None:
+    """Let the ranks of one machine meet at its loopback: by its name, it may know itself elsewhere."""
+    if cluster.leader in (HERE, "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:

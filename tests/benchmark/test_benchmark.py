@@ -51,6 +51,14 @@ def test_the_host_benchmark_measures_every_policy_and_order_while_many_wait(
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
 
 
+def test_a_followed_engine_is_timed_beside_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["followed", "--slots", "8", "--steps", "10", "--json"])
+    row = json.loads(capsys.readouterr().out)["followed"]
+    assert row["slots"] == 8
+    assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2]
+    assert row["alone_us"] > 0
+
+
 def test_requests_come_and_go_while_many_wait() -> None:
     bench = queues.Bench(8, 20, {"queue": "sjf"})
     for _ in range(100):

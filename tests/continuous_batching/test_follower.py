@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,24 +21,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
-from continuous_batching.engine import Engine
+from continuous_batching.engine import Engine, Observer
 from continuous_batching.recording.follower import Beats, Follower, LeaderLost
-from continuous_batching.recording.format import BEGIN, Committed, Entry
-from continuous_batching.recording.framing import HEAD, DamagedRecording, framed
+from continuous_batching.recording.format import BEGIN, Committed, Entry, read_entries
+from continuous_batching.recording.framing import HEAD, CutShort, DamagedRecording, framed
 from continuous_batching.recording.listeners import Listeners, RankLost
-from continuous_batching.recording.recorder import Recorder, Sink
+from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.recording.replay import Divergence
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
-from kv_cache.pages import PagePool
+from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching import test_draft_schedules, test_schedules
 from tests.continuous_batching.checksum import ChecksumRunner
 from tests.continuous_batching.test_recorder import scheduler as plain_scheduler
 from tests.continuous_batching.test_schedules import Arrival, arrivals, serve
 from tests.thorough import cases
 
-PATIENCE_S = 300.0
+PATIENCE_S = 60.0
 FACTS: dict[str, Any] = {"scheduler": {"num_slots": 4}}
 
 
@@ -152,6 +153,60 @@ def test_beams_are_followed(overlap: bool) -> None:
     run(Recorder(FACTS, listening(following)), overlap=overlap)
     assert following.end() is None
     assert following.beats.num_steps > 9
+
+
+class Noting(ChecksumRunner):
+    """A runner that keeps what it is asked for."""
+
+    def __init__(self, made: Scheduler, noted: list[str]) -> None:
+        super().__init__(made.slots, made.pool, PagePool(5))
+        self.noted = noted
+
+    def run(self, batch: Batch) -> Sampled:
+        self.noted.append("run")
+        return super().run(batch)
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        self.noted.append("start")
+        sampled = super().run(batch)
+        return lambda: sampled
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        self.noted.append("resize")
+        super().resize(num_pages, copies)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_asks_its_runner_for_what_the_leader_asks_for(overlap: bool) -> None:
+    """Where ranks wait for each other, another method is a deadlock."""
+    noted: tuple[list[str], list[str]] = ([], [])
+    made = [plain_scheduler(), plain_scheduler()]
+    following = Following(made[1], Noting(made[1], noted[1]), overlap=overlap)
+    engine = Engine(made[0], Noting(made[0], noted[0]), overlap=overlap)
+    engine.observer = Recorder(FACTS, listening(following))
+    engine.add(Request("0", np.arange(9), SamplingParams(max_tokens=5, temperature=0.0)))
+    engine.step()
+    engine.resize(made[0].pool.num_pages - 1, "running")
+    while engine.has_work:
+        engine.step()
+    engine.observer.close()
+    assert following.end() is None
+    assert noted[0] == noted[1]
+    assert {"resize", "start" if overlap else "run"} == {*noted[0]}
+
+
+def test_a_resize_is_told_before_ranks_wait_for_each_other_in_it() -> None:
+    noted: list[str] = []
+
+    class Told(Observer):
+        def resized(self, num_pages: int, give_up: GiveUp) -> None:
+            noted.append("told")
+
+    made = plain_scheduler()
+    engine = Engine(made, Noting(made, noted))
+    engine.observer = Told()
+    engine.resize(made.pool.num_pages - 1, "running")
+    assert noted == ["told", "resize"]
 
 
 def test_a_rank_that_takes_other_pages_is_named_in_the_step_where_it_does() -> None:
@@ -336,6 +391,19 @@ def test_a_step_that_does_not_end_says_how_far_the_ranks_are() -> None:
         assert listeners.lost is not None
         assert listeners.lost.startswith("a step has not ended for")
         listeners.close()
+
+
+def test_a_broken_recording_is_not_closed_in_order(tmp_path: Path) -> None:
+    """What stands behind the loss of a rank is not in the file."""
+    following = follower_of(facts={})
+    file = RecordingFile(tmp_path / "file")
+    recorder = Recorder(FACTS, file, listening(following))
+    with pytest.raises(RankLost):
+        run_slowly(recorder)
+    recorder.close()
+    assert isinstance(following.end(), ValueError)
+    with open(file.path, "rb") as opened, pytest.raises(CutShort):
+        list(read_entries(opened))
 
 
 def test_a_rank_in_order_ends_in_order() -> None:

@@ -38,6 +38,7 @@ from tests.mutation.paging_faults import PAGING_FAULTS
 from tests.mutation.prefix_faults import PREFIX_FAULTS
 from tests.mutation.prompt_logprob_faults import FOLLOWERS, PROMPT_FAULTS, PROMPTS, REQUEST
 from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
+from tests.mutation.rank_faults import RANK_FAULTS, RANK_TESTS_OF
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
@@ -62,6 +63,7 @@ FAULTS = (
     *HCCL_FAULTS,
     *INT8_FAULTS,
     *SPECULATION_FAULTS,
+    *RANK_FAULTS,
     *TENSOR_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
@@ -122,6 +124,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **HCCL_TESTS_OF,
     **INT8_TESTS_OF,
     **SPECULATION_TESTS_OF,
+    **RANK_TESTS_OF,
     **TENSOR_TESTS_OF,
 }
 

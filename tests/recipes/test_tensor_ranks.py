@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from models.group import Alone
 from recipes.__main__ import show
-from recipes.build.engine import BuiltEngine, build
+from recipes.build.engine import BuiltEngine, assemble, build
 from recipes.schema.reader import load
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
@@ -161,6 +163,24 @@ def test_ranks_that_cannot_share_a_model_are_refused_with_those_that_can() -> No
         ValueError, match=r"parallel.tensor: 3 tensor ranks cannot share .*; choose one of 1, 2"
     ):
         build(load(TINY, ["parallel.tensor=3"]))
+
+
+class Poorer(Alone):
+    """The group of a rank beside one that has room for less."""
+
+    def least(self, value: int, device: torch.device) -> int:
+        return min(value, 90)
+
+
+def test_all_ranks_take_the_pages_that_the_least_of_them_has_room_for() -> None:
+    recipe = load(TINY, [*CPU, "cache.num_pages=null", "cache.memory_gib=0.01", "cache.host_gib=0.01"])
+    rich, poor = assemble(recipe), assemble(recipe, Poorer())
+    assert min(rich.memory.num_pages, rich.memory.num_host_pages) > 90
+    scheduler, memory = poor.engine.scheduler, poor.memory
+    assert scheduler.host_pool is not None
+    assert scheduler.pool.num_pages == poor.runner.cache.num_pages == memory.num_pages == 90
+    assert scheduler.host_pool.num_pages == memory.num_host_pages == 90
+    assert memory.cache_tokens == 89 * poor.engine.slots.page_size + 1
 
 
 def test_the_plan_of_a_rank_is_of_what_it_holds(capsys: pytest.CaptureFixture[str]) -> None:

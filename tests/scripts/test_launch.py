@@ -166,7 +166,9 @@ def test_a_library_whose_path_the_loader_would_cut_is_left_out(tmp_path: Path) -
     (copy / "lib").mkdir()
     (copy / "lib/libiomp5.so").touch()
     stand_in = copy / "python"
-    stand_in.write_text(f"""#!/bin/sh\ncase "$*" in *sys.prefix*) echo "{copy}" ;; *) echo cpu ;; esac\n""")
+    stand_in.write_text(
+        f"""#!/bin/sh\ncase "$*" in *sys.prefix*) echo "{copy}" ;; *) printf 'cpu\\n0\\n' ;; esac\n"""
+    )
     stand_in.chmod(0o755)
     done = subprocess.run(
         ["bash", "scripts/launch.sh", "--dry-run", "generate", "a"],
@@ -175,6 +177,22 @@ def test_a_library_whose_path_the_loader_would_cut_is_left_out(tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0
     assert "libiomp5" not in done.stderr
+
+
+TWO = ("parallel.tensor=2", "parallel.nodes=[10.0.0.1,10.0.0.2]")
+
+
+def test_the_first_machine_leads_and_the_second_follows() -> None:
+    asked = ["--dry-run", "serve", CPU, "--port", "1", "--profile", "low_latency", *TWO]
+    leads, follows = (launch(*asked, NODE_RANK=node).stderr for node in "01")
+    assert "'-m' 'scripts.serve' 'recipes/tiny/cpu.yaml' '--port' '1' '--profile' 'low_latency'" in leads
+    for each in (CPU, *TWO, "--profile=low_latency"):
+        assert f"'{each}'" in follows
+    assert "'-m' 'scripts.follow'" in follows
+    assert "--port" not in follows
+    table = leads.splitlines()[-3:]
+    assert table == follows.splitlines()[-3:]
+    assert table[0] == "2 ranks, placed by parallel.nodes"
 
 
 def test_a_python_that_is_not_there_is_named() -> None:

@@ -1,0 +1,86 @@
+"""Which faults are seeded in how ranks hear the leader, and in how one that is lost is found?"""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+ENGINE = "continuous_batching/engine.py"
+RECORDER, LISTENERS, FOLLOWER = (
+    f"continuous_batching/recording/{name}.py" for name in ("recorder", "listeners", "follower")
+)
+BUILT = "recipes/build/engine.py"
+RANK_TESTS = ("tests/continuous_batching/test_follower.py",)
+BUILT_RANK_TESTS = ("tests/recipes/test_tensor_ranks.py",)
+RANK_TESTS_OF = dict.fromkeys((ENGINE, RECORDER, LISTENERS, FOLLOWER), RANK_TESTS) | {
+    BUILT: BUILT_RANK_TESTS,
+}
+
+RANK_FAULTS = (
+    Fault(
+        "resize_told_too_late",
+        ENGINE,
+        """        self.observer.resized(num_pages, give_up)  # before ranks wait for each other within it
+        self.runner.resize(num_pages, self.scheduler.tables.take_copies())
+""",
+        """        self.runner.resize(num_pages, self.scheduler.tables.take_copies())
+        self.observer.resized(num_pages, give_up)
+""",
+        "the leader waits in a resize for ranks that have not heard of it",
+    ),
+    Fault(
+        "broken_recording_closed",
+        RECORDER,
+        "                self._is_broken = True\n",
+        "                pass\n",
+        "a recording that misses entries says that nothing is missing",
+    ),
+    Fault(
+        "overlap_not_followed",
+        FOLLOWER,
+        "        if self._overlap:\n",
+        "        if False:\n",
+        "ranks wait in a broadcast for one that calls none",
+    ),
+    Fault(
+        "another_engine_followed",
+        FOLLOWER,
+        "        for name, mine, leaders in differences(own, header.facts):\n",
+        "        for name, mine, leaders in differences(own, own):\n",
+        "a rank with other settings goes on until something differs",
+    ),
+    Fault(
+        "rank_that_ended_unseen",
+        LISTENERS,
+        "            if not data and not self._is_closed:\n",
+        "            if not data and self._is_closed:\n",
+        "the engine waits for a rank that has ended",
+    ),
+    Fault(
+        "silent_rank_unseen",
+        LISTENERS,
+        "        if any(now_s - rank.heard_s > self.limit_s for rank in self._ranks):\n",
+        "        if False:\n",
+        "a rank that is stopped is never named",
+    ),
+    Fault(
+        "long_step_unseen",
+        LISTENERS,
+        "        if now_s - since_s > self.limit_s:\n",
+        "        if False:\n",
+        "a step that waits for ever is never ended",
+    ),
+    Fault(
+        "last_record_lost",
+        LISTENERS,
+        "            self._unsent.append(last)\n",
+        "            pass\n",
+        "ranks take the end in order for the loss of their leader",
+    ),
+    Fault(
+        "pages_of_this_rank",
+        BUILT,
+        "    pages = group.least(memory.num_pages, machine.device)\n",
+        "    pages = memory.num_pages\n",
+        "a rank with less memory has fewer pages than the leader gives out",
+    ),
+)

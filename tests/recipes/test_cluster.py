@@ -1,0 +1,189 @@
+"""Each launcher's word comes to the same ranks in the same places; what cannot be is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.build.cluster import Cluster, find_cluster, hosts
+from recipes.build.launched import table
+from recipes.schema.parallel_section import ParallelSection
+from recipes.schema.reader import load
+from recipes.schema.recipe_error import RecipeError
+
+GOLDEN = Path(__file__).with_name("clusters.txt")
+RANKS_A_NODE = 8
+SIZES = (1, 2, 8)
+
+
+def address(node: int) -> str:
+    return f"10.0.0.{node + 1}"
+
+
+def rank_table(num_nodes: int, version: str, **others: Any) -> dict[str, Any]:
+    """As the Ascend Operator writes it, the servers in the order of their pods' names."""
+    servers = [
+        {
+            "server_id": address(node),
+            "device": [
+                {"device_id": str(npu), "device_ip": "1.1.1.1", "rank_id": str(node * RANKS_A_NODE + npu)}
+                | ({"super_device_id": "7"} if version == "1.2" else {})
+                for npu in range(RANKS_A_NODE)
+            ],
+        }
+        for node in reversed(range(num_nodes))
+    ]
+    pods = {"super_pod_list": [{"super_pod_id": "0", "server_list": []}]} if version == "1.2" else {}
+    return {"status": "completed", "version": version, "server_list": servers} | pods | others
+
+
+def launched(launcher: str, num_nodes: int, node: int, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The recipe's keys and the environment that a launcher gives a process of this machine."""
+    world = str(num_nodes * RANKS_A_NODE)
+    match launcher:
+        case "parallel.nodes":
+            return {"nodes": tuple(map(address, range(num_nodes)))}, {}
+        case "torchrun":
+            found = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": str(num_nodes)}
+            master = {"MASTER_ADDR": address(0), "MASTER_PORT": "29500"}
+            return {}, {**found, **master, "RANK": str(node), "LOCAL_RANK": "0", "GROUP_RANK": str(node)}
+        case "AscendJob":
+            found = {"MASTER_ADDR": address(0), "MASTER_PORT": "2222", "WORLD_SIZE": world, "RANK": str(node)}
+            return {}, {**found, "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "{0,1,2,3,4,5,6,7}"}
+        case "hccl.json 1.0" | "hccl.json 1.2":
+            path = folder / "hccl.json"
+            path.write_text(json.dumps(rank_table(num_nodes, launcher[-3:])))
+            return {}, {"RANK_TABLE_FILE": str(path), "POD_IP": address(node)}
+        case "SLURM":
+            listed = "10.0.0.1" if num_nodes == 1 else f"10.0.0.[1-{num_nodes}]"
+            job = {"SLURM_JOB_ID": "31007", "SLURM_NNODES": str(num_nodes), "SLURM_JOB_NODELIST": listed}
+            return {}, {**job, "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
+    raise AssertionError(launcher)
+
+
+LAUNCHERS = ("parallel.nodes", "torchrun", "AscendJob", "hccl.json 1.0", "hccl.json 1.2", "SLURM")
+
+
+def found(launcher: str, num_nodes: int, node: int, folder: Path) -> Cluster:
+    keys, environment = launched(launcher, num_nodes, node, folder)
+    parallel = ParallelSection(tensor=num_nodes * RANKS_A_NODE, **keys)
+    return find_cluster(parallel, environment, lambda: {address(node)}, folder / "none")
+
+
+def lines(folder: Path) -> Iterator[str]:
+    """For each launcher and number of machines, what each machine is, and where the ranks are."""
+    recipe = "recipes/tiny/npu.yaml"
+    for launcher in LAUNCHERS:
+        for num_nodes in SIZES:
+            clusters = [found(launcher, num_nodes, node, folder) for node in range(num_nodes)]
+            yield f"{launcher}, {num_nodes} machines"
+            for each in clusters:
+                source = each.source.replace(str(folder), "")
+                yield f"  machine {each.node} of {each.num_nodes}, leader {each.leader}:{each.port}, {source}"
+            asked = load(recipe, [f"parallel.tensor={num_nodes * RANKS_A_NODE}"])
+            rows = [list(table(asked, each)) for each in clusters]
+            assert all(each == rows[0] for each in rows), "all machines agree"
+            shown = rows[0] if num_nodes < 8 else [rows[0][0], *rows[0][-2:]]
+            yield from (f"    {row}" for row in shown)
+
+
+def test_every_launcher_places_the_same_ranks(tmp_path: Path) -> None:
+    assert list(lines(tmp_path)) == GOLDEN.read_text().splitlines()
+
+
+def test_without_a_launcher_all_ranks_are_here() -> None:
+    assert find_cluster(ParallelSection(tensor=4), {}, set, Path("none")) == Cluster("this machine")
+
+
+def test_one_rank_asks_no_launcher() -> None:
+    environment = {"SLURM_JOB_ID": "1", "SLURM_NODEID": "3", "SLURM_LOCALID": "3"}
+    assert find_cluster(ParallelSection(), environment, set, Path("none")) == Cluster("this machine")
+
+
+def test_the_list_of_the_recipe_is_heard_first() -> None:
+    parallel = ParallelSection(tensor=4, nodes=("a", "b"))
+    environment = {"SLURM_JOB_ID": "1", "SLURM_NODEID": "0", "NODE_RANK": "1", "MASTER_PORT": "77"}
+    assert find_cluster(parallel, environment, set, Path("none")) == Cluster("parallel.nodes", 2, 1, "a", 77)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("a", ["a"]),
+        ("a,b-1", ["a", "b-1"]),
+        ("n[01-03,7]", ["n01", "n02", "n03", "n7"]),
+        ("rack[1-2]n[9-10],x", ["rack1n9", "rack1n10", "rack2n9", "rack2n10", "x"]),
+        ("n[08-11].site", ["n08.site", "n09.site", "n10.site", "n11.site"]),
+    ],
+)
+def test_a_list_of_slurms_is_expanded(listed: str, expected: list[str]) -> None:
+    assert list(hosts(listed)) == expected
+
+
+TORCHRUN = launched("torchrun", 2, 1, Path())[1]
+ASCEND = launched("AscendJob", 2, 1, Path())[1]
+SLURM = launched("SLURM", 2, 1, Path())[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "environment", "words"),
+    [
+        (
+            {"tensor": 3},
+            TORCHRUN,
+            "3 ranks cannot be shared evenly by 2 machines (torchrun); make them a multiple",
+        ),
+        ({}, TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "run it with --nproc-per-node 1"),
+        ({}, TORCHRUN | {"RANK": "2"}, "torchrun says that this is machine 2 of 2; count from 0"),
+        ({}, TORCHRUN | {"RANK": "x"}, "RANK is 'x'; it must be a number from 0 to"),
+        (
+            {},
+            ASCEND | {"LOCAL_WORLD_SIZE": "5"},
+            "LOCAL_WORLD_SIZE is 5, which does not divide WORLD_SIZE, 16",
+        ),
+        (
+            {},
+            {"LOCAL_RANK": "{0}", "WORLD_SIZE": "1"},
+            "LOCAL_WORLD_SIZE is not set, and a launcher of this kind",
+        ),
+        ({}, SLURM | {"SLURM_LOCALID": "1"}, "run it with --ntasks-per-node 1"),
+        ({"nodes": ("a", "b")}, {}, "parallel.nodes: none of a, b is a name or an address of this machine"),
+        ({"nodes": ("a", "a")}, {}, "parallel.nodes: a, a name a machine twice"),
+        ({"nodes": ("a", "b")}, {"NODE_RANK": "2"}, "NODE_RANK is '2'; it must be a number from 0 to 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(keys: dict[str, Any], environment: dict[str, str], words: str) -> None:
+    parallel = ParallelSection(**({"tensor": 16} | keys))
+    with pytest.raises(RecipeError) as refused:
+        find_cluster(parallel, environment, set, Path("none"))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "it is no rank table"),
+        ('{"status": "completed", "server_list": [{}]}', "it is no rank table (KeyError('device'))"),
+        (json.dumps(rank_table(2, "3")), "its version is 3, and 1.0 and 1.2 can be read"),
+        (json.dumps(rank_table(2, "1.0")), "names 10.0.0.1, 10.0.0.2, and none of them is this machine"),
+        (json.dumps(rank_table(2, "1.0", status="initializing")), "is not completed after 1 s"),
+    ],
+)
+def test_a_rank_table_that_says_nothing_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "hccl.json").write_text(text)
+    parallel = ParallelSection(tensor=16, connect_timeout_s=1)
+    with pytest.raises(RecipeError) as refused:
+        find_cluster(parallel, {"RANK_TABLE_FILE": str(tmp_path / "hccl.json")}, set)
+    assert words in str(refused.value)
+
+
+if __name__ == "__main__":  # after a change that is meant
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        GOLDEN.write_text("\n".join(lines(Path(folder))) + "\n")
