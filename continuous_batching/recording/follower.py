@@ -23,6 +23,8 @@ from continuous_batching.recording.replay import replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import PageCopy
 
+_LAST_WORDS_S = 2.0  # for the leader to read why a rank ends
+
 
 class LeaderLost(ConnectionError):
     """The leader ended without a word: it was killed, or the network between is lost."""
@@ -43,8 +45,16 @@ class Beats:
         """Tell no more, but why this rank ends, where that is not in order."""
         self._has_ended.set()
         self._thread.join()
-        if why:
-            self._say(LAST_WORDS + why.encode().replace(b"\n", b" "))
+        if not why:
+            return
+        self._say(LAST_WORDS + why.encode().replace(b"\n", b" "))
+        # What the leader sends meanwhile is read: a connection that ends with unread records is reset, and
+        # what was said last is lost
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_LAST_WORDS_S)
+            while self.connection.recv(1 << 16):
+                pass
 
     def _tell(self) -> None:
         while not self._has_ended.wait(BEAT_S):

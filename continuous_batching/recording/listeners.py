@@ -208,4 +208,5 @@ class Listeners:
                 return
             self.lost = why
             self._changed.notify()
+        self._shut(socket.SHUT_RDWR)  # the other ranks have lost this engine, too
         self._lose(why)

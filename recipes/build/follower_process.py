@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import logging
 import os
 import pickle
@@ -18,14 +19,15 @@ import socket
 import sys
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from continuous_batching.recording.follower import Beats, Follower
+from continuous_batching.recording.follower import Beats, Follower, differences
 from models.group import BACKENDS, join
 from recipes.build.engine import assemble
 from recipes.build.machine import start
-from recipes.build.rank_process import ALONE, FAILED, LENGTH, LIMIT_S, RECORDING
+from recipes.build.rank_process import ALONE, FAILED, LENGTH, LIMIT_S, RECIPE, RECORDING, common
 from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,11 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
     with socket.create_connection((near, int(port)), within.total_seconds()) as connection:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            _compare(recipe, json.loads(store.get(RECIPE)))
+        except ValueError as error:
+            connection.sendall(f"rank {rank}: {error}\n".encode())
+            raise
         connection.sendall(f"{rank} process {os.getpid()} on {socket.gethostname()}\n".encode())
         beats = Beats(connection)
         try:
@@ -85,6 +92,15 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
             raise
         scheduler, overlap = built.engine.scheduler, recipe.scheduler.overlap
         Follower(beats, scheduler, built.runner, built.facts, overlap=overlap).follow()
+
+
+def _compare(recipe: Recipe, leaders: dict[str, Any]) -> None:
+    """Raise ValueError where this rank was told something else than the leader: they would wait for each
+    other, or compute two models.
+    """
+    own = json.loads(json.dumps(common(recipe)))
+    for name, mine, theirs in differences(own, leaders):
+        raise ValueError(f"{name} is {mine!r} here, and {theirs!r} on the leader; make them equal")
 
 
 def main(argv: list[str]) -> int:

@@ -25,23 +25,23 @@ _CHANGE = re.compile(r"[a-z]+\.[a-z_.]+=")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Launched:
     """The recipe among a verb's arguments, and what it becomes; None: there is none."""
 
     arguments: list[str]  # recipe, changes and profile
     recipe: Recipe | None
 
     @staticmethod
-    def of(arguments: Sequence[str]) -> Asked:
+    def of(arguments: Sequence[str]) -> Launched:
         """Raises ValueError for a recipe that cannot be used."""
         given = positionals(arguments)
         recipes = [each for each in given if each.endswith((".yaml", ".yml"))][:1]
         changes = [each for each in given if _CHANGE.match(each)]
         profile = [f"--profile={each}" for each in _profiles(arguments)][-1:]
         if not recipes:
-            return Asked([], None)
+            return Launched([], None)
         name = profile[0].partition("=")[2] if profile else None
-        return Asked([*recipes, *changes, *profile], load(recipes[0], changes, name))
+        return Launched([*recipes, *changes, *profile], load(recipes[0], changes, name))
 
 
 def _profiles(arguments: Sequence[str]) -> Iterator[str]:
@@ -69,7 +69,7 @@ def table(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
 def main(argv: list[str]) -> None:
     """Print what was asked for; raises ValueError for a recipe, or a cluster, that cannot be."""
     is_table, rest = argv[:1] == ["--table"], [each for each in argv if each != "--table"]
-    asked = Asked.of(rest)
+    asked = Launched.of(rest)
     recipe = asked.recipe
     cluster = Cluster("this machine") if recipe is None else find_cluster(recipe.parallel, os.environ)
     if is_table:

@@ -24,7 +24,7 @@ _PAUSE_S = 0.5  # before ranks are started again
 _IN_ORDER_S = 2.0  # for the others to end where one has ended in order
 
 
-class Ended(SystemExit):
+class AskedToEnd(SystemExit):
     """The system asks this process to end."""
 
 
@@ -62,4 +62,4 @@ def hold(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise Ended(128 + number)
+    raise AskedToEnd(128 + number)

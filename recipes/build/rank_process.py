@@ -8,6 +8,7 @@ import pickle
 import struct
 import subprocess
 import sys
+from typing import Any
 
 from recipes.schema.recipe import ROOT, Recipe
 
@@ -16,8 +17,20 @@ RECORDING = "recording"  # under which the leader's store holds the address of i
 FAILED = 3  # the status of a rank that has lost its leader, or told it why it ends
 ALONE = 4  # of one that has found no leader in time
 LIMIT_S = "limit_s"  # and how long a collective may wait
+RECIPE = "recipe"  # and what it was told
+OF_A_MACHINE = ("model.path", "speculation.draft_path", "scheduler.record", "parallel.nodes")
 LENGTH = struct.Struct("<Q")  # of the recipe that a rank reads first
 FOLLOWER = "recipes.build.follower_process"
+
+
+def common(recipe: Recipe) -> dict[str, Any]:
+    """What the recipes of all ranks must agree on: everything but places, and what only the leader reads."""
+    sections = recipe.described()
+    del sections["server"]
+    for name in OF_A_MACHINE:
+        section, _, key = name.partition(".")
+        del sections[section][key]
+    return sections
 
 
 class RankProcess:

@@ -6,6 +6,7 @@ recording. It is lost with them: nothing can be computed without a rank.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -27,7 +28,7 @@ from kv_cache.pages import PageCopy
 from models.group import BACKENDS, join
 from recipes.build.cluster import HERE, Cluster, own_address
 from recipes.build.machine import start
-from recipes.build.rank_process import LIMIT_S, RECORDING, VISIBLE, RankProcess
+from recipes.build.rank_process import LIMIT_S, RECIPE, RECORDING, VISIBLE, RankProcess, common
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
@@ -39,6 +40,7 @@ SHORTEST_LIMIT_S = (
 )
 LARGEST_STEPS = 5  # a step may take as long as so many of the largest that was measured
 _GRACE_S = 2.0  # for a step to see by itself that a rank is lost, and for ranks to end by themselves
+_LONGEST_LINE = 2000  # bytes, of a rank that joins
 _TOLD_S = 1.0  # from a failed collective to the news of the rank that it was to reach
 
 
@@ -91,6 +93,7 @@ class Ranks:
             )
             store.set(RECORDING, f"{near or own_address()}:{server.getsockname()[1]}")
             store.set(LIMIT_S, str(self._limit_s))
+            store.set(RECIPE, json.dumps(common(recipe)))
             for rank, device in list(zip(here, devices))[1:]:
                 self._processes.append(RankProcess(recipe, rank, f"{cluster.leader}:{port}", device))
             return store, self._accepted(server, ranks, within_s)
@@ -185,11 +188,12 @@ def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
     line = b""
     while not line.endswith(b"\n"):
         more = connection.recv(1)
-        if not more or len(line) > 200:
-            raise RankLost(
-                f"a connection brought {line!r}, which is no rank's; is the port another program's?"
-            )
+        if not more or len(line) > _LONGEST_LINE:
+            break
         line += more
+    if not line[:1].isdigit():
+        said = line.decode("utf-8", "replace").strip()
+        raise RankLost(f"a rank cannot join: {said or 'it has said nothing'}")
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     rank, _, where = line.decode().strip().partition(" ")

@@ -29,10 +29,30 @@ QWEN3_8B = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
+LLAMA2_13B = LLAMA2_7B | {
+    "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_hidden_layers": 40,
+    "num_key_value_heads": 40,
+}  # fmt: skip
+LLAMA3_3_70B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_act": "silu", "hidden_size": 8192,
+    "intermediate_size": 28672, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 64, "num_hidden_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+}  # fmt: skip
+QWEN2_5_32B = QWEN2_5_7B | {
+    "hidden_size": 5120, "intermediate_size": 27648, "max_window_layers": 64, "num_attention_heads": 40,
+    "num_hidden_layers": 64, "num_key_value_heads": 8,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": LLAMA2_7B,
     "Qwen2.5-7B-Instruct": QWEN2_5_7B,
     "Qwen3-8B": QWEN3_8B,
+    "Llama-2-13b-hf": LLAMA2_13B,
+    "Llama-3.3-70B-Instruct": LLAMA3_3_70B,
+    "Qwen2.5-32B-Instruct": QWEN2_5_32B,
 }
 
 

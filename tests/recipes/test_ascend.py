@@ -14,7 +14,7 @@ from devices.shapes import AttentionShape
 from models.dtypes import TORCH_DTYPES
 from models.graphs import ladder
 from recipes.__main__ import main
-from recipes.build.families import model_config
+from recipes.build.families import share_of
 from recipes.build.memory_plan import GIB, report
 from recipes.build.sizing import plan_memory
 from recipes.schema.reader import load
@@ -39,9 +39,9 @@ def _weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 def row(path: Path) -> str:
     """A recipe's row in its folder's README."""
     recipe = load(str(path))
-    config = model_config(recipe)
+    config, share = share_of(recipe, 0)
     assert recipe.device.memory_gib is not None, "it is sized without its device"
-    sizing = plan_memory(recipe, config, int(recipe.device.memory_gib * GIB))
+    sizing = plan_memory(recipe, config, int(recipe.device.memory_gib * GIB), share=share)
     said = dict(report(recipe, config, sizing))
     page = said["a page"].split(", ", 1)[1].partition(" over")[0]
     cells = [said["weights"], page, f"{sizing.num_pages:,}", f"{sizing.cache_tokens - 1:,}", said["sum"]]
@@ -68,7 +68,8 @@ def test_a_recipe_fits_its_device_and_its_readme(path: Path) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
     recipe = load(str(path))
-    config = model_config(recipe)
+    whole, share = share_of(recipe, 0)
+    config = share.part(whole)
     shape = AttentionShape(
         config.num_heads, config.num_kv_heads, config.head_dim, recipe.cache.page_size, 1.0,
         TORCH_DTYPES[config.dtype], config.windows,
@@ -105,7 +106,7 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
 @stand_in_alone
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_serves_the_tiny_model_on_the_stand_in(path: Path) -> None:
-    small = ["cache.num_pages=64"]
+    small = ["cache.num_pages=64", f"parallel.tensor={min(2, load(str(path)).parallel.tensor)}"]
     done = subprocess.run(
         [sys.executable, "-m", "scripts.generate", str(path), "model.path=recipes/tiny/weights", *small,
          "device.virtual=true", "--prompt", "348+275=", "--max-tokens", "6"],

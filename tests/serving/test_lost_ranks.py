@@ -88,7 +88,7 @@ def lose(server: Server, number: signal.Signals, *, leader: bool = False) -> str
     engine = server.engine_pid
     (follower,) = followers(engine)
     since = len(server.log)
-    with httpx.Client(base_url=server.url) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         events = stream(client, "One day", 1900)
         assert "choices" in next(events)
         os.kill(engine if leader else follower, number)
