@@ -13,7 +13,6 @@ import gc
 import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -27,7 +26,7 @@ from continuous_batching.recording.follower import Beats, Follower, differences
 from models.group import BACKENDS, join
 from recipes.build.engine import assemble
 from recipes.build.machine import start
-from recipes.build.rank_process import ALONE, FAILED, LENGTH, LIMIT_S, RECIPE, RECORDING, common
+from recipes.build.rank_process import ALONE, FAILED, LENGTH, LIMIT_S, RECIPE, RECORDING, common, restored
 from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -40,9 +39,7 @@ class NoLeader(ConnectionError):
 def _recipe() -> Recipe:
     """The recipe that the parent has sent."""
     (length,) = LENGTH.unpack(_read(LENGTH.size))
-    recipe = pickle.loads(_read(length))
-    assert isinstance(recipe, Recipe)
-    return recipe
+    return restored(_read(length))
 
 
 def _read(length: int) -> bytes:

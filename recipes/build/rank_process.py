@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import pickle
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+from recipes.schema.keys import NAMES, keys_of
+from recipes.schema.reader import made
 from recipes.schema.recipe import ROOT, Recipe
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -33,6 +36,18 @@ def common(recipe: Recipe) -> dict[str, Any]:
     return sections
 
 
+def restored(text: bytes) -> Recipe:
+    """The recipe that a `RankProcess` has sent."""
+    described, values = json.loads(text), dict[str, Any]()
+    for key in keys_of(Recipe):
+        section, _, name = key.name.partition(".")
+        value = described[section][name]
+        if value is not None and key.kind in (Path, NAMES):
+            value = ROOT / value if key.kind is Path else tuple(value)
+        values[key.name] = value
+    return made(Recipe, values)
+
+
 class RankProcess:
     """A rank, as the process sees it that has started it. `device` is the one that it may use, if any."""
 
@@ -46,7 +61,7 @@ class RankProcess:
             stdin=subprocess.PIPE,
         )
         assert self._process.stdin is not None
-        text = pickle.dumps(recipe)
+        text = json.dumps(recipe.described()).encode()
         with contextlib.suppress(BrokenPipeError):  # it has ended already, as `ended` says
             self._process.stdin.write(LENGTH.pack(len(text)) + text)
             self._process.stdin.flush()

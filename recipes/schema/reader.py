@@ -207,7 +207,7 @@ def _loaded(entries: Mapping[str, Entry], name: str) -> LoadedRecipe:
             fix = f"it must be {key.allowed}"
             raise RecipeError(key.name, "required, and missing", fix, limit=key.allowed, place=name)
     try:
-        recipe = _made(Recipe, {name: entry.value for name, entry in entries.items()})
+        recipe = made(Recipe, {name: entry.value for name, entry in entries.items()})
     except RecipeError as error:
         raise placed(error, entries, name) from None
     for key_name, entry in entries.items():
@@ -222,12 +222,12 @@ def placed(error: RecipeError, entries: Mapping[str, Entry], name: str) -> Recip
     return error.at(max(found, key=lambda entry: (entry.level, entry.number)).place if found else name)
 
 
-def _made(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
+def made(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
     """The dataclass filled from dotted keys, and the dataclasses in it."""
     arguments: dict[str, Any] = {}
     for name, hint in get_type_hints(section).items():
         if is_dataclass(hint) and isinstance(hint, type):
-            arguments[name] = _made(hint, values, f"{prefix}{name}.")
+            arguments[name] = made(hint, values, f"{prefix}{name}.")
         elif prefix + name in values:
             arguments[name] = values[prefix + name]
     return section(**arguments)

@@ -17,6 +17,7 @@ from continuous_batching.request import Request, SamplingParams
 from models.group import Alone
 from recipes.__main__ import show
 from recipes.build.engine import BuiltEngine, assemble, build
+from recipes.build.rank_process import restored
 from recipes.schema.reader import load
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
@@ -163,6 +164,12 @@ def test_ranks_that_cannot_share_a_model_are_refused_with_those_that_can() -> No
         ValueError, match=r"parallel.tensor: 3 tensor ranks cannot share .*; choose one of 1, 2"
     ):
         build(load(TINY, ["parallel.tensor=3"]))
+
+
+@pytest.mark.parametrize("changes", [(), ("parallel.nodes=[a,b]", "server.model_names=[x]", *WAYS["drafts"])])
+def test_a_rank_is_told_the_whole_recipe(changes: tuple[str, ...]) -> None:
+    recipe = load(TINY, [*CPU, *changes])
+    assert restored(json.dumps(recipe.described()).encode()) == recipe
 
 
 class Poorer(Alone):
