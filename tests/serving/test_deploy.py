@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,10 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes.build.cluster import Cluster, find_cluster
+from recipes.build.families import share_of
+from recipes.build.launched import Launched
+from recipes.build.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from scripts.serve import parser
 from serving.api.access import OPEN_PATHS
+from tests.recipes import published
 from tests.test_imports import ROOT
 
 FOLDER = ROOT / "serving/deploy"
@@ -46,6 +52,82 @@ def test_the_cluster_probes_what_answers_without_a_key(monkeypatch: pytest.Monke
         if "value" in each:
             monkeypatch.setenv(each["name"], each["value"])
     assert load(*container["args"]).device.kind == "npu"
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published.write(tmp_path)
+    monkeypatch.setenv("MODELS", str(tmp_path))
+
+
+def placed(arguments: list[str], environment: dict[str, str], ranks_a_machine: int) -> Cluster:
+    """Where a machine of a job finds itself; the recipe must fit the devices that it asks for."""
+    recipe = Launched.of(arguments).recipe
+    assert recipe is not None
+    cluster = find_cluster(recipe.parallel, environment, set, Path("none"))
+    assert len(cluster.ranks_of(0, recipe.parallel.ranks)) == ranks_a_machine
+    config, share = share_of(recipe, 0)
+    assert recipe.device.memory_gib is not None
+    plan_memory(recipe, config, int(recipe.device.memory_gib * 2**30), share=share)
+    return cluster
+
+
+def npus(container: dict[str, Any]) -> int:
+    asked = container["resources"]
+    assert asked["limits"]["huawei.com/Ascend910"] == asked["requests"]["huawei.com/Ascend910"]
+    return int(asked["limits"]["huawei.com/Ascend910"])
+
+
+@pytest.mark.usefixtures("models")
+def test_an_ascend_job_holds_one_engine() -> None:
+    (job,) = documents("ascendjob.yaml")
+    specs = job["spec"]["replicaSpecs"]
+    machines = sum(each["replicas"] for each in specs.values())
+    assert job["spec"]["runPolicy"]["schedulingPolicy"]["minAvailable"] == machines == 2
+    for node, role in enumerate(("Master", "Worker")):
+        (container,) = specs[role]["template"]["spec"]["containers"]
+        assert container["name"] == "ascend"
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        told = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(ports["ascendjob-port"]), "RANK": str(node)}
+        npus_here = npus(container)
+        told |= {
+            "WORLD_SIZE": str(machines * npus_here),
+            "LOCAL_WORLD_SIZE": str(npus_here),
+            "LOCAL_RANK": "{0}",
+        }
+        cluster = placed(container["args"], told, npus_here)
+        assert cluster == Cluster("AscendJob", machines, node, "10.0.0.1", ports["ascendjob-port"])
+        assert ports["http"] == PORT
+
+
+@pytest.mark.usefixtures("models")
+def test_a_volcano_job_holds_one_engine() -> None:
+    (job,) = documents("volcano.yaml")
+    (task,) = job["spec"]["tasks"]
+    (container,) = task["template"]["spec"]["containers"]
+    (line,) = container["args"]
+    told = {"VC_TASK_INDEX": "1", f"VC_{task['name'].upper()}_HOSTS": "a-0.a,a-1.a"}
+    words = shlex.split(re.sub(r"\$(\w+)", lambda found: told[found[1]], line))
+    assert words[:5] == ["NODE_RANK=1", "exec", "bash", "scripts/launch.sh", "serve"]
+    cluster = placed(words[5:], {"NODE_RANK": "1"}, npus(container))
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert cluster == Cluster("parallel.nodes", task["replicas"], 1, "a-0.a", ports["ranks"])
+    assert job["spec"]["minAvailable"] == task["replicas"]
+    assert parser().parse_intermixed_args(words[5:]).port == ports["http"] == PORT
+
+
+@pytest.mark.usefixtures("models")
+def test_a_slurm_job_holds_one_engine() -> None:
+    path = FOLDER / "slurm.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
+    assert asked["ntasks-per-node"] == "1"
+    words = shlex.split(re.findall(r"launch.sh serve (.*) \"\$@\"", text)[0])
+    told = {"SLURM_JOB_ID": "7", "SLURM_NNODES": asked["nodes"], "SLURM_JOB_NODELIST": "n[1-2]"}
+    cluster = placed(words, told | {"SLURM_NODEID": "1", "SLURM_LOCALID": "0"}, 8)
+    assert cluster == Cluster("SLURM", 2, 1, "n1", 29407)
+    assert parser().parse_intermixed_args(words).port == PORT
 
 
 def test_composed_services_find_each_other() -> None:
