@@ -59,6 +59,17 @@ def test_a_followed_engine_is_timed_beside_one_that_is_not(capsys: pytest.Captur
     assert row["alone_us"] > 0
 
 
+def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["collective", RECIPE, "parallel.tensor=2", "--sizes", "64,4096", "--repeats", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)["collective"]
+    assert found["ranks"] == 2
+    rows = [(row["method"], row["bytes"]) for row in found["calls"]]
+    assert rows == [(name, size) for name in ("all_reduce", "all_gather", "broadcast") for size in (64, 4096)]
+    assert all(row["us"] > 0 for row in found["calls"])
+    with pytest.raises(ValueError, match=r"parallel\.tensor: one rank waits for nobody; set it to 2 or more"):
+        main(["collective", RECIPE])
+
+
 def test_requests_come_and_go_while_many_wait() -> None:
     bench = queues.Bench(8, 20, {"queue": "sjf"})
     for _ in range(100):

@@ -1,0 +1,173 @@
+"""How long do the ranks of a recipe wait for each other? Each collective that a step calls, by size.
+
+A decode of R rows adds up [R, hidden] twice a layer (all_reduce), gathers [R, vocabulary / ranks]
+(all_gather), and brings [R] tokens from the first rank to the others (broadcast). Times are of the first
+rank, from the call to its end on the device; bandwidth counts the bytes that each rank brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmark.options import add_json, show
+from benchmark.run_clock import RunClock
+from models.group import BACKENDS, Group, join
+from recipes.build import versions
+from recipes.build.machine import start
+from recipes.build.rank_process import VISIBLE
+from recipes.build.ranks import devices_of, recipe_of_a_rank
+from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, whole, wholes
+from recipes.schema.reader import load
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+
+ROUNDS = 5  # of which the median counts
+WARM_UP = 3  # calls of each size that are not timed
+
+
+def methods(group: Group) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What a step calls."""
+    return {"all_reduce": group.all_reduce, "all_gather": group.all_gather, "broadcast": group.broadcast}
+
+
+def times_us(
+    group: Group, device: torch.device, sizes: list[int], repeats: int
+) -> Iterator[tuple[str, int, float]]:
+    """Each method's name, the bytes that a rank brings, and microseconds of a call."""
+    wait = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
+    for name, call in methods(group).items():
+        for size in sizes:
+            x = torch.zeros(size // 4, dtype=torch.float32, device=device)
+            for _ in range(WARM_UP):
+                call(x)
+            rounds = []
+            for _ in range(ROUNDS):
+                wait()
+                start_s = time.perf_counter()
+                for _ in range(repeats):
+                    call(x)
+                wait()
+                rounds.append(1e6 * (time.perf_counter() - start_s) / repeats)
+            yield name, size, statistics.median(rounds)
+
+
+def run_rank(
+    recipe: Recipe,
+    rank: int,
+    device: str | None,
+    port: int,
+    sizes: list[int],
+    repeats: int,
+    found: Connection,
+) -> None:
+    """In a process of its own."""
+    if device is not None:
+        os.environ[VISIBLE[recipe.device.kind]] = device
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    machine = start(recipe.device)
+    timeout_s = recipe.parallel.connect_timeout_s
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, timeout_s)
+    rows = list(times_us(group, machine.device, sizes, repeats))
+    found.send((machine.name, rows))
+    dist.destroy_process_group()
+
+
+def measure(recipe: Recipe, sizes: list[int], repeats: int) -> dict[str, Any]:
+    """What the first rank found."""
+    ranks = recipe.parallel.ranks
+    if ranks < 2:
+        raise RecipeError("parallel.tensor", "one rank waits for nobody", "set it to 2 or more", value=ranks)
+    devices, recipe = devices_of(recipe, ranks), recipe_of_a_rank(recipe, ranks)
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        timeout = timedelta(seconds=recipe.parallel.connect_timeout_s)
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=server.detach(),
+        )
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        context.Process(
+            target=run_rank,
+            args=(recipe, rank, devices[rank], port, sizes, repeats, pipes[rank][1]),
+            daemon=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process, (_, ours) in zip(processes, pipes):
+        process.start()
+        ours.close()  # so that its end is seen
+    try:
+        name, rows = pipes[0][0].recv()
+        for rank, (pipe, _) in enumerate(pipes[1:], 1):
+            pipe.recv()
+            processes[rank].join()
+    except EOFError:
+        ended = [
+            f"rank {rank} ({each.exitcode})" for rank, each in enumerate(processes) if not each.is_alive()
+        ]
+        raise OSError(f"a rank has ended: {', '.join(ended) or 'see its log'}") from None
+    finally:
+        for process in processes:
+            process.kill()
+        del store
+    figures = [
+        {"method": method, "bytes": size, "us": round(us, 1), "gb_per_s": round(size / us / 1e3, 3)}
+        for method, size, us in rows
+    ]
+    return {"device": name, "ranks": ranks, "calls": figures}
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """A row a size, in Markdown."""
+    found = result["collective"]
+    names = list(dict.fromkeys(row["method"] for row in found["calls"]))
+    by_size: dict[int, dict[str, Any]] = {}
+    for row in found["calls"]:
+        by_size.setdefault(row["bytes"], {})[row["method"]] = row
+    print(f"{found['ranks']} ranks of {found['device']}: µs of a call (GB/s)\n")
+    print(f"| bytes of a rank | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
+    for size, row in by_size.items():
+        cells = [f"{row[name]['us']:,.1f} ({row[name]['gb_per_s']:.3f})" for name in names]
+        print(f"| {size:,} | {' | '.join(cells)} |")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `collective`."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--sizes",
+        type=wholes(4, 2**32),
+        default=[8 << 10, 64 << 10, 512 << 10, 4 << 20],
+        metavar="BYTES,...",
+        help="what a rank brings",
+    )
+    parser.add_argument("--repeats", type=whole(1, MOST_COUNT), default=20, metavar="N", help="of a round")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    recipe, clock = load(options.recipe, options.overrides, options.profile), RunClock()
+    found = measure(recipe, options.sizes, options.repeats)
+    described = {"benchmark": "collective", "machine": versions.describe(), "clock": clock.read()}
+    show({**described, "collective": found}, options, print_table)
