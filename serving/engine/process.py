@@ -51,6 +51,9 @@ class EngineProcess:
         self.socket.set_hwm(0)  # bounded by the requests that are let in
         self.socket.setsockopt(zmq.LINGER, 0)
         self._process: asyncio.subprocess.Process | None = None
+        self._group: int | None = (
+            None  # of processes: this one and those that it starts, such as further ranks
+        )
         self._complaints: list[tuple[float, str]] = []  # the last warning or error of its log, and when
 
     @staticmethod
@@ -95,6 +98,7 @@ class EngineProcess:
             stderr=asyncio.subprocess.PIPE,  # the engine must not wait where our own log cannot be written
             start_new_session=True,  # a terminal's ctrl-C is for the server
         )
+        self._group = self._process.pid  # as the first of its session
         self._relaying = asyncio.ensure_future(self._relay())
 
     def hurry(self) -> None:
@@ -145,8 +149,11 @@ class EngineProcess:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _CLOSING_S)
             await self._killed()
-            with contextlib.suppress(ProcessLookupError):  # processes of its own, such as further ranks
-                os.killpg(self._process.pid, signal.SIGKILL)
+            if self._group is not None:
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # none of the processes that it has started is left
+                    os.killpg(self._group, signal.SIGKILL)
             await asyncio.wait([self._relaying], timeout=_LAST_WORDS_S)
             self._relaying.cancel()
         self.socket.close()
