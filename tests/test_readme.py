@@ -130,6 +130,7 @@ def printed(block: str, tree: Path) -> list[str]:
         "PATH": f"{tree}/.venv/bin{os.pathsep}{os.environ['PATH']}",
         "PYTEST_ADDOPTS": "--collect-only -q",  # for the test command: the tests are running already
         "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache"),
+        "MASTER_PORT": free_port(),
     }
     with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", at_free_ports(block)],
@@ -153,10 +154,14 @@ def printed(block: str, tree: Path) -> list[str]:
 def at_free_ports(block: str) -> str:
     """The same commands, at ports that no other run of them on this machine has."""
     for port in {*re.findall(r"(?:--port |127\.0\.0\.1:)(\d+)\b", block)}:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            block = re.sub(rf"\b{port}\b", str(free.getsockname()[1]), block)
+        block = re.sub(rf"\b{port}\b", free_port(), block)
     return block
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 def pattern(line: str) -> str:

@@ -27,6 +27,8 @@ from models.group import BACKENDS, join
 from recipes.build.engine import assemble
 from recipes.build.machine import start
 from recipes.build.rank_process import ALONE, FAILED, LENGTH, LIMIT_S, RECIPE, RECORDING, common, restored
+from recipes.schema.numbers import whole
+from recipes.schema.parallel_section import MOST_RANKS
 from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ def main(argv: list[str]) -> int:
     """Follow; the leader is told why, if this rank cannot."""
     options = argparse.ArgumentParser(prog="python -m recipes.build.follower_process")
     options.add_argument("--leader", required=True)
-    options.add_argument("--rank", type=int, required=True)
+    options.add_argument("--rank", type=whole(1, MOST_RANKS), required=True)
     asked = options.parse_args(argv)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # they are for the leader, whose end ends us

@@ -52,7 +52,15 @@ def test_the_version_is_told(http: httpx.Client) -> None:
 
 def test_the_recipe_the_versions_and_the_machine_are_told(http: httpx.Client) -> None:
     told = http.get("/server_info").json()
-    assert list(told["recipe"]) == ["model", "device", "cache", "scheduler", "speculation", "server"]
+    assert list(told["recipe"]) == [
+        "model",
+        "device",
+        "cache",
+        "scheduler",
+        "speculation",
+        "parallel",
+        "server",
+    ]
     assert told["recipe"]["model"]["path"] == "recipes/tiny/weights"
     assert told["recipe"]["scheduler"]["num_slots"] == told["num_slots"] == 32
     assert told["recipe"]["cache"]["page_size"] == told["page_size"] == 16
