@@ -69,7 +69,7 @@ def find_cluster(
     )
     if ranks % found.num_nodes:
         raise RecipeError(
-            ("parallel.tensor", "parallel.pipeline"),
+            "parallel.tensor",
             f"{ranks} ranks cannot be shared evenly by {found.num_nodes} machines ({found.source})",
             f"make them a multiple of {found.num_nodes}",
             value=ranks,

@@ -208,7 +208,7 @@ def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
     there = torch.get_device_module(kind).device_count()
     if there < ranks:
         raise RecipeError(
-            ("parallel.tensor", "parallel.pipeline"),
+            "parallel.tensor",
             f"{ranks} ranks of this machine take a device each, and this process sees {there}",
             f"lower it, or let it see more by {VISIBLE[kind]}",
             value=ranks,

@@ -20,12 +20,6 @@ class ParallelSection:
         least=1,
         most=MOST_RANKS,
     )
-    pipeline: int = key(
-        "stages of consecutive layers, each of `parallel.tensor` ranks; as many batches are in flight",
-        default=1,
-        least=1,
-        most=MOST_RANKS,
-    )
     nodes: tuple[str, ...] | None = key(
         "addresses of the machines that hold the ranks, in equal numbers; the first leads; null: as the"
         " launcher says, or this machine alone",
@@ -37,5 +31,5 @@ class ParallelSection:
 
     @property
     def ranks(self) -> int:
-        """Of one engine."""
-        return self.tensor * self.pipeline
+        """Of one engine, in all."""
+        return self.tensor
