@@ -94,7 +94,10 @@ def alone() -> Engine:
     return engine().engine
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module",
+    params=["guesses", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "guesses")],
+)
 def together(request: pytest.FixtureRequest) -> Iterator[BuiltEngine]:
     built = engine(*WAYS[request.param], ranks=2)
     yield built
@@ -150,8 +153,12 @@ def on_one_npu(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list
 @pytest.mark.npu
 @pytest.mark.parametrize(
     "changes",
-    [(), ("scheduler.overlap=true",), pytest.param(("device.graphs=0",), marks=pytest.mark.slow)],
-    ids=["captured", "captured, overlapping", "eager"],
+    [
+        ("scheduler.overlap=true",),
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("device.graphs=0",), marks=pytest.mark.slow),
+    ],
+    ids=["captured, overlapping", "captured", "eager"],
 )
 def test_two_npus_give_the_texts_of_one(
     changes: tuple[str, ...], on_one_npu: list[tuple[str, list[int]]], tmp_path: Path
