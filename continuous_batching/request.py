@@ -44,6 +44,7 @@ class SamplingParams:
     beam_width: int = 0  # 0: off; else the answers are searched for by so many beams, not drawn
     length_penalty: float = 1.0  # a hypothesis scores its log-probability / tokens**length_penalty
     early_stopping: bool | Literal["never"] = False  # as in transformers' generate
+    max_draft_tokens: int | None = None  # guesses that one step checks; None: as the recipe says; 0: none
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, 1 <= self.max_tokens <= _MOST, f"from 1 to {_MOST}")
@@ -71,6 +72,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(name, value, value is None or 0 <= value <= MOST_LOGPROBS, f"from 0 to {MOST_LOGPROBS}")
+        drafts = self.max_draft_tokens
+        _check("max_draft_tokens", drafts, drafts is None or 0 <= drafts <= _MOST, f"from 0 to {_MOST}")
         num_biases, num_ends = len(self.logit_bias), len(self.stop_token_ids)
         _check("logit_bias", num_biases, num_biases <= _MOST_TOKENS, f"of at most {_MOST_TOKENS} tokens")
         _check("stop_token_ids", num_ends, num_ends <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens")

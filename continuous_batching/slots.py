@@ -38,6 +38,7 @@ class SlotPool:
         self.num_prompt = self._integers()
         self.num_tokens = self._integers()  # known: prompt and answer so far
         self.num_computed = self._integers()  # of these, how many are in the cache
+        self.most_drafts = self._integers()  # that the request allows a step
         self.num_drafts = self._integers()  # guesses that follow the known tokens in token_ids
         self.num_drafted = self._integers()  # guesses that were checked
         self.num_accepted = self._integers()  # of these, what the model said too
@@ -130,6 +131,9 @@ class SlotPool:
         for column in (self.num_computed, self.num_drafts, self.num_pages, self.num_published):
             column[row] = 0
         self.draft_lag[row] = 0
+        self.most_drafts[row] = (
+            self.max_tokens if params.max_draft_tokens is None else params.max_draft_tokens
+        )
         self.num_drafted[row], self.num_accepted[row] = request.num_drafted, request.num_accepted
         self.num_shareable[row] = min(len(request.page_keys), request.num_prompt_tokens // self.page_size)
 

@@ -194,7 +194,7 @@ class Scheduler:
         last = self.in_flight.last
         if last.num_drafts or (self._outrank and len(self.waiting)):
             return False
-        if self.speculation is not None and self.speculation.lengths.is_hopeful:
+        if self.speculation is not None and self.speculation.is_hopeful:
             return False
         if not slots.plain[last.owners].all():
             return False

@@ -53,6 +53,11 @@ class Speculation:
         self._counts = np.zeros(slots.num_slots, dtype=np.int64)
         self._known = np.zeros(slots.num_slots, dtype=np.int64)
 
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether a step is worth waiting for the tokens of the one before, which drafts would follow."""
+        return self.lengths.is_hopeful and bool(self._slots.most_drafts[self._slots.busy].any())
+
     def propose(self, rows: Index, starts: Index, stops: Index, spare_tokens: int) -> bool:
         """Give drafts to spans of a step, which rows compute from `starts` to `stops`, where it pays.
 
@@ -69,7 +74,7 @@ class Speculation:
             return False
         known = slots.num_tokens[rows]
         may = slots.decoding(rows, starts, known) & (stops == known) & (slots.beam_width[rows] == 0)
-        room = np.minimum(slots.limit[rows] - known - 1, self.most)
+        room = np.minimum(np.minimum(slots.limit[rows] - known - 1, self.most), slots.most_drafts[rows])
         decoding = np.flatnonzero(may & (room > 0))
         if not len(decoding):
             return False

@@ -153,6 +153,9 @@ class GenerationBody(StrictBody):
     beam_width: int | None = Field(None, description="search for the answers by so many beams")
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    max_draft_tokens: int | None = Field(
+        None, description="guesses of the answer that one step checks, at most; 0: no speculation"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default"] | None = Field(None, description="there is one: the default")

@@ -188,6 +188,14 @@ FIELDS = (
         allowed='true, false or `"never"`',
     ),
     RequestField(
+        ("max_draft_tokens",),
+        "the most guesses of its tokens that one step checks, where the recipe has `speculation`, whose own "
+        "limit holds too; 0: none; tokens stay the same",
+        0,
+        2**31 - 1,
+        default="the recipe's",
+    ),
+    RequestField(
         ("logprobs", "top_logprobs"),
         "log-probabilities: of each token and so many likeliest ones; how many where `logprobs` is true",
         allowed="0 to 20, or true; 0 to 20",

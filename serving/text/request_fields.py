@@ -205,6 +205,7 @@ _SAMPLING: dict[str, types.Reader] = {
     "beam_width": types.integer,
     "length_penalty": types.number,
     "early_stopping": types.early_stopping,
+    "max_draft_tokens": types.integer,
 }
 _CHAT: dict[str, types.Reader] = {
     "add_generation_prompt": types.boolean,

@@ -155,6 +155,7 @@ def test_every_schedule_with_drafts_gives_the_tokens_of_each_request_alone(
     scheduler, runner = made
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
+    assert not any(each.num_drafted for each in ended.values() if each.params.max_draft_tokens == 0)
     assert not len(scheduler.slots.busy)
     assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
 
@@ -189,7 +190,9 @@ def recorded(path: Path, made: Scheduler, seed: int, *, overlap: bool) -> list[R
         if to_come and random.random() < 0.4:
             to_come -= 1
             prompt = np.tile(random.integers(0, 40, 4), 4)[: int(random.integers(1, 16))]
-            params = SamplingParams(max_tokens=int(random.integers(1, 30)), temperature=0.0)
+            allowed = None if to_come % 3 else int(random.integers(0, 3))
+            longest = int(random.integers(1, 30))
+            params = SamplingParams(max_tokens=longest, temperature=0.0, max_draft_tokens=allowed)
             engine.add(Request(str(to_come), prompt, params, arrival_s=now))
         if random.random() < 0.04 and len(made.slots.busy):
             engine.abort(made.slots.requests[int(random.choice(made.slots.busy))].id)

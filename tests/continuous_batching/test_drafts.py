@@ -150,6 +150,40 @@ def test_nobody_looks_ahead_of_drafts() -> None:
     assert not engine.scheduler.can_look_ahead
 
 
+ALLOWED = [None, 0, 2, 0]  # drafts of four rows
+
+
+def test_a_request_may_have_fewer_drafts_or_none() -> None:
+    engine, guesser = engine_of(max_batch_tokens=60)
+    answers = {}
+    for number, allowed in enumerate(ALLOWED):
+        prompt = list(range(number, number + 6))
+        answers[str(number)] = alone(prompt, 12)
+        guesser.stories[str(number)] = prompt + answers[str(number)]
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, max_draft_tokens=allowed)
+        engine.add(Request(str(number), np.array(prompt), params))
+    ended = [*engine.step().finished]
+    batch = engine.scheduler.schedule(0.0)
+    assert (batch.stops - batch.starts).tolist() == [10, 1, 3, 1]
+    engine.scheduler.commit(batch, engine.runner.run(batch), 0.0)
+    while engine.has_work:
+        ended += engine.step().finished
+    assert {each.id: each.answer.tolist() for each in ended} == answers
+    drafted = {each.id: each.num_drafted for each in ended}
+    assert [drafted[str(number)] > 0 for number in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("allowed", [None, 0])
+def test_steps_are_made_ahead_where_no_request_may_have_drafts(allowed: int | None) -> None:
+    engine, guesser = engine_of()
+    guesser.stories["a"] = []
+    params = SamplingParams(max_tokens=9, temperature=0.0, max_draft_tokens=allowed)
+    engine.add(Request("a", np.arange(6), params))
+    engine.step()
+    engine.scheduler.schedule(0.0)
+    assert engine.scheduler.can_look_ahead == (allowed == 0)
+
+
 class Unsure(Fixed):
     """No guess is checked, for what the model says shows anyway whether the first is right."""
 

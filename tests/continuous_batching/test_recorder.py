@@ -19,11 +19,13 @@ from continuous_batching.policies.static import Static
 from continuous_batching.recording.format import (
     BEGIN,
     FORMAT,
+    Added,
     Closed,
     Committed,
     Entry,
     Header,
     Looked,
+    SampleEntry,
     Scheduled,
     read_entries,
 )
@@ -37,6 +39,13 @@ from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner
 
 FACTS = {"made by": "a test"}
+
+
+def test_a_recording_from_before_a_parameter_was_there_is_read() -> None:
+    added = Added([SampleEntry("a", SamplingParams(seed=3))], b"", "", "", 0, 0.0)
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(added))
+    del fields[1][0][1]["max_draft_tokens"]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Added) == added
 
 
 def scheduler(num_slots: int = 3, num_pages: int = 9, budget: int = 6, static: bool = False) -> Scheduler:

@@ -49,6 +49,20 @@ DRAFT_FAULTS = (
         "a draft stands where no token may follow it",
     ),
     Fault(
+        "a_request_cannot_do_without_drafts",
+        SPECULATION,
+        ", self.most), slots.most_drafts[rows])",
+        ", self.most), self.most)",
+        "max_draft_tokens of a request is not read",
+    ),
+    Fault(
+        "steps_wait_for_drafts_that_nobody_may_have",
+        SPECULATION,
+        " and bool(self._slots.most_drafts[self._slots.busy].any())",
+        "",
+        "steps are not scheduled ahead although no request may have drafts",
+    ),
+    Fault(
         "a_place_too_many_is_counted",
         SPECULATION,
         "int((accepted > position).sum())",

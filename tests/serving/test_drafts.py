@@ -96,6 +96,18 @@ def test_answers_end_where_they_do_without_drafts(plain: list[list[tuple[object,
 
 
 @BOTH
+def test_a_request_may_do_without(settings: tuple[str, ...], plain: list[list[tuple[object, ...]]]) -> None:
+    """Alone, and beside one that has drafts: neither changes a token."""
+    llm = LLM(RECIPE, *settings)
+    off = replace(PARAMS[0], max_draft_tokens=0)
+    counters = llm.engine.scheduler.counters
+    assert answers(llm.generate(PROMPT, off, use_tqdm=False)) == plain[:1]
+    assert counters.draft_tokens == 0
+    assert answers(llm.generate([PROMPT] * 2, [off, PARAMS[0]], use_tqdm=False)) == plain[:1] * 2
+    assert counters.accepted_tokens > 0
+
+
+@BOTH
 def test_a_served_answer_ends_where_it_does_without_drafts(
     settings: tuple[str, ...], plain: list[list[tuple[object, ...]]]
 ) -> None:

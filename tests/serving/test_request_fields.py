@@ -39,6 +39,7 @@ def test_every_field_arrives(texts: dict[str, Text]) -> None:
             "stop": ["\n", "end"],
             "stop_token_ids": [5],
             "ignore_eos": True,
+            "max_draft_tokens": 0,
             "tenant": "us",
             "cache_salt": "salt",
             "priority": -3,
@@ -67,6 +68,7 @@ def test_every_field_arrives(texts: dict[str, Text]) -> None:
         stop=("\n", "end"),
         stop_token_ids=(5,),
         ignore_eos=True,
+        max_draft_tokens=0,
     )
 
 

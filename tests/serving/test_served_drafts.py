@@ -1,0 +1,119 @@
+"""Do served streams end inside an accepted run of drafts where they end without drafts?
+
+A request that allows no drafts shows where: the same server answers it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving.server import PATIENCE_S, TINY, Server, started
+
+SETTINGS = (
+    "scheduler.num_slots=4",
+    "device.threads=1",
+    "device.compile=false",
+    "model.dtype=float32",
+    "speculation.kind=ngram",
+    "speculation.max_tokens=8",
+    "speculation.adaptive=fixed",
+)
+PROMPT = "One day, One day, One day,"
+# The answer, which no end token may end, begins to repeat itself at its 20th token
+STORY = {"prompt": PROMPT, "temperature": 0, "max_tokens": 32, "logit_bias": {"2": -100.0}, "logprobs": 1}
+PLACES = range(22, 32)  # of the answer: a run of right drafts, and more
+Shown = tuple[str, list[Any], list[Any], Any, Any, int]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    server: Server = started((TINY, *SETTINGS))
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+        yield client
+    assert server.close() == 0
+
+
+def streamed(client: httpx.Client, body: dict[str, Any]) -> Shown:
+    """What a stream shows from its beginning to its end."""
+    options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    response = client.post("/v1/completions", json=body | options)
+    assert response.status_code == 200, response.text
+    *lines, done, _ = response.text.split("\n\n")
+    assert done == "data: [DONE]"
+    *events, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    choices = [choice for event in events for choice in event["choices"]]
+    return (
+        "".join(each["text"] for each in choices),
+        [token for each in choices for token in each["token_ids"]],
+        [(token, round(value, 3)) for each in choices for token, value in told(each["logprobs"])],
+        choices[-1]["finish_reason"],
+        choices[-1]["stop_reason"],
+        last["usage"]["completion_tokens"],
+    )
+
+
+def told(logprobs: dict[str, Any] | None) -> list[tuple[str, float]]:
+    return [] if logprobs is None else list(zip(logprobs["tokens"], logprobs["token_logprobs"]))
+
+
+def drafted(client: httpx.Client) -> float:
+    """How many drafts were checked so far."""
+    name = "vllm:spec_decode_num_draft_tokens_total"
+    return sum(
+        float(line.split()[-1])
+        for line in client.get("/metrics").text.splitlines()
+        if line.startswith((name + " ", name + "{"))
+    )
+
+
+def check(client: httpx.Client, body: dict[str, Any]) -> Shown:
+    """The same with drafts and without."""
+    found = streamed(client, body)
+    assert found == streamed(client, body | {"max_draft_tokens": 0})
+    assert found[5] == len(found[1]) == len(found[2])
+    return found
+
+
+def test_a_request_allows_drafts_or_none(client: httpx.Client) -> None:
+    plain = streamed(client, STORY | {"max_draft_tokens": 0})
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "max_draft_tokens": 0}
+    assert client.post("/v1/chat/completions", json=chat).status_code == 200
+    assert streamed(client, STORY) == plain
+    until_s = time.monotonic() + PATIENCE_S
+    while not drafted(client):  # told by the engine a few times a second
+        assert time.monotonic() < until_s
+    refused = client.post("/v1/completions", json=STORY | {"max_draft_tokens": -1})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "max_draft_tokens is -1; it must be from 0 to 2147483647"
+
+
+def test_a_limit_ends_a_stream_at_each_place_of_a_run(client: httpx.Client) -> None:
+    for place in PLACES:
+        found = check(client, STORY | {"max_tokens": place})
+        assert (found[3], found[5]) == ("length", place)
+
+
+def test_a_stop_token_ends_a_stream_at_each_place_of_a_run(client: httpx.Client) -> None:
+    """Where it stood before `min_tokens`, another token comes in its place."""
+    _, tokens, *_ = streamed(client, STORY)
+    for place in PLACES:
+        token = tokens[place]
+        found = check(client, STORY | {"stop_token_ids": [token], "min_tokens": place})
+        assert found[5] > place
+        assert token not in found[1][:place]
+
+
+def test_a_stop_string_ends_a_stream_at_each_place_of_a_run(client: httpx.Client) -> None:
+    text, *_ = streamed(client, STORY)
+    for place in range(len(text) - 20, len(text) - 4, 2):
+        stop = text[place : place + 4]
+        found = check(client, STORY | {"stop": [stop], "min_tokens": PLACES[0]})
+        assert found[0] + stop == text[: len(found[0]) + len(stop)]
+        assert found[3:5] == ("stop", stop)
+        assert PLACES[0] < found[5] < 32
