@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,16 +34,17 @@ def requests() -> list[Request]:
 
 
 class Guesser:
-    """Guesses up to four tokens of what it knows; one guess in four is wrong."""
+    """Guesses up to four tokens of what it knows; a share of them is wrong."""
 
-    def __init__(self, slots: SlotPool, stories: dict[str, list[int]]) -> None:
+    def __init__(self, slots: SlotPool, stories: dict[str, list[int]], wrong: float = 0.25) -> None:
         self.slots, self.stories, self.random = slots, stories, np.random.default_rng(1)
+        self.wrong = wrong
 
     def guess(self, rows: Index, most: int) -> Guesses:
         known = self.slots.num_tokens[rows]
         stories = [self.stories[self.slots.requests[row].id] for row in rows.tolist()]
         tokens = [(story[at : at + most] + [0] * most)[:most] for story, at in zip(stories, known.tolist())]
-        wrong = self.random.random((len(rows), most)) < 0.25
+        wrong = self.random.random((len(rows), most)) < self.wrong
         return Guesses(np.where(wrong, 299, tokens).astype(np.int32), np.full(len(rows), most))
 
 
@@ -70,3 +73,30 @@ def test_every_token_and_logprob_is_that_without_drafts(kind: str) -> None:
         assert [each.token for each in with_drafts.logprobs] == [each.token for each in without.logprobs]
         found = np.array([each.logprob for each in with_drafts.logprobs])
         assert np.allclose(found, [each.logprob for each in without.logprobs], atol=1e-4)
+
+
+def test_min_tokens_holds_at_each_place_of_a_run() -> None:
+    """Drafts say what comes without end tokens: at a place that is too early the model says another token."""
+    engine = build(load("recipes/tiny/cpu.yaml", SETTINGS)).engine
+
+    def answered(params: SamplingParams, stories: dict[str, list[int]] | None = None) -> list[int]:
+        engine.scheduler.speculation = None
+        if stories is not None:
+            engine.scheduler.speculation = Speculation(
+                engine.slots, Guesser(engine.slots, stories, wrong=0), Fixed(), 12
+            )
+        request = Request("a", np.arange(300, 320), params)
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        return request.tokens.tolist()
+
+    story = answered(KINDS[0])
+    for place in range(3, 13):
+        for least in (place, place + 1):
+            stop = story[20 + place]
+            params = replace(KINDS[0], stop_token_ids=(stop,), min_tokens=least, logit_bias={5: -1.0})
+            plain = answered(params)
+            assert answered(params, {"a": story}) == plain
+            assert len(plain) > 20 + least or plain[-1] == stop
+    assert engine.scheduler.counters.accepted_tokens > 20

@@ -113,6 +113,20 @@ DRAFT_FAULTS = (
         "the second token of a run is not penalised for the first",
     ),
     Fault(
+        "min_tokens_asks_for_the_first_of_a_run",
+        PROCESSORS,
+        "too_short = targets < slots.min_total[rows]",
+        "too_short = slots.num_tokens[rows] < slots.min_total[rows]",
+        "no end token may come in a run that begins before min_tokens",
+    ),
+    Fault(
+        "log_probabilities_stay_with_dropped_tokens",
+        BATCH,
+        "{index_of[old]: each for old, each in self.logprobs.items() if old in index_of}",
+        "dict(self.logprobs)",
+        "behind a wrong draft, tokens are told with the log-probabilities of others",
+    ),
+    Fault(
         "the_first_of_a_run_ends_the_answer",
         JOBS,
         "reason = request.finish_reason if index == last[row] else None",
@@ -131,7 +145,8 @@ _BATCHING = "tests/continuous_batching/"
 _OURS = (_BATCHING + "test_drafts.py", _BATCHING + "test_draft_schedules.py")
 DRAFT_TESTS_OF = {
     NGRAM: (_BATCHING + "test_ngram.py",),
-    **dict.fromkeys((SPECULATION, BATCH, RECORDED, REPLAY), _OURS),
+    **dict.fromkeys((SPECULATION, RECORDED, REPLAY), _OURS),
+    BATCH: (*_OURS, "tests/models/test_drafts.py"),
     **dict.fromkeys((SAMPLER, PROCESSORS), ("tests/models/test_drafts.py",)),
     **dict.fromkeys((JOBS, MESSAGES), ("tests/serving/test_drafts.py",)),
 }
