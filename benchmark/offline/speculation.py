@@ -2,7 +2,8 @@
 
 Plain decoding and each kind of speculation serve the same requests, in turn, and medians of the runs are
 compared. A kind keeps between its runs what it has learnt of lengths and times, as a server does between
-requests, but no text. Some requests quote: their prompt holds the answer that they get. Others get an
+requests, but no text and no pages. A draft model takes part where the recipe names one, and is then loaded
+beside all kinds. Some requests quote: their prompt holds the answer that they get. Others get an
 ordinary answer, or begin with random tokens. A load is the number of requests that run at once.
 """
 
@@ -24,22 +25,23 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed, Lengths
-from continuous_batching.speculation.ngram import NGram
-from continuous_batching.speculation.proposer import Proposer
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
-from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.speculation.throughput import Throughput
 from recipes.build import versions
 from recipes.build.engine import build
 from recipes.build.machine import start
+from recipes.build.speculation import ON_DEVICE, PROPOSERS
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, whole, wholes
 from recipes.schema.reader import read
 
-PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram, "suffix": Suffix}
 TEXTS = ("quoting", "ordinary", "random")
-KINDS = ("plain", *(f"{name}, {way}" for name in PROPOSERS for way in ("throughput", "source", "fixed")))
+WAYS = ("throughput", "source", "fixed")
+_NO_DRAFT_MODEL = (
+    "the recipe names no draft model; add speculation.kind=draft speculation.draft_path=DIRECTORY"
+)
+KINDS = ("plain", *(f"{name}, {way}" for name in PROPOSERS for way in WAYS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class SpeculationLoad:
     answer_tokens: int
     most_drafts: int
     num_runs: int
+
+
+def proposer_of(kind: str) -> str:
+    """Who guesses, by a kind's name."""
+    return kind.split(", ")[0]
 
 
 def lengths_of(kind: str, slots: SlotPool, most: int) -> Lengths | None:
@@ -69,14 +76,22 @@ def run(
     overrides: Sequence[str],
     profile: str | None,
     loads: Sequence[int],
-    kinds: Sequence[str],
+    asked: Sequence[str] | None,
     load: SpeculationLoad,
 ) -> dict[str, Any]:
-    """A row for each text, load and kind; what a kind brings is over plain decoding of the same row."""
+    """A row for each text, load and kind; what a kind brings is over plain decoding of the same row.
+
+    Of all kinds, or those `asked` for; raises ValueError for a draft model that the recipe does not name.
+    """
     clock = RunClock()
     most_tokens = 3 * (load.prompt_tokens + load.answer_tokens)
     keys = [f"scheduler.num_slots={max(loads)}", f"scheduler.max_request_tokens={most_tokens}"]
     recipe = read(recipe_path, [*overrides, *keys], profile).recipe
+    absent = ON_DEVICE - {recipe.speculation.kind}
+    for kind in asked or ():
+        if proposer_of(kind) in absent:
+            raise ValueError(f"--kinds {kind!r}: {_NO_DRAFT_MODEL}")
+    kinds = [kind for kind in asked or KINDS if proposer_of(kind) not in absent]
     built = build(recipe)
     rows: list[dict[str, Any]] = []
     for text in TEXTS:
@@ -91,6 +106,7 @@ def run(
         "prompt_tokens": load.prompt_tokens,
         "answer_tokens": load.answer_tokens,
         "most_drafts": load.most_drafts,
+        "left_out": sorted(absent) if asked is None else [],
         "clock": clock.read(),
         "machine": versions.describe(start(recipe.device).name),
         "rows": rows,
@@ -110,13 +126,16 @@ def _prompts(engine: Engine, text: str, num: int, load: SpeculationLoad, vocab_s
     return [prompt + answer + prompt for prompt, answer in zip(prompts, said)]
 
 
-def _requests(prompts: list[list[int]], answer_tokens: int) -> list[Request]:
+def _requests(prompts: list[list[int]], answer_tokens: int, kind: str) -> list[Request]:
+    """Of one kind: they share no pages with others, which may have been computed without a draft model."""
     params = SamplingParams(max_tokens=answer_tokens, temperature=0.0, ignore_eos=True)
-    return [Request(str(number), np.array(each), params) for number, each in enumerate(prompts)]
+    return [
+        Request(str(number), np.array(each), params, cache_salt=kind) for number, each in enumerate(prompts)
+    ]
 
 
 def _answers(engine: Engine, prompts: list[list[int]], answer_tokens: int) -> list[list[int]]:
-    requests = _requests(prompts, answer_tokens)
+    requests = _requests(prompts, answer_tokens, "plain")
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -137,10 +156,12 @@ def _rows(
         for kind in kinds:
             engine.scheduler.speculation = None
             if lengths := learnt[kind]:
-                proposer = PROPOSERS[kind.split(", ")[0]](slots)
-                engine.scheduler.speculation = Speculation(slots, proposer, lengths, most)
+                name = proposer_of(kind)
+                engine.scheduler.speculation = Speculation(
+                    slots, PROPOSERS[name](slots), lengths, most, on_device=name in ON_DEVICE
+                )
             gc.collect()
-            seconds, said, facts[kind] = _serve(engine, prompts, load.answer_tokens)
+            seconds, said, facts[kind] = _serve(engine, prompts, load.answer_tokens, kind)
             taken[kind].append(seconds)
             if answers is not None and said != answers:
                 raise ValueError(f"{kind} changed an answer of {len(prompts)} requests on {text} text")
@@ -162,11 +183,11 @@ def _rows(
 
 
 def _serve(
-    engine: Engine, prompts: list[list[int]], answer_tokens: int
+    engine: Engine, prompts: list[list[int]], answer_tokens: int, kind: str
 ) -> tuple[float, list[list[int]], dict[str, int]]:
     """Seconds from the first token of the last request to the end, and what came in them."""
     counters = engine.scheduler.counters
-    requests = _requests(prompts, answer_tokens)
+    requests = _requests(prompts, answer_tokens, kind)
     for request in requests:
         engine.add(request)
     while any(each.first_token_s is None for each in requests):
@@ -196,6 +217,8 @@ def print_table(result: dict[str, Any]) -> None:
             f"{row['text']:10}{row['slots']:>6}  {row['kind']:22}{row['tokens_per_s']:>10.1f}"
             f"{row['times_plain']:>9.2f}{share:>10}{per_step:>8.2f}"
         )
+    for name in result["left_out"]:
+        print(f"{name}: left out, since {_NO_DRAFT_MODEL}")
     print(verdict_line(result["verdict"]))
 
 
@@ -204,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add = parser.add_argument
     add("--loads", type=wholes(1, 2**16), default=[1, 4, 16, 32], metavar="N,N,...", help="requests at once")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="; ".join(KINDS))
+    add("--kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {'; '.join(KINDS)} (all)")
     add("--prompt", type=whole(8, MOST_TOKENS), default=32, metavar="TOKENS")
     add("--answer", type=whole(2, MOST_TOKENS), default=128, metavar="TOKENS")
     add("--most", type=whole(1, 64), default=4, metavar="DRAFTS", help="of a row in a step")
@@ -215,7 +238,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     load = SpeculationLoad(options.prompt, options.answer, options.most, options.runs)
-    kinds = list(dict.fromkeys(("plain", *options.kinds)))
+    kinds = None if options.kinds is None else list(dict.fromkeys(("plain", *options.kinds)))
     result = run(options.recipe, options.overrides, options.profile, options.loads, kinds, load)
     show(result, options, print_table)
     if options.plot:

@@ -20,6 +20,7 @@ PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {
     "suffix": Suffix,
     "draft": lambda slots: DraftModel(),
 }
+ON_DEVICE = frozenset({"draft"})  # kinds whose guesses the device makes
 WINDOW = 100  # of the chapter's formula, where a recipe names none
 
 
@@ -39,4 +40,4 @@ def speculation_of(asked: SpeculationSection, slots: SlotPool) -> Speculation | 
     if asked.kind == "none":
         return None
     proposer, lengths = PROPOSERS[asked.kind](slots), lengths_of(asked, slots)
-    return Speculation(slots, proposer, lengths, asked.max_tokens, on_device=asked.kind == "draft")
+    return Speculation(slots, proposer, lengths, asked.max_tokens, on_device=asked.kind in ON_DEVICE)

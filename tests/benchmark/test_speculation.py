@@ -58,3 +58,31 @@ def test_every_kind_is_beside_plain_decoding(capsys: pytest.CaptureFixture[str],
     assert picture.stat().st_size > 1000
     rows[1]["times_plain"] *= 1.1
     assert "figures of speculation" in audit(result).describe()["refused"]
+
+
+EAGER = ["model.dtype=float32", "device.compile=false", "device.threads=1"]
+SIZES = ["--loads", "2", "--prompt", "8", "--answer", "12", "--runs", "1"]
+
+
+def test_a_draft_model_that_the_recipe_names_takes_part(capsys: pytest.CaptureFixture[str]) -> None:
+    draft = ["speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"]
+    kinds = ["--kinds", "draft, throughput", "draft, fixed"]
+    main(["speculation", TINY, *draft, *EAGER, *SIZES, *kinds, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdict"]["outcome"] == "pass"
+    assert result["left_out"] == []
+    drafted = [row for row in result["rows"] if row["kind"] == "draft, fixed"]
+    assert [row["text"] for row in drafted] == ["quoting", "ordinary", "random"]
+    assert all(row["drafted"] > 0 for row in drafted)
+    assert any(row["accepted"] > 0 for row in drafted)
+
+
+def test_a_draft_model_that_is_not_named_is_left_out_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["speculation", TINY, *EAGER, *SIZES, "--loads", "1", "--answer", "3"])
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "draft" in line] == [
+        "draft: left out, since the recipe names no draft model; add speculation.kind=draft"
+        " speculation.draft_path=DIRECTORY"
+    ]
+    with pytest.raises(ValueError, match="--kinds 'draft, fixed': the recipe names no draft model"):
+        main(["speculation", TINY, *EAGER, *SIZES, "--kinds", "draft, fixed"])

@@ -8,8 +8,16 @@ ROOM = "continuous_batching/"
 SPANS, BOOKED = ROOM + "speculation/draft_model.py", ROOM + "sampling/drafts.py"
 LIFECYCLE, MATCHING = ROOM + "paging/slot_lifecycle.py", ROOM + "paging/prefix_matching.py"
 DRAFTER = "models/drafter.py"
+BENCHMARK = "benchmark/offline/speculation.py"
 
 DRAFT_MODEL_FAULTS = (
+    Fault(
+        "the_benchmark_leaves_the_draft_model_idle",
+        BENCHMARK,
+        "on_device=name in ON_DEVICE",
+        "on_device=False",
+        "a draft model is measured that makes no drafts",
+    ),
     Fault(
         "prompt_not_computed_by_the_draft_model",
         SPANS,
@@ -91,4 +99,5 @@ DRAFT_MODEL_FAULTS = (
 DRAFT_MODEL_TESTS_OF = {
     SPANS: ("tests/continuous_batching/test_draft_model.py",),
     DRAFTER: ("tests/models/test_draft_model.py",),
+    BENCHMARK: ("tests/benchmark/test_speculation.py",),
 }
