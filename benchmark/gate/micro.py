@@ -18,7 +18,7 @@ from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, fin
 
 ROUNDED = 0.006  # of ratios of figures with four decimals, or with two
 TIMES_SLACK_US = 0.06
-STEPS_OF_A_RUN = 22
+STEPS_OF_A_RUN = 100  # more than proposers let go by between two looks at many rows
 Row = Mapping[str, Any]
 
 

@@ -101,8 +101,8 @@ def measure(
             prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT)
             scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
         times_us.append(step_us(scheduler, random))
-    p50, p99 = np.percentile(times_us, [50, 99])
     times_us = [round(each, 1) for each in times_us]
+    p50, p99 = np.percentile(times_us, [50, 99])
     found = {"p50_us": p50, "p99_us": p99, "runs_us": median_of_runs(np.array(times_us))}
     return {**{name: round(float(each), 1) for name, each in found.items()}, "times_us": times_us}
 

@@ -7,21 +7,23 @@ takes another way, as steps beside a captured graph do.
 
 from __future__ import annotations
 
+from operator import mul, truediv
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
+from kv_cache.pages import Index
 
 Floats = NDArray[np.float64]
-_SCALES = np.array([1.0, 1.0, 1e2, 1e4])  # bring the features near each other
+_SCALES = 1.0, 1.0, 1e2, 1e4  # bring the features near each other
 _KEPT = 0.99  # of what was learnt, at each entry
 _TRUST = 1e-3  # in the last weights, where nothing that was kept says otherwise; in squared errors
 _PLAIN_STEPS = 8  # of one size, whose median is one entry
 _MOST_RATIO = 2.0  # of a measured to a predicted time: what is beyond it is the machine's business
 _ENOUGH = 4  # entries before which no ratio is too large
-_MOST_UNFITTED = 4  # entries that the weights may lack where nobody asks for a time
+_MOST_UNFITTED = 32  # entries that the weights may lack where nobody asks for a time
 
 
 class DecodeTime:
@@ -37,15 +39,15 @@ class DecodeTime:
         self._products: Floats = np.zeros((4, 4))
         self._sums: Floats = np.zeros(4)
         self._num_entries = 0
-        self._num_unfitted = 0
+        self._unfitted: list[tuple[float, ...]] = []  # features of the entries since, over their times
         self._plain_s: list[float] = []
-        self._plain: Batch | None = None  # the last of these
+        self._starts: Index | None = None  # of the last of these: a batch that is held costs the next ones
 
     def predict(self, num_tokens: int, context: int) -> tuple[float, float, float]:
         """Seconds without drafts, what having any adds, and what each of them adds."""
-        if self._num_unfitted:
+        if self._unfitted:
             self._fit()
-        base, drafted, token, read = (self._weights / _SCALES).tolist()
+        base, drafted, token, read = map(truediv, self._weights.tolist(), _SCALES)
         return base + token * num_tokens + read * context, drafted, token
 
     def observe(self, batch: Batch, took_s: float) -> None:
@@ -56,35 +58,41 @@ class DecodeTime:
             self.prompt_token_s += 0.1 * (took_s / batch.num_tokens - self.prompt_token_s)
         elif batch.num_drafts:
             self._close()
-            self._enter(batch, took_s)
+            self._enter(batch.num_tokens, batch.starts, took_s, has_drafts=True)
         else:
-            if self._plain is not None and self._plain.num_spans != batch.num_spans:
+            if self._starts is not None and len(self._starts) != batch.num_spans:
                 self._close()
             self._plain_s.append(took_s)
-            self._plain = batch
+            self._starts = batch.starts
             if len(self._plain_s) == _PLAIN_STEPS:
                 self._close()
 
     def _close(self) -> None:
         """Enter the plain steps so far."""
-        if self._plain is not None:
-            self._enter(self._plain, median(self._plain_s))
-        self._plain_s, self._plain = [], None
+        if self._starts is not None:
+            self._enter(len(self._starts), self._starts, median(self._plain_s), has_drafts=False)
+        self._plain_s, self._starts = [], None
 
-    def _enter(self, batch: Batch, took_s: float) -> None:
-        row = np.array([1.0, batch.num_drafts > 0, batch.num_tokens, batch.starts.sum()]) / _SCALES
+    def _enter(self, num_tokens: int, starts: Index, took_s: float, *, has_drafts: bool) -> None:
+        counts = 1.0, float(has_drafts), num_tokens, int(starts.sum())
+        features = tuple(map(truediv, counts, _SCALES))
         if self._num_entries >= _ENOUGH:
-            took_s = min(took_s, _MOST_RATIO * max(float(row @ self._weights), 1e-9))
+            known_s = sum(map(mul, features, self._weights.tolist()))
+            took_s = min(took_s, _MOST_RATIO * max(known_s, 1e-9))
         self._num_entries += 1
-        row /= took_s
-        self._products = self._products * _KEPT + np.outer(row, row)
-        self._sums = self._sums * _KEPT + row
-        self._num_unfitted += 1
-        if self._num_unfitted == _MOST_UNFITTED:
+        self._unfitted.append(tuple(each / took_s for each in features))
+        if self._num_entries == _ENOUGH or len(self._unfitted) == _MOST_UNFITTED:
             self._fit()
 
     def _fit(self) -> None:
-        self._weights, self._num_unfitted = self._fitted(), 0
+        """Let the weights follow the entries that they lack, all at once."""
+        rows = np.array(self._unfitted)
+        kept = _KEPT ** np.arange(len(rows) - 1, -1, -1)
+        faded = _KEPT ** len(rows)
+        self._products = self._products * faded + (rows.T * kept) @ rows
+        self._sums = self._sums * faded + kept @ rows
+        self._weights = self._fitted()
+        self._unfitted.clear()
 
     def _fitted(self) -> Floats:
         """Least squares without a negative weight: the most negative one is left out until there is none."""

@@ -105,7 +105,8 @@ class NGram:
             np.maximum(positions, 0, out=positions)
         entries = self._hashed(self._flat.take(positions[:-1] + rows * self._slots.max_tokens))
         entries += rows << self._bits  # [width + 1, N]
-        self._tables[entries[:-1]] = positions[LENGTH:-1]
+        # Of the tables' own type: numpy then needs no buffer
+        self._tables[entries[:-1]] = positions[LENGTH:-1].astype(np.int32)
         self._indexed[rows] = known
         found: Index = self._tables.take(entries[-1]).astype(np.int64)
         likely = np.flatnonzero(found)

@@ -16,7 +16,7 @@ from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
 from continuous_batching.speculation.proposer import Proposer
 from kv_cache.pages import Index
 
-ROWS_PER_PAUSE = 24  # that ask in vain: as many steps as they are times so many go by before they ask again
+ROWS_PER_PAUSE = 16  # that ask in vain: as many steps as they are times so many go by before they ask again
 MOST_PAUSE_STEPS = 32  # so that what proposers have not seen stays little
 
 

@@ -133,17 +133,20 @@ class Suffix:
             self._open_chunks(rows[~is_open])  # this may take the chunk of another row, but none of its own
         chunks, stored = self._chunk[rows], self._stored[rows]
         filled = self._filled[chunks]
-        ahead = np.arange(width)[:, None]  # [width, 1]
+        first = chunks * _CHUNK + filled
+        sources, ahead = rows * self._slots.max_tokens + stored, np.arange(width)[:, None]
         is_new = ahead < pending
-        places = chunks * _CHUNK + filled + ahead  # [width, N]
-        sources = rows * self._slots.max_tokens + stored + ahead
-        if is_new.all():  # as where all rows decode
-            self._flat[places] = self._token_ids.take(sources)
+        if is_new.all() and stored.min() >= _LONGEST:  # as where all rows decode
+            of_rows = _runs(self._token_ids, _LONGEST + width)[sources - _LONGEST]
+            _runs(self._flat, width)[first] = of_rows[:, _LONGEST:]
+            tokens = np.ascontiguousarray(of_rows.T)
         else:
-            self._flat[places[is_new]] = self._token_ids.take(sources[is_new])
+            places = sources + np.arange(-_LONGEST, width)[:, None]
+            tokens = self._token_ids.take(np.clip(places, 0, len(self._token_ids) - 1, out=places))
+            self._flat[(first + ahead)[is_new]] = tokens[_LONGEST:][is_new]
         self._filled[chunks] = filled + pending
         self._stored[rows] = stored + pending
-        self._enter(chunks * _CHUNK, filled, width, is_new, self._salt[rows])
+        self._enter(first, filled, tokens, is_new, self._salt[rows])
 
     def _store_all(self, row: int, known: int) -> None:
         """Keep the many new tokens of a row, such as a prompt."""
@@ -154,12 +157,15 @@ class Suffix:
                 filled = int(self._filled[self._chunk[row]])
             chunk, stored = int(self._chunk[row]), int(self._stored[row])
             count = min(_CHUNK - filled, known - stored)
-            self._chunks[chunk, filled : filled + count] = self._slots.token_ids[row, stored : stored + count]
+            before = min(_LONGEST, stored)
+            tokens = np.zeros((_LONGEST + count, 1), dtype=np.int32)
+            tokens[_LONGEST - before :, 0] = self._slots.token_ids[row, stored - before : stored + count]
+            self._chunks[chunk, filled : filled + count] = tokens[_LONGEST:, 0]
             self._filled[chunk] += count
             self._stored[row] += count
-            one = np.array([chunk * _CHUNK])
+            first = np.array([chunk * _CHUNK + filled])
             is_new = np.ones((count, 1), dtype=np.bool_)
-            self._enter(one, np.array([filled]), count, is_new, self._salt[row : row + 1])
+            self._enter(first, np.array([filled]), tokens, is_new, self._salt[row : row + 1])
 
     def _open_chunks(self, rows: Index) -> None:
         """Give rows new chunks, in place of the oldest, which begin with the last tokens that were kept."""
@@ -178,20 +184,27 @@ class Suffix:
         self._chunk[rows] = chunks
 
     def _enter(
-        self, first: Index, filled: Index, width: int, is_new: NDArray[np.bool_], salts: Index
+        self,
+        first: Index,
+        filled: Index,
+        tokens: NDArray[np.int32],
+        is_new: NDArray[np.bool_],
+        salts: Index,
     ) -> None:
-        """Enter `width` places, from `filled` tokens behind `first` [N] on, under the tokens before them."""
-        places = first + filled + np.arange(-_LONGEST, width)[:, None]  # [_LONGEST + width, N]
-        tokens = self._flat[np.maximum(places, first)]
+        """Enter the places from `first` [N] on, which have `filled` tokens of their chunk before them.
+
+        `tokens` [_LONGEST + width, N] are those that stand there, and those before them.
+        """
+        ahead = np.arange(len(is_new), dtype=np.int32)[:, None]
+        places = first.astype(np.int32) + ahead  # [width, N] of the table's type: numpy then needs no buffer
         hashes = self._hashed(tokens[:-1], salts)
-        offsets = filled + np.arange(width)[:, None]
-        if is_new.all() and filled.min() >= _LONGEST:
+        if filled.min() >= _LONGEST and is_new.all():
             for table, hashed in zip(self._tables, hashes):
-                table[hashed[-width:]] = places[_LONGEST:]
+                table[hashed] = places
             return
         for table, length, hashed in zip(self._tables, LENGTHS, hashes):
-            at = is_new & (offsets >= length)
-            table[hashed[-width:][at]] = places[_LONGEST:][at]
+            at = is_new & (filled + ahead >= length)
+            table[hashed[at]] = places[at]
 
     def _hashed(self, tokens: NDArray[np.int32], salts: Index) -> list[Index]:
         """For each length: entries under the ends of each of the last places after these tokens [T, N]."""
@@ -238,3 +251,9 @@ class Suffix:
         for back in range(1, length + 1):
             same &= self._flat[places - back] == self._slots.token_ids[rows, known - back]
         return same
+
+
+def _runs(tokens: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+    """A view of every `length` tokens that lie together, by their first place, which are copied as one."""
+    size = tokens.itemsize
+    return np.ndarray((len(tokens) + 1 - length, length), np.int32, tokens, strides=(size, size))

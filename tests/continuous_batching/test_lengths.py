@@ -18,6 +18,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.acceptance import Acceptance
+from continuous_batching.speculation.decode_time import DecodeTime
 from continuous_batching.speculation.lengths import Fixed, Lengths, Verdicts
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.source import Source
@@ -263,3 +264,16 @@ def test_the_source_s_formula_chooses_the_source_s_lengths() -> None:
     assert best((1, 2)) == 2
     assert best((3, 4)) == 5
     assert best((0, 4), *[(4, 4)] * 4) == 8, "of a window"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_times_follow_a_machine_that_gets_slower(asked: bool) -> None:
+    """However often they are asked for."""
+    rows = np.arange(4)
+    batch = Batch(rows, rows + 100, rows + 101, rows, rows, rows + 101)
+    times = DecodeTime()
+    for number in range(8 * 700):
+        times.observe(batch, 1e-3 if number < 8 * 100 else 2e-3)
+        if asked:
+            times.predict(4, int(batch.starts.sum()))
+    assert times.predict(4, int(batch.starts.sum()))[0] == pytest.approx(2e-3, rel=0.05)

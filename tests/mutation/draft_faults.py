@@ -16,8 +16,8 @@ DRAFT_FAULTS = (
     Fault(
         "ngram_finds_itself",
         NGRAM,
-        "self._tables[entries[:-1]] = positions[LENGTH:-1]",
-        "self._tables[entries] = positions[LENGTH:]",
+        "self._tables[entries[:-1]] = positions[LENGTH:-1].astype(np.int32)",
+        "self._tables[entries] = positions[LENGTH:].astype(np.int32)",
         "the last tokens are found at the end of the row, where nothing follows",
     ),
     Fault(

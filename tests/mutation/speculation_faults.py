@@ -6,12 +6,12 @@ from tests.mutation.fault import Fault
 
 BATCHING = "continuous_batching/"
 ROOM, TESTS = BATCHING + "speculation/", "tests/continuous_batching/"
-ACCEPTANCE, THROUGHPUT, SOURCE, SUFFIX, STEP_TIME = (
-    *(ROOM + name for name in ("acceptance.py", "throughput.py", "source.py", "suffix.py")),
+ACCEPTANCE, DECODE_TIME, THROUGHPUT, SOURCE, SUFFIX, STEP_TIME = (
+    *(ROOM + name for name in ("acceptance.py", "decode_time.py", "throughput.py", "source.py", "suffix.py")),
     BATCHING + "step_time.py",
 )
 SPECULATION_TESTS_OF = {
-    **dict.fromkeys((ACCEPTANCE, THROUGHPUT, SOURCE), (TESTS + "test_lengths.py",)),
+    **dict.fromkeys((ACCEPTANCE, DECODE_TIME, THROUGHPUT, SOURCE), (TESTS + "test_lengths.py",)),
     SUFFIX: (TESTS + "test_suffix.py",),
     STEP_TIME: (TESTS + "test_adaptive_prefill_budget.py",),
 }
@@ -51,6 +51,20 @@ SPECULATION_FAULTS = (
         "return self._until_look == 0",
         "return True",
         "no step is scheduled ahead although guesses are wrong",
+    ),
+    Fault(
+        "entries_fade_together",
+        DECODE_TIME,
+        "faded = _KEPT ** len(rows)",
+        "faded = _KEPT",
+        "what a step takes now hardly counts beside what steps took first",
+    ),
+    Fault(
+        "suffix_keeps_what_stands_one_place_on",
+        SUFFIX,
+        "[sources - _LONGEST]",
+        "[sources - _LONGEST + 1]",
+        "the tokens that are kept are not those after the ones before them",
     ),
     Fault(
         "base_forgotten",
