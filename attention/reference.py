@@ -177,6 +177,13 @@ class Attention:
             " to 0"
         )
 
+    def holds(self, sizes: list[int], beside: int) -> bool:
+        """Whether the device holds graphs of all these sizes, and so many more."""
+        try:
+            return self.graph_sizes(sizes, beside) == sizes
+        except ValueError:
+            return False
+
     def plan_static(self, decodes: StaticDecodes) -> AttentionMetadata:
         """As `plan`, for a step that is captured: a replay computes with what `decodes` then holds."""
         raise AssertionError("graph_sizes refuses an attention without plan_static")

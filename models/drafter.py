@@ -8,6 +8,7 @@ Legend: N rows that get drafts, D drafts of all of them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,9 +23,15 @@ from kv_cache.pages import Index
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
 from models.decoder import Decoder
+from models.graphs import DecodeGraphs
 from models.inputs import step_inputs
+from models.last_tokens import LastTokens
+from models.ops.reference import Ops
+from models.sampling.sampler import Best
 
-_NONE: Index = np.empty(0, dtype=np.int64)
+log = logging.getLogger(__name__)
+
+_MOST_LAG = 2  # tokens of a row that a captured step reads first
 
 
 class Drafter:
@@ -35,29 +42,42 @@ class Drafter:
 
     def __init__(self, decoder: Decoder, cache: KVCache, slots: SlotPool, most_tokens: int) -> None:
         self.decoder, self.cache = decoder, cache
+        self.graphs: DecodeGraphs | None = None
         self._slots, self._most_tokens = slots, most_tokens
         self._device = decoder.attention.device
+        self._last = LastTokens(slots.num_slots, self._device)
         decoder.rope.tabulate(slots.max_tokens, decoder.embedding.dtype)
+
+    def capture(self, target: DecodeGraphs) -> None:
+        """Capture graphs, which from now on run the steps that make drafts, if the device holds them, too."""
+        parts = self.decoder, self.cache, self.decoder.attention, Greedy(self.decoder.ops), self._slots
+        # The first of its steps may read two tokens of a row: the last of its drafts was never fed
+        most = _MOST_LAG * min(target.sizes[-1], self._slots.num_slots)
+        if not target.holds_beside(self.decoder.attention, most):
+            log.warning(
+                "graphs: none of the draft model's steps, which the device cannot hold beside the others"
+            )
+            return
+        self.graphs = DecodeGraphs(*parts, most, 1)
+        self.graphs.capture()
 
     def run(self, batch: Batch) -> Tensor | None:
         """Compute what a batch asks of the draft model; returns the drafts, int64 [D], span after span."""
         counts = batch.drafts_by_span
         stops = np.where(counts > 0, batch.stops - counts, batch.draft_stops)  # of what the host knows
         drafting = np.flatnonzero(counts)
-        ends = [self._hidden_at_ends(piece) for piece in self._pieces(batch, stops, counts > 0)]
+        ends = [self._at_ends(piece) for piece in self._pieces(batch, stops, counts > 0)]
         if not len(drafting):
             return None
-        tokens = self._best(torch.cat(ends))
         counts, rows, known = counts[drafting], batch.slots[drafting], stops[drafting]
         first = counts.cumsum() - counts  # of each row's drafts among all
-        made, places = [tokens], [first]
+        made, places = [torch.cat(ends)], [first]
+        self._last.keep(made[0], rows)
         for ahead in range(1, int(counts.max())):
             going = counts > ahead
             if not going.all():
-                tokens = tokens[to_device(np.flatnonzero(going), self._device)]
                 counts, rows, known, first = (each[going] for each in (counts, rows, known, first))
-            tokens = self._next(rows, known + ahead - 1, tokens)
-            made.append(tokens)
+            made.append(self._next(rows, known + ahead - 1))
             places.append(first + ahead)
         order = np.argsort(np.concatenate(places))
         return torch.cat(made)[to_device(order, self._device)]
@@ -80,17 +100,54 @@ class Drafter:
             kept = starts < ends
             spans, starts, ends = spans[kept], starts[kept], ends[kept]
 
-    def _hidden_at_ends(self, piece: Batch) -> Tensor:
+    def _at_ends(self, piece: Batch) -> Tensor:
+        """The best tokens after the spans that yield."""
+        if self.graphs is not None and int((piece.stops - piece.starts).max()) <= _MOST_LAG:
+            short = replace(piece, num_drafts=piece.num_tokens - piece.num_spans)  # a row for each token
+            if self.graphs.takes(short):
+                best = self.graphs.run(short, self._last).best
+                return best.tokens[to_device(piece.yielding, self._device)]
         hidden = self.decoder(step_inputs(piece, self._slots, self.decoder, self.cache))
         if not len(piece.sampled):
-            return hidden[:0]
-        return hidden[to_device(piece.yielding, self._device)]
+            return self._last.tokens[:0]
+        return self._best(hidden[to_device(piece.yielding, self._device)])
 
-    def _next(self, rows: Index, positions: Index, tokens: Tensor) -> Tensor:
-        """What follows these tokens [N], which stand at these positions of rows [N]."""
-        step = Batch(rows, positions, positions + 1, _NONE, _NONE, _NONE)
+    def _next(self, rows: Index, positions: Index) -> Tensor:
+        """What follows the tokens that were made last, which stand at these positions of rows [N]."""
+        each = np.arange(len(rows))
+        step = Batch(rows, positions, positions + 1, each, rows, positions + 1, unknown=each)
+        if self.graphs is not None and self.graphs.takes(step):
+            best = self.graphs.run(step, self._last).best
+            self._last.keep(best.chosen, rows)
+            return best.tokens.clone()  # the next replay writes to the same place
+        tokens, places = self._last.tokens, self._last.places(step)
+        if len(places) < len(tokens):
+            tokens = tokens[to_device(places, self._device)]
         inputs = step_inputs(step, self._slots, self.decoder, self.cache)
-        return self._best(self.decoder(replace(inputs, token_ids=tokens.to(inputs.token_ids.dtype))))
+        tokens = self._best(self.decoder(replace(inputs, token_ids=tokens.to(inputs.token_ids.dtype))))
+        self._last.keep(tokens, rows)
+        return tokens
 
     def _best(self, hidden: Tensor) -> Tensor:
         return self.decoder.ops.greedy(self.decoder.logits(hidden))[0]
+
+
+class Greedy:
+    """Chooses the best tokens of captured steps, and draws none."""
+
+    captures_draws = False
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def best(self, logits: Tensor) -> Best:
+        """The best tokens of logits [R, V]."""
+        tokens, _ = self._ops.greedy(logits)
+        return Best(tokens, tokens)
+
+    def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> None:
+        """Nothing is drawn."""
+
+    def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
+        """Never called."""
+        raise AssertionError("drafts are the best tokens")

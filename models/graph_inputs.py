@@ -73,6 +73,13 @@ class GraphInputs:
             last = self.width * (batch.unknown + 1) - 1
         self.columns[SOURCE, last] = sources
 
+    def read_drafts(self, batch: Batch, first: int) -> None:
+        """Let the drafts of a batch be read from places that begin with `first`."""
+        lens, guessed = batch.stops - batch.starts, batch.is_draft
+        spans, targets = batch.sampled[guessed], batch.targets[guessed]
+        ends = lens.cumsum() if self.width == 1 else self.width * np.arange(1, batch.num_spans + 1)
+        self.columns[SOURCE, ends[spans] - batch.stops[spans] + targets] = first + np.arange(len(spans))
+
     def kv_lens(self) -> list[int]:
         """The keys of each row."""
         lens: list[int] = self.columns[3, self.width - 1 :: self.width].tolist()

@@ -153,6 +153,12 @@ class DecodeGraphs:
         self._table = torch.zeros(self._first_sent + sent, dtype=torch.int32, device=attention.device)
         self._held: Tensor | None = None  # the tokens that the table begins with
 
+    def holds_beside(self, attention: Attention, most: int) -> bool:
+        """Whether the device holds these, and all steps of up to `most` tokens of another decoder beside."""
+        others = ladder(most, self.slots.page_size)
+        pairs = (self.attention, self.sizes, len(others)), (attention, others, len(self.sizes))
+        return all(each.holds(sizes, beside + len(self.span_rows)) for each, sizes, beside in pairs)
+
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is decodes only, with drafts or without, and not too many."""
         return batch.num_tokens == batch.num_spans + batch.num_drafts and batch.num_tokens <= self.sizes[-1]
@@ -185,8 +191,11 @@ class DecodeGraphs:
         self.steps.clear()
         self._held = None
 
-    def run(self, batch: Batch, last: LastTokens) -> StepOutputs:
-        """What comes of a batch that `takes` allows, where `last` has the tokens of the step before."""
+    def run(self, batch: Batch, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
+        """What comes of a batch that `takes` allows, where `last` has the tokens of the step before.
+
+        `drafts` [D] are those of the batch, where the device made them.
+        """
         count = batch.num_tokens
         step = self.steps[smallest(batch, self.sizes, self.span_rows, self.width)]
         self._turn ^= 1
@@ -201,6 +210,9 @@ class DecodeGraphs:
             inputs.read_from(batch, last.places(batch))
             if last.tokens is not self._held:  # they were chosen outside of a captured step
                 self._table[: len(last.tokens)].copy_(last.tokens)
+        if drafts is not None:  # a batch with drafts is not made ahead: nothing else stands there
+            inputs.read_drafts(batch, 0)
+            self._table[: len(drafts)].copy_(drafts)
         step.sent.copy_(inputs.values, non_blocking=True)
         self.attention.replay(step.graph, step.metadata, inputs.kv_lens())
         best = Best(step.best.tokens[:count], step.best.chosen[:count])

@@ -71,6 +71,8 @@ class ModelRunner:
         parts = self.decoder, self.cache, self.attention, self.sampler, self.slots
         self.graphs = DecodeGraphs(*parts, most, width)
         self.graphs.capture()
+        if self.drafter is not None:
+            self.drafter.capture(self.graphs)
 
     def run(self, batch: Batch) -> Sampled:
         """Make the batch's page copies, then compute its spans; one token for each of `batch.owners`."""
@@ -100,9 +102,8 @@ class ModelRunner:
         wanted = None
         if self.slots.scoring[batch.slots].any():
             wanted = prompt_logprobs.wanted_of(batch, self.slots)
-        eager = wanted is not None or drafts is not None
-        if self.graphs is not None and not eager and self.graphs.takes(batch):
-            return self._replayed(batch, self.graphs)
+        if self.graphs is not None and wanted is None and self.graphs.takes(batch):
+            return self._replayed(batch, self.graphs, drafts)
         hidden = self.decoder(self._inputs(batch, drafts))
         arrived = None if drafts is None else self._arriving(batch, drafts)
         scored = None if wanted is None else prompt_logprobs.score(wanted, hidden, self.decoder)
@@ -122,12 +123,15 @@ class ModelRunner:
             self.slots.token_ids[batch.owners[guessed], batch.targets[guessed]] = arrived()
         return arrived
 
-    def _replayed(self, batch: Batch, graphs: DecodeGraphs) -> Chosen:
-        step = graphs.run(batch, self._last)
+    def _replayed(self, batch: Batch, graphs: DecodeGraphs, drafts: Tensor | None) -> Chosen:
+        step = graphs.run(batch, self._last, drafts)
+        arrived = None if drafts is None else self._arriving(batch, drafts)
         if step.drawn is not None:
-            return arriving(step.drawn)
-        best = step.best if batch.yields_all else None
-        return self._chosen(batch, self._sampled(batch, step.logits), best)
+            chosen = arriving(step.drawn)
+        else:
+            best = step.best if batch.yields_all else None
+            chosen = self._chosen(batch, self._sampled(batch, step.logits), best)
+        return chosen if arrived is None else _with_drafts(chosen, arrived)
 
     def _chosen(self, batch: Batch, logits: Tensor, best: Best | None = None) -> Chosen:
         """Tokens for logits [R, V], or for none."""
@@ -158,11 +162,13 @@ class ModelRunner:
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         """Make the copies, then change the number of pages; pages that remain keep their contents."""
         self.cache.apply(copies)
-        if self.graphs is not None:
-            self.graphs.drop()  # they read the tensors that are about to be replaced
+        graphs = [self.graphs, None if self.drafter is None else self.drafter.graphs]
+        captured = [each for each in graphs if each is not None]
+        for each in captured:
+            each.drop()  # they read the tensors that are about to be replaced
         self.cache.resize(num_pages)
-        if self.graphs is not None:
-            self.graphs.capture()
+        for each in captured:
+            each.capture()
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return to_device(array, self.attention.device)

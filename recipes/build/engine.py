@@ -216,8 +216,7 @@ def _measure(
 def _captured(recipe: Recipe) -> tuple[int, int]:
     """The most tokens of a captured step, and of a row of it."""
     asked = recipe.speculation
-    # A draft model makes its drafts outside of captured steps
-    width = 1 if asked.kind in ("none", "draft") else 1 + asked.max_tokens
+    width = 1 if asked.kind == "none" else 1 + asked.max_tokens
     return min(recipe.device.graphs, recipe.scheduler.num_slots * width), width
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
@@ -165,9 +166,9 @@ def test_nor_do_they_in_captured_steps(pair: tuple[Kind, str], tmp_path: Path) -
     drafted: list[bool] = []  # of each captured step, whether it had drafts
     replayed = runner.graphs.run
 
-    def run(batch: Batch, last: LastTokens) -> StepOutputs:
+    def run(batch: Batch, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
         drafted.append(batch.num_drafts > 0)
-        return replayed(batch, last)
+        return replayed(batch, last, drafts)
 
     runner.graphs.run = run  # type: ignore[method-assign]
     check(engine, most=MOST_CAPTURED)

@@ -101,6 +101,17 @@ def test_tokens_stand_at_the_end_of_a_row_of_several():
     assert pages.t().tolist() == [[7, 8, 0], [5, 0, 0], [0, 0, 0]]
 
 
+@pytest.mark.parametrize(("width", "places"), [(1, [1, 2]), (4, [2, 3])])
+def test_drafts_that_the_device_made_are_read_where_it_left_them(width, places):
+    slots = slots_of_two()
+    inputs = inputs_of(4, width, slots, first_token=100)
+    inputs.fill(drafted(slots))
+    inputs.read_drafts(drafted(slots), 0)
+    sources = inputs.columns[SOURCE].tolist()
+    assert [sources[place] for place in places] == [0, 1]
+    assert sorted(set(range(4 * width)) - set(places)) == [each - 100 for each in sources if each >= 100]
+
+
 def spans(*lens_and_drafts: tuple[int, int], stop: int = 9) -> Batch:
     """Decodes of these lengths, drafts included, which all stop there."""
     lens, drafts = np.array(lens_and_drafts).T

@@ -111,7 +111,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     PROMPTS: (PROMPT_TESTS,),
     OUTRANK: (BATCHING + "test_ordering.py", *HOST_TESTS),
     STORAGE: DEVICE_TESTS,
-    RUNNER: (*DEVICE_TESTS, *TENSOR_TESTS),
+    RUNNER: (*DEVICE_TESTS, *TENSOR_TESTS, "tests/models/test_captured_drafts.py"),
     ATTENTION: ("tests/attention/test_attention.py", "tests/attention/test_cpu.py"),
     SAMPLES: ("tests/serving/test_samples.py",),
     BEAMS: (BATCHING + "test_beam_scoring.py", BATCHING + "test_beam_search.py"),

@@ -144,8 +144,8 @@ CACHE_FAULTS = (
     Fault(
         "copies_lost_in_a_resize",
         RUNNER,
-        "        self.cache.apply(copies)\n        if self.graphs",
-        "        if self.graphs",
+        "        self.cache.apply(copies)\n        graphs =",
+        "        graphs =",
         "what compaction moved before a resize is cut off",
     ),
 )

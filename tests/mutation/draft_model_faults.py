@@ -70,8 +70,8 @@ DRAFT_MODEL_FAULTS = (
     Fault(
         "draft_fed_at_the_place_behind",
         DRAFTER,
-        "self._next(rows, known + ahead - 1, tokens)",
-        "self._next(rows, known + ahead, tokens)",
+        "self._next(rows, known + ahead - 1)",
+        "self._next(rows, known + ahead)",
         "a draft is turned by the position of the next, whose keys it leaves out",
     ),
     Fault(
@@ -84,8 +84,8 @@ DRAFT_MODEL_FAULTS = (
     Fault(
         "drafts_of_rows_that_dropped_out",
         DRAFTER,
-        "tokens = tokens[to_device(np.flatnonzero(going), self._device)]",
-        "tokens = tokens[: int(going.sum())]",
+        "tokens = tokens[to_device(places, self._device)]",
+        "tokens = tokens[: len(places)]",
         "rows are fed what was drafted for others",
     ),
     Fault(
@@ -98,6 +98,6 @@ DRAFT_MODEL_FAULTS = (
 )
 DRAFT_MODEL_TESTS_OF = {
     SPANS: ("tests/continuous_batching/test_draft_model.py",),
-    DRAFTER: ("tests/models/test_draft_model.py",),
+    DRAFTER: ("tests/models/test_draft_model.py", "tests/models/test_captured_drafts.py"),
     BENCHMARK: ("tests/benchmark/test_speculation.py",),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.mutation.cache_faults import RUNNER
+from tests.mutation.draft_model_faults import DRAFTER
 from tests.mutation.fault import Fault
 from tests.mutation.npu_faults import FUSED, RULE_TESTS, RULES
 
@@ -37,6 +39,41 @@ GRAPH_FAULTS = (
         ".clamp_(min=0)",
         "",
         "the embedding is read before its first row",
+    ),
+    Fault(
+        "drafts_read_one_place_on",
+        INPUTS,
+        "ends[spans] - batch.stops[spans] + targets",
+        "ends[spans] - batch.stops[spans] + targets - 1",
+        "a step checks each draft in the place of the token before it",
+    ),
+    Fault(
+        "draft_model_told_nothing_of_its_drafts",
+        DRAFTER,
+        "            self._last.keep(best.chosen, rows)\n",
+        "",
+        "every draft follows the first",
+    ),
+    Fault(
+        "drafts_overwritten_by_the_next",
+        DRAFTER,
+        "return best.tokens.clone()",
+        "return best.tokens",
+        "all drafts of a row are the last one",
+    ),
+    Fault(
+        "draft_model_s_graphs_outlive_its_cache",
+        RUNNER,
+        "graphs = [self.graphs, None if self.drafter is None else self.drafter.graphs]",
+        "graphs = [self.graphs]",
+        "after a resize, drafts follow from keys that nobody writes any more",
+    ),
+    Fault(
+        "draft_model_reads_one_token_of_two",
+        DRAFTER,
+        "short = replace(piece, num_drafts=piece.num_tokens - piece.num_spans)",
+        "short = replace(piece, starts=piece.stops - 1)",
+        "the last draft, which was never fed, stays unread",
     ),
     Fault(
         "draws_never_replayed",

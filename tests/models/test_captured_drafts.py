@@ -1,0 +1,99 @@
+"""A draft model in captured steps: the same tokens, and a replay in place of each step's launches."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from attention.reference import Attention
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from models.graphs import ladder
+from models.runner import ModelRunner
+from recipes.build.engine import build
+from recipes.build.machine import Npu, start
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import settings, stand_in_alone
+from tests.models.test_captured_draws import serve
+
+pytestmark = [pytest.mark.npu, stand_in_alone]
+
+WAYS = ["top-p", "greedy", "temperature", "greedy", "penalty", "top-k", "log-probabilities"]
+MOST = 3
+
+
+def engine_of(*, graphs: int, drafts: bool = True) -> Engine:
+    overrides = [*settings("npu"), "cache.num_pages=60", "scheduler.num_slots=5", f"device.graphs={graphs}"]
+    overrides += ["scheduler.max_batch_tokens=32", "scheduler.overlap=true"]
+    if drafts:
+        overrides += ["speculation.kind=draft", f"speculation.draft_path={ROOT / 'recipes/tiny/draft'}"]
+        overrides += [f"speculation.max_tokens={MOST}", "speculation.adaptive=fixed"]
+    return build(load(ROOT / "recipes/tiny/cpu.yaml", overrides)).engine
+
+
+def runner_of(engine: Engine) -> ModelRunner:
+    assert isinstance(engine.runner, ModelRunner)
+    return engine.runner
+
+
+@pytest.mark.parametrize("width", [1, 1 + MOST])
+def test_drafts_are_made_and_checked_in_captured_steps(width: int) -> None:
+    expected = serve(engine_of(graphs=0, drafts=False), WAYS)
+    engine = engine_of(graphs=24)
+    runner = runner_of(engine)
+    assert runner.graphs is not None
+    assert runner.drafter is not None
+    assert runner.drafter.graphs is not None
+    if width == 1:
+        runner.graphs.span_rows.clear()
+    assert serve(engine, WAYS) == expected
+    pages = engine.scheduler.pool.num_pages
+    engine.resize(pages - 5)  # what was captured before reads tensors that are gone
+    engine.resize(pages)
+    assert serve(engine, WAYS) == expected
+    eager = engine_of(graphs=0)
+    assert serve(eager, WAYS) == serve(eager, WAYS) == expected
+    counted = [each.scheduler.counters for each in (engine, eager)]
+    assert counted[0].accepted_tokens == counted[1].accepted_tokens > 5
+
+
+def asked_in_a_step(engine: Engine) -> Counter[tuple[str, bool]]:
+    """What a step with drafts asks of the device: of which kind, and whether within a graph."""
+    machine = start(load(ROOT / "recipes/tiny/cpu.yaml", settings("npu")).device)
+    assert isinstance(machine, Npu)
+    assert machine.launch_log is not None
+    for number in range(4):
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        engine.add(Request(str(number), np.arange(300 + number, 312 + number), params))
+    for _ in range(4):
+        engine.step()
+    with machine.launch_log.reading() as asked:
+        step = engine.step()
+    assert step is not None
+    assert step.batch.num_drafts == 4 * MOST
+    return Counter((each.kind, each.in_graph) for each in asked)
+
+
+def test_a_step_of_the_draft_model_costs_a_replay_and_not_its_launches() -> None:
+    eager, captured = (asked_in_a_step(engine_of(graphs=graphs)) for graphs in (0, 24))
+    kinds = ("launch", False), ("to device", False), ("replay", False)
+    assert [eager[kind] for kind in kinds] == [142, 19, 0]
+    assert [captured[kind] for kind in kinds] == [8, 6, MOST + 1]
+
+
+def test_where_the_device_holds_too_few_graphs_the_draft_model_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(Attention, "holds", lambda _, sizes, beside: bool(asked.append((sizes, beside))))
+    engine = engine_of(graphs=12)
+    drafter, graphs = runner_of(engine).drafter, runner_of(engine).graphs
+    assert drafter is not None
+    assert drafter.graphs is None
+    assert graphs is not None
+    others = ladder(2 * 5, 16)
+    assert asked == [(graphs.sizes, len(others) + len(graphs.span_rows))]
+    assert serve(engine, WAYS) == serve(engine_of(graphs=0, drafts=False), WAYS)
