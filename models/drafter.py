@@ -72,12 +72,12 @@ class Drafter:
         counts, rows, known = counts[drafting], batch.slots[drafting], stops[drafting]
         first = counts.cumsum() - counts  # of each row's drafts among all
         made, places = [torch.cat(ends)], [first]
-        self._last.keep(made[0], rows)
+        self.begin(made[0], rows)
         for ahead in range(1, int(counts.max())):
             going = counts > ahead
             if not going.all():
                 counts, rows, known, first = (each[going] for each in (counts, rows, known, first))
-            made.append(self._next(rows, known + ahead - 1))
+            made.append(self.follow(rows, known + ahead - 1))
             places.append(first + ahead)
         order = np.argsort(np.concatenate(places))
         return torch.cat(made)[to_device(order, self._device)]
@@ -112,8 +112,12 @@ class Drafter:
             return self._last.tokens[:0]
         return self._best(hidden[to_device(piece.yielding, self._device)])
 
-    def _next(self, rows: Index, positions: Index) -> Tensor:
-        """What follows the tokens that were made last, which stand at these positions of rows [N]."""
+    def begin(self, tokens: Tensor, rows: Index) -> None:
+        """These tokens [N] are the first drafts of rows [N]."""
+        self._last.keep(tokens, rows)
+
+    def follow(self, rows: Index, positions: Index) -> Tensor:
+        """The next drafts of rows [N]: their last ones stand at these positions."""
         each = np.arange(len(rows))
         step = Batch(rows, positions, positions + 1, each, rows, positions + 1, unknown=each)
         if self.graphs is not None and self.graphs.takes(step):

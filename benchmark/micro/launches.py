@@ -3,7 +3,8 @@
 Counted over the stand-in for CANN, which sees every call, also where the recipe names a real NPU. The model
 has the recipe's heads, norms, biases, windows and types, but few layers, narrow products and random weights:
 what a layer asks for does not depend on these, so the sums of the whole depth are exact. A launch is one
-operator of torch or torch_npu that computes on the device.
+operator of torch or torch_npu that computes on the device. Where the recipe names a draft model, a step of
+that is counted, too.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.micro import draft_launches
 from benchmark.options import add_json, show
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from models.runner import ModelRunner
+from models.decoder import Decoder
 from recipes.build.engine import build
-from recipes.build.families import model_config, read
+from recipes.build.families import draft_config, model_config, read
 from recipes.build.machine import Npu, start
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
+from recipes.schema.speculation_section import SpeculationSection
 
 LAYERS = 3  # the first has no residual before it; those after it are alike
 NARROW = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512, "eos_token_id": 2}
@@ -60,7 +63,7 @@ def run(recipe: Recipe) -> dict[str, object]:
     log = machine.launch_log
     assert log is not None, "and the stand-in for it"
     built = build(small)
-    _name_layers(built.runner, lambda place: setattr(log, "place", place))
+    _name_layers(built.runner.decoder, lambda place: setattr(log, "place", place))
     built.runner.capture(ROWS)  # once more, now that the layers are named
     graphs, steps = built.runner.graphs, []
     for way in ("eager", "captured"):
@@ -74,6 +77,14 @@ def run(recipe: Recipe) -> dict[str, object]:
             steps.append({"step": f"{way}, {sampling}"} | _sums(asked, num_layers, greedy))
             while built.engine.has_work:
                 built.engine.step()
+    draft = draft_config(recipe, model_config(recipe))
+    if draft is not None:
+        config = draft_launches.narrow(draft, built.config, LAYERS)
+        drafter = draft_launches.drafter_of(small, config, built, machine)
+        _name_layers(drafter.decoder, lambda place: setattr(log, "place", place))
+        for way, asked in draft_launches.counted(drafter, built, machine):
+            rest = _around(asked, in_graph=True)
+            steps.append({"step": f"{way}, a draft"} | _sums(asked, draft.num_layers, rest))
     return {"num_layers": num_layers, "steps": steps}
 
 
@@ -93,12 +104,13 @@ def _narrow(recipe: Recipe) -> Recipe:
     device = replace(recipe.device, virtual=True, graphs=ROWS)
     cache = replace(recipe.cache, num_pages=8, memory_gib=None, memory_fraction=None, host_gib=None)
     scheduler = replace(recipe.scheduler, num_slots=ROWS, max_batch_tokens=64, record=None)
-    return replace(recipe, model=model, device=device, cache=cache, scheduler=scheduler)
+    parts = {"model": model, "device": device, "cache": cache, "scheduler": scheduler}
+    return replace(recipe, **parts, speculation=SpeculationSection())
 
 
-def _name_layers(runner: ModelRunner, name: Callable[[str], None]) -> None:
+def _name_layers(decoder: Decoder, name: Callable[[str], None]) -> None:
     """Call `name` where a layer begins, and with nothing where it ends."""
-    for number, layer in enumerate(runner.decoder.layers):
+    for number, layer in enumerate(decoder.layers):
         layer.register_forward_pre_hook(lambda *_, at=str(number): name(at))
         layer.register_forward_hook(lambda *_: name(""))
 

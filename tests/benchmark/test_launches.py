@@ -95,6 +95,20 @@ def test_a_host_that_is_ahead_asks_for_one_copy_more_where_tokens_are_drawn_outs
             assert {key: by for key, by in more.items() if by} == expected
 
 
+def test_a_captured_step_of_a_draft_model_is_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", "/models")
+    config = LLAMA.replace("vocab_size: 32000", "vocab_size: 1024")
+    draft = ["speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"]
+    chosen = ["model.path=null", f"model.config={config}", "model.weights=random", *draft]
+    result: dict[str, Any] = launches.run(load(ROOT / "recipes/llama/llama2_7b_910b.yaml", chosen))
+    eager, captured = result["steps"][-2:]
+    assert [eager["step"], captured["step"]] == ["eager, a draft", "captured, a draft"]
+    assert eager["a_layer"] == captured["a_layer"] == 10
+    counts = [tuple(step[name] for name in ("in_graph", "outside_graph", "to_device", "waits")) for step in
+              (eager, captured)]  # fmt: skip
+    assert counts == [(0, 29, 4, 0), (32, 1, 1, 0)]
+
+
 def test_the_counts_stand_in_the_manual() -> None:
     lines = (ROOT / "docs/ascend.md").read_text().splitlines()
     for name, counts in EXPECTED.items():

@@ -16,7 +16,7 @@ from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, searched
 from tests.continuous_batching.recount import recount
 
 NO_SPANS = np.empty(0, dtype=np.int64)
@@ -171,6 +171,28 @@ def test_a_request_may_have_fewer_drafts_or_none() -> None:
     assert {each.id: each.answer.tolist() for each in ended} == answers
     drafted = {each.id: each.num_drafted for each in ended}
     assert [drafted[str(number)] > 0 for number in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("allowed", [None, 0, 3])
+def test_beams_stay_as_they_are(allowed: int | None) -> None:
+    """Beside a request with drafts, whatever they allow."""
+    engine, guesser = engine_of(max_batch_tokens=60)
+    params = SamplingParams(
+        max_tokens=8, beam_width=2, temperature=0, ignore_eos=True, max_draft_tokens=allowed
+    )
+    prompt = list(range(6))
+    for name in ("beams", "a"):
+        guesser.stories[name] = prompt + alone(prompt, 12)
+    search = Request("beams", np.array(prompt), params)
+    engine.add(search)
+    long = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    engine.add(Request("a", np.array(prompt), long))
+    while engine.has_work:
+        engine.step()
+    found = [(each.tokens.tolist(), each.cumulative_logprob) for each in search.hypotheses]
+    assert found == [(tokens, total) for tokens, total, _ in searched(prompt, params, frozenset())]
+    assert search.num_drafted == 0
+    assert engine.scheduler.counters.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("allowed", [None, 0])

@@ -70,8 +70,8 @@ DRAFT_MODEL_FAULTS = (
     Fault(
         "draft_fed_at_the_place_behind",
         DRAFTER,
-        "self._next(rows, known + ahead - 1)",
-        "self._next(rows, known + ahead)",
+        "self.follow(rows, known + ahead - 1)",
+        "self.follow(rows, known + ahead)",
         "a draft is turned by the position of the next, whose keys it leaves out",
     ),
     Fault(
