@@ -50,7 +50,7 @@ class Drafter:
 
     def capture(self, target: DecodeGraphs) -> None:
         """Capture graphs, which from now on run the steps that make drafts, if the device holds them, too."""
-        parts = self.decoder, self.cache, self.decoder.attention, Greedy(self.decoder.ops), self._slots
+        self.graphs = None
         # The first of its steps may read two tokens of a row: the last of its drafts was never fed
         most = _MOST_LAG * min(target.sizes[-1], self._slots.num_slots)
         if not target.holds_beside(self.decoder.attention, most):
@@ -58,6 +58,7 @@ class Drafter:
                 "graphs: none of the draft model's steps, which the device cannot hold beside the others"
             )
             return
+        parts = self.decoder, self.cache, self.decoder.attention, Greedy(self.decoder.ops), self._slots
         self.graphs = DecodeGraphs(*parts, most, 1)
         self.graphs.capture()
 

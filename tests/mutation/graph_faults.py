@@ -12,7 +12,12 @@ INPUTS = "models/graph_inputs.py"
 FETCH_RULES = RULES + "prefetch.py"
 GRAPH_TESTS_OF = {
     **dict.fromkeys(
-        (GRAPHS, LAST, COLUMNS), ("tests/models/test_graphs.py", "tests/models/test_captured_draws.py")
+        (GRAPHS, LAST, COLUMNS),
+        (
+            "tests/models/test_graphs.py",
+            "tests/models/test_captured_draws.py",
+            "tests/models/test_captured_drafts.py",
+        ),
     ),
     INPUTS: ("tests/models/test_graphs.py", "tests/models/test_captured_draws.py"),
     FETCH_RULES: RULE_TESTS,
@@ -74,6 +79,13 @@ GRAPH_FAULTS = (
         "short = replace(piece, num_drafts=piece.num_tokens - piece.num_spans)",
         "short = replace(piece, starts=piece.stops - 1)",
         "the last draft, which was never fed, stays unread",
+    ),
+    Fault(
+        "graphs_of_spans_not_counted_beside_a_draft_model_s",
+        GRAPHS,
+        "each.holds(sizes, beside + len(self.span_rows))",
+        "each.holds(sizes, beside)",
+        "a capture fails on a device that has no stream left",
     ),
     Fault(
         "draws_never_replayed",
