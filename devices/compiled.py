@@ -6,11 +6,14 @@ beforehand what may vary, and a call takes 5. A decoder makes some 70 calls a st
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import struct
+import sys
 import sysconfig
 import time
 import warnings
@@ -87,7 +90,42 @@ def keep_results() -> Path | None:
         log.info("compile: %s cannot be written, so results are kept in torch's temporary folder", folder)
         return None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    drop_torn(folder)
     return folder
+
+
+def drop_torn(folder: Path) -> None:
+    """Delete the libraries that a process left half written when it was killed: torch would load them.
+
+    A compilation holds the lock of its library's name, so one that goes on is left alone.
+    """
+    for library in folder.glob("*/*.so") if sys.platform == "linux" else ():
+        if _is_whole(library):
+            continue
+        lock = folder / "locks" / f"{library.name.partition('.')[0]}.lock"
+        lock.parent.mkdir(exist_ok=True)
+        with lock.open("a") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            if not _is_whole(library):
+                library.unlink(missing_ok=True)
+                log.warning("compile: %s was left half written, and is compiled again", library)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library of 64 bits has all that its head names; the table of its sections is written last."""
+    try:
+        with library.open("rb") as file:
+            head, size = file.read(64), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:  # another process was faster
+        return True
+    if len(head) < 64 or not head.startswith(b"\x7fELF"):
+        return False
+    (table,) = struct.unpack_from("<Q", head, 40)
+    entry_size, num_entries = struct.unpack_from("<HH", head, 58)
+    return 0 < table <= size - entry_size * num_entries
 
 
 class CompileLimit:

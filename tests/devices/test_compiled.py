@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import logging
 import os
 import pwd
@@ -18,6 +20,7 @@ from devices.compiled import (
     Compiled,
     CompileLimit,
     NoCompiler,
+    drop_torn,
     keep_results,
     missing_for_compiling,
     processor,
@@ -209,3 +212,41 @@ def test_the_second_start_calls_no_compiler(tmp_path: Path) -> None:
     first = num_made()
     assert first > 0
     assert num_made() == first
+
+
+@pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(sys.platform != "linux", reason="the form of libraries is another one there")
+def test_what_a_killed_process_left_half_written_is_compiled_again(tmp_path: Path) -> None:
+    code = (
+        "import torch; from devices.compiled import Compiled, keep_results; keep_results();"
+        "assert Compiled(lambda x: x * 2 + 1, ((0,),))(torch.ones(4, 8)).sum() == 96"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
+
+    def said() -> str:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, check=True, stderr=subprocess.PIPE, text=True
+        ).stderr
+
+    said()
+    libraries = sorted(tmp_path.glob("continuous_batching/compiled/*/*/*.so"))
+    assert libraries
+    for size, library in zip(itertools.cycle((0, 40, 3000)), libraries):
+        os.truncate(library, size)
+    assert said().count("was left half written, and is compiled again") == len(libraries)
+    assert "half written" not in said()
+
+
+def test_what_another_process_is_compiling_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "locks").mkdir()
+    library = tmp_path / "ab/abc.main.so"
+    library.touch()
+    with (tmp_path / "locks/abc.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        drop_torn(tmp_path)
+        assert library.exists()
+    drop_torn(tmp_path)
+    assert library.exists() == (sys.platform != "linux")
