@@ -206,6 +206,7 @@ class Listeners:
         with self._changed:
             if self.lost is not None or self._is_closed:
                 return
+            log.error("%s", why)  # before anybody can end for it
             self.lost = why
             self._changed.notify()
         self._shut(socket.SHUT_RDWR)  # the other ranks have lost this engine, too

@@ -32,8 +32,6 @@ from recipes.build.rank_process import LIMIT_S, RECIPE, RECORDING, VISIBLE, Rank
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
-log = logging.getLogger(__name__)
-
 LOST = 70  # the status of a process that ends because a rank is lost
 SHORTEST_LIMIT_S = (
     20.0  # a rank may be silent for so long, and a collective wait, unless server.step_timeout_s says
@@ -147,9 +145,8 @@ class Ranks:
             self._listeners.limit_s = max(self._limit_s, LARGEST_STEPS * largest_step_s)
         return WatchedRunner(runner, self._listeners)
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, _: str) -> None:
         """In a thread of the listeners: end what cannot go on."""
-        log.error("%s; the other ranks are ended", why)
         for process in self._processes:
             process.end()
         until_s = time.monotonic() + _GRACE_S
