@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -91,7 +92,8 @@ class Engine:
     """The loop: schedule, run, commit. `clock` gives seconds and never runs back.
 
     With `overlap`, the next step is scheduled while the device runs this one, wherever it does not depend on
-    it; a token that a request turns out not to need is then dropped. Answers are the same.
+    it; a token that a request turns out not to need is then dropped. So are as many steps, of different
+    requests, as the scheduler's `depth` says, for a device of several stages. Answers are the same.
 
     An `observer` must be there before the first request. `on_finish` gets each request that `finish` or
     `abort` has ended: such a one is in no step's `finished`.
@@ -111,7 +113,7 @@ class Engine:
         self.overlap = overlap
         self.observer = Observer()
         self.on_finish: Callable[[Request], None] = _ignore
-        self._started: Started | None = None
+        self._started = deque[Started]()
         self._landed: list[Step] = []  # done, and not yet given out
 
     @property
@@ -150,9 +152,8 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until the device is idle; what it was at is given out by the next `step`."""
-        if self._started is not None:
-            started, self._started = self._started, None
-            self._landed.append(self._land(started))
+        while self._started:
+            self._landed.append(self._land(self._started.popleft()))
 
     def step(self) -> Step | None:
         """Compute one batch; None when there is nothing to compute now."""
@@ -162,13 +163,24 @@ class Engine:
         expired = self.scheduler.expire(now_s)
         for request in expired:
             self.observer.ended(request.id, "timeout", now_s)
-        started = self._started or self._start(now_s)
-        if started is None:
+        self._fill(now_s)
+        if not self._started:
             return Step(NO_BATCH, _NONE, NO_TOKENS, expired, now_s, now_s) if expired else None
-        ahead = self.overlap and self.scheduler.can_look_ahead
-        self._started = self._start(self.clock()) if ahead else None
-        step = self._land(started)
+        step = self._land(self._started.popleft())
         return replace(step, finished=expired + step.finished) if expired else step
+
+    def _fill(self, now_s: float) -> None:
+        """Start what the device can begin, or have waiting for it, before its next answer is known."""
+        most = max(self.scheduler.depth, 1 + self.overlap)
+        while len(self._started) < most:
+            if self._started:
+                if not self.scheduler.can_look_ahead:
+                    return
+                now_s = self.clock()
+            started = self._start(now_s)
+            if started is None:
+                return
+            self._started.append(started)
 
     def _start(self, now_s: float) -> Started | None:
         batch = self.scheduler.schedule(now_s)
@@ -177,7 +189,7 @@ class Engine:
                 self.observer.looked_ahead(now_s)
             return None
         self.observer.scheduled(batch, self.slots, now_s, self.scheduler.held_back)
-        if self.overlap:
+        if self.overlap or self.scheduler.depth > 1:
             return Started(batch, self.runner.start(batch), now_s)
         sampled = self.runner.run(batch)
         return Started(batch, lambda: sampled, now_s)

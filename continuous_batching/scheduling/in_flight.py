@@ -24,14 +24,15 @@ class InFlight:
     """Batches that were made and are not committed: one, or two where the host works ahead of the device.
 
     Before a second is made, the first is booked as done but for the values of its tokens (`advance`): these
-    are on the device, where the second finds them.
+    are on the device, where the second finds them. With a `depth` above 1 there may be so many batches
+    instead, of which no two have a row in common.
 
     A request may end while the device still computes its row. The row is then outrun: nothing of it counts
     any more, and it is freed when the last batch with it is committed.
     """
 
-    def __init__(self, slots: SlotPool) -> None:
-        self._slots = slots
+    def __init__(self, slots: SlotPool, depth: int = 1) -> None:
+        self._slots, self._depth = slots, depth
         self._batches: deque[_Flight] = deque()
         self._unknown = EMPTY  # rows whose last token has no value yet
         self.outrun: dict[int, bool] = {}  # row -> whether its request failed
@@ -49,6 +50,15 @@ class InFlight:
         """The rows that the device computes or samples for."""
         return np.unique(np.concatenate([EMPTY, *(each.rows for each in self._batches)]))
 
+    @property
+    def takes_another(self) -> bool:
+        """Whether a batch may be made beside those in flight, of which there is one at least."""
+        if self._depth > 1:
+            return 0 < len(self._batches) < self._depth
+        if len(self._batches) != 1 or self.last.num_drafts:
+            return False
+        return bool(self._slots.plain[self.last.owners].all())
+
     def holds(self, row: int) -> bool:
         """Whether the device computes or samples for a row."""
         return any(row in each.rows for each in self._batches)
@@ -59,6 +69,8 @@ class InFlight:
 
     def advance(self) -> None:
         """Book the one batch in flight as done, with tokens of no value."""
+        if self._depth > 1:
+            return
         assert len(self._batches) == 1, f"the host is {len(self._batches)} batches ahead already"
         assert not self.last.num_drafts, "how many tokens a draft brings is not known ahead"
         slots, batch = self._slots, self.last
@@ -70,7 +82,10 @@ class InFlight:
         self._unknown = rows
 
     def withheld(self) -> Index:
-        """Rows that are outrun, or end with a token that has no value yet."""
+        """Rows that are outrun, or end with a token that has no value yet; all that are in flight, where
+        batches have no row in common."""
+        if self._depth > 1:
+            return self.rows
         slots, rows = self._slots, self._unknown
         full: Index = rows[slots.num_tokens[rows] >= slots.limit[rows]]
         return np.concatenate([full, np.array(list(self.outrun), dtype=np.int64)])

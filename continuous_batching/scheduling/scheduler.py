@@ -47,7 +47,8 @@ class Scheduler:
     depend on the length of their prompt. With a `host_pool`, what a preempted request alone has computed
     waits there, and what is evicted rests there, instead of being computed again. With `speculation`, rows
     that decode have drafts checked. Every `compact_every_steps` steps (0: never) held pages start to move to
-    the low end, at most `compact_pages_per_step` of them in a step (0: all).
+    the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth` batches are in flight at
+    once (Orca's n_workers): each has its share of the rows.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Scheduler:
         compact_every_steps: int = 0,
         compact_pages_per_step: int = 0,
         seed: int = 0,
+        depth: int = 1,
     ) -> None:
         check_budget(max_batch_tokens, policy, slots)
         self.slots, self.pool, self.host_pool = slots, pool, host_pool
@@ -84,9 +86,10 @@ class Scheduler:
         )
         self.prefix, self.tables = self.lifecycle.prefix, self.lifecycle.tables
         self.waiting = WaitingQueue() if waiting is None else waiting
-        self.in_flight = InFlight(slots)
+        self.in_flight = InFlight(slots, depth)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self.speculation = speculation
+        self.depth = depth
         self._policy = policy
         self._vocab_size = vocab_size
         self._gate = QueueGate(limits or QueueLimits(), self.waiting)
@@ -100,8 +103,7 @@ class Scheduler:
         self._compaction = compaction if compact_every_steps else None
         self._outrank = outrank
         self._random = np.random.default_rng(seed)
-        self._num_arrived = 0
-        self._committed_s = 0.0
+        self._num_arrived, self._committed_s = 0, 0.0
 
     @property
     def has_work(self) -> bool:
@@ -163,16 +165,13 @@ class Scheduler:
             self.waiting.remove(request)
             self.lifecycle.swap.forget(request)
             self._part(request)
-            request.finish_reason = reason
-            return request
-        request = self._parallel_samples.end(request_id)
+        else:
+            request = self._parallel_samples.end(request_id)
         if request is not None:
             request.finish_reason = reason
             return request
         row = self.slots.find(request_id)
-        if row is None:
-            return None
-        return self._finish(row, reason)
+        return None if row is None else self._finish(row, reason)
 
     def expire(self, now_s: float) -> list[Request]:
         """End who has waited or taken too long, before a step is scheduled; returns them."""
@@ -185,18 +184,15 @@ class Scheduler:
     def can_look_ahead(self) -> bool:
         """Whether the next batch can be made while the last is in flight.
 
-        Not where it depends on which tokens come: forks, beams, drafts, what edits logits; nor where a row
-        may be preempted, for pages or by rank, because its request would not know its last token.
+        Not where it depends on which tokens come: forks, beams, drafts, what edits logits (the latter two not
+        where batches have no row in common); nor where a row may be preempted, for pages or by rank, because
+        its request would not know its last token.
         """
         slots, tables, busy = self.slots, self.tables, self.slots.busy
-        if len(self.in_flight) != 1 or self._parallel_samples.leader_of or self._beam_searches.by_number:
+        if self._parallel_samples.leader_of or self._beam_searches.by_number:
             return False
-        last = self.in_flight.last
-        if last.num_drafts or (self._outrank and len(self.waiting)):
-            return False
-        if self.speculation is not None and self.speculation.is_hopeful:
-            return False
-        if not slots.plain[last.owners].all():
+        is_hopeful = self.depth == 1 and self.speculation is not None and self.speculation.is_hopeful
+        if is_hopeful or not self.in_flight.takes_another or (self._outrank and len(self.waiting)):
             return False
         missing = int(tables.missing(busy, slots.num_tokens[busy] + 1).sum())
         return missing + len(tables.forked) <= tables.num_available
@@ -208,7 +204,7 @@ class Scheduler:
         """
         ahead = len(self.in_flight) > 0
         if ahead:
-            assert self.can_look_ahead, "the next batch depends on the one in flight"
+            assert self.can_look_ahead, "the next batch depends on those in flight"
             self.in_flight.advance()
         self.lifecycle.withheld = self.in_flight.withheld() if ahead else EMPTY
         if len(self.waiting):
@@ -218,9 +214,11 @@ class Scheduler:
         if self._beam_searches.by_number:
             self._beam_searches.start_beams()
         rows = self.lifecycle.runnable()
+        if self.depth > 1 and not (self._beam_searches.by_number or self._parallel_samples.leader_of):
+            rows = rows[: -(-len(slots.busy) // self.depth)]  # each batch gets its share of all
         if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
             return NO_BATCH
-        if self._compaction is not None:
+        if self._compaction is not None and (self.depth == 1 or not ahead):
             self._compaction.step(self.counters.steps)
         starts, known = slots.num_computed[rows], slots.num_tokens[rows]
         todo, decodes = known - starts, slots.decoding(rows, starts, known)
@@ -233,7 +231,7 @@ class Scheduler:
         if self._beam_searches.by_number:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
         num_drafts = 0
-        if self.speculation is not None and not ahead:
+        if self.speculation is not None and (self.depth > 1 or not ahead):
             left = self.max_batch_tokens - int((stops - starts).sum())
             if self.speculation.propose(rows, starts, stops, left):
                 stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)

@@ -83,8 +83,9 @@ def scheduler_of(
     cache: CacheSection,
     limits: SchedulerLimits,
     speculation: SpeculationSection = NO_SPECULATION,
+    depth: int = 1,
 ) -> Scheduler:
-    """An empty scheduler."""
+    """An empty scheduler, of a model in `depth` stages."""
     longest_tokens = longest_request(asked, limits.longest_tokens)
     asked = completed(asked, longest_tokens).section
     slots = SlotPool(asked.num_slots, longest_tokens, cache.page_size)
@@ -110,6 +111,7 @@ def scheduler_of(
         compact_every_steps=cache.compact_every_steps,
         compact_pages_per_step=cache.compact_pages_per_step,
         seed=asked.seed,
+        depth=depth,
     )
 
 
@@ -118,6 +120,7 @@ def facts_of(
     cache: CacheSection,
     limits: SchedulerLimits,
     speculation: SpeculationSection = NO_SPECULATION,
+    depth: int = 1,
 ) -> dict[str, Any]:
     """What a scheduler is made of, with defaults filled in, as plain values for a recording's header."""
     asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
@@ -128,6 +131,7 @@ def facts_of(
         "cache": asdict(cache),
         "speculation": drafts,  # the smaller model's own keys decide nothing
         "limits": asdict(limits),
+        "depth": depth,
     }
 
 
@@ -148,7 +152,7 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
             key.check(getattr(values, key.name.partition(".")[2]))
     for problem in contradictions(asked):
         raise problem
-    return scheduler_of(asked, cache, limits, speculation)
+    return scheduler_of(asked, cache, limits, speculation, facts.get("depth", 1))
 
 
 def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kv_cache.pages import PageCopy, PagePool
 
 VOCAB_SIZE = 97
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
+Free = tuple[np.ndarray, np.ndarray]
 _MASK = (1 << 64) - 1
 
 
@@ -106,10 +107,11 @@ class ChecksumRunner:
         self.last = np.full(slots.num_slots, -1)  # each row's last token, where only a device has it
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
         self.num_steps = 0
+        self.defers = False  # whether a batch is computed when it is waited for, as by a last stage
 
-    def run(self, batch: Batch) -> Sampled:
+    def run(self, batch: Batch, free: Free | None = None) -> Sampled:
         self.num_steps += 1
-        self._copy(batch.copies)
+        self._copy(batch.copies, free or self._free())
         inputs = self.slots.inputs(batch)
         token_ids, ends = inputs.token_ids.copy(), np.cumsum(batch.stops - batch.starts)
         token_ids[ends[batch.unknown] - 1] = self.last[batch.slots[batch.unknown]]
@@ -151,19 +153,26 @@ class ChecksumRunner:
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         """The host learns the tokens when it waits for them."""
+        if self.defers:
+            free = self._free()
+            return lambda: self.run(batch, free)
         sampled = self.run(batch)
         self.last[batch.owners] = sampled.tokens
         return lambda: sampled
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        self._copy(copies)
+        self._copy(copies, self._free())
         cache = np.full(num_pages * self.slots.page_size, POISON)
         kept = min(len(cache), len(self.cache))
         cache[:kept] = self.cache[:kept]
         self.cache = cache
 
-    def _copy(self, copies: tuple[PageCopy, ...]) -> None:
-        """Make the copies, then poison what is free: nobody may count on it any more."""
+    def _free(self) -> Free:
+        """The free pages of the device and of the host."""
+        return self.pool.free_pages, np.empty(0, int) if self.host_pool is None else self.host_pool.free_pages
+
+    def _copy(self, copies: tuple[PageCopy, ...], free: Free) -> None:
+        """Make the copies, then poison what was free then: nobody may count on it any more."""
         pages = self.cache.reshape(-1, self.slots.page_size)
         for copy in copies:
             assert len(np.unique(copy.targets)) == len(copy.targets), "two copies to one page"
@@ -174,7 +183,6 @@ class ChecksumRunner:
             else:
                 assert not np.intersect1d(copy.sources, copy.targets).size, "a copy reads what it writes"
                 pages[copy.targets] = pages[copy.sources]
-        if self.host_pool:
-            self.host[self.host_pool.free_pages] = POISON
-        free = self.pool.free_pages
-        pages[free[free < len(pages)]] = POISON
+        on_device, on_host = free
+        self.host[on_host] = POISON
+        pages[on_device[on_device < len(pages)]] = POISON

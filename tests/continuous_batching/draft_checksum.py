@@ -9,7 +9,7 @@ import numpy as np
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy, PagePool
-from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, answer_token, key
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, answer_token, key
 
 
 class DraftingRunner(ChecksumRunner):
@@ -20,8 +20,8 @@ class DraftingRunner(ChecksumRunner):
         self.drafter = ChecksumRunner(slots, pool, host_pool)  # for its keys alone
         self.num_caught_up = 0  # tokens that decodes had left out
 
-    def run(self, batch: Batch) -> Sampled:
-        self.drafter._copy(batch.copies)
+    def run(self, batch: Batch, free: Free | None = None) -> Sampled:
+        self.drafter._copy(batch.copies, self.drafter._free())
         counts = batch.drafts_by_span
         drafts = [
             self._draft(batch, span, int(counts[span]))
@@ -33,7 +33,7 @@ class DraftingRunner(ChecksumRunner):
         held = self.slots.token_ids[places]
         assert not held.any(), "the host knows the drafts before the device has made them"
         self.slots.token_ids[places] = made  # for the device alone
-        sampled = super().run(batch)
+        sampled = super().run(batch, free)
         self.slots.token_ids[places] = held
         return replace(sampled, drafts=made)
 

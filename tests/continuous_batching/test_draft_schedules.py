@@ -123,6 +123,7 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         host_pool=host_pool,
         compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
+        depth=draw(st.sampled_from([1, 1, 2, 3])),
         speculation=speculation(
             slots,
             draw(st.sampled_from(["right", "wrong", "mixed", "mixed", "ngram"])),
@@ -130,7 +131,9 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
             draw(st.integers(0, 9)),
         ),
     )
-    return scheduler, ChecksumRunner(slots, scheduler.pool, host_pool)
+    runner = ChecksumRunner(slots, scheduler.pool, host_pool)
+    runner.defers = scheduler.depth > 1 and draw(st.booleans())
+    return scheduler, runner
 
 
 @settings(

@@ -33,7 +33,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching import test_draft_schedules, test_schedules
-from tests.continuous_batching.checksum import ChecksumRunner
+from tests.continuous_batching.checksum import ChecksumRunner, Free
 from tests.continuous_batching.test_recorder import scheduler as plain_scheduler
 from tests.continuous_batching.test_schedules import Arrival, arrivals, serve
 from tests.thorough import cases
@@ -102,11 +102,12 @@ def test_a_rank_that_hears_decides_the_same(
     overlap: bool,
 ) -> None:
     twin, its_runner = copy.deepcopy(made)
+    its_runner.defers = False
     scheduler, runner = made
     families = [arrival.request(number) for number, arrival in enumerate(plan)]
     failing = [each for each, arrival in zip(families, plan) if arrival.fails]
     its_runner.fail = {sample.id for each in failing for sample in (each, *each.followers)}
-    following = Following(twin, its_runner, overlap=overlap)
+    following = Following(twin, its_runner, overlap=overlap or twin.depth > 1)
     recorder = Recorder(FACTS, listening(following))
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap, observer=recorder)
     recorder.close()
@@ -162,9 +163,9 @@ class Noting(ChecksumRunner):
         super().__init__(made.slots, made.pool, PagePool(5))
         self.noted = noted
 
-    def run(self, batch: Batch) -> Sampled:
+    def run(self, batch: Batch, free: Free | None = None) -> Sampled:
         self.noted.append("run")
-        return super().run(batch)
+        return super().run(batch, free)
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         self.noted.append("start")
@@ -326,10 +327,10 @@ def test_a_leader_that_is_gone_is_no_end_in_order(has_begun: bool) -> None:
 class Deaf(ChecksumRunner):
     """A rank that does not come back from a step."""
 
-    def run(self, batch: Batch) -> Sampled:
+    def run(self, batch: Batch, free: Free | None = None) -> Sampled:
         if self.num_steps == 3:
             time.sleep(3600)
-        return super().run(batch)
+        return super().run(batch, free)
 
 
 def follow_in_process(address: tuple[str, int], deaf: bool) -> None:

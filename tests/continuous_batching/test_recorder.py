@@ -48,7 +48,9 @@ def test_a_recording_from_before_a_parameter_was_there_is_read() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Added) == added
 
 
-def scheduler(num_slots: int = 3, num_pages: int = 9, budget: int = 6, static: bool = False) -> Scheduler:
+def scheduler(
+    num_slots: int = 3, num_pages: int = 9, budget: int = 6, static: bool = False, depth: int = 1
+) -> Scheduler:
     """A small one, which must preempt, swap and compact."""
     return Scheduler(
         SlotPool(num_slots, 32, 4),
@@ -58,6 +60,7 @@ def scheduler(num_slots: int = 3, num_pages: int = 9, budget: int = 6, static: b
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(5,),
         host_pool=PagePool(5),
+        depth=depth,
         compact_every_steps=3,
         compact_pages_per_step=1,
         seed=3,
@@ -115,14 +118,21 @@ def write(path: Path, changed: list[Entry]) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(seed=st.integers(0, 2**32), static=st.booleans(), budget=st.integers(3, 20), overlap=st.booleans())
+@given(
+    seed=st.integers(0, 2**32),
+    static=st.booleans(),
+    budget=st.integers(3, 20),
+    overlap=st.booleans(),
+    depth=st.integers(1, 3),
+)
 def test_a_replay_decides_the_same(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, static: bool, budget: int, overlap: bool
+    tmp_path_factory: pytest.TempPathFactory, seed: int, static: bool, budget: int, overlap: bool, depth: int
 ) -> None:
     path = tmp_path_factory.mktemp("recording") / "file"
-    finished = record(path, scheduler(budget=budget, static=static), seed, 6, overlap=overlap)
+    made, again_made = (scheduler(budget=budget, static=static, depth=depth) for _ in range(2))
+    finished = record(path, made, seed, 6, overlap=overlap)
     recorded = entries(path)
-    events = list(replay(recorded, scheduler(budget=budget, static=static)))
+    events = list(replay(recorded, again_made))
     steps = [event for event in events if isinstance(event, Replayed)]
     assert len(steps) == sum(isinstance(entry, Scheduled) for entry in recorded)
     again = [(each.id, each.finish_reason, each.answer.tolist()) for step in steps for each in step.finished]

@@ -101,8 +101,11 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         host_pool=host_pool,
         compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
+        depth=draw(st.sampled_from([1, 1, 2, 3])),
     )
-    return scheduler, ChecksumRunner(slots, scheduler.pool, host_pool)
+    runner = ChecksumRunner(slots, scheduler.pool, host_pool)
+    runner.defers = scheduler.depth > 1 and draw(st.booleans())
+    return scheduler, runner
 
 
 def expected(request: Request) -> list[int]:

@@ -81,8 +81,8 @@ SCHEDULE_FAULTS = (
     Fault(
         "abort_of_the_unknown",
         SCHEDULER,
-        "        if row is None:\n            return None\n",
-        "",
+        "        return None if row is None else self._finish(row, reason)\n",
+        "        return self._finish(row, reason)  # type: ignore[arg-type]\n",
         "an abort that comes after the end stops the engine",
     ),
     Fault(

@@ -1,0 +1,76 @@
+"""Several stages have as many batches in flight, of different requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+
+
+class Stages(ChecksumRunner):
+    """A runner that keeps which rows are in flight together."""
+
+    def __init__(self, made: Scheduler) -> None:
+        super().__init__(made.slots, made.pool)
+        self.defers = True
+        self.flying = deque[list[int]]()
+        self.together: list[list[list[int]]] = []
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        self.flying.append(batch.slots.tolist())
+        self.together.append(list(self.flying))
+        wait = super().start(batch)
+
+        def waited() -> Sampled:
+            self.flying.popleft()
+            return wait()
+
+        return waited
+
+
+def served(depth: int, num_requests: int) -> tuple[Stages, list[Request]]:
+    made = Scheduler(
+        SlotPool(8, 64, 4),
+        PagePool(100),
+        StallFree(),
+        max_batch_tokens=100,
+        vocab_size=VOCAB_SIZE,
+        compact_every_steps=2,
+        depth=depth,
+    )
+    runner = Stages(made)
+    engine = Engine(made, runner)
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    # Their prompts have nothing in common: a row that waits for another's pages is in no batch
+    requests = [
+        Request(str(number), np.arange(number, 2 * number + 5), params) for number in range(num_requests)
+    ]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return runner, requests
+
+
+def test_batches_in_flight_share_no_row_and_each_has_its_part() -> None:
+    """Three stages have three batches of a third of the rows each, as Orca's workers do."""
+    runner, requests = served(3, 7)
+    for request in requests:
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 12)
+    for batches in runner.together:
+        rows = [row for each in batches for row in each]
+        assert len(rows) == len(set(rows)), "a row is in two batches"
+    sizes = [[len(each) for each in batches] for batches in runner.together]
+    assert sizes[2] == [3, 3, 1]
+    assert max(map(len, sizes)) == 3
+    assert sum(len(each) == 3 for each in sizes) > len(sizes) / 2, "the stages are not kept busy"
