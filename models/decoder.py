@@ -16,7 +16,7 @@ from devices.int8 import quantize_rows
 from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
 from models.dtypes import TORCH_DTYPES
-from models.group import ALONE, Group
+from models.group import ALONE, NO_LINKS, Group, StageLinks
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Widths
 from models.rope import Rope
@@ -138,7 +138,7 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with one product for queries, keys and values."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention, group: Group
+        self, config: DecoderConfig, layer: int, name: str, ops: Ops, attention: Attention, group: Group
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -150,7 +150,7 @@ class SelfAttention(nn.Module):
             count * config.head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         )
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-        form = [config.form(f"model.layers.{layer}.self_attn.{name}") for name in ("q_proj", "o_proj")]
+        form = [config.form(f"{name}self_attn.{each}") for each in ("q_proj", "o_proj")]
         self.qkv = SplitLinear(
             ops, hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
         )
@@ -177,11 +177,11 @@ class MLP(nn.Module):
     """SwiGLU with one product for gate and up."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, ops: Ops, device: torch.device, group: Group
+        self, config: DecoderConfig, name: str, ops: Ops, device: torch.device, group: Group
     ) -> None:
         super().__init__()
         hidden, inner, dtype = config.hidden_size, config.intermediate_size, TORCH_DTYPES[config.dtype]
-        form = [config.form(f"model.layers.{layer}.mlp.{name}") for name in ("gate_proj", "down_proj")]
+        form = [config.form(f"{name}mlp.{each}") for each in ("gate_proj", "down_proj")]
         self.ops, self.group = ops, group
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
@@ -194,18 +194,21 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP. Each norm also adds the residual before it: a device fuses the two."""
+    """Norm, attention, norm, MLP. Each norm also adds the residual before it: a device fuses the two.
+
+    It is layer `layer` of those that this rank holds, and called `name` in a checkpoint.
+    """
 
     def __init__(
-        self, config: DecoderConfig, layer: int, ops: Ops, attention: Attention, group: Group
+        self, config: DecoderConfig, layer: int, name: str, ops: Ops, attention: Attention, group: Group
     ) -> None:
         super().__init__()
         self.ops, self.eps = ops, config.rms_eps
         dtype = TORCH_DTYPES[config.dtype]
         self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-        self.attention = SelfAttention(config, layer, ops, attention, group)
+        self.attention = SelfAttention(config, layer, name, ops, attention, group)
         self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-        self.mlp = MLP(config, layer, ops, attention.device, group)
+        self.mlp = MLP(config, name, ops, attention.device, group)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
@@ -230,25 +233,38 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A dense decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once.
 
-    Of the decoder that `config` describes, it holds the `part` of this rank of the group. Every rank of a
-    group gets the same hidden states and the same logits.
+    Of the decoder that `config` describes, it holds the `part` of this rank, which is its `share`: the ranks
+    of `group` share its layers, and `stages` leads to those that hold others. Every rank of a group gets the
+    same hidden states and, in the last stage, the same logits.
     """
 
-    def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention, group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        ops: Ops,
+        attention: Attention,
+        group: Group = ALONE,
+        share: Share | None = None,
+        stages: StageLinks = NO_LINKS,
+    ) -> None:
         super().__init__()
-        self.group, self.share = group, Share(group.rank, group.size)
+        self.group, self.stages = group, stages
+        self.share = share or Share(group.rank, group.size)
         self.config, self.part = config, self.share.part(config)
         hidden, vocab = config.hidden_size, self.part.vocab_size
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.ops, self.attention = ops, attention
-        self.embedding = parameter(vocab, hidden, dtype=dtype, device=device)
+        num_embedded = vocab if self.share.holds_embedding(config) else 0
+        self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.part, layer, ops, attention, group) for layer in range(config.num_layers)
+            DecoderLayer(self.part, layer, f"model.layers.{number}.", ops, attention, group)
+            for layer, number in enumerate(self.share.layers(config))
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)
-        self.head = Linear(ops, hidden, vocab, False, dtype, device, config.form("lm_head"))
-        if config.tie_embeddings:
-            self.head.weight = self.embedding
+        if self.share.is_last:
+            self.head = Linear(ops, hidden, vocab, False, dtype, device, config.form("lm_head"))
+            if config.tie_embeddings:
+                self.head.weight = self.embedding
         self.rope = Rope(config.rope, device)
 
     def pack(self) -> None:
@@ -258,15 +274,26 @@ class Decoder(nn.Module):
                 module.pack()
 
     def forward(self, step: StepInputs) -> Tensor:
-        """Hidden states [T, hidden] of the step's tokens, before the last norm."""
+        """Hidden states [T, hidden] of the step's tokens, before the last norm; in a stage that is not the
+        last, which sends them on, they have not been added to the residual.
+        """
         num_tokens = len(step.token_ids)
         num_rows = self.ops.padded(num_tokens)
         token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
         rope_lens = None if step.rope_lens is None else pad_rows(step.rope_lens, num_rows)
-        x, residual = self._embedded(token_ids), None
+        residual: Tensor | None = None
+        if self.share.is_first:
+            x = self._embedded(token_ids)
+        else:
+            both = self.norm.new_empty(2, num_rows, self.config.hidden_size)
+            x, residual = self.stages.receive(both).unbind()
         cos, sin = self.rope.cos_sin(positions, rope_lens, x.dtype)
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, step)
+        if not self.share.is_last:
+            assert residual is not None, "a stage has a layer"
+            self.stages.send(torch.stack((x, residual)))
+            return x[:num_tokens]
         x = x if residual is None else x + residual
         return x[:num_tokens]
 

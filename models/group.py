@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.share import Share
+
 Backend = Literal["gloo", "nccl", "hccl"]
 BACKENDS: dict[str, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # by the kind of device
 # As releases of torch before 2.13 call it, which older CANN needs, and as later ones do
@@ -100,6 +102,29 @@ class Alone(Group):
 ALONE = Alone()
 
 
+class StageLinks:
+    """The way of activations from stage to stage: this rank's neighbours among all ranks, if it has any."""
+
+    def __init__(self, before: int | None = None, after: int | None = None) -> None:
+        self._before, self._after = before, after
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def receive(self, x: Tensor) -> Tensor:
+        """What the stage before has sent, in `x`."""
+        dist.recv(x, self._before)
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Begin to send `x` to the stage after, and do not wait for it; what was sent before has arrived."""
+        for work, _ in self._sending:
+            work.wait()
+        work = dist.isend(x, self._after)
+        self._sending = [] if work is None else [(work, x)]
+
+
+NO_LINKS = StageLinks()
+
+
 def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: float) -> Group:
     """The group of `size` processes, once all of them have joined through one store.
 
@@ -114,6 +139,19 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
     )
     assert dist.group.WORLD is not None, "it was just made"
     return Group(dist.group.WORLD)
+
+
+def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageLinks]:
+    """The ranks of this rank's stage, and the way to the others. All ranks must call it at the same time."""
+    if share.stages == 1:
+        return world, NO_LINKS
+    size, rank = share.tensors, world.rank
+    wait = timedelta(seconds=timeout_s)
+    groups = [dist.new_group(range(at, at + size), timeout=wait) for at in range(0, world.size, size)]
+    before = None if share.is_first else rank + size  # the last stage has the first ranks
+    after = None if share.is_last else rank - size
+    own = groups[rank // size]
+    return (Group(own) if size > 1 else ALONE), StageLinks(before, after)
 
 
 def hccl_timeouts(timeout_s: float) -> dict[str, str]:

@@ -105,6 +105,16 @@ class ModelRunner:
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
             return self._replayed(batch, self.graphs, drafts)
         hidden = self.decoder(self._inputs(batch, drafts))
+        return self._finished(batch, hidden, wanted, drafts)
+
+    def _finished(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        wanted: prompt_logprobs.Wanted | None,
+        drafts: Tensor | None = None,
+    ) -> Chosen:
+        """What follows from the hidden states [T, hidden] of a batch."""
         arrived = None if drafts is None else self._arriving(batch, drafts)
         scored = None if wanted is None else prompt_logprobs.score(wanted, hidden, self.decoder)
         hidden = self._sampled(batch, hidden)

@@ -16,13 +16,57 @@ Slices = tuple[slice, ...]  # of a tensor's first dimensions; those after them a
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of rank `tensor` of `tensors` ranks, counted from 0."""
+    """The share of rank `tensor` of `tensors` in stage `stage` of `stages`, counted from 0.
+
+    The stages hold consecutive layers; the first has the embedding, the last the norm and the head.
+    """
 
     tensor: int = 0
     tensors: int = 1
+    stage: int = 0
+    stages: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.tensor < self.tensors, f"rank {self.tensor} of {self.tensors}"
+        assert 0 <= self.stage < self.stages, f"stage {self.stage} of {self.stages}"
+
+    @staticmethod
+    def of_rank(rank: int, tensors: int, stages: int) -> Share:
+        """The share of a rank among all. The last stage, which samples, has the first ranks."""
+        return Share(rank % tensors, tensors, stages - 1 - rank // tensors, stages)
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def layers(self, config: DecoderConfig) -> range:
+        """Which layers this stage holds: all stages equally many, but for one."""
+        first, stop = (each * config.num_layers // self.stages for each in (self.stage, self.stage + 1))
+        return range(first, stop)
+
+    def holds_embedding(self, config: DecoderConfig) -> bool:
+        """Whether this stage looks up tokens, or has a head that is tied to what does."""
+        return self.is_first or (self.is_last and config.tie_embeddings)
+
+    def is_elsewhere(self, name: str, config: DecoderConfig) -> bool:
+        """Whether the checkpoint's tensor `name` belongs to another stage alone."""
+        if name.startswith("model.layers."):
+            number = name.split(".")[2]
+            return number.isdigit() and int(number) in {*range(config.num_layers)} - {*self.layers(config)}
+        if name.startswith("model.embed_tokens."):
+            return not self.holds_embedding(config)
+        return name.startswith("lm_head.") and not self.is_last
+
+    def whole_name(self, name: str, config: DecoderConfig) -> str:
+        """The name in the whole decoder of one of this part's linears, whose layers are counted from 0."""
+        parts = name.split(".")
+        if parts[:2] == ["model", "layers"]:
+            parts[2] = str(int(parts[2]) + self.layers(config).start)
+        return ".".join(parts)
 
     def part(self, config: DecoderConfig) -> DecoderConfig:
         """The decoder that this rank computes; raises ValueError where the ranks cannot share `config`.
@@ -31,8 +75,12 @@ class Share:
         so that all ranks hold equally many rows: the rows after the last token are zero.
         """
         check_ranks(config, self.tensors)
+        check_stages(config, self.stages)
+        layers = self.layers(config)
         return replace(
             config,
+            num_layers=len(layers),
+            windows=config.windows[layers.start : layers.stop],
             num_heads=config.num_heads // self.tensors,
             num_kv_heads=max(1, config.num_kv_heads // self.tensors),
             intermediate_size=config.intermediate_size // self.tensors,
@@ -96,6 +144,14 @@ def check_ranks(config: DecoderConfig, count: int) -> None:
         f" heads and an intermediate size of {config.intermediate_size} evenly; choose one of"
         f" {', '.join(possible)}"
     )
+
+
+def check_stages(config: DecoderConfig, count: int) -> None:
+    """Raise ValueError unless each of so many stages has a layer."""
+    if count > config.num_layers:
+        raise ValueError(
+            f"{count} stages have {config.num_layers} layers; choose a number from 1 to {config.num_layers}"
+        )
 
 
 def _can_share(config: DecoderConfig, count: int) -> bool:

@@ -55,7 +55,7 @@ def load(decoder: Decoder, path: str | Path) -> int:
     """
     path = Path(path)
     places = places_by_name(decoder)
-    found, faults = _account(checkpoint_files(path), places, decoder.config.tie_embeddings)
+    found, faults = _account(checkpoint_files(path), places, decoder)
     if faults:
         raise ValueError(
             f"the weights in {path} are not those of its config.json:\n  "
@@ -69,7 +69,8 @@ def load(decoder: Decoder, path: str | Path) -> int:
             places[name].fill(tensor)
             num_bytes += tensor.nbytes
     # A tied checkpoint may contain its head as well; if the two differ it is not tied
-    for file in (file for file, names in found.items() if HEAD in names and HEAD not in places):
+    heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
+    for file in heads if EMBEDDING in places and decoder.config.tie_embeddings else ():
         head = _read(open_checkpoint(file), HEAD, places[EMBEDDING])
         num_bytes += head.nbytes
         if not torch.equal(head.to(decoder.embedding), decoder.embedding[: len(head)]):
@@ -130,10 +131,10 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
     config, share = decoder.config, decoder.share
     whole: dict[str, Tensor | None] = {"model.norm.weight": decoder.norm}  # held by every rank
     joined: list[tuple[str, tuple[str, ...], Linear]] = []  # the checkpoint's linears that a linear joins
-    if not config.tie_embeddings:
+    if share.is_last and not config.tie_embeddings:
         joined.append(("", ("lm_head",), decoder.head))
-    for index, layer in enumerate(decoder.layers):
-        prefix = f"model.layers.{index}."
+    for number, layer in zip(share.layers(config), decoder.layers):
+        prefix = f"model.layers.{number}."
         attention, mlp = layer.attention, layer.mlp
         whole[prefix + "input_layernorm.weight"] = layer.input_norm
         whole[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
@@ -146,9 +147,11 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
             (prefix + "mlp.", ("down_proj",), mlp.down),
         ]
     sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
-    part = {name: outputs for name, _, outputs in decoder.part.linears()}
+    part = {share.whole_name(name, config): outputs for name, _, outputs in decoder.part.linears()}
     embedding = (config.vocab_size, config.hidden_size)
-    places = {EMBEDDING: Place(decoder.embedding.data, embedding, share.slices(EMBEDDING, config))}
+    places = {}
+    if share.holds_embedding(config):
+        places[EMBEDDING] = Place(decoder.embedding.data, embedding, share.slices(EMBEDDING, config))
     for name, tensor in whole.items():
         if tensor is not None:
             places[name] = Place(tensor.data, tuple(tensor.shape), ())
@@ -227,13 +230,15 @@ def _read(mapped: Any, name: str, place: Place) -> Tensor:
 
 
 def _account(
-    files: list[Path], places: dict[str, Place], tied: bool
+    files: list[Path], places: dict[str, Place], decoder: Decoder
 ) -> tuple[dict[Path, list[str]], list[str]]:
     """The tensors to be read from each file, and everything that is wrong with them."""
     found: dict[Path, list[str]] = {}
     faults: list[str] = []
     absent = {name: list(place.shape) for name, place in places.items()}
-    known = {HEAD: places[EMBEDDING], **places} if tied else places
+    config, share = decoder.config, decoder.share
+    has_twin = config.tie_embeddings and EMBEDDING in places
+    known = {HEAD: places[EMBEDDING], **places} if has_twin else places
     seen = set()
     for file in files:
         opened = open_checkpoint(file)
@@ -241,6 +246,8 @@ def _account(
         for name in names:
             if name in seen:
                 faults.append(f"surplus: {name} is in two files")
+            elif name not in known and share.is_elsewhere(name, config):
+                continue
             elif name not in known:
                 faults.append(f"surplus: {name} has no place in this model")
             else:

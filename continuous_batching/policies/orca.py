@@ -1,11 +1,11 @@
 """Iteration by iteration, first come first served, prompts whole, nothing admitted that may not end.
 
 After Algorithm 1 of "Orca: A Distributed Serving System for Transformer-Based Generative Models" (OSDI
-2022). Its `n_slots` are the cache's tokens, and its `max_bs` the slot table. It deviates in three ways. One
-batch is in flight, as with `n_workers` = 1, because this engine has no pipeline to fill; so every request
-that was admitted is in every batch. A request reserves its own prompt and answer, where the paper's
-`max_tokens` is the same for all. And a step has a budget of tokens: a prompt that does not fit beside the
-decodes and the prompts before it comes with a later step, whole all the same.
+2022). Its `n_slots` are the cache's tokens, its `max_bs` the slot table, its `n_workers` the scheduler's
+`depth`: with 1, every request that was admitted is in every batch. It deviates in two ways. A request
+reserves its own prompt and answer, where the paper's `max_tokens` is the same for all. And a step has a
+budget of tokens: a prompt that does not fit beside the decodes and the prompts before it comes with a later
+step, whole all the same.
 """
 
 from __future__ import annotations

@@ -215,7 +215,9 @@ class Scheduler:
             self._beam_searches.start_beams()
         rows = self.lifecycle.runnable()
         if self.depth > 1 and not (self._beam_searches.by_number or self._parallel_samples.leader_of):
-            rows = rows[: -(-len(slots.busy) // self.depth)]  # each batch gets its share of all
+            # Its share of all, and of what is left for the batches still to be made: the first takes not all
+            most = min(-(-len(slots.busy) // self.depth), -(-len(rows) // (self.depth - len(self.in_flight))))
+            rows = rows[:most]
         if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
             return NO_BATCH
         if self._compaction is not None and (self.depth == 1 or not ahead):

@@ -19,12 +19,13 @@ from models.decoder import Decoder
 from models.drafter import Drafter
 from models.dtypes import TORCH_DTYPES
 from models.graphs import captured_sizes
-from models.group import ALONE, Group
+from models.group import ALONE, Group, StageLinks, divided
 from models.ops.reference import Ops
 from models.runner import ModelRunner, RowSampler
 from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Sampler
 from models.share import Share
+from models.stage_runner import StageRunner
 from models.warm_up import capture, largest_step_bytes, warm_up
 from recipes.build.cluster import find_cluster
 from recipes.build.decoders import cache_of, draft_decoder, shape_of
@@ -73,7 +74,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
         ranks = Ranks(recipe, cluster)
         with ranks.building():
-            built = assemble(recipe, ranks.group, clock)
+            built = assemble(recipe, ranks.group, clock, ranks.limit_s)
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
     if recipe.scheduler.record is not None:
@@ -84,15 +85,21 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
 
 
 def assemble(
-    recipe: Recipe, group: Group = ALONE, clock: Callable[[], float] = time.monotonic
+    recipe: Recipe,
+    world: Group = ALONE,
+    clock: Callable[[], float] = time.monotonic,
+    limit_s: float = 0.0,
 ) -> BuiltEngine:
-    """This rank's part of the engine of a recipe. All ranks of the group assemble theirs at the same time."""
-    config, share = share_of(recipe, group.rank)
+    """This rank's part of the engine of a recipe. All ranks of the world assemble theirs at the same time,
+    and wait for each other for `limit_s` at most.
+    """
+    config, share = share_of(recipe, world.rank)
+    group, stages = divided(world, share, limit_s)
     machine = start(recipe.device)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
-    memory = _least(recipe, config, memory, group, machine)
+    memory = _least(recipe, config, memory, world, share, machine)
     draft = draft_decoder(recipe, config, memory, machine)  # the smaller is refused before the larger is read
-    decoder = _loaded(recipe, config, memory, machine, group)
+    decoder = _loaded(recipe, config, memory, machine, (group, share, stages))
     beside = None if draft is None else cache_of(draft, recipe, memory)
     cache = cache_of(decoder, recipe, memory, beside)
     limits = SchedulerLimits.of(
@@ -102,37 +109,43 @@ def assemble(
         memory.longest_tokens,
         None if draft is None else draft.config,
     )
-    scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
+    depth = recipe.parallel.pipeline
+    scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
     sampler: RowSampler = FollowerSampler()
-    if group.rank == 0:
+    if world.rank == 0:
         sampler = Sampler(config.eos_token_ids, config.vocab_size, decoder.ops)
     drafter = None
     if draft is not None and beside is not None:
         drafter = Drafter(draft, beside, scheduler.slots, scheduler.max_batch_tokens)
-    runner = ModelRunner(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
+    kind = ModelRunner if depth == 1 else StageRunner
+    runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
-    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine)
+    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world)
     machine.settle(runner)
     _log(recipe, config, memory, decoder)
     limits = replace(limits, num_pages=memory.num_pages)
-    facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation)
+    facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
     return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s, facts)
 
 
 def _loaded(
-    recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, machine: Machine, group: Group
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory: MemoryPlan,
+    machine: Machine,
+    place: tuple[Group, Share, StageLinks],
 ) -> Decoder:
     """This rank's part of the decoder, with its weights."""
-    part = Share(group.rank, group.size).part(config)
-    ops, attention = machine.operators(shape_of(recipe, part))
+    group, share, stages = place
+    ops, attention = machine.operators(shape_of(recipe, share.part(config)))
     attention.check()
     attention.check_longest(memory.longest_tokens)
     if config.quantization is not None:
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.graphs:
         captured_sizes(attention, *_captured(recipe))  # refused before weights are loaded
-    decoder = Decoder(config, ops, attention, group)
+    decoder = Decoder(config, ops, attention, group, share, stages)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)
     else:
@@ -142,15 +155,19 @@ def _loaded(
 
 
 def _least(
-    recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, group: Group, machine: Machine
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory: MemoryPlan,
+    world: Group,
+    share: Share,
+    machine: Machine,
 ) -> MemoryPlan:
     """The plan with the pages that all ranks have room for."""
-    pages = group.least(memory.num_pages, machine.device)
-    host_pages = group.least(memory.num_host_pages, machine.device)
+    pages = world.least(memory.num_pages, machine.device)
+    host_pages = world.least(memory.num_host_pages, machine.device)
     if (pages, host_pages) == (memory.num_pages, memory.num_host_pages):
         return memory
     cache = replace(recipe.cache, num_pages=pages, memory_gib=None, memory_fraction=None)
-    share = Share(group.rank, group.size)
     activation_bytes = memory.activation_bytes if memory.is_measured else None
     return plan_memory(
         replace(recipe, cache=cache),
@@ -182,6 +199,7 @@ def _measure(
     engine: Engine,
     runner: ModelRunner,
     machine: Machine,
+    world: Group,
 ) -> tuple[MemoryPlan, float]:
     """Capture graphs, run the largest step, and plan again if they take more memory than was estimated; how
     long that step took, in seconds, besides.
@@ -189,7 +207,7 @@ def _measure(
     A smaller figure does not change the plan: an earlier engine of this process may have left memory that is
     used again and does not show.
     """
-    budget, group = engine.scheduler.max_batch_tokens, runner.decoder.group
+    budget = engine.scheduler.max_batch_tokens
     warm_up(runner, budget)
     captured = capture(runner, *_captured(recipe)) if recipe.device.graphs else 0
     start_s = time.perf_counter()
@@ -206,7 +224,7 @@ def _measure(
             share=runner.decoder.share,
         )
         memory = replace(memory, host_because=estimated.host_because)
-    memory = _least(recipe, config, memory, group, machine)
+    memory = _least(recipe, config, memory, world, runner.decoder.share, machine)
     if memory.num_pages != estimated.num_pages:
         engine.resize(memory.num_pages)
         warm_up(runner, budget)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from models.config import DecoderConfig, DType
 from models.file_bounds import check_regular, is_there
 from models.quantization import Quantization
-from models.share import Share, check_ranks
+from models.share import Share, check_ranks, check_stages
 from models.shown import shown
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
@@ -40,12 +40,15 @@ def model_config(recipe: Recipe) -> DecoderConfig:
 
 def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
     """The decoder that a recipe names, and what this rank holds of it; raises ValueError."""
-    config = model_config(recipe)
+    config, parallel = model_config(recipe), recipe.parallel
     try:
-        check_ranks(config, recipe.parallel.tensor)
+        name = "tensor"
+        check_ranks(config, parallel.tensor)
+        name = "pipeline"
+        check_stages(config, parallel.pipeline)
     except ValueError as error:
-        raise RecipeError("parallel.tensor", str(error), value=recipe.parallel.tensor) from error
-    return config, Share(rank, recipe.parallel.tensor)
+        raise RecipeError(f"parallel.{name}", str(error), value=getattr(parallel, name)) from error
+    return config, Share.of_rank(rank, parallel.tensor, parallel.pipeline)
 
 
 def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:

@@ -83,13 +83,14 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
             limit_s = float(store.get(LIMIT_S))
             group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, limit_s)
             beats.inside = lambda: group.inside
-            built = assemble(recipe, group)
+            built = assemble(recipe, group, limit_s=limit_s)
             gc.collect()
             gc.freeze()
         except Exception as error:
             beats.end(str(error))
             raise
-        scheduler, overlap = built.engine.scheduler, recipe.scheduler.overlap
+        scheduler = built.engine.scheduler
+        overlap = recipe.scheduler.overlap or scheduler.depth > 1
         Follower(beats, scheduler, built.runner, built.facts, overlap=overlap).follow()
 
 

@@ -55,17 +55,17 @@ class Ranks:
         self._is_building = True
         self._processes: list[RankProcess] = []
         fixed_s = recipe.server.step_timeout_s
-        self._limit_s = fixed_s or SHORTEST_LIMIT_S
+        self.limit_s = fixed_s or SHORTEST_LIMIT_S
         self._follows_steps = fixed_s is None
         stay_near(cluster)
         start(recipe.device)  # which brings the library that its collectives are in
         try:
             store, connections = self._gathered(recipe, cluster)
-            self._listeners = Listeners(connections, self._limit_s, self._lost)
+            self._listeners = Listeners(connections, self.limit_s, self._lost)
             self._end = weakref.finalize(self, _close, self._processes, self._listeners)
             with watched(self._listeners):
                 backend, ranks = BACKENDS[recipe.device.kind], recipe.parallel.ranks
-                self.group = join(backend, store, 0, ranks, self._limit_s)
+                self.group = join(backend, store, 0, ranks, self.limit_s)
         except BaseException:
             for process in self._processes:
                 process.end()
@@ -90,7 +90,7 @@ class Ranks:
                 master_listen_fd=of_store.detach(),
             )
             store.set(RECORDING, f"{near or own_address()}:{server.getsockname()[1]}")
-            store.set(LIMIT_S, str(self._limit_s))
+            store.set(LIMIT_S, str(self.limit_s))
             store.set(RECIPE, json.dumps(common(recipe)))
             for rank, device in list(zip(here, devices))[1:]:
                 self._processes.append(RankProcess(recipe, rank, f"{cluster.leader}:{port}", device))
@@ -142,7 +142,7 @@ class Ranks:
     def watched(self, runner: Runner, largest_step_s: float) -> Runner:
         """The same runner, of an engine that is now built: its steps have a limit, and tell who is lost."""
         if self._follows_steps:
-            self._listeners.limit_s = max(self._limit_s, LARGEST_STEPS * largest_step_s)
+            self._listeners.limit_s = max(self.limit_s, LARGEST_STEPS * largest_step_s)
         return WatchedRunner(runner, self._listeners)
 
     def _lost(self, _: str) -> None:

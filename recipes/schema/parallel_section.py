@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recipes.schema.keys import key
+from recipes.schema.recipe_error import RecipeError
 
 MOST_RANKS = 1024
 LEADER_PORT = 29_400  # where ranks of other nodes join, unless a launcher names another
@@ -16,6 +18,12 @@ class ParallelSection:
 
     tensor: int = key(
         "ranks that share each layer: heads, inner size and vocabulary are divided among them",
+        default=1,
+        least=1,
+        most=MOST_RANKS,
+    )
+    pipeline: int = key(
+        "stages of consecutive layers, each of `parallel.tensor` ranks; as many batches are in flight",
         default=1,
         least=1,
         most=MOST_RANKS,
@@ -32,4 +40,38 @@ class ParallelSection:
     @property
     def ranks(self) -> int:
         """Of one engine, in all."""
-        return self.tensor
+        return self.tensor * self.pipeline
+
+
+def stage_contradictions(
+    section: ParallelSection, weights: str, graphs: int, drafts: str
+) -> Iterator[RecipeError]:
+    """What cannot be where the layers are in several stages: values of model.weights, device.graphs and
+    speculation.kind.
+    """
+    if section.pipeline == 1:
+        return
+    for key_name, value, is_wrong, why, fix in (
+        (
+            "model.weights",
+            weights,
+            weights == "random",
+            "stages would draw other weights than one rank",
+            "name a checkpoint",
+        ),
+        ("device.graphs", graphs, graphs > 0, "what goes from stage to stage is not captured", "set it to 0"),
+        (
+            "speculation.kind",
+            drafts,
+            drafts == "draft",
+            "the first stage would need the drafts that the last one makes",
+            "take ngram or suffix",
+        ),
+    ):
+        if is_wrong:
+            yield RecipeError(
+                (key_name, "parallel.pipeline"),
+                f"parallel.pipeline is {section.pipeline}, and {why}",
+                f"{fix}, or set parallel.pipeline to 1",
+                value=value,
+            )

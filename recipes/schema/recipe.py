@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from recipes.schema.cache_checks import int8_contradictions
 from recipes.schema.keys import key, keys_of
-from recipes.schema.parallel_section import ParallelSection
+from recipes.schema.parallel_section import ParallelSection, stage_contradictions
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_section import SchedulerSection
@@ -230,6 +230,8 @@ class Recipe:
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
+        kind = self.speculation.kind
+        yield from stage_contradictions(self.parallel, self.model.weights, self.device.graphs, kind)
         cache, longest = self.cache, self.scheduler.max_request_tokens
         if cache.num_pages is not None and longest is not None:
             capacity = (cache.num_pages - 1) * cache.page_size + 1  # the last token is never cached

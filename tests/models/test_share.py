@@ -124,3 +124,41 @@ def test_ranks_that_cannot_share_evenly_are_told_how_many_can(
     assert "\n" not in str(caught.value)
     for each in map(int, possible.split(", ")):
         Share(each - 1, each).part(config)
+
+
+def test_stages_hold_each_layer_once_and_the_first_ranks_hold_the_last() -> None:
+    five = replace(WHOLE, num_layers=5, windows=(None, 4, None, 4, 8))
+    places = [Share.of_rank(rank, 2, 3) for rank in range(6)]
+    assert [(each.tensor, each.stage) for each in places] == [(0, 2), (1, 2), (0, 1), (1, 1), (0, 0), (1, 0)]
+    assert [each.layers(five) for each in places[::2]] == [range(3, 5), range(1, 3), range(1)]
+    parts = [each.part(five) for each in places[::2]]
+    assert [(part.num_layers, part.windows) for part in parts] == [(2, (4, 8)), (2, (4, None)), (1, (None,))]
+    assert [each.is_last for each in places] == [True, True, False, False, False, False]
+    assert [each.is_first for each in places] == [False, False, False, False, True, True]
+    with pytest.raises(ValueError, match="3 stages have 2 layers; choose a number from 1 to 2"):
+        places[0].part(WHOLE)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_another_stage_holds_is_not_missed(is_tied: bool) -> None:
+    config = replace(WHOLE, num_layers=3, windows=(None,) * 3, tie_embeddings=is_tied)
+    last, middle, first = (Share.of_rank(rank, 1, 3) for rank in range(3))
+    held = {
+        share: [
+            name
+            for name in ("embed_tokens", "layers.0.x", "layers.1.x", "layers.2.x", "layers.3.x", "norm")
+            if not share.is_elsewhere(f"model.{name}.weight", config)
+        ]
+        for share in (first, middle, last)
+    }
+    # A fourth layer is nobody's, and so a surplus that is named
+    assert held[first] == ["embed_tokens", "layers.0.x", "layers.3.x", "norm"]
+    assert held[middle] == ["layers.1.x", "layers.3.x", "norm"]
+    assert held[last] == [*(["embed_tokens"] if is_tied else []), "layers.2.x", "layers.3.x", "norm"]
+    assert [each.is_elsewhere("lm_head.weight", config) for each in (first, middle, last)] == [
+        True,
+        True,
+        False,
+    ]
+    assert last.whole_name("model.layers.0.mlp.up_proj", config) == "model.layers.2.mlp.up_proj"
+    assert last.whole_name("lm_head", config) == "lm_head"

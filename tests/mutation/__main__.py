@@ -93,6 +93,7 @@ HOST_TESTS = (
     BATCHING + "test_weak_keys.py",
     BATCHING + "test_beam_search.py",
     BATCHING + "test_draft_model.py",
+    BATCHING + "test_depth.py",
 )
 QUEUE_TESTS = tuple(
     BATCHING + name

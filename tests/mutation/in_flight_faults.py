@@ -63,9 +63,9 @@ FLIGHT_FAULTS = (
     ),
     Fault(
         "ahead_of_what_edits_read",
-        SCHEDULER,
-        "if not slots.plain[last.owners].all():",
-        "if False:",
+        FLIGHT,
+        "        return bool(self._slots.plain[self.last.owners].all())\n",
+        "        return True\n",
         "a penalty counts a token that is not there yet",
     ),
     Fault(

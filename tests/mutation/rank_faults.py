@@ -5,10 +5,12 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 ENGINE = "continuous_batching/engine.py"
+SCHEDULER = "continuous_batching/scheduling/scheduler.py"
 RECORDER, LISTENERS, FOLLOWER = (
     f"continuous_batching/recording/{name}.py" for name in ("recorder", "listeners", "follower")
 )
 BUILT = "recipes/build/engine.py"
+IN_FLIGHT, SHARE = "continuous_batching/scheduling/in_flight.py", "models/share.py"
 RANK_TESTS = ("tests/continuous_batching/test_follower.py",)
 BUILT_RANK_TESTS = ("tests/recipes/test_tensor_ranks.py",)
 RANK_TESTS_OF = dict.fromkeys((ENGINE, RECORDER, LISTENERS, FOLLOWER), RANK_TESTS) | {
@@ -79,8 +81,57 @@ RANK_FAULTS = (
     Fault(
         "pages_of_this_rank",
         BUILT,
-        "    pages = group.least(memory.num_pages, machine.device)\n",
+        "    pages = world.least(memory.num_pages, machine.device)\n",
         "    pages = memory.num_pages\n",
         "a rank with less memory has fewer pages than the leader gives out",
+    ),
+    Fault(
+        "row_in_two_batches",
+        IN_FLIGHT,
+        "        if self._depth > 1:\n            return self.rows\n",
+        "",
+        "a row is computed twice, by batches in two stages",
+    ),
+    Fault(
+        "one_batch_too_many",
+        IN_FLIGHT,
+        "            return 0 < len(self._batches) < self._depth\n",
+        "            return 0 < len(self._batches)\n",
+        "the host is further ahead than there are stages",
+    ),
+    Fault(
+        "first_batch_takes_all",
+        SCHEDULER,
+        "            rows = rows[:most]\n",
+        "            pass\n",
+        "the other stages have nothing to compute",
+    ),
+    Fault(
+        "pages_moved_under_a_stage",
+        SCHEDULER,
+        "        if self._compaction is not None and (self.depth == 1 or not ahead):\n",
+        "        if self._compaction is not None:\n",
+        "the last stage reads pages where they are not yet",
+    ),
+    Fault(
+        "layer_of_two_stages",
+        SHARE,
+        "for each in (self.stage, self.stage + 1))\n        return range(first, stop)\n\n    def holds",
+        "for each in (self.stage, self.stage + 1))\n        return range(first, stop + 1)\n\n    def holds",
+        "a layer is computed twice",
+    ),
+    Fault(
+        "head_of_the_first_stage",
+        SHARE,
+        '        return name.startswith("lm_head.") and not self.is_last\n',
+        '        return name.startswith("lm_head.") and self.is_last\n',
+        "a stage complains of a head that it has no place for",
+    ),
+    Fault(
+        "windows_of_the_first_layers",
+        SHARE,
+        "            windows=config.windows[layers.start : layers.stop],\n",
+        "            windows=config.windows[: len(layers)],\n",
+        "layers of the last stage see as far as those of the first",
     ),
 )
