@@ -235,7 +235,8 @@ class Scheduler:
         num_drafts = 0
         if self.speculation is not None and (self.depth > 1 or not ahead):
             left = self.max_batch_tokens - int((stops - starts).sum())
-            if self.speculation.propose(rows, starts, stops, left):
+            flying = self.in_flight.rows if ahead else EMPTY
+            if self.speculation.propose(rows, starts, stops, left, flying):
                 stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)
         if not self.tables.grow_to(rows, stops):
             rows, starts, stops = self.preemption.make_room(rows, starts, stops)

@@ -10,6 +10,7 @@ import numpy as np
 
 from continuous_batching.batch import Batch
 from continuous_batching.counters import Counters
+from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.draft_model import draft_spans
 from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
@@ -58,18 +59,23 @@ class Speculation:
         """Whether a step is worth waiting for the tokens of the one before, which drafts would follow."""
         return self.lengths.is_hopeful and bool(self._slots.most_drafts[self._slots.busy].any())
 
-    def propose(self, rows: Index, starts: Index, stops: Index, spare_tokens: int) -> bool:
+    def propose(
+        self, rows: Index, starts: Index, stops: Index, spare_tokens: int, in_flight: Index = EMPTY
+    ) -> bool:
         """Give drafts to spans of a step, which rows compute from `starts` to `stops`, where it pays.
 
         Only what decodes may have some, and never where its last token would be one: each step brings a row
-        at least one token that is no guess. `spare_tokens` is what the step's budget leaves. Returns whether
-        any row has drafts.
+        at least one token that is no guess. `spare_tokens` is what the step's budget leaves. Of rows that are
+        `in_flight` in other batches, what was guessed is still to be judged. Returns whether any row has
+        drafts.
         """
         slots = self._slots
-        if self._has_guesses:  # those of the step before
+        if self._has_guesses:
             slots.drop_drafts()
+            kept = self._counts[in_flight]
             self._counts[:] = 0
-            self._has_guesses = False
+            self._counts[in_flight] = kept
+            self._has_guesses = bool(kept.any())
         if self._pause > 0:
             return False
         known = slots.num_tokens[rows]
@@ -81,10 +87,10 @@ class Speculation:
         asked = rows[decoding]
         guesses = self._proposer.guess(asked, self.most)
         counts = np.minimum(guesses.counts, room[decoding])
-        self._has_guesses = bool(counts.any())
-        if not self._has_guesses:
+        if not counts.any():
             self._pause = min(len(asked) // self._rows_per_pause, MOST_PAUSE_STEPS)
             return False
+        self._has_guesses = True
         self._tokens[asked], self._counts[asked], self._known[asked] = guesses.tokens, counts, known[decoding]
         if spare_tokens <= 0:
             return False

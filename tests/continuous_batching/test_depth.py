@@ -15,6 +15,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.test_draft_schedules import speculation
 
 
 class Stages(ChecksumRunner):
@@ -74,3 +75,24 @@ def test_batches_in_flight_share_no_row_and_each_has_its_part() -> None:
     assert sizes[2] == [3, 2, 2]
     assert max(map(len, sizes)) == 3
     assert sum(len(each) == 3 for each in sizes) > len(sizes) / 2, "the stages are not kept busy"
+
+
+def test_verdicts_on_drafts_are_counted_for_every_batch() -> None:
+    """A batch that is made while drafts are in flight does not forget them."""
+    made = Scheduler(
+        slots := SlotPool(4, 64, 4),
+        PagePool(100),
+        StallFree(),
+        max_batch_tokens=100,
+        vocab_size=VOCAB_SIZE,
+        speculation=speculation(slots, "right", 3, 0),
+        depth=2,
+    )
+    engine = Engine(made, ChecksumRunner(slots, made.pool))
+    params = SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True)
+    for number in range(4):
+        engine.add(Request(str(number), np.random.default_rng(number).integers(0, VOCAB_SIZE, 5), params))
+    while engine.has_work:
+        engine.step()
+    assert made.counters.draft_tokens > 8
+    assert made.counters.accepted_tokens == made.counters.draft_tokens

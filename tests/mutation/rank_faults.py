@@ -93,13 +93,6 @@ RANK_FAULTS = (
         "a row is computed twice, by batches in two stages",
     ),
     Fault(
-        "one_batch_too_many",
-        IN_FLIGHT,
-        "            return 0 < len(self._batches) < self._depth\n",
-        "            return 0 < len(self._batches)\n",
-        "the host is further ahead than there are stages",
-    ),
-    Fault(
         "first_batch_takes_all",
         SCHEDULER,
         "            rows = rows[:most]\n",
