@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +39,7 @@ from simulation.recorded import follow, recorded_run
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import (
+    DEPTHS,
     EOS,
     MAX_TOKENS,
     Arrival,
@@ -99,7 +101,7 @@ POLICIES = ["stall_free", "fixed chunks", "adaptive chunks", "split", "prefill_f
 
 
 @st.composite
-def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
+def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler, ChecksumRunner]:
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
     num_slots = draw(st.integers(1, 6))
     longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
@@ -123,7 +125,7 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         host_pool=host_pool,
         compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
-        depth=draw(st.sampled_from([1, 1, 2, 3])),
+        depth=draw(st.sampled_from(depths)),
         speculation=speculation(
             slots,
             draw(st.sampled_from(["right", "wrong", "mixed", "mixed", "ngram"])),
@@ -140,7 +142,7 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
     max_examples=cases(150, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
-    made=schedulers(),
+    made=schedulers(DEPTHS),
     plan=st.lists(arrivals, min_size=1, max_size=10),
     resizes=st.dictionaries(
         st.integers(0, 30),

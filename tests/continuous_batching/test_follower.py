@@ -35,7 +35,7 @@ from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching import test_draft_schedules, test_schedules
 from tests.continuous_batching.checksum import ChecksumRunner, Free
 from tests.continuous_batching.test_recorder import scheduler as plain_scheduler
-from tests.continuous_batching.test_schedules import Arrival, arrivals, serve
+from tests.continuous_batching.test_schedules import DEPTHS, Arrival, arrivals, serve
 from tests.thorough import cases
 
 PATIENCE_S = 60.0
@@ -79,7 +79,7 @@ def listening(following: Following) -> Listeners:
     return Listeners({"rank 1": following.near}, PATIENCE_S)
 
 
-either = st.one_of(test_schedules.schedulers(), test_draft_schedules.schedulers())
+either = st.one_of(*(each.schedulers(DEPTHS) for each in (test_schedules, test_draft_schedules)))
 
 
 @settings(

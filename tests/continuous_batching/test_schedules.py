@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.thorough import cases
 
 MAX_TOKENS = 64
 EOS = 5
+DEPTHS = (1, 1, 2, 3)  # of batches in flight at once
 FAMILIES = [np.random.default_rng(family).integers(0, VOCAB_SIZE, 40).tolist() for family in range(3)]
 
 
@@ -79,7 +81,7 @@ arrivals = st.builds(
 
 
 @st.composite
-def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
+def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler, ChecksumRunner]:
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
     num_slots = draw(st.integers(1, 6))
     longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
@@ -101,7 +103,7 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         host_pool=host_pool,
         compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
-        depth=draw(st.sampled_from([1, 1, 2, 3])),
+        depth=draw(st.sampled_from(depths)),
     )
     runner = ChecksumRunner(slots, scheduler.pool, host_pool)
     runner.defers = scheduler.depth > 1 and draw(st.booleans())
@@ -221,7 +223,7 @@ def check_answers(ended: dict[str, Request], failing: set[str]) -> None:
     max_examples=cases(250, 2000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
-    made=schedulers(),
+    made=schedulers(DEPTHS),
     plan=st.lists(arrivals, min_size=1, max_size=10),
     resizes=st.dictionaries(
         st.integers(0, 30),
