@@ -123,30 +123,30 @@ def host(figures: Figures) -> str | None:
 
 
 def speculation(figures: Figures) -> str | None:
-    """Throughputs are tokens over the medians of the runs, gains those over the same row's plain decoding."""
-    wrongs, taken_s, plain_s = [], 0.0, dict[tuple[str, int], float]()
+    """Throughputs are medians of tokens over seconds, gains over the plain decoding of the same load."""
+    wrongs, taken_s, plain = [], 0.0, dict[tuple[str, int], tuple[float, float]]()
     for name, row in rows_of(figures, "rows"):
-        times = [finite(f"a time of {name}", each) for each in part_of(name, row, "decode_s")]
-        if not times or min(times) <= 0:
-            return f"{name}.decode_s must be times above 0"
+        times = [finite(f"a time of {name}", each) for each in part_of(name, row, "window_s")]
+        tokens = [finite(f"tokens of {name}", each) for each in part_of(name, row, "window_tokens")]
+        if not times or min(times) <= 0 or len(tokens) != len(times):
+            return f"{name}.window_s must be times above 0, one for each of window_tokens"
         taken_s += sum(times)
-        median_s, load = float(np.median(times)), (str(row.get("text")), int(number(name, row, "slots")))
-        if row.get("kind") == "plain":
-            plain_s[load] = median_s
-        rate, slack_s = number(name, row, "tokens") / median_s, 6e-5 / median_s
+        load = (str(row.get("text")), int(number(name, row, "slots")))
+        rate = float(np.median(np.divide(tokens, times)))
+        slack = 0.006 + rate * 6e-5 / min(times)  # as the times and the rate are rounded
         stated = number(name, row, "tokens_per_s")
-        wrongs.append(
-            differs(f"{name}.tokens_per_s", stated, "tokens / median", rate, 0.006 + rate * slack_s)
-        )
-        if load not in plain_s:
+        wrongs.append(differs(f"{name}.tokens_per_s", stated, "median of tokens / time", rate, slack))
+        if row.get("kind") == "plain":
+            plain[load] = rate, slack
+        if load not in plain:
             return f"{name} has no plain decoding before it"
-        gain = plain_s[load] / median_s
-        slack = 6e-5 + gain * (slack_s + 6e-5 / plain_s[load])
+        base, base_slack = plain[load]
+        slack = 6e-5 + rate / base * (slack / rate + base_slack / base)
         stated = number(name, row, "times_plain")
-        wrongs.append(differs(f"{name}.times_plain", stated, "plain's median / median", gain, slack))
+        wrongs.append(differs(f"{name}.times_plain", stated, "over plain's tokens_per_s", rate / base, slack))
         drafted, accepted = number(name, row, "drafted"), number(name, row, "accepted")
         wrongs.append(exceeds(f"{name}.accepted", accepted, "drafted", drafted, 0.0))
-        wrongs.append(exceeds(f"{name}.accepted", accepted, "tokens", number(name, row, "tokens"), 0.0))
+        wrongs.append(exceeds(f"{name}.accepted", accepted, "tokens", sum(tokens), 0.0))
     return first([*wrongs, within_the_run(figures, taken_s)])
 
 

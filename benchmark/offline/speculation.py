@@ -4,15 +4,17 @@ Plain decoding and each kind of speculation serve the same requests, in turn, an
 compared. A kind keeps between its runs what it has learnt of lengths and times, as a server does between
 requests, but no text and no pages. A draft model takes part where the recipe names one, and is then loaded
 beside all kinds. Some requests quote: their prompt holds the answer that they get. Others get an
-ordinary answer, or begin with random tokens. A load is the number of requests that run at once.
+ordinary answer, or begin with random tokens. A load is the number of requests that run at once: where one
+ends the next begins, so that all slots are busy from the first measured step to the last.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, whole, wholes
 from recipes.schema.reader import read
 
 TEXTS = ("quoting", "ordinary", "random")
+ROUNDS = 4  # of as many requests as run at once: the first warms up, two are measured, the last fills up
 WAYS = ("throughput", "source", "fixed")
 _NO_DRAFT_MODEL = (
     "the recipe names no draft model; add speculation.kind=draft speculation.draft_path=DIRECTORY"
@@ -95,9 +98,9 @@ def run(
     built = build(recipe)
     rows: list[dict[str, Any]] = []
     for text in TEXTS:
-        prompts = _prompts(built.engine, text, max(loads), load, built.config.vocab_size)
+        prompts = _prompts(built.engine, text, ROUNDS * max(loads), load, built.config.vocab_size)
         for num in loads:
-            rows += _rows(built.engine, text, prompts[:num], kinds, load)
+            rows += _rows(built.engine, text, prompts[: ROUNDS * num], kinds, load)
     result = {
         "benchmark": "speculation",
         "recipe": recipe_path,
@@ -126,16 +129,16 @@ def _prompts(engine: Engine, text: str, num: int, load: SpeculationLoad, vocab_s
     return [prompt + answer + prompt for prompt, answer in zip(prompts, said)]
 
 
-def _requests(prompts: list[list[int]], answer_tokens: int, kind: str) -> list[Request]:
-    """Of one kind: they share no pages with others, which may have been computed without a draft model."""
+def _requests(prompts: list[list[int]], answer_tokens: int, salt: str) -> list[Request]:
+    """They share no pages with requests of another salt, of which a draft model may have computed none."""
     params = SamplingParams(max_tokens=answer_tokens, temperature=0.0, ignore_eos=True)
     return [
-        Request(str(number), np.array(each), params, cache_salt=kind) for number, each in enumerate(prompts)
+        Request(str(number), np.array(each), params, cache_salt=salt) for number, each in enumerate(prompts)
     ]
 
 
 def _answers(engine: Engine, prompts: list[list[int]], answer_tokens: int) -> list[list[int]]:
-    requests = _requests(prompts, answer_tokens, "plain")
+    requests = _requests(prompts, answer_tokens, "answers")
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -147,12 +150,11 @@ def _rows(
     engine: Engine, text: str, prompts: list[list[int]], kinds: Sequence[str], load: SpeculationLoad
 ) -> list[dict[str, Any]]:
     """Kinds take turns, so that what else the machine does meets all of them; what they say is the same."""
-    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
-    facts: dict[str, dict[str, int]] = {}
+    windows: dict[str, list[Window]] = {kind: [] for kind in kinds}
     slots, most = engine.slots, load.most_drafts
     learnt = {kind: lengths_of(kind, slots, most) for kind in kinds}
-    answers: list[list[int]] | None = None
-    for _ in range(load.num_runs):
+    answers: dict[str, list[int]] = {}
+    for number in range(load.num_runs):
         for kind in kinds:
             engine.scheduler.speculation = None
             if lengths := learnt[kind]:
@@ -161,50 +163,76 @@ def _rows(
                     slots, PROPOSERS[name](slots), lengths, most, on_device=name in ON_DEVICE
                 )
             gc.collect()
-            seconds, said, facts[kind] = _serve(engine, prompts, load.answer_tokens, kind)
-            taken[kind].append(seconds)
-            if answers is not None and said != answers:
-                raise ValueError(f"{kind} changed an answer of {len(prompts)} requests on {text} text")
-            answers = said
+            window, said = _serve(engine, _requests(prompts, load.answer_tokens, f"{kind} {number}"))
+            windows[kind].append(window)
+            for name, answer in said.items():
+                if answers.setdefault(name, answer) != answer:
+                    raise ValueError(f"{kind} changed the answer of request {name} on {text} text")
     engine.scheduler.speculation = None
-    medians = {kind: float(np.median(each)) for kind, each in taken.items()}
+    rates = {
+        kind: float(np.median([each.tokens / each.seconds for each in of_kind]))
+        for kind, of_kind in windows.items()
+    }
     return [
         {
             "text": text,
-            "slots": len(prompts),
+            "slots": len(prompts) // ROUNDS,
             "kind": kind,
-            "decode_s": [round(each, 4) for each in taken[kind]],
-            "tokens_per_s": round(facts[kind]["tokens"] / medians[kind], 2),
-            "times_plain": round(medians[kinds[0]] / medians[kind], 4),
-            **facts[kind],
+            "window_s": [round(each.seconds, 4) for each in windows[kind]],
+            "window_tokens": [each.tokens for each in windows[kind]],
+            "tokens_per_s": round(rates[kind], 2),
+            "times_plain": round(rates[kind] / rates[kinds[0]], 4),
+            "steps": sum(each.steps for each in windows[kind]),
+            "drafted": sum(each.drafted for each in windows[kind]),
+            "accepted": sum(each.accepted for each in windows[kind]),
         }
         for kind in kinds
     ]
 
 
-def _serve(
-    engine: Engine, prompts: list[list[int]], answer_tokens: int, kind: str
-) -> tuple[float, list[list[int]], dict[str, int]]:
-    """Seconds from the first token of the last request to the end, and what came in them."""
-    counters = engine.scheduler.counters
-    requests = _requests(prompts, answer_tokens, kind)
-    for request in requests:
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What came while all slots were busy."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+
+
+def _serve(engine: Engine, requests: list[Request]) -> tuple[Window, dict[str, list[int]]]:
+    """Serve a part of them at once, and measure from the end of as many to the end of three times as many.
+
+    So each token of the window has its share of a prompt beside it. What runs then is aborted.
+    """
+    counters, at_once = engine.scheduler.counters, len(requests) // ROUNDS
+    to_come = iter(requests)
+    for request in itertools.islice(to_come, at_once):
         engine.add(request)
-    while any(each.first_token_s is None for each in requests):
-        engine.step()
-    names = {
-        "tokens": "sampled_tokens",
-        "steps": "steps",
-        "drafted": "draft_tokens",
-        "accepted": "accepted_tokens",
-    }
-    before = {name: getattr(counters, counter) for name, counter in names.items()}
-    start_s = engine.clock()
+    said: dict[str, list[int]] = {}
+    before, start_s = replace(counters), engine.clock()
+    while len(said) < (ROUNDS - 1) * at_once:
+        step = engine.step()
+        finished = [] if step is None else step.finished
+        is_warming_up = len(said) < at_once
+        said |= {request.id: request.answer.tolist() for request in finished}
+        for request in itertools.islice(to_come, len(finished)):
+            engine.add(request)
+        if is_warming_up and len(said) >= at_once:
+            before, start_s = replace(counters), engine.clock()
+    window = Window(
+        engine.clock() - start_s,
+        counters.sampled_tokens - before.sampled_tokens,
+        counters.steps - before.steps,
+        counters.draft_tokens - before.draft_tokens,
+        counters.accepted_tokens - before.accepted_tokens,
+    )
+    for request in requests:
+        engine.abort(request.id)
     while engine.has_work:
         engine.step()
-    seconds = engine.clock() - start_s
-    facts = {name: getattr(counters, counter) - before[name] for name, counter in names.items()}
-    return seconds, [each.answer.tolist() for each in requests], facts
+    return window, said
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -212,7 +240,7 @@ def print_table(result: dict[str, Any]) -> None:
     print(f"{'text':10}{'slots':>6}  {'kind':22}{'tokens/s':>10}{'x plain':>9}{'accepted':>10}{'a step':>8}")
     for row in result["rows"]:
         share = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "-"
-        per_step = row["tokens"] / row["steps"] / row["slots"]
+        per_step = sum(row["window_tokens"]) / row["steps"] / row["slots"]
         print(
             f"{row['text']:10}{row['slots']:>6}  {row['kind']:22}{row['tokens_per_s']:>10.1f}"
             f"{row['times_plain']:>9.2f}{share:>10}{per_step:>8.2f}"

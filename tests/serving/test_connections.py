@@ -18,7 +18,7 @@ from tests.serving.test_faults import SMALL
 
 # Slots and pages for all: nobody waits, and nobody is preempted
 ROOM = ("scheduler.num_slots=256", "scheduler.max_batch_tokens=512", "cache.num_pages=6144")
-# As many as the longest answer that is read here: an event loop that a busy machine holds up cuts off none of them
+# As many as the longest answer that is read here: a busy machine that holds up the event loop cuts off none
 LIMITS = ("server.max_unread_tokens=400", "server.spare_engine=false")
 
 
