@@ -5,7 +5,8 @@ compared. A kind keeps between its runs what it has learnt of lengths and times,
 requests, but no text and no pages. A draft model takes part where the recipe names one, and is then loaded
 beside all kinds. Some requests quote: their prompt holds the answer that they get. Others get an
 ordinary answer, or begin with random tokens. A load is the number of requests that run at once: where one
-ends the next begins, so that all slots are busy from the first measured step to the last.
+ends the next begins, so that all slots are busy from the first measured step to the last. Answers are half as
+long to half as long again as --answer says, so that requests end one by one, as those of a server do.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def run(
     Of all kinds, or those `asked` for; raises ValueError for a draft model that the recipe does not name.
     """
     clock = RunClock()
-    most_tokens = 3 * (load.prompt_tokens + load.answer_tokens)
+    most_tokens = 2 * (load.prompt_tokens + _longest(load))
     keys = [f"scheduler.num_slots={max(loads)}", f"scheduler.max_request_tokens={most_tokens}"]
     recipe = read(recipe_path, [*overrides, *keys], profile).recipe
     absent = ON_DEVICE - {recipe.speculation.kind}
@@ -117,28 +118,37 @@ def run(
     return with_verdict(result)
 
 
+def _longest(load: SpeculationLoad) -> int:
+    return load.answer_tokens + load.answer_tokens // 2
+
+
 def _prompts(engine: Engine, text: str, num: int, load: SpeculationLoad, vocab_size: int) -> list[list[int]]:
     """Random tokens; for ordinary answers what the model says after these, and for quotes that twice over."""
     random = np.random.default_rng(TEXTS.index(text))
     prompts: list[list[int]] = random.integers(3, vocab_size, (num, load.prompt_tokens)).tolist()
     if text == "random":
         return prompts
-    said = _answers(engine, prompts, load.answer_tokens)
+    said = _answers(engine, prompts, _longest(load))
     if text == "ordinary":
-        return said
+        return [answer[: load.answer_tokens] for answer in said]
     return [prompt + answer + prompt for prompt, answer in zip(prompts, said)]
 
 
-def _requests(prompts: list[list[int]], answer_tokens: int, salt: str) -> list[Request]:
+def _requests(prompts: list[list[int]], answer_tokens: Sequence[int], salt: str) -> list[Request]:
     """They share no pages with requests of another salt, of which a draft model may have computed none."""
-    params = SamplingParams(max_tokens=answer_tokens, temperature=0.0, ignore_eos=True)
     return [
-        Request(str(number), np.array(each), params, cache_salt=salt) for number, each in enumerate(prompts)
+        Request(
+            str(number),
+            np.array(prompt),
+            SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True),
+            cache_salt=salt,
+        )
+        for number, (prompt, most) in enumerate(zip(prompts, answer_tokens))
     ]
 
 
 def _answers(engine: Engine, prompts: list[list[int]], answer_tokens: int) -> list[list[int]]:
-    requests = _requests(prompts, answer_tokens, "answers")
+    requests = _requests(prompts, [answer_tokens] * len(prompts), "answers")
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -153,6 +163,8 @@ def _rows(
     windows: dict[str, list[Window]] = {kind: [] for kind in kinds}
     slots, most = engine.slots, load.most_drafts
     learnt = {kind: lengths_of(kind, slots, most) for kind in kinds}
+    between = load.answer_tokens // 2, _longest(load) + 1
+    answer_tokens = np.random.default_rng(0).integers(*between, len(prompts)).tolist()
     answers: dict[str, list[int]] = {}
     for number in range(load.num_runs):
         for kind in kinds:
@@ -163,7 +175,7 @@ def _rows(
                     slots, PROPOSERS[name](slots), lengths, most, on_device=name in ON_DEVICE
                 )
             gc.collect()
-            window, said = _serve(engine, _requests(prompts, load.answer_tokens, f"{kind} {number}"))
+            window, said = _serve(engine, _requests(prompts, answer_tokens, f"{kind} {number}"))
             windows[kind].append(window)
             for name, answer in said.items():
                 if answers.setdefault(name, answer) != answer:
