@@ -14,7 +14,9 @@ Form = Literal["plain", "int8", "quantize"]  # how a linear is stored; quantize:
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has, and each head in an int8 cache
 
-FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
+ROUTER_BYTES = 4  # of one weight of a router, which is kept in float32
+FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MLP_ROLES = ("gate_proj", "up_proj", "down_proj")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -43,8 +45,21 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """The mixtures of experts that stand in place of the MLP in some layers."""
+
+    num_experts: int
+    num_chosen: int  # of each token
+    inner_size: int  # of each expert
+    normalizes: bool  # the weights of a token's experts add up to one
+    layers: tuple[bool, ...]  # whether a layer has a mixture, one entry a layer
+    block: str = "mlp"  # how a checkpoint calls the mixture of a layer
+    roles: tuple[str, str, str] = MLP_ROLES  # how it calls an expert's gate, up and down
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A dense decoder: RMS norms before attention and MLP, rotary embedding, SwiGLU.
+    """A decoder: RMS norms before attention and MLP, rotary embedding, SwiGLU, some of it by experts.
 
     `windows` has one entry a layer: how many positions a query sees, itself among them; None for all.
     """
@@ -70,6 +85,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
     int8_cache: bool = False  # keys and values in int8, with a float32 scale for each token and head
+    mixture: MixtureConfig | None = None
 
     def form(self, name: str) -> Form:
         """How the linear of this name in a checkpoint is stored; a tied head is as the embedding is."""
@@ -81,7 +97,7 @@ class DecoderConfig:
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Name in a checkpoint, inputs and outputs of every linear."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
@@ -89,11 +105,38 @@ class DecoderConfig:
             yield f"{prefix}self_attn.k_proj", hidden, kv_heads
             yield f"{prefix}self_attn.v_proj", hidden, kv_heads
             yield f"{prefix}self_attn.o_proj", heads, hidden
-            yield f"{prefix}mlp.gate_proj", hidden, inner
-            yield f"{prefix}mlp.up_proj", hidden, inner
-            yield f"{prefix}mlp.down_proj", inner, hidden
+            inner = self.inner_size(layer)
+            for gate, up, down in self.mlp_names(layer):
+                yield gate, hidden, inner
+                yield up, hidden, inner
+                yield down, inner, hidden
         if not self.tie_embeddings:
             yield "lm_head", hidden, self.vocab_size
+
+    def mixture_of(self, layer: int) -> MixtureConfig | None:
+        """The mixture of experts of a layer; None where it has a dense MLP."""
+        return self.mixture if self.mixture is not None and self.mixture.layers[layer] else None
+
+    def inner_size(self, layer: int) -> int:
+        """Of the MLP of a layer, or of each of its experts."""
+        mixture = self.mixture_of(layer)
+        return self.intermediate_size if mixture is None else mixture.inner_size
+
+    def mlp_names(self, layer: int, name: str = "") -> list[tuple[str, str, str]]:
+        """Gate, up and down of the MLP of a layer, or of each of its experts, as a checkpoint names them.
+
+        `name` is the layer's, where it is not counted from the first of the checkpoint.
+        """
+        prefix, mixture = name or f"model.layers.{layer}.", self.mixture_of(layer)
+        if mixture is None:
+            return [_joined(f"{prefix}mlp.", MLP_ROLES)]
+        experts = f"{prefix}{mixture.block}.experts."
+        return [_joined(f"{experts}{number}.", mixture.roles) for number in range(mixture.num_experts)]
+
+    @property
+    def num_mixtures(self) -> int:
+        """Layers that have a mixture of experts."""
+        return 0 if self.mixture is None else sum(self.mixture.layers)
 
     @property
     def dtype_bytes(self) -> int:
@@ -127,14 +170,36 @@ class DecoderConfig:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Weights that a step reads: all but an embedding that is not the head, since it takes few rows."""
+        """Weights that a step reads at least: an embedding that is not the head brings few rows, and of each
+        mixture those experts are read that one token chooses.
+        """
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size * self.dtype_bytes
-        return self.weight_bytes - embedding
+        return self.weight_bytes - embedding - self._idle_bytes
+
+    @property
+    def _idle_bytes(self) -> int:
+        """Of all experts that one token does not choose."""
+        if self.mixture is None:
+            return 0
+        idle, total = self.mixture.num_experts - self.mixture.num_chosen, 0
+        for layer in range(self.num_layers):
+            names = self.mlp_names(layer)[0]
+            if self.mixture_of(layer) is not None:
+                gate, down = (self.form(name) for name in names[::2])
+                size, hidden = self.mixture.inner_size, self.hidden_size
+                total += idle * 2 * size * (self._row_bytes(gate, hidden))
+                total += idle * hidden * self._row_bytes(down, size)
+        return total
+
+    def _row_bytes(self, form: Form, inputs: int) -> int:
+        """Of one output channel of a linear, its scale included."""
+        return inputs * self.dtype_bytes if form == "plain" else inputs + SCALE_BYTES
 
     @property
     def weight_bytes(self) -> int:
         """Of all weights as the device holds them, scales among them."""
         total = self.num_parameters * self.dtype_bytes
+        total += self._router_parameters * (ROUTER_BYTES - self.dtype_bytes)
         for name, inputs, outputs in self.linears():
             if self.form(name) != "plain":
                 total += outputs * (SCALE_BYTES - inputs * (self.dtype_bytes - 1))
@@ -153,12 +218,38 @@ class DecoderConfig:
     def num_parameters(self) -> int:
         """Weights of the whole decoder, each tied one counted once."""
         attention_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * attention_dim + 2 * kv_dim + 3 * self.intermediate_size + 2)
+        layer = self.hidden_size * (2 * attention_dim + 2 * kv_dim + 2)
         layer += self.attention_bias * (attention_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
-        layer += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         layer += self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        mlps = (self.num_layers - self.num_mixtures) * mlp + self._router_parameters
+        if self.mixture is not None:
+            mlps += self.num_mixtures * self.mixture.num_experts * self._expert_parameters
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        return embeddings + self.num_layers * layer + mlps + self.hidden_size
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that a token is multiplied with: of each mixture, the experts that it chooses."""
+        if self.mixture is None:
+            return self.num_parameters
+        idle = self.mixture.num_experts - self.mixture.num_chosen
+        return self.num_parameters - self.num_mixtures * idle * self._expert_parameters
+
+    @property
+    def _expert_parameters(self) -> int:
+        return 0 if self.mixture is None else 3 * self.hidden_size * self.mixture.inner_size
+
+    @property
+    def _router_parameters(self) -> int:
+        """Of all routers."""
+        return 0 if self.mixture is None else self.num_mixtures * self.mixture.num_experts * self.hidden_size
+
+
+def _joined(prefix: str, roles: tuple[str, str, str]) -> tuple[str, str, str]:
+    gate, up, down = roles
+    return prefix + gate, prefix + up, prefix + down
 
 
 def check_fused(config: DecoderConfig) -> None:
@@ -166,9 +257,16 @@ def check_fused(config: DecoderConfig) -> None:
     if config.quantization is None:
         return
     for layer in range(config.num_layers):
-        for names in FUSED:
-            if len({config.form(f"model.layers.{layer}.{name}") for name in names}) > 1:
+        prefix = f"model.layers.{layer}."
+        joined = [tuple(prefix + name for name in FUSED), *(each[:2] for each in config.mlp_names(layer))]
+        for names in joined:
+            if len({config.form(name) for name in names}) > 1:
+                plain = ", ".join(name.removeprefix(prefix) for name in names)
                 raise ValueError(
-                    f"quantization_config.ignore names some of {', '.join(names)} of layer {layer}, which are"
+                    f"quantization_config.ignore names some of {plain} of layer {layer}, which are"
                     " multiplied as one: name all of them or none"
                 )
+        if len({tuple(map(config.form, names)) for names in config.mlp_names(layer)}) > 1:
+            raise ValueError(
+                f"quantization_config.ignore names some of the experts of layer {layer}: name all or none"
+            )

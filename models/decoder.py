@@ -1,4 +1,4 @@
-"""How does a dense decoder turn tokens into logits?
+"""How does a decoder turn tokens into logits?
 
 Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv heads, D head dim.
 """
@@ -17,6 +17,7 @@ from kv_cache.storage import KVCache
 from models.config import DecoderConfig, Form
 from models.dtypes import TORCH_DTYPES
 from models.group import ALONE, NO_LINKS, Group, StageLinks
+from models.mixture import Mixture
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Widths
 from models.rope import Rope
@@ -131,7 +132,11 @@ class SummedLinear(Linear):
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""
-        return self.group.all_reduce(super().forward(x))
+        return self.group.all_reduce(self.part(x))
+
+    def part(self, x: Tensor | Int8Rows) -> Tensor:
+        """What this rank adds to it."""
+        return super().forward(x)
 
 
 class SelfAttention(nn.Module):
@@ -177,20 +182,42 @@ class MLP(nn.Module):
     """SwiGLU with one product for gate and up."""
 
     def __init__(
-        self, config: DecoderConfig, name: str, ops: Ops, device: torch.device, group: Group
+        self,
+        config: DecoderConfig,
+        names: tuple[str, str, str],
+        inner: int,
+        ops: Ops,
+        device: torch.device,
+        group: Group,
     ) -> None:
         super().__init__()
-        hidden, inner, dtype = config.hidden_size, config.intermediate_size, TORCH_DTYPES[config.dtype]
-        form = [config.form(f"{name}mlp.{each}") for each in ("gate_proj", "down_proj")]
+        hidden, dtype = config.hidden_size, TORCH_DTYPES[config.dtype]
+        form = [config.form(name) for name in names[::2]]  # of gate and down
         self.ops, self.group = ops, group
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, hidden] -> [T, hidden]; `x` as for a linear."""
+        return self.group.all_reduce(self.part(x))
+
+    def part(self, x: Tensor | Int8Rows) -> Tensor:
+        """What this rank of the group adds to it."""
         if self.gate_up.is_int8 and self.down.is_int8:
-            return self.group.all_reduce(self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed))
-        return self.down(self.ops.swiglu(self.gate_up(x)))
+            return self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
+        return self.down.part(self.ops.swiglu(self.gate_up(x)))
+
+
+def mlp_of(
+    config: DecoderConfig, layer: int, name: str, ops: Ops, device: torch.device, group: Group
+) -> MLP | Mixture:
+    """The MLP of a layer that a checkpoint calls `name`, or the mixture of experts in its place."""
+    mixture, inner = config.mixture_of(layer), config.inner_size(layer)
+    mlps = [MLP(config, names, inner, ops, device, group) for names in config.mlp_names(layer, name)]
+    if mixture is None:
+        return mlps[0]
+    parts = [each.part for each in mlps]
+    return Mixture(mixture, config.hidden_size, mlps, parts, ops, device, group)
 
 
 class DecoderLayer(nn.Module):
@@ -208,7 +235,7 @@ class DecoderLayer(nn.Module):
         self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.attention = SelfAttention(config, layer, name, ops, attention, group)
         self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-        self.mlp = MLP(config, name, ops, attention.device, group)
+        self.mlp = mlp_of(config, layer, name, ops, attention.device, group)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
@@ -220,18 +247,21 @@ class DecoderLayer(nn.Module):
             x, residual = self._add_norm(x, residual, self.input_norm, self.attention.qkv)
         x = self.attention(x, cos, sin, step)
         x, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp.gate_up)
+        if isinstance(self.mlp, Mixture):  # no expert computes the rows that were added to fill up the step
+            num_tokens, num_rows = len(step.token_ids), len(residual)
+            return pad_rows(self.mlp(x[:num_tokens]), num_rows), residual
         return self.mlp(x), residual
 
     def _add_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, reader: Linear
+        self, x: Tensor, residual: Tensor, weight: Tensor, reader: Linear | None
     ) -> tuple[Tensor | Int8Rows, Tensor]:
         """The norm of the sum, as the linear that reads it takes it, and the sum."""
-        norm = self.ops.add_rms_norm_int8 if reader.is_int8 else self.ops.add_rms_norm
+        norm = self.ops.add_rms_norm_int8 if reader is not None and reader.is_int8 else self.ops.add_rms_norm
         return norm(x, residual, weight, self.eps)
 
 
 class Decoder(nn.Module):
-    """A dense decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once.
+    """A decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once.
 
     Of the decoder that `config` describes, it holds the `part` of this rank, which is its `share`: the ranks
     of `group` share its layers, and `stages` leads to those that hold others. Every rank of a group gets the

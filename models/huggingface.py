@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import DTYPE_BYTES, ROPE_KINDS, DecoderConfig, DType, RopeConfig, check_fused
+from models.config import (
+    DTYPE_BYTES,
+    ROPE_KINDS,
+    DecoderConfig,
+    DType,
+    MixtureConfig,
+    RopeConfig,
+    check_fused,
+)
 from models.quantization import quantization
 from models.shown import shown
 
@@ -25,6 +33,10 @@ MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**24,
     "intermediate_size": 2**24,
+    "moe_intermediate_size": 2**24,
+    "num_experts": 2**10,
+    "num_experts_per_tok": 2**10,
+    "decoder_sparse_step": 2**12,
     "sliding_window": 2**31,
     "max_position_embeddings": 2**31,
     "original_max_position_embeddings": 2**31,
@@ -43,6 +55,7 @@ def decoder_config(
     output_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,
+    mixture: MixtureConfig | None = None,
 ) -> DecoderConfig:
     """The decoder of `hf`, a parsed config.json; the keywords are where families differ."""
     if hf.get("hidden_act", "silu") != "silu":
@@ -83,6 +96,7 @@ def decoder_config(
         max_positions=max_positions,
         eos_token_ids=_token_ids(hf, "eos_token_id"),
         quantization=quantization(hf),
+        mixture=mixture,
     )
     check_fused(config)
     return config
@@ -162,6 +176,22 @@ def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:
             "layer_types", types, "sliding layers need use_sliding_window: true and sliding_window"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def experts(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """How many experts a mixture has, and how many of them a token chooses.
+
+    Hub files of Qwen3 say num_experts, those of Mixtral and all that transformers 5 writes num_local_experts.
+    """
+    said = {key: hf[key] for key in ("num_experts", "num_local_experts") if hf.get(key) is not None}
+    if len(set(map(str, said.values()))) > 1:
+        other = shown(said["num_local_experts"])
+        raise _refused("num_experts", said["num_experts"], f"num_local_experts says {other}: remove one")
+    num_experts = integer({"num_experts": next(iter(said.values()), None)}, "num_experts")
+    num_chosen = integer(hf, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise _refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
+    return num_experts, num_chosen
 
 
 def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:

@@ -2,14 +2,15 @@
 
 Tensor parallelism (arXiv 1909.08053): queries, keys, values, gate and up are cut by their outputs, the output
 projection and down by their inputs, so that what a rank computes of a block is a summand of it. Embedding
-and head are cut by the vocabulary. Each rank holds the norms whole.
+and head are cut by the vocabulary. Each expert is cut as a dense MLP is. Each rank holds the norms and the
+routers whole.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from models.config import DecoderConfig
+from models.config import MLP_ROLES, DecoderConfig
 
 Slices = tuple[slice, ...]  # of a tensor's first dimensions; those after them are whole
 
@@ -76,11 +77,15 @@ class Share:
         """
         check_ranks(config, self.tensors)
         check_stages(config, self.stages)
-        layers = self.layers(config)
+        layers, mixture = self.layers(config), config.mixture
+        if mixture is not None:
+            own = mixture.layers[layers.start : layers.stop]
+            mixture = replace(mixture, inner_size=mixture.inner_size // self.tensors, layers=own)
         return replace(
             config,
             num_layers=len(layers),
             windows=config.windows[layers.start : layers.stop],
+            mixture=mixture,
             num_heads=config.num_heads // self.tensors,
             num_kv_heads=max(1, config.num_kv_heads // self.tensors),
             intermediate_size=config.intermediate_size // self.tensors,
@@ -102,6 +107,10 @@ class Share:
             return ()
         linear, _, kind = name.rpartition(".")
         role = linear.rpartition(".")[2]
+        inner = config.intermediate_size
+        if config.mixture is not None and ".experts." in linear:
+            inner = config.mixture.inner_size
+            role = dict(zip(config.mixture.roles, MLP_ROLES))[role]
         match role:
             case "embed_tokens" | "lm_head":
                 tokens = self.tokens(config)
@@ -111,16 +120,16 @@ class Share:
             case "k_proj" | "v_proj":
                 return (self._kv_heads(config),)
             case "gate_proj" | "up_proj":
-                return (self._equal(config.intermediate_size),)
+                return (self._equal(inner),)
             case "o_proj" | "down_proj" if kind == "weight":
                 is_output = role == "o_proj"
-                inputs = config.num_heads * config.head_dim if is_output else config.intermediate_size
+                inputs = config.num_heads * config.head_dim if is_output else inner
                 return (slice(None), self._equal(inputs))
             case "o_proj" | "down_proj" if kind == "bias" and self.tensor:
                 return (slice(0, 0),)
             case "o_proj" | "down_proj":
                 return ()
-        assert role.endswith("norm"), f"say which part of {name} a rank holds"
+        assert role.endswith("norm") or role == "gate", f"say which part of {name} a rank holds"
         return ()
 
     def _equal(self, size: int) -> slice:
@@ -139,9 +148,10 @@ def check_ranks(config: DecoderConfig, count: int) -> None:
     if count >= 1 and _can_share(config, count):
         return
     possible = [str(each) for each in range(1, config.num_heads + 1) if _can_share(config, each)]
+    inner = " and ".join(map(str, _inner_sizes(config)))
     raise ValueError(
         f"{count} tensor ranks cannot share {config.num_heads} query heads, {config.num_kv_heads} key-value"
-        f" heads and an intermediate size of {config.intermediate_size} evenly; choose one of"
+        f" heads and an intermediate size of {inner} evenly; choose one of"
         f" {', '.join(possible)}"
     )
 
@@ -156,6 +166,13 @@ def check_stages(config: DecoderConfig, count: int) -> None:
 
 def _can_share(config: DecoderConfig, count: int) -> bool:
     """All query heads of a key-value head are on ranks that hold it, and on these alone."""
-    if config.num_heads % count or config.intermediate_size % count:
+    if config.num_heads % count or any(size % count for size in _inner_sizes(config)):
         return False
     return not (config.num_kv_heads % count and count % config.num_kv_heads)
+
+
+def _inner_sizes(config: DecoderConfig) -> list[int]:
+    """Of dense MLPs and of experts, those that the decoder has."""
+    mixture, has_dense = config.mixture, config.num_mixtures < config.num_layers
+    sizes = [config.intermediate_size] if has_dense else []
+    return sizes if mixture is None or not config.num_mixtures else [*sizes, mixture.inner_size]

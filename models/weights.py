@@ -21,6 +21,7 @@ from torch import Tensor
 
 from models.decoder import Decoder, Linear
 from models.file_bounds import check_regular, is_there
+from models.mixture import Mixture
 from models.share import Slices
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -143,9 +144,12 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
         joined += [
             (prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"), attention.qkv),
             (prefix + "self_attn.", ("o_proj",), attention.output),
-            (prefix + "mlp.", ("gate_proj", "up_proj"), mlp.gate_up),
-            (prefix + "mlp.", ("down_proj",), mlp.down),
         ]
+        experts = mlp.experts if isinstance(mlp, Mixture) else [mlp]
+        for (gate, up, down), expert in zip(config.mlp_names(number), experts):
+            joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
+        if isinstance(mlp, Mixture):
+            whole[f"{prefix}{mlp.config.block}.gate.weight"] = mlp.router
     sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
     part = {share.whole_name(name, config): outputs for name, _, outputs in decoder.part.linears()}
     embedding = (config.vocab_size, config.hidden_size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,6 +71,22 @@ class CpuOps(Ops):
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""
         return self._greedy(logits)
+
+    def mixture(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
+    ) -> Tensor:
+        """As Ops.mixture, where an expert computes the tokens that chose it, and is not called for none."""
+        numbers, order = chosen.flatten().sort(stable=True)
+        counts = numbers.bincount(minlength=len(experts)).tolist()
+        tokens, shares = order // chosen.shape[1], weights.flatten()[order, None]
+        total = torch.zeros_like(x, dtype=torch.float32)
+        first = 0
+        for expert, count in zip(experts, counts):
+            if count:
+                rows = slice(first, first + count)
+                total.index_add_(0, tokens[rows], expert(x[tokens[rows]]).float() * shares[rows])
+                first += count
+        return total.to(x.dtype)
 
     def padded(self, num_tokens: int) -> int:
         """Rows to compute: oneDNN compiles its code (2 ms a layer) for each new number of rows."""

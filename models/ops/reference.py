@@ -8,6 +8,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim, R sampled r
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +123,22 @@ class Ops:
         """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def mixture(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]: the weighted sum of what a token's experts make of it, in their order.
+
+        `weights` float32 and `chosen` int64 are [T, C]. It is summed in float32. Every expert computes every
+        row, so that shapes are fixed, nothing waits for the device, and the step can be captured.
+        """
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for number, expert in enumerate(experts):
+            is_chosen = chosen == number
+            weight = weights.where(is_chosen, 0).sum(-1, keepdim=True)
+            part = expert(x).float() * weight
+            total += part.where(is_chosen.any(-1, keepdim=True), 0)  # what it made of others may be infinite
+        return total.to(x.dtype)
 
     def tile_size(self, vocab_size: int) -> int:
         """How many weights of a row the sampler sums one by one: a divisor of the vocabulary.

@@ -15,13 +15,22 @@ from models.share import Share, check_ranks, check_stages
 from models.shown import shown
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
+from recipes.mixtral.model import config as mixtral
 from recipes.qwen2.model import config as qwen2
 from recipes.qwen3.model import config as qwen3
+from recipes.qwen3_moe.model import config as qwen3_moe
 from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
 
 Auto = Literal["auto"]
-FAMILIES = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES = {
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:

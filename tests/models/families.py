@@ -134,6 +134,62 @@ VARIANTS = [
         old=True,
         saved_as=torch.bfloat16,
     ),
+    Variant(
+        "qwen3_moe",
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    Variant(
+        "qwen3_moe_window",
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "moe_intermediate_size": 40,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+        },
+        _yarn(),
+        old=True,
+        shard_size="60KB",
+    ),
+    Variant(
+        "qwen3_moe_tied",
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 16,
+            "num_experts": 16,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+        saved_as=torch.bfloat16,
+    ),
+    Variant("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    Variant(
+        "mixtral_window",
+        "mixtral",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 19, "rms_norm_eps": 1e-3},
+        old=True,
+        saved_as=torch.float16,
+    ),
+    Variant(
+        "mixtral_one",
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 20, "tie_word_embeddings": True},
+        shard_size="40KB",
+    ),
 ]
 
 CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -141,6 +197,8 @@ CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
 }
 
 
@@ -182,9 +240,9 @@ def _fill(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.dim() == 2:
+            if weight.dim() >= 2:  # a linear, or those of all experts
                 gain = 2.0 if name.startswith(("lm_head", "model.embed")) else 1.2
-                weight.copy_(noise * gain / math.sqrt(weight.shape[1]))
+                weight.copy_(noise * gain / math.sqrt(weight.shape[-1]))
             else:
                 weight.copy_(noise * 0.3 + (0 if name.endswith("bias") else 1))
 

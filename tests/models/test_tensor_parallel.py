@@ -34,6 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_yarn": {"vocab_size": 509, "num_key_value_heads": 1},
     "qwen3_layer_types": {},
     "mistral_window": {"sliding_window": 7, "num_key_value_heads": 1},
+    "qwen3_moe": {},
+    "mixtral_window": {"sliding_window": 7, "intermediate_size": 48},
 }
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL = "llama_biased"

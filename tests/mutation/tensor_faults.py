@@ -27,8 +27,8 @@ TENSOR_FAULTS = (
     Fault(
         "inner_rows_of_the_first_rank",
         SHARE,
-        "                return (self._equal(config.intermediate_size),)\n",
-        "                return (slice(0, config.intermediate_size // self.tensors),)\n",
+        "                return (self._equal(inner),)\n",
+        "                return (slice(0, inner // self.tensors),)\n",
         "gate and up of one rank are multiplied by down of another",
     ),
     Fault(
@@ -69,8 +69,8 @@ TENSOR_FAULTS = (
     Fault(
         "int8_parts_not_added",
         DECODER,
-        "self.group.all_reduce(self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed))",
-        "self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)",
+        '`x` as for a linear."""\n        return self.group.all_reduce(self.part(x))\n',
+        '`x` as for a linear."""\n        return self.part(x)\n',
         "what joins both products of an MLP in int8 goes past the sum",
     ),
     Fault(

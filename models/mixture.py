@@ -1,0 +1,59 @@
+"""What does a mixture of experts make of a token?
+
+A router scores the experts, the best of them compute the token, and the router's weights add up what they
+made: arXiv 2401.04088 (Mixtral), 2505.09388 (Qwen3).
+
+Legend: T tokens of the step, E experts, C experts that a token chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.config import MixtureConfig
+from models.group import Group
+from models.ops.reference import Ops
+
+Expert = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, hidden]
+
+
+class Mixture(nn.Module):
+    """A router and its experts, each of which is called for what this rank of a group adds to a token.
+
+    Every rank of a group holds the router whole, and so chooses the same experts.
+    """
+
+    gate_up = None  # no linear reads what comes in: the router reads it too, which is never in int8
+
+    def __init__(
+        self,
+        config: MixtureConfig,
+        hidden_size: int,
+        experts: Sequence[nn.Module],
+        parts: Sequence[Expert],
+        ops: Ops,
+        device: torch.device,
+        group: Group,
+    ) -> None:
+        super().__init__()
+        self.config, self.ops, self.group = config, ops, group
+        weight = torch.empty(config.num_experts, hidden_size, dtype=torch.float32, device=device)
+        self.router = nn.Parameter(weight, requires_grad=False)
+        self.experts = nn.ModuleList(experts)
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        weights, chosen = route(x, self.router, self.config.num_chosen, self.config.normalizes)
+        return self.group.all_reduce(self.ops.mixture(x, weights, chosen, self.parts))
+
+
+def route(x: Tensor, router: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+    """x [T, hidden] and float32 router [E, hidden] -> float32 weights [T, C] and int64 experts [T, C]."""
+    probabilities = F.linear(x.float(), router).softmax(-1)
+    weights, chosen = probabilities.topk(num_chosen, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True) if normalizes else weights), chosen

@@ -1,0 +1,38 @@
+"""Which decoder does a Mixtral checkpoint describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import DecoderConfig, MixtureConfig
+from models.huggingface import decoder_config, experts, integer
+
+DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "eos_token_id": 2,
+    "num_experts_per_tok": 2,
+}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. As Mistral, with experts in every layer."""
+    hf = {**DEFAULTS, **hf}
+    if hf.get("num_experts") is None and hf.get("num_local_experts") is None:
+        hf["num_local_experts"] = 8
+    num_layers = integer(hf, "num_hidden_layers")
+    window = None if hf.get("sliding_window") is None else integer(hf, "sliding_window")
+    num_experts, num_chosen = experts(hf)
+    mixture = MixtureConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        inner_size=integer(hf, "intermediate_size"),
+        normalizes=True,
+        layers=(True,) * num_layers,
+        block="block_sparse_moe",
+        roles=("w1", "w3", "w2"),
+    )
+    return decoder_config(hf, "mixtral", windows=(window,) * num_layers, mixture=mixture)
