@@ -17,6 +17,7 @@ from models.quantization import KEY, Quantization
 from models.weights import INDEX, check_finite, checkpoint_files, open_checkpoint
 from recipes.build.families import config_in
 
+ROUTERS = r"re:.*\.gate$"  # linears to whoever reads the checkpoint, and too small to be worth it
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # weights of any format: not copied
 
 
@@ -31,7 +32,7 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     config = config_in(source)
     if config.quantization is not None:
         raise ValueError(f"{source} is quantised already; name the original checkpoint")
-    scheme = Quantization()
+    scheme = Quantization() if config.mixture is None else Quantization(("lm_head", ROUTERS))
     names = {f"{name}.weight" for name, *_ in config.linears() if scheme.covers(name)}
     files = checkpoint_files(source)
     target.parent.mkdir(parents=True, exist_ok=True)

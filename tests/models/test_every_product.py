@@ -63,6 +63,7 @@ HEAD_DIMS = {
     "qwen3": 128,
     "qwen3_layer_types": 64,
 }
+MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64}
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types")
 QUICK = {  # the two whose contracts are least like a 910B's
     "310P": "llama_biased",
@@ -100,7 +101,12 @@ MATRIX = [
     for name in HEAD_DIMS
     for way in ways
     if not (product == "310P" and name in WITH_WINDOWS)
-] + [Cell("910", name, "eager", PLAIN) for name in ("llama_dynamic", *WITH_WINDOWS)]
+] + [
+    *(Cell("910", name, "eager", PLAIN) for name in ("llama_dynamic", *WITH_WINDOWS, "mixtral")),
+    *(Cell("910B", name, way) for name in MIXTURES for way in get_args(Way)),
+    *(Cell("310P", "mixtral", way) for way in ("eager", "disturbed")),
+    Cell("950", "qwen3_moe_window", "disturbed"),
+]
 REFUSED = [
     *(Cell("310P", name, refused=NO_WINDOW) for name in WITH_WINDOWS),
     *(Cell(product, "llama", more=INT8, refused=NO_INT8.format(product)) for product in ("310P", "950")),
@@ -135,7 +141,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expect
 
     @cache
     def of(name: str) -> Expected:
-        model, path = make(wide(variants[name], HEAD_DIMS[name]), folder)
+        model, path = make(wide(variants[name], (HEAD_DIMS | MIXTURES)[name]), folder)
         random = np.random.default_rng(len(name))
         greedy, drawn = greedily(model, random), by_chance(path, random)
         # One after the other, so that each step has both

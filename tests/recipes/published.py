@@ -46,6 +46,27 @@ QWEN2_5_32B = QWEN2_5_7B | {
     "hidden_size": 5120, "intermediate_size": 27648, "max_window_layers": 64, "num_attention_heads": 40,
     "num_hidden_layers": 64, "num_key_value_heads": 8,
 }  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 94, "moe_intermediate_size": 1536,
+    "num_attention_heads": 64, "num_hidden_layers": 94,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 32000,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": LLAMA2_7B,
     "Qwen2.5-7B-Instruct": QWEN2_5_7B,
@@ -53,6 +74,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-13b-hf": LLAMA2_13B,
     "Llama-3.3-70B-Instruct": LLAMA3_3_70B,
     "Qwen2.5-32B-Instruct": QWEN2_5_32B,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Qwen3-235B-A22B": QWEN3_235B_A22B,
+    "Mixtral-8x7B-Instruct-v0.1": MIXTRAL_8X7B,
 }
 
 
