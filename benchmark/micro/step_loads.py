@@ -64,7 +64,7 @@ def cached_bytes(config: DecoderConfig, load: StepLoad) -> int:
 def operations(config: DecoderConfig, load: StepLoad) -> int:
     """What a step must multiply and add: linears for each token, logits for each span, attention."""
     table = config.vocab_size * config.hidden_size
-    linears = config.num_parameters - table * (1 if config.tie_embeddings else 2)
+    linears = config.num_active_parameters - table * (1 if config.tie_embeddings else 2)
     pairs = 0
     for window in config.windows:
         for length, stop in zip(load.lens, load.stops):

@@ -74,6 +74,7 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
     )
     return [
         ("model", _model(config)),
+        *_mixture(config),
         *of_a_rank,
         *beside,
         ("weights", in_gib(sizing.weight_bytes)),
@@ -99,7 +100,16 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
 
 def _model(config: DecoderConfig) -> str:
     dtype = config.dtype + (", W8A8" if config.quantization else "")
-    return f"{config.family}, {config.num_parameters / 1e6:,.1f} M parameters, {dtype}"
+    active = f", {config.num_active_parameters / 1e6:,.1f} M of them for a token" if config.mixture else ""
+    return f"{config.family}, {config.num_parameters / 1e6:,.1f} M parameters{active}, {dtype}"
+
+
+def _mixture(config: DecoderConfig) -> list[tuple[str, str]]:
+    mixture = config.mixture
+    if mixture is None:
+        return []
+    said = f"{mixture.num_experts} in each of {config.num_mixtures} layers, {mixture.num_chosen} for a token"
+    return [("experts", f"{said}, which reads {in_gib(config.step_weight_bytes)} of all weights")]
 
 
 def host_tier(sizing: MemoryPlan) -> str:

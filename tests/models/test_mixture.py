@@ -150,6 +150,12 @@ def test_layers_are_dense_where_the_configuration_says_so(tmp_path: Path) -> Non
     assert [isinstance(layer.mlp, Mixture) for layer in made.layers] == [True, False, True]
 
 
+def test_every_so_many_layers_have_experts_but_those_that_are_named_dense() -> None:
+    config = decoder_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert config.mixture is not None
+    assert config.mixture.layers[:6] == (False, True, False, False, False, True)
+
+
 def test_an_expert_that_is_missing_and_a_tensor_of_all_experts_are_named(tmp_path: Path) -> None:
     path = checkpoint("qwen3_moe", tmp_path)
     tensors = load_file(path / weights.SINGLE)

@@ -33,6 +33,7 @@ from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
 from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
 from tests.mutation.in_flight_faults import FLIGHT_FAULTS
 from tests.mutation.int8_faults import INT8_FAULTS, INT8_TESTS_OF
+from tests.mutation.mixture_faults import MIXTURE_FAULTS, MIXTURE_TESTS_OF
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
 from tests.mutation.paging_faults import PAGING_FAULTS
 from tests.mutation.prefix_faults import PREFIX_FAULTS
@@ -65,6 +66,7 @@ FAULTS = (
     *SPECULATION_FAULTS,
     *RANK_FAULTS,
     *TENSOR_FAULTS,
+    *MIXTURE_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -127,6 +129,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **SPECULATION_TESTS_OF,
     **RANK_TESTS_OF,
     **TENSOR_TESTS_OF,
+    **MIXTURE_TESTS_OF,
 }
 
 

@@ -1,0 +1,87 @@
+"""Which faults are seeded in mixtures of experts?"""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+from tests.mutation.int8_faults import INT8_TESTS_OF
+
+MIXTURE, CONFIG, QWEN = "models/mixture.py", "models/config.py", "recipes/qwen3_moe/model.py"
+REFERENCE, CPU, MIXTRAL = "models/ops/reference.py", "models/ops/cpu.py", "recipes/mixtral/model.py"
+MIXTURE_TESTS = ("tests/models/test_mixture.py", "tests/models/test_share.py")
+MIXTURE_TESTS_OF = {
+    **dict.fromkeys((MIXTURE, REFERENCE, CPU, QWEN, MIXTRAL), MIXTURE_TESTS),
+    CONFIG: (*INT8_TESTS_OF[CONFIG], *MIXTURE_TESTS),
+}
+
+MIXTURE_FAULTS = (
+    Fault(
+        "weights_not_normalised",
+        MIXTURE,
+        "if normalizes else weights",
+        "if not normalizes else weights",
+        "a token's experts add up to less than the model was trained with",
+    ),
+    Fault(
+        "router_in_the_type_of_the_model",
+        MIXTURE,
+        "F.linear(x.float(), router)",
+        "F.linear(x, router.to(x.dtype)).float()",
+        "experts that score nearly alike change places by rounding",
+    ),
+    Fault(
+        "infinity_of_another_token",
+        REFERENCE,
+        "total += part.where(is_chosen.any(-1, keepdim=True), 0)",
+        "total += part",
+        "an expert's overflow on tokens that did not choose it spoils them",
+    ),
+    Fault(
+        "weights_in_the_order_of_tokens",
+        CPU,
+        "weights.flatten()[order, None]",
+        "weights.flatten()[:, None]",
+        "a token's experts are weighed by what other tokens give to theirs",
+    ),
+    Fault(
+        "first_row_of_every_expert",
+        CPU,
+        "                first += count\n",
+        "                first += 0\n",
+        "every expert computes the first rows",
+    ),
+    Fault(
+        "tokens_of_one_choice",
+        CPU,
+        "order // chosen.shape[1]",
+        "order % len(chosen)",
+        "rows go back to other tokens",
+    ),
+    Fault(
+        "sparse_step_from_zero",
+        QWEN,
+        "(layer + 1) % step == 0",
+        "layer % step == 0",
+        "the experts are looked for in the dense layers",
+    ),
+    Fault(
+        "dense_layers_forgotten",
+        QWEN,
+        "layer not in dense and ",
+        "",
+        "a checkpoint with dense layers cannot be loaded",
+    ),
+    Fault(
+        "up_and_down_exchanged",
+        MIXTRAL,
+        '("w1", "w3", "w2")',
+        '("w1", "w2", "w3")',
+        "Mixtral's tensors find no place, or another's",
+    ),
+    Fault(
+        "idle_experts_counted",
+        CONFIG,
+        "return self.num_parameters - self.num_mixtures * idle * self._expert_parameters",
+        "return self.num_parameters",
+        "a token is said to be multiplied with all experts",
+    ),
+)
