@@ -326,3 +326,9 @@ def test_steps_of_several_runs_keep_bursts_and_the_order_of_time() -> None:
     assert [each.taken_s for each in merged[:20]] == [float(at) for at in (*range(10), *range(10))]
     assert [each.features[0] for each in merged[:20]] == [1.0] * 10 + [2.0] * 10
     assert max(each.taken_s for each in merged[:100]) == 49
+
+
+def test_a_mixture_of_experts_has_no_roofline() -> None:
+    recipe = load("recipes/bench/llama_125m.yaml", ["model.config.model_type=mixtral"])
+    with pytest.raises(ValueError, match="the model is a mixtral; the roofline knows no mixtures of experts"):
+        place(recipe, "h200")
