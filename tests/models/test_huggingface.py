@@ -84,7 +84,10 @@ def test_windows_by_layer() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, "family is 'gpt2'; supported are llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "gpt2"},
+            "family is 'gpt2'; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+        ),
         ({"model_type": None}, "family is None; supported are llama"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'; it must be silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None; .* int8"),
