@@ -58,7 +58,7 @@ def test_show_names_the_base_as_the_origin(capsys):
         ),
         (
             [LLAMA, "model.config.model_type=lama"],
-            "the model's family is 'lama'; supported are llama, mistral, qwen2, qwen3\n",
+            "the model's family is 'lama'; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe\n",
         ),
         (
             [LLAMA, "scheduler.max_request_tokens=4096"],
