@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.reference import Attention, AttentionMetadata
-from devices.int8 import quantize_rows
 from kv_cache.storage import KVCache
-from models.config import DecoderConfig, Form
+from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
 from models.group import ALONE, NO_LINKS, Group, StageLinks
+from models.linear import Linear, SplitLinear, SummedLinear, parameter
 from models.mixture import Mixture
+from models.mlp import MLP
 from models.ops.int8 import Int8Rows
-from models.ops.reference import Ops, Widths
+from models.ops.reference import Ops
 from models.rope import Rope
 from models.share import Share
 
@@ -33,110 +34,6 @@ class StepInputs:
     metadata: AttentionMetadata  # where each token's key and value go, and what each query sees
     cache: KVCache
     rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
-
-
-def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A weight that is allocated and not yet filled."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-class Linear(nn.Module):
-    """A linear whose weight is filled as [out, in], then packed for the device.
-
-    `form` says whether the weight is kept in the model's type ("plain"), comes in int8 beside a scale
-    ("int8"), or comes in the model's type and is quantized when it is packed ("quantize").
-    """
-
-    def __init__(
-        self,
-        ops: Ops,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        form: Form = "plain",
-        widths: Widths = (),
-    ) -> None:
-        super().__init__()
-        self.ops, self.form, self.widths = ops, form, widths
-        stored = torch.int8 if form == "int8" else dtype
-        self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=stored, device=device)
-        self.weight_scale: nn.Parameter | None = None
-        if form == "int8":
-            self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
-        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
-        self.packed = None
-
-    def pack(self) -> None:
-        """Called once, when the weight is filled; drops the unpacked weight."""
-        assert self.weight is not None, "a linear is packed once"
-        bias = None if self.bias is None else self.bias.data
-        weight, scale = self.weight.data, self.weight_scale
-        if self.form == "quantize":
-            weight, scale = self.quantized(weight)
-        given = (weight, bias) if scale is None else (weight, scale[:, 0], bias)
-        pack, split = self.ops.pack, self.ops.pack_split
-        if self.is_int8:
-            pack, split = self.ops.pack_int8, self.ops.pack_int8_split
-        self.packed = split(*given, self.widths) if self.widths else pack(*given)
-        self.weight = self.weight_scale = None
-
-    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """[out, in] -> int8 [out, in], float32 scale [out, 1]."""
-        return quantize_rows(weight)
-
-    @property
-    def is_int8(self) -> bool:
-        """Whether it multiplies in int8."""
-        return self.form != "plain"
-
-    def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """[T, in] -> [T, out]; rows in int8 are taken by a linear in int8 alone."""
-        assert self.packed is not None, "pack the decoder before its first step"
-        linear = self.ops.linear_int8 if self.is_int8 else self.ops.linear
-        return linear(x, self.packed)
-
-
-class SplitLinear(Linear):
-    """A linear whose outputs are read apart, the first widths[0] of them, and so on."""
-
-    def forward(self, x: Tensor | Int8Rows) -> tuple[Tensor, ...]:
-        """[T, in] -> a tensor [T, width] for each width."""
-        assert self.packed is not None, "pack the decoder before its first step"
-        linear = self.ops.linear_int8_split if self.is_int8 else self.ops.linear_split
-        return linear(x, self.packed, self.widths)
-
-
-class SummedLinear(Linear):
-    """A linear of whose inputs each rank of a group has its part, so that their products add up to it."""
-
-    def __init__(
-        self,
-        ops: Ops,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        form: Form,
-        group: Group,
-    ) -> None:
-        super().__init__(ops, in_features, out_features, bias, dtype, device, form)
-        self.group = group
-
-    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale is that of the whole row: then int8 weights do not depend on the number of ranks."""
-        largest = weight.abs().amax(-1, keepdim=True).float()
-        return quantize_rows(weight, self.group.all_reduce_max(largest))
-
-    def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""
-        return self.group.all_reduce(self.part(x))
-
-    def part(self, x: Tensor | Int8Rows) -> Tensor:
-        """What this rank adds to it."""
-        return super().forward(x)
 
 
 class SelfAttention(nn.Module):
@@ -178,48 +75,6 @@ class SelfAttention(nn.Module):
         return self.output(attended.flatten(1))
 
 
-class MLP(nn.Module):
-    """SwiGLU with one product for gate and up."""
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        names: tuple[str, str, str],
-        inner: int,
-        ops: Ops,
-        device: torch.device,
-        group: Group,
-    ) -> None:
-        super().__init__()
-        hidden, dtype = config.hidden_size, TORCH_DTYPES[config.dtype]
-        form = [config.form(name) for name in names[::2]]  # of gate and down
-        self.ops, self.group = ops, group
-        self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
-        self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
-
-    def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """[T, hidden] -> [T, hidden]; `x` as for a linear."""
-        return self.group.all_reduce(self.part(x))
-
-    def part(self, x: Tensor | Int8Rows) -> Tensor:
-        """What this rank of the group adds to it."""
-        if self.gate_up.is_int8 and self.down.is_int8:
-            return self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
-        return self.down.part(self.ops.swiglu(self.gate_up(x)))
-
-
-def mlp_of(
-    config: DecoderConfig, layer: int, name: str, ops: Ops, device: torch.device, group: Group
-) -> MLP | Mixture:
-    """The MLP of a layer that a checkpoint calls `name`, or the mixture of experts in its place."""
-    mixture, inner = config.mixture_of(layer), config.inner_size(layer)
-    mlps = [MLP(config, names, inner, ops, device, group) for names in config.mlp_names(layer, name)]
-    if mixture is None:
-        return mlps[0]
-    parts = [each.part for each in mlps]
-    return Mixture(mixture, config.hidden_size, mlps, parts, ops, device, group)
-
-
 class DecoderLayer(nn.Module):
     """Norm, attention, norm, MLP. Each norm also adds the residual before it: a device fuses the two.
 
@@ -235,7 +90,12 @@ class DecoderLayer(nn.Module):
         self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.attention = SelfAttention(config, layer, name, ops, attention, group)
         self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-        self.mlp = mlp_of(config, layer, name, ops, attention.device, group)
+        self.mlp: MLP | Mixture
+        if config.mixture_of(layer) is None:
+            (names,) = config.mlp_names(layer, name)
+            self.mlp = MLP(config, names, config.intermediate_size, ops, attention.device, group)
+        else:
+            self.mlp = Mixture(config, layer, name, ops, attention.device, group)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs

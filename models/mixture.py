@@ -8,48 +8,41 @@ Legend: T tokens of the step, E experts, C experts that a token chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import MixtureConfig
+from models.config import DecoderConfig
 from models.group import Group
+from models.mlp import MLP
 from models.ops.reference import Ops
-
-Expert = Callable[[Tensor], Tensor]  # [rows, hidden] -> [rows, hidden]
 
 
 class Mixture(nn.Module):
-    """A router and its experts, each of which is called for what this rank of a group adds to a token.
+    """The mixture of the layer that a checkpoint calls `name`: a router and its experts.
 
-    Every rank of a group holds the router whole, and so chooses the same experts.
+    Every rank of a group holds the router whole, and so chooses the same experts, and its part of each.
     """
 
     gate_up = None  # no linear reads what comes in: the router reads it too, which is never in int8
 
     def __init__(
-        self,
-        config: MixtureConfig,
-        hidden_size: int,
-        experts: Sequence[nn.Module],
-        parts: Sequence[Expert],
-        ops: Ops,
-        device: torch.device,
-        group: Group,
+        self, config: DecoderConfig, layer: int, name: str, ops: Ops, device: torch.device, group: Group
     ) -> None:
         super().__init__()
-        self.config, self.ops, self.group = config, ops, group
-        weight = torch.empty(config.num_experts, hidden_size, dtype=torch.float32, device=device)
+        mixture = config.mixture_of(layer)
+        assert mixture is not None, f"layer {layer} has a dense MLP"
+        self.config, self.ops, self.group = mixture, ops, group
+        weight = torch.empty(mixture.num_experts, config.hidden_size, dtype=torch.float32, device=device)
         self.router = nn.Parameter(weight, requires_grad=False)
-        self.experts = nn.ModuleList(experts)
-        self.parts = parts
+        names, inner = config.mlp_names(layer, name), mixture.inner_size
+        self.experts = nn.ModuleList(MLP(config, each, inner, ops, device, group) for each in names)
+        self._parts = [expert.part for expert in self.experts]
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         weights, chosen = route(x, self.router, self.config.num_chosen, self.config.normalizes)
-        return self.group.all_reduce(self.ops.mixture(x, weights, chosen, self.parts))
+        return self.group.all_reduce(self.ops.mixture(x, weights, chosen, self._parts))
 
 
 def route(x: Tensor, router: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:

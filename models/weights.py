@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.decoder import Decoder, Linear
+from models.decoder import Decoder
 from models.file_bounds import check_regular, is_there
+from models.linear import Linear
 from models.mixture import Mixture
 from models.share import Slices
 

@@ -20,7 +20,7 @@ from benchmark.offline.offline import forget_prefixes, load_trace, serve
 from benchmark.offline.throughput import at_once
 from benchmark.options import add_json, show
 from continuous_batching.batch import Batch
-from models.decoder import Linear
+from models.linear import Linear
 from recipes.build.engine import BuiltEngine, build
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load

@@ -5,9 +5,11 @@ from __future__ import annotations
 from tests.mutation.cache_faults import RUNNER
 from tests.mutation.fault import Fault
 
-SHARE, DECODER, WEIGHTS, GROUP = (
+SHARE, DECODER, LINEAR, MLP, WEIGHTS, GROUP = (
     "models/share.py",
     "models/decoder.py",
+    "models/linear.py",
+    "models/mlp.py",
     "models/weights.py",
     "models/group.py",
 )
@@ -54,7 +56,7 @@ TENSOR_FAULTS = (
     ),
     Fault(
         "scale_of_the_part",
-        DECODER,
+        LINEAR,
         "quantize_rows(weight, self.group.all_reduce_max(largest))",
         "quantize_rows(weight, largest)",
         "int8 weights, and with them answers, change with the number of ranks",
@@ -68,7 +70,7 @@ TENSOR_FAULTS = (
     ),
     Fault(
         "int8_parts_not_added",
-        DECODER,
+        MLP,
         '`x` as for a linear."""\n        return self.group.all_reduce(self.part(x))\n',
         '`x` as for a linear."""\n        return self.part(x)\n',
         "what joins both products of an MLP in int8 goes past the sum",

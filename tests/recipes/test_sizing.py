@@ -12,8 +12,9 @@ import torch
 from attention.reference import Attention
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
-from models.decoder import Decoder, Linear
+from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
+from models.linear import Linear
 from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization

@@ -1,0 +1,119 @@
+"""How does a linear hold its weight, and multiply with it?
+
+Legend: T tokens of the step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from devices.int8 import quantize_rows
+from models.config import Form
+from models.group import Group
+from models.ops.int8 import Int8Rows
+from models.ops.reference import Ops, Widths
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A weight that is allocated and not yet filled."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """A linear whose weight is filled as [out, in], then packed for the device.
+
+    `form` says whether the weight is kept in the model's type ("plain"), comes in int8 beside a scale
+    ("int8"), or comes in the model's type and is quantized when it is packed ("quantize").
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Form = "plain",
+        widths: Widths = (),
+    ) -> None:
+        super().__init__()
+        self.ops, self.form, self.widths = ops, form, widths
+        stored = torch.int8 if form == "int8" else dtype
+        self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=stored, device=device)
+        self.weight_scale: nn.Parameter | None = None
+        if form == "int8":
+            self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
+        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+        self.packed = None
+
+    def pack(self) -> None:
+        """Called once, when the weight is filled; drops the unpacked weight."""
+        assert self.weight is not None, "a linear is packed once"
+        bias = None if self.bias is None else self.bias.data
+        weight, scale = self.weight.data, self.weight_scale
+        if self.form == "quantize":
+            weight, scale = self.quantized(weight)
+        given = (weight, bias) if scale is None else (weight, scale[:, 0], bias)
+        pack, split = self.ops.pack, self.ops.pack_split
+        if self.is_int8:
+            pack, split = self.ops.pack_int8, self.ops.pack_int8_split
+        self.packed = split(*given, self.widths) if self.widths else pack(*given)
+        self.weight = self.weight_scale = None
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """[out, in] -> int8 [out, in], float32 scale [out, 1]."""
+        return quantize_rows(weight)
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether it multiplies in int8."""
+        return self.form != "plain"
+
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
+        """[T, in] -> [T, out]; rows in int8 are taken by a linear in int8 alone."""
+        assert self.packed is not None, "pack the decoder before its first step"
+        linear = self.ops.linear_int8 if self.is_int8 else self.ops.linear
+        return linear(x, self.packed)
+
+
+class SplitLinear(Linear):
+    """A linear whose outputs are read apart, the first widths[0] of them, and so on."""
+
+    def forward(self, x: Tensor | Int8Rows) -> tuple[Tensor, ...]:
+        """[T, in] -> a tensor [T, width] for each width."""
+        assert self.packed is not None, "pack the decoder before its first step"
+        linear = self.ops.linear_int8_split if self.is_int8 else self.ops.linear_split
+        return linear(x, self.packed, self.widths)
+
+
+class SummedLinear(Linear):
+    """A linear of whose inputs each rank of a group has its part, so that their products add up to it."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Form,
+        group: Group,
+    ) -> None:
+        super().__init__(ops, in_features, out_features, bias, dtype, device, form)
+        self.group = group
+
+    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale is that of the whole row: then int8 weights do not depend on the number of ranks."""
+        largest = weight.abs().amax(-1, keepdim=True).float()
+        return quantize_rows(weight, self.group.all_reduce_max(largest))
+
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
+        """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""
+        return self.group.all_reduce(self.part(x))
+
+    def part(self, x: Tensor | Int8Rows) -> Tensor:
+        """What this rank adds to it."""
+        return super().forward(x)

@@ -1,0 +1,46 @@
+"""What does the MLP of a layer, or of an expert, make of a token?
+
+Legend: T tokens of the step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from models.config import DecoderConfig
+from models.dtypes import TORCH_DTYPES
+from models.group import Group
+from models.linear import Linear, SummedLinear
+from models.ops.int8 import Int8Rows
+from models.ops.reference import Ops
+
+
+class MLP(nn.Module):
+    """SwiGLU with one product for gate and up."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        names: tuple[str, str, str],
+        inner: int,
+        ops: Ops,
+        device: torch.device,
+        group: Group,
+    ) -> None:
+        super().__init__()
+        hidden, dtype = config.hidden_size, TORCH_DTYPES[config.dtype]
+        form = [config.form(name) for name in names[::2]]  # of gate and down
+        self.ops, self.group = ops, group
+        self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
+        self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
+
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
+        """[T, hidden] -> [T, hidden]; `x` as for a linear."""
+        return self.group.all_reduce(self.part(x))
+
+    def part(self, x: Tensor | Int8Rows) -> Tensor:
+        """What this rank of the group adds to it."""
+        if self.gate_up.is_int8 and self.down.is_int8:
+            return self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
+        return self.down.part(self.ops.swiglu(self.gate_up(x)))
