@@ -13,7 +13,7 @@ import argparse
 import sys
 
 from recipes.build.launched import Launched
-from recipes.build.ray_cluster import Asked, run
+from recipes.build.ray_cluster import RayJob, run
 from recipes.schema import verb
 from recipes.schema.numbers import whole
 from recipes.schema.recipe_error import RecipeError
@@ -29,10 +29,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nodes", type=whole(1, 1024), required=True, metavar="N", help="machines to run on")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="VERB ARGUMENT ...")
     options = parser.parse_args(argv)
-    return run(asked(options.nodes, options.arguments), lambda line: print(line, file=sys.stderr, flush=True))
+    return run(job(options.nodes, options.arguments), lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def asked(num_nodes: int, arguments: list[str]) -> Asked:
+def job(num_nodes: int, arguments: list[str]) -> RayJob:
     """What is to run, and what it needs of each node; raises ValueError for a recipe that cannot be."""
     recipe = Launched.of(arguments[1:]).recipe
     if recipe is None:
@@ -42,7 +42,7 @@ def asked(num_nodes: int, arguments: list[str]) -> Asked:
             "parallel.nodes", "Ray chooses the nodes", "leave it out", value=recipe.parallel.nodes
         )
     ranks = recipe.parallel.ranks
-    if ranks % num_nodes or ranks == 1 < num_nodes:
+    if ranks % num_nodes:
         raise RecipeError(
             "parallel.tensor",
             f"{ranks} ranks cannot be shared evenly by {num_nodes} nodes",
@@ -52,7 +52,7 @@ def asked(num_nodes: int, arguments: list[str]) -> Asked:
     kind = recipe.device.kind
     is_device = kind in RESOURCES and not recipe.device.virtual
     devices = {RESOURCES[kind]: float(ranks // num_nodes)} if is_device else {}
-    return Asked(tuple(arguments), num_nodes, devices, recipe.parallel.connect_timeout_s)
+    return RayJob(tuple(arguments), num_nodes, devices, recipe.parallel.connect_timeout_s)
 
 
 if __name__ == "__main__":

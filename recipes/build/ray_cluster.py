@@ -23,7 +23,7 @@ _ENDS_IN_S = 10.0  # for the other nodes, when the leader has ended
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RayJob:
     """A verb of scripts/launch.sh, on so many nodes with so many NPUs or GPUs each."""
 
     arguments: tuple[str, ...]
@@ -32,7 +32,7 @@ class Asked:
     connect_timeout_s: float
 
 
-class Node:
+class LaunchActor:
     """Runs the command on one node; an actor of Ray, whose end is that of the command."""
 
     def address(self) -> str:
@@ -55,7 +55,7 @@ class Node:
         return process.wait()
 
 
-def run(asked: Asked, say: Callable[[str], None]) -> int:
+def run(job: RayJob, say: Callable[[str], None]) -> int:
     """The status of the leader's command; raises RecipeError where there is no Ray, or too little of it."""
     try:
         import ray
@@ -68,41 +68,41 @@ def run(asked: Asked, say: Callable[[str], None]) -> int:
         raise RecipeError(
             (), "no Ray cluster runs on this machine", "start one with ray start, or set RAY_ADDRESS"
         ) from None
-    bundle = {"CPU": 1.0, **asked.devices}
-    group = placement_group([bundle] * asked.num_nodes, strategy="STRICT_SPREAD")
+    bundle = {"CPU": 1.0, **job.devices}
+    group = placement_group([bundle] * job.num_nodes, strategy="STRICT_SPREAD")
     try:
-        if not group.wait(asked.connect_timeout_s):
+        if not group.wait(job.connect_timeout_s):
             there = [each["Resources"] for each in ray.nodes() if each["Alive"]]
             raise RecipeError(
                 "parallel.connect_timeout_s",
-                f"Ray found no {asked.num_nodes} nodes with {bundle} each in {asked.connect_timeout_s:g} s;"
+                f"Ray found no {job.num_nodes} nodes with {bundle} each in {job.connect_timeout_s:g} s;"
                 f" its {len(there)} nodes have {[_counted(each, bundle) for each in there]}",
                 "start ray on more of them, free what others hold, or lower parallel.tensor",
             )
-        return _lead(ray, group, asked, bundle, say)
+        return _lead(ray, group, job, bundle, say)
     finally:
         remove_placement_group(group)  # ends the actors, and the commands with them
         ray.shutdown()
 
 
-def _lead(ray: Any, group: Any, asked: Asked, bundle: dict[str, float], say: Callable[[str], None]) -> int:
+def _lead(ray: Any, group: Any, job: RayJob, bundle: dict[str, float], say: Callable[[str], None]) -> int:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    resources = {name: count for name, count in asked.devices.items() if name != "GPU"}
+    resources = {name: count for name, count in job.devices.items() if name != "GPU"}
     actors = [
-        ray.remote(Node)
+        ray.remote(LaunchActor)
         .options(
             num_cpus=bundle["CPU"],
-            num_gpus=asked.devices.get("GPU", 0),
+            num_gpus=job.devices.get("GPU", 0),
             resources=resources,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at),
         )
         .remote()
-        for at in range(asked.num_nodes)
+        for at in range(job.num_nodes)
     ]
     nodes = ray.get([actor.address.remote() for actor in actors])
-    say(f"Ray has placed {asked.num_nodes} nodes: {', '.join(nodes)}")
-    ends = [actor.run.remote(asked.arguments, node, nodes) for node, actor in enumerate(actors)]
+    say(f"Ray has placed {job.num_nodes} nodes: {', '.join(nodes)}")
+    ends = [actor.run.remote(job.arguments, node, nodes) for node, actor in enumerate(actors)]
     waiting = list(ends)
     while ends[0] in waiting:
         (done,), waiting = ray.wait(waiting)

@@ -62,10 +62,12 @@ def launched(launcher: str, num_nodes: int, node: int, folder: Path) -> tuple[di
             listed = "10.0.0.1" if num_nodes == 1 else f"10.0.0.[1-{num_nodes}]"
             job = {"SLURM_JOB_ID": "31007", "SLURM_NNODES": str(num_nodes), "SLURM_JOB_NODELIST": listed}
             return {}, {**job, "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
+        case "Ray":
+            return {"nodes": tuple(map(address, range(num_nodes)))}, {"NODE_RANK": str(node)}
     raise AssertionError(launcher)
 
 
-LAUNCHERS = ("parallel.nodes", "torchrun", "AscendJob", "hccl.json 1.0", "hccl.json 1.2", "SLURM")
+LAUNCHERS = ("parallel.nodes", "torchrun", "AscendJob", "hccl.json 1.0", "hccl.json 1.2", "SLURM", "Ray")
 
 
 def found(launcher: str, num_nodes: int, node: int, folder: Path) -> Cluster:

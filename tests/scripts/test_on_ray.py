@@ -1,0 +1,94 @@
+"""Does a Ray cluster start what a user would start on each node, and say in one line why it cannot?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from recipes.build.ray_cluster import LaunchActor
+from recipes.schema.recipe import ROOT
+from scripts.on_ray import job, main
+from tests.serving.server import PATIENCE_S
+
+TINY = "recipes/tiny/cpu.yaml"
+NPU = ["recipes/tiny/npu.yaml", "parallel.tensor=8"]
+
+CLUSTER = """
+import os, subprocess, sys
+from ray.cluster_utils import Cluster
+
+options = {"num_cpus": 1, "object_store_memory": 10**8}
+cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
+try:
+    cluster.add_node(**options)
+    command = [sys.executable, "-m", "scripts.on_ray", *sys.argv[1:]]
+    sys.exit(subprocess.run(command, env=os.environ | {"RAY_ADDRESS": cluster.address}).returncode)
+finally:
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("nodes", "npus"), [(1, 8.0), (2, 4.0), (8, 1.0)])
+def test_a_node_has_a_device_for_each_of_its_ranks(nodes: int, npus: float) -> None:
+    arguments = ["serve", *NPU, "--port", "8001"]
+    asked = job(nodes, arguments)
+    assert (asked.num_nodes, asked.devices, asked.arguments) == (nodes, {"NPU": npus}, tuple(arguments))
+
+
+def test_ranks_on_processors_need_no_device() -> None:
+    assert job(2, ["generate", TINY, "parallel.tensor=2"]).devices == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "arguments", "said"),
+    [
+        (3, ["serve", *NPU], "8 ranks cannot be shared evenly by 3 nodes; make them a multiple of 3"),
+        (2, ["serve", TINY], "1 ranks cannot be shared evenly by 2 nodes"),
+        (2, ["serve", *NPU, "parallel.nodes=[a,b]"], "parallel.nodes: Ray chooses the nodes; leave it out"),
+        (2, ["serve"], "no recipe is among the arguments"),
+    ],
+)
+def test_what_cannot_be_is_refused(nodes: int, arguments: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("[", r"\[")):
+        job(nodes, arguments)
+
+
+def test_without_ray_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"Ray is not installed; run bash scripts/setup\.sh ray"):
+        main(["--nodes", "2", "generate", TINY, "parallel.tensor=2"])
+
+
+def test_a_node_runs_what_its_user_would(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--dry-run", "generate", TINY, "parallel.tensor=2"]
+    assert LaunchActor().run(arguments, 1, ["10.0.0.1", "10.0.0.2"]) == 0
+    said = capfd.readouterr().err
+    assert "'scripts.follow'" in said
+    assert "rank 1: machine 1 of 2" in said
+    assert "follows 10.0.0.1:29400" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE_S)
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--nodes", "2", "generate", TINY, "--prompt", "12+7=", "parallel.tensor=2"], 0, " 19\n"),
+        (
+            ["--nodes", "3", "serve", TINY, "parallel.pipeline=3", "parallel.connect_timeout_s=2"],
+            2,
+            "parallel.connect_timeout_s: Ray found no 3 nodes",
+        ),
+    ],
+)
+def test_two_nodes_of_a_cluster_hold_one_engine(arguments: list[str], status: int, said: str) -> None:
+    pytest.importorskip("ray", reason="bash scripts/setup.sh ray installs it")
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", CLUSTER, *arguments]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert (ended.returncode, said in ended.stdout + ended.stderr) == (status, True), ended.stderr[-4000:]
