@@ -27,6 +27,8 @@ class RecordedDrafts:
     the device answered.
     """
 
+    asks = True
+
     def __init__(self, slots: SlotPool, upcoming: Callable[[], Entry | None]) -> None:
         self._slots = slots
         self._upcoming = upcoming
@@ -65,7 +67,7 @@ class RecordedDrafts:
     def learn(self, verdicts: Verdicts) -> None:
         """Nothing is learnt."""
 
-    def observe(self, batch: Batch, took_s: float) -> None:
+    def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
         """Nothing is learnt."""
 
 

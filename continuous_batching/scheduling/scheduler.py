@@ -300,7 +300,7 @@ class Scheduler:
         took_s = now_s - max(scheduled_s, self._committed_s)
         self._policy.observe(batch, took_s)
         if self.speculation is not None:
-            self.speculation.lengths.observe(batch, took_s)
+            self.speculation.observe(batch, took_s)
         self._committed_s = now_s
         if self.waiting.shares:
             self.waiting.shares.charge_answers(booked[0])

@@ -36,6 +36,11 @@ class Lengths(Protocol):
     """Chooses numbers of drafts; a function of what it is given, times included."""
 
     @property
+    def asks(self) -> bool:
+        """Whether guesses are to be made at all."""
+        ...
+
+    @property
     def is_hopeful(self) -> bool:
         """Whether a step is worth waiting for the tokens of the one before, which guesses must follow."""
         ...
@@ -48,15 +53,15 @@ class Lengths(Protocol):
         """Guesses turned out right or wrong."""
         ...
 
-    def observe(self, batch: Batch, took_s: float) -> None:
-        """A step took so long."""
+    def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
+        """A step took so long and brought so many tokens."""
         ...
 
 
 class Fixed:
     """All of them."""
 
-    is_hopeful = True
+    asks = is_hopeful = True
 
     def choose(self, offers: Offers) -> Index:
         """How many guesses of each row become drafts."""
@@ -65,5 +70,5 @@ class Fixed:
     def learn(self, verdicts: Verdicts) -> None:
         """Nothing is learnt."""
 
-    def observe(self, batch: Batch, took_s: float) -> None:
+    def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
         """Nothing is learnt."""

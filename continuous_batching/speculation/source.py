@@ -24,7 +24,7 @@ class Source:
     `window` is the number of shares that are remembered.
     """
 
-    is_hopeful = True
+    asks = is_hopeful = True
 
     def __init__(self, base: int, least: int, most: int, window: int) -> None:
         assert 0 <= least <= base <= most, f"{base} drafts are not from {least} to {most}"
@@ -48,5 +48,5 @@ class Source:
         """Guesses turned out right or wrong."""
         self._shares.extend((verdicts.right / verdicts.guessed).tolist())
 
-    def observe(self, batch: Batch, took_s: float) -> None:
+    def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
         """Nothing is learnt: no time enters the formula."""

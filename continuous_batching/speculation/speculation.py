@@ -48,6 +48,7 @@ class Speculation:
         self.accepted_by_position = [0] * most  # right drafts that were the first, second, ... of their span
         self._slots, self._proposer, self._rows_per_pause = slots, proposer, rows_per_pause
         self._pause = 0  # steps until the proposer is asked again
+        self._num_booked = 0  # tokens of the last batch
         self._has_guesses = False  # whether the last step may bring a verdict
         # The last guesses of each row, and the position of the first: also of those that were no drafts
         self._tokens = np.zeros((slots.num_slots, most), dtype=np.int32)
@@ -76,7 +77,7 @@ class Speculation:
             self._counts[:] = 0
             self._counts[in_flight] = kept
             self._has_guesses = bool(kept.any())
-        if self._pause > 0:
+        if self._pause > 0 or not self.lengths.asks:
             return False
         known = slots.num_tokens[rows]
         may = slots.decoding(rows, starts, known) & (stops == known) & (slots.beam_width[rows] == 0)
@@ -105,6 +106,7 @@ class Speculation:
     def learn(self, batch: Batch, rows: Index, positions: Index, tokens: Index, counters: Counters) -> None:
         """Of what the model chose for a batch, `tokens` [A] are booked for these positions of rows [A]."""
         self._pause -= 1
+        self._num_booked = len(rows)
         if not self._has_guesses or not len(rows):
             return
         first = np.flatnonzero(np.diff(rows, prepend=-1))
@@ -129,6 +131,10 @@ class Speculation:
         learnt = np.flatnonzero(compared)
         if len(learnt):
             self.lengths.learn(Verdicts(owners[learnt], compared[learnt], right[learnt]))
+
+    def observe(self, batch: Batch, took_s: float) -> None:
+        """The step of the batch that was learnt from last took so long."""
+        self.lengths.observe(batch, took_s, self._num_booked)
 
     def _drafts_of(self, batch: Batch, owners: Index) -> Index:
         yielded = np.zeros(self._slots.num_slots, dtype=np.int64)

@@ -13,6 +13,7 @@ from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.acceptance import Acceptance, Floats
 from continuous_batching.speculation.decode_time import DecodeTime
 from continuous_batching.speculation.lengths import Offers, Verdicts
+from continuous_batching.speculation.worth import Worth
 from kv_cache.pages import Index
 
 _LEAST_GAIN = 1.04  # times the tokens a second without drafts
@@ -50,6 +51,13 @@ class Throughput:
         self._is_likely: bool | None = None  # the last guesses; None: there were none
         self._look_steps = 1
         self._until_look = 0
+        self._worth = Worth()
+        self._looks_ahead = False  # steps are scheduled ahead
+
+    @property
+    def asks(self) -> bool:
+        """Whether guesses have been worth what it costs to make them; those of `is_hopeful` steps are."""
+        return self._worth.asks or self._looks_ahead
 
     @property
     def is_hopeful(self) -> bool:
@@ -117,8 +125,11 @@ class Throughput:
         self._acceptance.learn(verdicts)
         self._is_likely = bool((verdicts.right > 0).mean() >= _LIKELY)
 
-    def observe(self, batch: Batch, took_s: float) -> None:
-        """A step took so long."""
+    def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
+        """A step took so long and brought so many tokens."""
+        self._looks_ahead |= len(batch.unknown) > 0
+        if batch.num_tokens == batch.num_spans + batch.num_drafts:
+            self._worth.observe(batch.num_spans, tokens, took_s)
         self._time.observe(batch, took_s)
         self._known_plain = self._known_plain * _PLAIN_KEPT + (not batch.num_drafts)
         if batch.num_drafts:

@@ -35,6 +35,8 @@ from tests.thorough import cases
 class Wavering:
     """Gives rows drafts in some steps, and none for a while."""
 
+    asks = True
+
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         self._pause = 0
@@ -48,7 +50,7 @@ class Wavering:
     def learn(self, verdicts: Verdicts) -> None:
         pass
 
-    def observe(self, batch: Batch, took_s: float) -> None:
+    def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
         self._pause = self._pause - 1 if self._pause else int(self._random.choice([0, 0, 0, 2, 9]))
         self.is_hopeful = not self._pause
 

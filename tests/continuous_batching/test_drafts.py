@@ -209,6 +209,7 @@ def test_steps_are_made_ahead_where_no_request_may_have_drafts(allowed: int | No
 class Unsure(Fixed):
     """No guess is checked, for what the model says shows anyway whether the first is right."""
 
+    asks = True
     is_hopeful = False
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.throughput import Throughput
+from continuous_batching.speculation.worth import Worth
 from kv_cache.pages import Index, PagePool
 from simulation.clock import Clock
 from simulation.runner import SimulatedRunner
@@ -35,11 +36,15 @@ ANSWER_TOKENS = 700
 class Chance:
     """Guesses the token 0 that is right, or another, each row as often as its own rate says."""
 
-    def __init__(self, rates: list[float]) -> None:
+    def __init__(self, rates: list[float], clock: Clock, guess_s: float) -> None:
         self.rates = np.array(rates)
         self.random = np.random.default_rng(7)
+        self.clock, self.guess_s = clock, guess_s
+        self.num_asked = 0
 
     def guess(self, rows: Index, most: int) -> Guesses:
+        self.num_asked += 1
+        self.clock.now_s += self.guess_s
         wrong = self.random.random((len(rows), most)) >= self.rates[rows, None]
         return Guesses(wrong.astype(np.int32), np.full(len(rows), most))
 
@@ -66,12 +71,13 @@ def served(
     noise: float = 0.0,
     overlap: bool = False,
     host_s: float = 0.0,
+    guess_s: float = 0.0,
     change: Callable[[Engine, Chance, Step], None] | None = None,
 ) -> tuple[float, Engine]:
     """Tokens a second of as many rows as there are rates; `lengths` None is plain."""
     clock, num = Clock(), len(rates)
     slots = SlotPool(num, ANSWER_TOKENS + 16, 16)
-    proposer = Chance(rates)
+    proposer = Chance(rates, clock, guess_s)
     scheduler = Scheduler(
         slots,
         PagePool(num * 50),
@@ -277,3 +283,61 @@ def test_times_follow_a_machine_that_gets_slower(asked: bool) -> None:
         if asked:
             times.predict(4, int(batch.starts.sum()))
     assert times.predict(4, int(batch.starts.sum()))[0] == pytest.approx(2e-3, rel=0.05)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.95])
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound, tiles])
+def test_guesses_that_cost_the_host_more_than_they_bring_are_hardly_made(cost: Cost, rate: float) -> None:
+    """A guess that takes a fifth of the step, as of a small model on a slow host."""
+    guess_s = cost(32, 32, 0) / 5
+
+    def count(engine: Engine, proposer: Chance, step: Step) -> None:
+        asked.append(proposer.num_asked)
+
+    asked: list[int] = []
+    plain, _ = served([rate] * 32, cost, None)
+    adaptive, _ = served([rate] * 32, cost, Throughput, guess_s=guess_s, change=count)
+    free, _ = served([rate] * 32, cost, Throughput)
+    if free < 1.3 * plain:
+        assert asked[-1] - asked[100] <= (len(asked) - 100) / 10
+        assert adaptive >= 0.93 * plain, "64 of 700 steps are there to learn"
+    else:
+        assert adaptive >= 1.05 * plain
+
+
+def test_guesses_that_pay_by_little_are_made_on() -> None:
+    worth, asked = Worth(), 0
+    for _ in range(2000):
+        asked += worth.asks
+        worth.observe(8, 11 if worth.asks else 8, 1.3e-3 if worth.asks else 1e-3)
+    assert asked >= 0.95 * 2000
+
+
+def test_guesses_that_pay_again_are_made_again() -> None:
+    worth, asked = Worth(), []
+    for number in range(4000):
+        asked.append(worth.asks)
+        brought = 8 if number < 1500 else 12
+        worth.observe(8, brought if worth.asks else 8, 1.1e-3 if worth.asks else 1e-3)
+    assert sum(asked[200:1500]) <= 130
+    assert sum(asked[2500:]) >= 1400
+
+
+def test_another_load_is_learnt_anew() -> None:
+    worth, asked = Worth(), []
+    for number in range(1000):
+        asked.append(worth.asks)
+        num_rows, cost = (64, 1.2) if number < 500 else (1, 1.0)
+        worth.observe(
+            num_rows, (1 + worth.asks) * num_rows if num_rows == 1 else num_rows, cost if worth.asks else 1.0
+        )
+    assert sum(asked[200:500]) <= 60
+    assert sum(asked[501:]) >= 480
+
+
+def test_one_long_step_is_the_machine_s_business() -> None:
+    worth, asked = Worth(), 0
+    for number in range(1000):
+        asked += worth.asks
+        worth.observe(8, 12 if worth.asks else 8, 0.5 if number == 300 else 1e-3)
+    assert asked >= 950

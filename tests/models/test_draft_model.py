@@ -294,7 +294,7 @@ class Late(Fixed):
     def choose(self, offers: Offers) -> Index:
         return offers.counts if self.is_hopeful else np.zeros_like(offers.counts)
 
-    def observe(self, batch: Batch, took_s: float) -> None:
+    def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
         self._num_steps += 1
 
 

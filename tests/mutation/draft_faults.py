@@ -72,8 +72,8 @@ DRAFT_FAULTS = (
     Fault(
         "many_rows_ask_in_each_step",
         SPECULATION,
-        "if self._pause > 0:",
-        "if False:",
+        "if self._pause > 0 or not self.lengths.asks:",
+        "if not self.lengths.asks:",
         "proposing costs the host as much as the whole step",
     ),
     Fault(

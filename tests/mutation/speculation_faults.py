@@ -6,12 +6,17 @@ from tests.mutation.fault import Fault
 
 BATCHING = "continuous_batching/"
 ROOM, TESTS = BATCHING + "speculation/", "tests/continuous_batching/"
-ACCEPTANCE, DECODE_TIME, THROUGHPUT, SOURCE, SUFFIX, STEP_TIME = (
-    *(ROOM + name for name in ("acceptance.py", "decode_time.py", "throughput.py", "source.py", "suffix.py")),
+ACCEPTANCE, DECODE_TIME, THROUGHPUT, WORTH, SOURCE, SUFFIX, STEP_TIME = (
+    ROOM + "acceptance.py",
+    ROOM + "decode_time.py",
+    ROOM + "throughput.py",
+    ROOM + "worth.py",
+    ROOM + "source.py",
+    ROOM + "suffix.py",
     BATCHING + "step_time.py",
 )
 SPECULATION_TESTS_OF = {
-    **dict.fromkeys((ACCEPTANCE, DECODE_TIME, THROUGHPUT, SOURCE), (TESTS + "test_lengths.py",)),
+    **dict.fromkeys((ACCEPTANCE, DECODE_TIME, THROUGHPUT, WORTH, SOURCE), (TESTS + "test_lengths.py",)),
     SUFFIX: (TESTS + "test_suffix.py",),
     STEP_TIME: (TESTS + "test_adaptive_prefill_budget.py",),
 }
@@ -51,6 +56,20 @@ SPECULATION_FAULTS = (
         "return self._until_look == 0",
         "return True",
         "no step is scheduled ahead although guesses are wrong",
+    ),
+    Fault(
+        "guesses_made_whatever_they_cost",
+        WORTH,
+        "pays = times >= _LEAST_TIMES",
+        "pays = True",
+        "where making guesses takes longer than they save, all answers are slower for it",
+    ),
+    Fault(
+        "every_load_taken_for_the_same",
+        WORTH,
+        "if not self._num_rows / _SAME_LOAD <= num_rows <= self._num_rows * _SAME_LOAD:",
+        "if not self._num_rows:",
+        "one row gets no guesses because they did not pay for many",
     ),
     Fault(
         "entries_fade_together",
