@@ -46,6 +46,7 @@ class Worth:
     """
 
     def __init__(self) -> None:
+        self.asks = self._is_trial = True
         self._begin(0)
 
     def _begin(self, num_rows: int) -> None:
