@@ -45,6 +45,7 @@ class AscendProduct:
     most_spans: int = MOST_SPANS  # in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # multiplies int8 with a scale for each token
+    has_mixtures: bool = True  # routes tokens to experts and multiplies each expert's rows in one launch
     tiles_weights: bool = False  # of 16 bits, in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
     # What no source says: the probes of verify_npu.sh answer it (devices/ascend_answers.py)
     keeps_nan: bool = True  # the maximum of a row with a NaN is NaN
@@ -206,6 +207,7 @@ PRODUCTS = (
         adds_to_tiles=False,
         tiles_weights=True,  # vllm-ascend utils.py: maybe_trans_nz
         has_int8=False,
+        has_mixtures=False,
         most_spans=2000,
     ),
     AscendProduct(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d", captures_draws=True),
@@ -215,6 +217,7 @@ PRODUCTS = (
         chip="Ascend950",
         chips=r"Ascend950",
         is_mixed=False,
+        has_mixtures=False,  # npu_moe_gating_top_k_softmax does not list it
         has_int8=False,  # the pages of npu_quant_matmul and npu_dynamic_quant do not list it
         most_graphs=4,  # vllm-ascend #10567: its driver holds no more
     ),
@@ -225,6 +228,7 @@ PRODUCTS = (
         dtypes=(torch.float16,),
         is_fused=False,
         has_int8=False,
+        has_mixtures=False,
     ),
 )
 

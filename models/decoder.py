@@ -158,7 +158,12 @@ class Decoder(nn.Module):
         self.rope = Rope(config.rope, device)
 
     def pack(self) -> None:
-        """Convert every linear to the device's form, one by one, so that at most one is held twice."""
+        """Convert every linear to the device's form, one by one, so that at most one is held twice: or the
+        experts of one layer, where the device joins them.
+        """
+        for layer in self.layers:
+            if isinstance(layer.mlp, Mixture):
+                layer.mlp.pack()
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from models.config import DecoderConfig
 from models.group import Group
 from models.mlp import MLP
-from models.ops.reference import Ops
+from models.ops.reference import Ops, Packed
 
 
 class Mixture(nn.Module):
@@ -38,15 +37,23 @@ class Mixture(nn.Module):
         names, inner = config.mlp_names(layer, name), mixture.inner_size
         self.experts = nn.ModuleList(MLP(config, each, inner, ops, device, group) for each in names)
         self._parts = [expert.part for expert in self.experts]
+        self._joined: Packed | None = None
+
+    def pack(self) -> None:
+        """Called once, when the weights are filled, before those of linears: may join the experts."""
+        linears = [linear for expert in self.experts for linear in (expert.gate_up, expert.down)]
+        if any(linear.is_int8 or linear.bias is not None for linear in linears):
+            return
+        weights = [linear.weight.data for linear in linears]
+        self._joined = self.ops.pack_experts(weights[::2], weights[1::2])
+        if self._joined is not None:
+            self.experts, self._parts = nn.ModuleList(), []
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        weights, chosen = route(x, self.router, self.config.num_chosen, self.config.normalizes)
-        return self.group.all_reduce(self.ops.mixture(x, weights, chosen, self._parts))
-
-
-def route(x: Tensor, router: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
-    """x [T, hidden] and float32 router [E, hidden] -> float32 weights [T, C] and int64 experts [T, C]."""
-    probabilities = F.linear(x.float(), router).softmax(-1)
-    weights, chosen = probabilities.topk(num_chosen, dim=-1)
-    return (weights / weights.sum(-1, keepdim=True) if normalizes else weights), chosen
+        weights, chosen = self.ops.route(x, self.router, self.config.num_chosen, self.config.normalizes)
+        if self._joined is not None:
+            part = self.ops.joined_mixture(x, weights, chosen, self._joined)
+        else:
+            part = self.ops.mixture(x, weights, chosen, self._parts)
+        return self.group.all_reduce(part)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from virtual_npu import mixture_calls
 from virtual_npu.operators import operator as contract_of
+from virtual_npu.random_inputs import RandomInputs
 from virtual_npu.simulated_products import A2, Product
 
 MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # which sparse_mode 3 and 4 take
@@ -41,46 +42,6 @@ class SampleCall:
     def near(self, dtype: torch.dtype) -> float:
         """How far a result of this type may be from the reference, absolutely and relative to it."""
         return (NEAR | SAME)[dtype] if self.may_move else 0.0
-
-
-class RandomInputs:
-    """Random numbers and tensors of one call, in the product's types by turns."""
-
-    def __init__(self, seed: int, product: Product) -> None:
-        self.generator, self.product = torch.Generator().manual_seed(seed), product
-        self.dtype = product.dtypes[::-1][seed % len(product.dtypes)]
-
-    def number(self, least: int, most: int) -> int:
-        """From least to most, both included."""
-        return int(torch.randint(least, most + 1, (), generator=self.generator))
-
-    def one(self, *values: Any) -> Any:
-        """One of these."""
-        return values[self.number(0, len(values) - 1)]
-
-    def tensor(self, *shape: int) -> Tensor:
-        """Normal numbers in the call's type."""
-        return torch.randn(*shape, generator=self.generator).to(self.dtype)
-
-    def int8(self, *shape: int) -> Tensor:
-        """Every value but -128."""
-        return torch.randint(-127, 128, shape, generator=self.generator, dtype=torch.int8)
-
-    def scale(self, *shape: int) -> Tensor:
-        """Positive float32."""
-        return 0.001 + 0.01 * torch.rand(*shape, generator=self.generator)
-
-    def order(self, count: int) -> Tensor:
-        """The numbers below `count`, shuffled."""
-        return torch.randperm(count, generator=self.generator)
-
-    def page_table(self, counts: list[int]) -> Tensor:
-        """`counts` pages for each sequence, shuffled, without page 0. int32 [S, pages]"""
-        pages = (1 + self.order(sum(counts))).tolist()
-        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
-        for row, count in enumerate(counts):
-            table[row, :count] = torch.tensor([pages.pop() for _ in range(count)])
-        return table
 
 
 def _attention(draw: RandomInputs) -> dict[str, Any]:
@@ -225,6 +186,10 @@ def _swiglu(draw: RandomInputs) -> dict[str, Any]:
 
 
 def _grouped_matmul(draw: RandomInputs) -> dict[str, Any]:
+    return draw.one(_products_of_their_own, mixture_calls.products)(draw)
+
+
+def _products_of_their_own(draw: RandomInputs) -> dict[str, Any]:
     tokens, inputs = draw.number(1, 200), draw.one(64, 512, 4096)
     widths = draw.one((256, 64, 64), (128, 128, 128))
     bias = draw.one(None, [draw.tensor(width) for width in widths])
@@ -291,6 +256,9 @@ MAKERS: Mapping[str, Maker] = {
     "npu_swiglu": _swiglu,
     "npu_dynamic_quant": _dynamic_quant,
     "npu_grouped_matmul": _grouped_matmul,
+    "npu_moe_gating_top_k_softmax": mixture_calls.gating,
+    "npu_moe_init_routing_v2": mixture_calls.routing,
+    "npu_moe_token_unpermute": mixture_calls.combining,
     "npu_quant_matmul": _quant_matmul,
     "npu_add_rms_norm_dynamic_quant": _add_norm_quant,
     "npu_dequant_swiglu_quant": _swiglu_quant,
@@ -314,6 +282,8 @@ RESULTS = {
     "npu_rms_norm": (0,),
     "npu_add_rms_norm": (0, 2),
     "npu_add_rms_norm_dynamic_quant": (0, 2, 3),
+    "npu_moe_gating_top_k_softmax": (0, 1),
+    "npu_moe_init_routing_v2": (0, 1, 2),
 }
 _CACHES = ("key_cache", "value_cache")
 WRITTEN = {

@@ -26,6 +26,7 @@ from recipes.build.engine import build
 from recipes.build.families import draft_config, model_config, read
 from recipes.build.machine import Npu, start
 from recipes.schema.command_line import add_recipe
+from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -33,6 +34,7 @@ from recipes.schema.speculation_section import SpeculationSection
 
 LAYERS = 3  # the first has no residual before it; those after it are alike
 NARROW = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512, "eos_token_id": 2}
+NARROW_EXPERT = {"moe_intermediate_size": 64}
 ROWS = 2
 SETTLED = 3  # steps before the one that is read, the first of which is the prompts'
 SAMPLING: Mapping[str, dict[str, Any]] = {
@@ -98,6 +100,7 @@ def _narrow(recipe: Recipe) -> Recipe:
     hf = dict(recipe.model.config or {}) if recipe.model.path is None else read(recipe.model.path)
     config = model_config(recipe)
     hf |= {**NARROW, "num_hidden_layers": LAYERS, "head_dim": config.head_dim}
+    hf |= {key: value for key, value in NARROW_EXPERT.items() if key in hf}
     if isinstance(hf.get("layer_types"), list):
         hf["layer_types"] = hf["layer_types"][:LAYERS]
     model = replace(recipe.model, path=None, config=hf, weights="random")
@@ -105,7 +108,8 @@ def _narrow(recipe: Recipe) -> Recipe:
     cache = replace(recipe.cache, num_pages=8, memory_gib=None, memory_fraction=None, host_gib=None)
     scheduler = replace(recipe.scheduler, num_slots=ROWS, max_batch_tokens=64, record=None)
     parts = {"model": model, "device": device, "cache": cache, "scheduler": scheduler}
-    return replace(recipe, **parts, speculation=SpeculationSection())
+    alone = {"speculation": SpeculationSection(), "parallel": ParallelSection()}  # collectives come on top
+    return replace(recipe, **parts, **alone)
 
 
 def _name_layers(decoder: Decoder, name: Callable[[str], None]) -> None:

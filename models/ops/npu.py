@@ -9,9 +9,12 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch_npu
 from torch import Tensor
+from torch.nn import functional as F
 
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.ops.int8 import Int8Rows
@@ -180,6 +183,43 @@ class NpuOps(PlainNpuOps):
             )
         return torch_npu.npu_rotary_mul(query, cos, sin), torch_npu.npu_rotary_mul(key, cos, sin)
 
+    def route(self, x: Tensor, router: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+        """As Ops.route, the experts int32."""
+        if not self.product.has_mixtures:
+            return super().route(x, router, num_chosen, normalizes)
+        scores = F.linear(x.float(), router)
+        weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=num_chosen)
+        return (weights / weights.sum(-1, keepdim=True) if normalizes else weights), chosen
+
+    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Packed | None:
+        """Weights [experts, in, out] of both products, since npu_grouped_matmul takes them so."""
+        if not self.product.has_mixtures:
+            return None
+        return tuple(
+            self.pack(torch.stack([each.t() for each in weights]).contiguous(), None)[0]
+            for weights in (gate_ups, downs)
+        )
+
+    def joined_mixture(self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed) -> Tensor:
+        """As Ops.mixture in five launches, whatever the number of experts; weights in the model's type, as
+        npu_moe_token_unpermute takes them.
+        """
+        gate_up, down = packed
+        num_experts = len(gate_up)
+        rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
+            x,
+            chosen,
+            active_num=chosen.numel(),
+            expert_num=num_experts,
+            expert_tokens_num_type=1,
+            expert_tokens_num_flag=True,
+            active_expert_range=[0, num_experts],
+            quant_mode=-1,
+        )
+        inner = self.swiglu(_by_expert(rows, gate_up, counts))
+        made = _by_expert(inner, down, counts)
+        return torch_npu.npu_moe_token_unpermute(made, places, probs=weights.to(x.dtype))
+
     def tile_size(self, vocab_size: int) -> int:
         """The whole row: its running sum is one launch, where tiles take ten."""
         return vocab_size
@@ -196,6 +236,14 @@ def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:
     stream.wait_stream(torch.npu.current_stream())
     with torch.npu.stream(stream):
         torch_npu.npu_prefetch(weight, after, min(weight.nbytes, PREFETCHED_BYTES))
+
+
+def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """The product of each expert's rows, which follow those of the one before, with its own weight."""
+    (made,) = torch_npu.npu_grouped_matmul(
+        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=1
+    )
+    return made
 
 
 def _int8(x: Tensor | Int8Rows) -> Int8Rows:

@@ -124,6 +124,22 @@ class Ops:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def route(self, x: Tensor, router: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], float32 router [E, hidden] -> float32 weights [T, C] of the best experts [T, C].
+
+        The weights are chances among all experts, or, if `normalizes`, among those that were chosen.
+        """
+        weights, chosen = F.linear(x.float(), router).softmax(-1).topk(num_chosen, dim=-1)
+        return (weights / weights.sum(-1, keepdim=True) if normalizes else weights), chosen
+
+    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Packed | None:
+        """The weights [out, in] of all experts for `joined_mixture`; None: each is a linear of its own."""
+        return None
+
+    def joined_mixture(self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed) -> Tensor:
+        """As `mixture`, by experts that were packed together."""
+        raise NotImplementedError
+
     def mixture(
         self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
     ) -> Tensor:

@@ -108,8 +108,9 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = max(config.inner_size(layer) for layer in range(config.num_layers))
     widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * inner
-    if config.mixture is not None:  # the sum in float32, an expert's rows, what it makes of them, and routing
-        widths += 8 * config.hidden_size + 8 * config.mixture.num_experts
+    if config.mixture is not None:  # a row for each choice, what experts make of it, and routing
+        of_choices = config.mixture.num_chosen * (2 * config.hidden_size + 3 * config.mixture.inner_size)
+        widths += max(8 * config.hidden_size, of_choices) + 8 * config.mixture.num_experts
     span = min(num_tokens, max_positions(config))
     scores = config.num_heads * min(span, SCORED_ROWS) * span * (8 + config.dtype_bytes)
     item_bytes, dtype = config.dtype_bytes, TORCH_DTYPES[config.dtype]

@@ -29,11 +29,19 @@ QWEN3 = (
     " num_hidden_layers: 36, num_attention_heads: 32, num_key_value_heads: 8, torch_dtype: bfloat16,"
     " max_position_embeddings: 40960, rope_theta: 1000000, eos_token_id: 151645}"
 )
+QWEN3_MOE = (
+    "{model_type: qwen3_moe, vocab_size: 151936, hidden_size: 2048, intermediate_size: 6144, head_dim: 128,"
+    " num_hidden_layers: 48, num_attention_heads: 32, num_key_value_heads: 4, torch_dtype: bfloat16,"
+    " max_position_embeddings: 40960, rope_theta: 1000000, eos_token_id: 151645, num_experts: 128,"
+    " num_experts_per_tok: 8, moe_intermediate_size: 768, norm_topk_prob: true, mlp_only_layers: [],"
+    " decoder_sparse_step: 1}"
+)
 MODELS = {
     "Qwen3-8B, bfloat16": ("qwen3/qwen3_8b_910b", QWEN3),
     "Qwen3-8B, W8A8": ("qwen3/qwen3_8b_910b_w8a8", QWEN3),
     "Llama-2-7B, float16": ("llama/llama2_7b_910b", LLAMA),
     "Qwen2.5-7B, W8A8": ("qwen2/qwen2.5_7b_910b_w8a8", QWEN2),
+    "Qwen3-30B-A3B, bfloat16": ("qwen3_moe/qwen3_30b_a3b_910b_tp2", QWEN3_MOE),
 }
 # Launches a layer, in the graph, in the graph that draws by top-k and top-p, and outside of both: greedy,
 # with top-p, with top-k and top-p, and by temperature alone
@@ -42,6 +50,7 @@ EXPECTED = {
     "Qwen3-8B, W8A8": (15, 555, 29, 0, 0, 0, 13),
     "Llama-2-7B, float16": (10, 334, 29, 0, 0, 0, 13),
     "Qwen2.5-7B, W8A8": (13, 379, 29, 0, 0, 0, 13),
+    "Qwen3-30B-A3B, bfloat16": (20, 974, 29, 0, 0, 0, 13),
 }
 
 

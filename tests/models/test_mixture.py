@@ -17,13 +17,13 @@ from devices.shapes import AttentionShape
 from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.mixture import Mixture, route
+from models.mixture import Mixture
 from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from recipes.build.families import decoder_config, read
 from recipes.build.int8_checkpoint import quantize
-from tests.device_kinds import operators
+from tests.device_kinds import has_npu, npu, operators
 from tests.models.families import VARIANTS, make
 from tests.recipes.published import MIXTRAL_8X7B, QWEN3_30B_A3B
 
@@ -43,14 +43,14 @@ def routed(num_tokens: int, normalizes: bool, seed: int = 0) -> tuple[Tensor, Te
         torch.randn(num_tokens, HIDDEN, generator=generator),
         torch.randn(EXPERTS, HIDDEN, generator=generator),
     )
-    return x, *route(x, router, CHOSEN, normalizes)
+    return x, *Ops().route(x, router, CHOSEN, normalizes)
 
 
 @pytest.mark.parametrize("normalizes", [True, False])
 def test_the_router_weighs_the_best_by_their_chances(normalizes: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x, router = torch.randn(7, HIDDEN, generator=generator), torch.randn(EXPERTS, HIDDEN, generator=generator)
-    found, chosen = route(x.bfloat16(), router, CHOSEN, normalizes)
+    found, chosen = Ops().route(x.bfloat16(), router, CHOSEN, normalizes)
     assert found.dtype == torch.float32
     for token, (weight, numbers) in enumerate(zip(found, chosen)):
         scores = router.double() @ x[token].bfloat16().double()
@@ -143,6 +143,26 @@ def test_experts_of_a_step_compute_a_row_alone_as_among_others(name: str, tmp_pa
         torch.testing.assert_close(among, theirs(x), rtol=1e-5, atol=1e-5)
         alone = torch.cat([ours(x[token : token + 1]) for token in range(33)])
         torch.testing.assert_close(among, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="there is no NPU here, nor a stand-in")
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_tied", "mixtral"])
+def test_experts_that_an_npu_joins_compute_what_each_does_alone(name: str, tmp_path: Path) -> None:
+    path = checkpoint(name, tmp_path)
+    plain = loaded(path)
+    config, dtype = plain.config, torch.float32 if npu() == "virtual" else torch.bfloat16
+    heads = config.num_heads, config.num_kv_heads, 64
+    ops, attention = operators("npu", "fused", AttentionShape(*heads, 16, 1.0, dtype, config.windows))
+    joined = Decoder(replace(config, dtype=str(dtype).removeprefix("torch.")), ops, attention)
+    weights.load(joined, path)
+    x = torch.randn(33, 48, generator=torch.Generator().manual_seed(5))
+    near = {torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    for ours, theirs in zip(mixtures(joined), mixtures(plain), strict=True):
+        assert not ours.experts, "they were joined"
+        for num_tokens in (1, 33):
+            found = ours(x[:num_tokens].to(attention.device, dtype)).cpu().float()
+            torch.testing.assert_close(found, theirs(x[:num_tokens]), rtol=near, atol=near)
 
 
 def test_layers_are_dense_where_the_configuration_says_so(tmp_path: Path) -> None:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from tests.mutation.fault import Fault
 from tests.mutation.int8_faults import INT8_TESTS_OF
+from tests.mutation.npu_faults import NPU_TESTS_OF
 
 MIXTURE, CONFIG, QWEN = "models/mixture.py", "models/config.py", "recipes/qwen3_moe/model.py"
 REFERENCE, CPU, MIXTRAL = "models/ops/reference.py", "models/ops/cpu.py", "recipes/mixtral/model.py"
+FUSED, GROUPED = "models/ops/npu.py", "virtual_npu/operators/grouped_matmul.py"
 MIXTURE_TESTS = ("tests/models/test_mixture.py", "tests/models/test_share.py")
 MIXTURE_TESTS_OF = {
     **dict.fromkeys((MIXTURE, REFERENCE, CPU, QWEN, MIXTRAL), MIXTURE_TESTS),
+    FUSED: (*NPU_TESTS_OF[FUSED], *MIXTURE_TESTS),
+    GROUPED: ("tests/virtual_npu/test_wrong_calls.py",),
     CONFIG: (*INT8_TESTS_OF[CONFIG], *MIXTURE_TESTS),
 }
 
 MIXTURE_FAULTS = (
     Fault(
         "weights_not_normalised",
-        MIXTURE,
+        REFERENCE,
         "if normalizes else weights",
         "if not normalizes else weights",
         "a token's experts add up to less than the model was trained with",
     ),
     Fault(
         "router_in_the_type_of_the_model",
-        MIXTURE,
+        REFERENCE,
         "F.linear(x.float(), router)",
         "F.linear(x, router.to(x.dtype)).float()",
         "experts that score nearly alike change places by rounding",
@@ -55,6 +59,34 @@ MIXTURE_FAULTS = (
         "order // chosen.shape[1]",
         "order % len(chosen)",
         "rows go back to other tokens",
+    ),
+    Fault(
+        "joined_weights_of_another_choice",
+        FUSED,
+        "places, probs=weights.to(x.dtype)",
+        "places, probs=weights.flip(-1).to(x.dtype)",
+        "what the best expert made counts as much as the worst was to",
+    ),
+    Fault(
+        "joined_weights_not_normalised",
+        FUSED,
+        "if normalizes else weights",
+        "if not normalizes else weights",
+        "on an NPU a token's experts add up to less than the model was trained with",
+    ),
+    Fault(
+        "experts_kept_beside_the_joined",
+        MIXTURE,
+        "self.experts, self._parts = nn.ModuleList(), []",
+        "pass",
+        "every expert lies in the device's memory twice",
+    ),
+    Fault(
+        "rows_of_experts_not_whole",
+        GROUPED,
+        "if min(counts) < 0 or sum(counts) != rows:",
+        "if min(counts) < 0:",
+        "rows that no expert computed pass for results",
     ),
     Fault(
         "sparse_step_from_zero",

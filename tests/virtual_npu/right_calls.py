@@ -7,23 +7,17 @@ conditions under which it is right.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tests.virtual_npu import right_mixture_calls
 from tests.virtual_npu.batches import MASK, first_version, paged
+from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
 from virtual_npu.operators.atb_call import in_tiles
 from virtual_npu.simulated_products import A2, A3, A5, P310
-
-Arguments = dict[str, Any]
-HALVES = (torch.float16, torch.bfloat16)
-
-
-def pick(rng: np.random.Generator, *choices: Any) -> Any:
-    return choices[int(rng.integers(len(choices)))]
 
 
 def fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -330,6 +324,8 @@ def dequant_swiglu_quant(rng: np.random.Generator) -> tuple[Arguments, Condition
 
 
 def grouped_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    if bool(rng.integers(2)):
+        return right_mixture_calls.products(rng)
     dtype, (rows, inner) = pick(rng, *HALVES), rng.integers(1, 40, 2).tolist()
     widths = rng.integers(1, 40, int(rng.integers(1, 4))).tolist()
     turned = bool(rng.integers(2))
@@ -420,6 +416,10 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
     "npu_dequant_swiglu_quant": dequant_swiglu_quant,
     "npu_grouped_matmul": grouped_matmul,
+    "npu_moe_gating_top_k_softmax": right_mixture_calls.gating,
+    "npu_moe_init_routing_v2": right_mixture_calls.routing,
+    "npu_moe_token_unpermute": right_mixture_calls.combining,
+    "_npu_moe_token_unpermute": right_mixture_calls.combining,
     "npu_quant_matmul": quant_matmul,
     "npu_dynamic_quant": dynamic_quant,
     "npu_format_cast": format_cast,

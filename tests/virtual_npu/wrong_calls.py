@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.virtual_npu.right_calls import Arguments, compressed, hidden
-from tests.virtual_npu.wrong import Wrong, cut, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
 from virtual_npu.operators.atb_call import in_tiles
 from virtual_npu.simulated_products import A2, A5, P310
 
@@ -218,13 +218,43 @@ SWIGLU_QUANT = [
     Wrong("modelled", put(quant_mode=0), "quant_mode", "is 0"),
     Wrong("modelled", put(swiglu_mode=1), "swiglu_mode", "is 1"),
 ]
+
+
+def of_experts(**values: object) -> Change:
+    """A call over three experts, with other values."""
+    right = {
+        "x": [torch.ones(6, 4).half()],
+        "weight": [torch.ones(3, 4, 8).half()],
+        "bias": None,
+        "split_item": 2,
+        "group_type": 0,
+        "group_list": torch.tensor([1, 0, 5]),
+        "group_list_type": 1,
+    }
+    return put(**right | values)
+
+
 GROUPED = [
     Wrong("groups", to("x", lambda x: x[1:]), "weight", "a list of"),
     Wrong("matched", to("x", lambda x: [each.double() for each in x]), "x", "float64"),
     Wrong("matched", lambda call: {"bias": [each[0].short() for each in call["weight"]]}, "bias", "int16"),
     Wrong("sides", to("weight", lambda weights: [each[1:] for each in weights]), "weight", "for"),
     Wrong("order", to("x", lambda x: [strided(each) for each in x]), "x", "strided"),
-    Wrong("alone", put(group_type=0), "group_type", "is 0"),
+    Wrong("alone", put(group_type=2), "group_type", "is 2"),
+    Wrong("sides", of_experts(weight=[torch.ones(3, 5, 8).half()]), "weight", "for"),
+    Wrong("experts", of_experts(split_item=0), "split_item", "is 0"),
+    Wrong(
+        "experts",
+        of_experts(x=[torch.ones(6, 4).half()] * 2, weight=[torch.ones(3, 4, 8).half()] * 2),
+        "x",
+        "2",
+    ),
+    Wrong("divided", of_experts(group_list=None), "group_list", "None"),
+    Wrong("divided", of_experts(group_list=torch.tensor([1, 5])), "group_list", "for 3 experts"),
+    Wrong("divided", of_experts(group_list=torch.tensor([1, 0, 5]).int()), "group_list", "int32"),
+    Wrong("divided", of_experts(group_list_type=2), "group_list_type", "is 2"),
+    Wrong("whole", of_experts(group_list=torch.tensor([1, 0, 4])), "group_list", "5 of 6 rows"),
+    Wrong("whole", of_experts(group_list_type=0), "group_list", "of 6 rows"),
     Wrong("alone", put(split_item=2), "split_item", "is 2"),
     Wrong("alone", put(group_list=torch.tensor([1, 2])), "group_list", "int64"),
     Wrong("modelled", put(output_dtype=15), "output_dtype", "given"),
@@ -241,6 +271,30 @@ SAMPLING = [
     Wrong("k-range", to("k", lambda k: spoil(k, 0, 0)), "k", "from 0 to"),
     Wrong("k-range", to("k", lambda k: spoil(k, 0, 1025)), "k", "to 1025"),
     Wrong("p-range", to("p", lambda p: p + 1), "p", "from"),
+]
+GATING = [
+    Wrong("scores", to("x", Tensor.double), "x", "float64"),
+    Wrong("chosen", put(k=0), "k", "is 0 of"),
+    Wrong("chosen", lambda call: {"k": call["x"].shape[1] + 1}, "k", "of"),
+    Wrong("chosen", put(finished=torch.zeros(1).bool()), "finished", "bool"),
+]
+ROUTING = [
+    Wrong("rows", to("x", strided), "x", "("),
+    Wrong("rows", to("expert_idx", Tensor.long), "expert_idx", "int64"),
+    Wrong("rows", cut("expert_idx"), "expert_idx", "for"),
+    Wrong("all_experts", put(active_expert_range=[0, 2]), "active_expert_range", "[0, 2]"),
+    Wrong("all_experts", put(active_num=1000), "active_num", "is 1000"),
+    Wrong("counted", put(expert_tokens_num_type=0), "expert_tokens_num_type", "is 0"),
+    Wrong("counted", put(quant_mode=1), "quant_mode", "is 1"),
+    Wrong("known", to("expert_idx", lambda each: each + 99), "expert_idx", "of"),
+]
+COMBINING = [
+    Wrong("sorted", to("permuted_tokens", Tensor.double), "permuted_tokens", "float64"),
+    Wrong("sorted", to("sorted_indices", Tensor.long), "sorted_indices", "int64"),
+    Wrong("sorted", put(probs=None), "probs", "None"),
+    Wrong("sorted", to("probs", Tensor.double), "probs", "float64"),
+    Wrong("unpadded", put(padded_mode=True), "padded_mode", "True"),
+    Wrong("placed", to("sorted_indices", torch.zeros_like), "sorted_indices", "no order"),
 ]
 PREFETCH = [
     Wrong("dependency", put(dependency=None), "dependency", "None, while captured", captured=True),
@@ -271,6 +325,10 @@ FAMILIES = {
     "npu_grouped_matmul": GROUPED,
     "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
     "npu_dequant_swiglu_quant": SWIGLU_QUANT,
+    "npu_moe_gating_top_k_softmax": GATING,
+    "npu_moe_init_routing_v2": ROUTING,
+    "npu_moe_token_unpermute": COMBINING,
+    "_npu_moe_token_unpermute": COMBINING,
     "npu_format_cast": FORMAT,
     "npu_top_k_top_p": SAMPLING,
     "npu_prefetch": PREFETCH,
@@ -279,6 +337,8 @@ FAMILIES = {
 WANTED = {
     "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
     "npu_quant_matmul": lambda call: "offset" not in call,
+    "npu_grouped_matmul": lambda call: call["group_type"] == -1,
+    "npu_moe_init_routing_v2": lambda call: call["expert_num"] > 2,
     "npu_top_k_top_p": lambda call: {"p", "k"} <= set(call) and call["logits"].shape[1] > 1024,
 }
 PRODUCT = {"npu_apply_rotary_pos_emb": A2}

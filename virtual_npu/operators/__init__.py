@@ -11,6 +11,7 @@ from virtual_npu.operators import (
     grouped_matmul,
     int8_fusions,
     matmul,
+    mixture,
     norm,
     prefetch,
     rotary,
@@ -22,7 +23,7 @@ OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
         *(attention, atb, cache, scatter),
-        *(norm, rotary, activation, matmul, grouped_matmul, int8_fusions, sampling, prefetch),
+        *(norm, rotary, activation, matmul, grouped_matmul, mixture, int8_fusions, sampling, prefetch),
     )
     for operator in room.OPERATORS
 )

@@ -1,9 +1,9 @@
 """What are several products in one launch, and when is the call right?
 
-Products of their own alone (`group_type` -1): as many left and right sides as results. Products of experts,
-whose rows a list divides, are not checked here.
+Products of their own (`group_type` -1): as many left and right sides as results. Products of experts
+(`group_type` 0): one left side, of which a list on the device says how many rows each expert has.
 
-Legend: T rows, K inner, N columns.
+Legend: T rows, K inner, N columns, E experts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from virtual_npu.simulated_products import A2, A3, A5
 
 SOURCE = "op-plugin npu_grouped_matmul"
 MOST_GROUPS = 128
+MOST_EXPERTS = 1024
 INNER_LIMIT = 65536  # the last axis of either side is below it
 BIAS = {torch.float16: torch.float16, torch.bfloat16: torch.float32, torch.float32: torch.float32}
 LEFT_OUT = (
@@ -27,13 +28,25 @@ LEFT_OUT = (
 )
 
 
+def _is_of_experts(call: Call) -> bool:
+    return bool(call["group_type"] == 0)
+
+
 def _products(call: Call) -> list[Tensor]:
+    if _is_of_experts(call):
+        (x,), (weight,) = call["x"], call["weight"]
+        parts = x.float().split(_counts(call["group_list"], call["group_list_type"]))
+        return [torch.cat([part @ each.float() for part, each in zip(parts, weight)]).to(x.dtype)]
     biases = call["bias"] or [None] * len(call["x"])
     results = []
     for x, weight, bias in zip(call["x"], call["weight"], biases):
         total = x.float() @ weight.float()
         results.append((total if bias is None else total + bias.float()).to(x.dtype))
     return results
+
+
+def _counts(listed: Tensor, kind: int) -> list[int]:
+    return (listed if kind else listed.diff(prepend=listed.new_zeros(1))).tolist()
 
 
 def _groups(call: Call) -> Iterator[Breach]:
@@ -57,6 +70,13 @@ def _types(call: Call) -> Iterator[Breach]:
 
 
 def _sides(call: Call) -> Iterator[Breach]:
+    if _is_of_experts(call):
+        x, weight = call["x"][0], call["weight"][0]
+        if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or not x.numel():
+            yield "weight", f"{shape(weight)} for {shape(x)}"
+        elif max(weight.shape[1:]) >= INNER_LIMIT:
+            yield "weight", shape(weight)
+        return
     for x, weight in zip(call["x"], call["weight"]):
         if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or not x.numel():
             yield "weight", f"{shape(weight)} for {shape(x)}"
@@ -71,12 +91,40 @@ def _order(call: Call) -> Iterator[Breach]:
     for each in call["x"]:
         if not each.is_contiguous():
             yield "x", f"strided {tuple(each.stride())} over {shape(each)}"
-    ways = [(each.is_contiguous(), each.t().is_contiguous()) for each in call["weight"]]
+    ways = [(each.is_contiguous(), each.mT.is_contiguous()) for each in call["weight"]]
     if not any(all(way) for way in zip(*ways)):
         yield "weight", f"strided {[tuple(each.stride()) for each in call['weight']]}"
 
 
+def _experts(call: Call) -> Iterator[Breach]:
+    if not _is_of_experts(call):
+        return
+    if len(call["x"]) != 1 or call["bias"] is not None:
+        yield ("bias", "given") if call["bias"] is not None else ("x", f"a list of {len(call['x'])}")
+    elif call["split_item"] not in (2, 3) or call["act_type"] not in (None, 0):
+        yield "split_item", f"{call['split_item']} with act_type {call['act_type']}"
+
+
+def _divided(call: Call) -> Iterator[Breach]:
+    if not _is_of_experts(call):
+        return
+    listed, num_experts = call["group_list"], call["weight"][0].shape[0]
+    if listed is None or listed.dtype != torch.int64 or listed.shape != (num_experts,):
+        yield "group_list", "None" if listed is None else f"{shape(listed)} for {num_experts} experts"
+    elif num_experts > MOST_EXPERTS or call["group_list_type"] not in (0, 1):
+        yield "group_list_type", f"{call['group_list_type']} of {num_experts}"
+
+
+def _whole(call: Call) -> Iterator[Breach]:
+    if _is_of_experts(call):
+        counts, rows = _counts(call["group_list"], call["group_list_type"]), len(call["x"][0])
+        if min(counts) < 0 or sum(counts) != rows:
+            yield "group_list", f"{sum(counts)} of {rows} rows"
+
+
 def _alone(call: Call) -> Iterator[Breach]:
+    if _is_of_experts(call):
+        return
     for name, taken in (("group_type", (-1,)), ("split_item", (None, 0, 1)), ("act_type", (None, 0))):
         if call[name] not in taken:
             yield name, call[name]
@@ -117,7 +165,8 @@ OPERATORS = (
             ),
             Rule(
                 "sides",
-                f"each weight is [K, N] for its [T, K], with K and N below {INNER_LIMIT}, and a bias is [N]",
+                f"each weight is [K, N], or [E, K, N] of experts, for its [T, K], with K and N below"
+                f" {INNER_LIMIT}, and a bias is [N]",
                 SOURCE,
                 "turn the weight",
                 _sides,
@@ -128,6 +177,27 @@ OPERATORS = (
                 SOURCE + ": group_type -1",
                 "call contiguous() when weights are loaded",
                 _order,
+            ),
+            Rule(
+                "experts",
+                "of experts there is one x and one weight, without bias and activation; split_item is 2 or 3",
+                SOURCE + ": group_type 0",
+                "stack the weights",
+                _experts,
+            ),
+            Rule(
+                "divided",
+                f"of experts, group_list is int64 [E], of {MOST_EXPERTS} at most, and group_list_type 0 or 1",
+                SOURCE + ": group_type 0",
+                "pass what npu_moe_init_routing_v2 counted",
+                _divided,
+            ),
+            Rule(
+                "whole",
+                "the experts have every row: others are never written",
+                SOURCE + ": group_list",
+                "pass what npu_moe_init_routing_v2 counted",
+                _whole,
             ),
             Rule(
                 "alone",

@@ -1,0 +1,65 @@
+"""Random right calls of what a mixture of experts asks for; see right_calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from virtual_npu.contract import Conditions
+from virtual_npu.simulated_products import A2, A3
+
+Arguments = dict[str, Any]
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def pick(rng: np.random.Generator, *choices: Any) -> Any:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def gating(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    tokens, experts = rng.integers(1, 30, 2).tolist()
+    x = torch.randn(tokens, experts).to(pick(rng, torch.float32, *HALVES))
+    return {"x": x, "k": int(rng.integers(1, experts + 1))}, Conditions(product=pick(rng, A2, A3))
+
+
+def routing(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    tokens, chosen, experts = int(rng.integers(1, 30)), int(rng.integers(1, 5)), int(rng.integers(1, 20))
+    made = {
+        "x": torch.randn(tokens, int(rng.integers(1, 30))).to(pick(rng, torch.float32, *HALVES)),
+        "expert_idx": torch.from_numpy(rng.integers(experts, size=(tokens, chosen), dtype=np.int32)),
+        "active_num": pick(rng, -1, tokens * chosen),
+        "expert_num": experts,
+        "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True,
+        "active_expert_range": [0, experts],
+    }
+    return made, Conditions(product=pick(rng, A2, A3))
+
+
+def combining(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    tokens, chosen, dtype = int(rng.integers(1, 30)), int(rng.integers(1, 5)), pick(rng, *HALVES)
+    made = {
+        "permuted_tokens": torch.randn(tokens * chosen, int(rng.integers(1, 30))).to(dtype),
+        "sorted_indices": torch.from_numpy(rng.permutation(tokens * chosen).astype(np.int32)),
+        "probs": torch.rand(tokens, chosen).to(dtype),
+    }
+    return made, Conditions(product=pick(rng, A2, A3))
+
+
+def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    dtype = pick(rng, *HALVES)
+    experts, rows, inner, width = rng.integers(1, 20, 4).tolist()
+    counts = torch.from_numpy(rng.multinomial(rows, [1 / experts] * experts))
+    by_counts = bool(rng.integers(2))
+    weight = torch.randn(experts, inner, width).to(dtype)
+    made = {
+        "x": [torch.randn(rows, inner).to(dtype)],
+        "weight": [weight if bool(rng.integers(2)) else weight.mT.contiguous().mT],
+        "split_item": pick(rng, 2, 3),
+        "group_type": 0,
+        "group_list": counts if by_counts else counts.cumsum(0),
+        "group_list_type": int(by_counts),
+    }
+    return made, Conditions(product=pick(rng, A2, A3))

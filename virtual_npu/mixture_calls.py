@@ -1,0 +1,55 @@
+"""Which calls does a mixture of experts make, at which sizes? See sample_calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from virtual_npu.random_inputs import RandomInputs
+
+
+def gating(draw: RandomInputs) -> dict[str, Any]:
+    """Scores that are far from each other, so that no rounding changes their order."""
+    tokens, experts = draw.number(1, 200), draw.one(8, 64, 128)
+    scores = torch.stack([draw.order(experts) for _ in range(tokens)]).float() / 4
+    return {"x": scores, "k": draw.one(1, 2, 8)}
+
+
+def routing(draw: RandomInputs) -> dict[str, Any]:
+    """Tokens that each choose several of many experts."""
+    tokens, chosen, experts = draw.number(1, 200), draw.one(1, 2, 8), draw.one(8, 64, 128)
+    return {
+        "x": draw.tensor(tokens, draw.one(64, 2048)),
+        "expert_idx": torch.stack([draw.order(experts)[:chosen] for _ in range(tokens)]).int(),
+        "active_num": tokens * chosen,
+        "expert_num": experts,
+        "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True,
+        "active_expert_range": [0, experts],
+        "quant_mode": -1,
+    }
+
+
+def combining(draw: RandomInputs) -> dict[str, Any]:
+    """Rows in any order, a weight for each."""
+    tokens, chosen = draw.number(1, 200), draw.one(1, 2, 8)
+    return {
+        "permuted_tokens": draw.tensor(tokens * chosen, draw.one(64, 2048)),
+        "sorted_indices": draw.order(tokens * chosen).int(),
+        "probs": torch.rand(tokens, chosen, generator=draw.generator).to(draw.dtype),
+    }
+
+
+def products(draw: RandomInputs) -> dict[str, Any]:
+    """Rows of experts, some of which have none."""
+    counts = torch.tensor([draw.one(0, draw.number(1, 40)) for _ in range(draw.one(8, 64))] + [1])
+    inputs, width = draw.one(64, 512), draw.one(64, 256)
+    return {
+        "x": [draw.tensor(int(counts.sum()), inputs)],
+        "weight": [draw.tensor(len(counts), inputs, width)],
+        "split_item": 2,
+        "group_type": 0,
+        "group_list": counts,
+        "group_list_type": 1,
+    }

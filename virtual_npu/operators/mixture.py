@@ -1,0 +1,228 @@
+"""How are tokens given to experts and collected again, and when are these calls right?
+
+Legend: T tokens, H columns, E experts, C experts that a token chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
+from virtual_npu.simulated_products import A2, A3
+
+GATING = "op-plugin npu_moe_gating_top_k_softmax"
+ROUTING = "op-plugin npu_moe_init_routing_v2"
+COMBINE = "op-plugin npu_moe_token_unpermute"
+CALLED = "vllm-ascend ops/fused_moe/token_dispatcher.py"
+TYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST_CHOSEN = 1024
+MOST_COMBINED = 512
+LARGEST = 2**24  # rows that are made of tokens
+
+
+def _gated(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [T, C], which do not add up to one, and experts; of equal ones the first comes first."""
+    x: Tensor = call["x"]
+    weights, experts = x.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    rows, chosen = x.shape[0], call["k"]
+    order = torch.arange(rows * chosen, dtype=torch.int32).view(chosen, rows).t().contiguous()
+    return weights[:, :chosen].to(x.dtype), experts[:, :chosen].int(), order
+
+
+def _scores(call: Call) -> Iterator[Breach]:
+    x: Tensor = call["x"]
+    if x.dtype not in TYPES or x.dim() != 2 or not x.numel():
+        yield "x", shape(x)
+
+
+def _chosen(call: Call) -> Iterator[Breach]:
+    if not 1 <= call["k"] <= min(MOST_CHOSEN, call["x"].shape[-1]):
+        yield "k", f"{call['k']} of {call['x'].shape[-1]}"
+    if call["finished"] is not None:
+        yield "finished", shape(call["finished"])
+
+
+def _routed(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows by expert, where each choice went, how many rows an expert has, and scales, which are not set."""
+    x, experts = call["x"], call["expert_idx"]
+    numbers, order = experts.flatten().sort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    counts = numbers.bincount(minlength=call["expert_num"])
+    return x[order // experts.shape[1]], places.int(), counts, torch.full((len(order),), torch.nan)
+
+
+def _rows(call: Call) -> Iterator[Breach]:
+    x, experts = call["x"], call["expert_idx"]
+    if x.dtype not in TYPES or x.dim() != 2 or not x.numel() or not x.is_contiguous():
+        yield "x", shape(x)
+    elif experts.dtype != torch.int32 or experts.dim() != 2 or experts.shape[:1] != x.shape[:1]:
+        yield "expert_idx", f"{shape(experts)} for {shape(x)}"
+    elif not 1 <= experts.numel() <= LARGEST:
+        yield "expert_idx", shape(experts)
+
+
+def _all_experts(call: Call) -> Iterator[Breach]:
+    count = call["expert_num"]
+    if not 1 <= count <= 10240:
+        yield "expert_num", count
+    elif list(call["active_expert_range"]) != [0, count]:
+        yield "active_expert_range", call["active_expert_range"]
+    elif call["active_num"] not in (-1, call["expert_idx"].numel()):
+        yield "active_num", call["active_num"]
+
+
+def _counted(call: Call) -> Iterator[Breach]:
+    for name, wanted in (
+        ("expert_tokens_num_type", 1),
+        ("expert_tokens_num_flag", True),
+        ("drop_pad_mode", 0),
+        ("expert_capacity", -1),
+        ("quant_mode", -1),
+        ("row_idx_type", 0),
+        ("scale", None),
+        ("offset", None),
+        ("x_dtype", None),
+    ):
+        if call[name] != wanted:
+            yield name, call[name]
+
+
+def _known(call: Call) -> Iterator[Breach]:
+    experts: Tensor = call["expert_idx"]
+    if not 0 <= int(experts.min()) <= int(experts.max()) < call["expert_num"]:
+        yield "expert_idx", f"{int(experts.min())} to {int(experts.max())} of {call['expert_num']}"
+
+
+def _combined(call: Call) -> Tensor:
+    rows, weights = call["permuted_tokens"], call["probs"]
+    chosen = rows[call["sorted_indices"].long()].float().view(*weights.shape, rows.shape[-1])
+    total: Tensor = (chosen * weights.float()[..., None]).sum(1)
+    return total.to(rows.dtype)
+
+
+def _sorted(call: Call) -> Iterator[Breach]:
+    rows, places, weights = call["permuted_tokens"], call["sorted_indices"], call["probs"]
+    if not is_dtype(rows, (torch.float16, torch.bfloat16), call.conditions) or rows.dim() != 2:
+        yield "permuted_tokens", shape(rows)
+    elif places.dtype != torch.int32 or places.shape != rows.shape[:1]:
+        yield "sorted_indices", f"{shape(places)} for {shape(rows)}"
+    elif weights is None or weights.dim() != 2 or weights.numel() != places.numel():
+        yield "probs", "None" if weights is None else f"{shape(weights)} for {shape(places)}"
+    elif weights.dtype != rows.dtype or weights.shape[1] > MOST_COMBINED:
+        yield "probs", f"{shape(weights)} for {shape(rows)}"
+
+
+def _unpadded(call: Call) -> Iterator[Breach]:
+    if call["padded_mode"] or call["restore_shape"] is not None:
+        yield ("padded_mode", True) if call["padded_mode"] else ("restore_shape", call["restore_shape"])
+
+
+def _placed(call: Call) -> Iterator[Breach]:
+    places: Tensor = call["sorted_indices"]
+    if not torch.equal(places.sort().values, torch.arange(len(places), dtype=torch.int32)):
+        yield "sorted_indices", "no order of all rows"
+
+
+COMBINING = (
+    Rule(
+        "sorted",
+        "rows are a matrix, sorted_indices int32, one a row, and probs [T, C] of the rows' type, with"
+        f" C up to {MOST_COMBINED}",
+        COMBINE,
+        "cast the weights",
+        _sorted,
+    ),
+    Rule(
+        "unpadded",
+        "padded_mode is off and restore_shape left out: others are not checked here",
+        "virtual_npu/operators/mixture.py",
+        "leave them out",
+        _unpadded,
+    ),
+    Rule(
+        "placed",
+        "sorted_indices is an order of all rows",
+        CALLED,
+        "pass what npu_moe_init_routing_v2 returned",
+        _placed,
+    ),
+)
+
+OPERATORS = (
+    Operator(
+        schema="npu::npu_moe_gating_top_k_softmax(Tensor x, Tensor? finished=None, int k=1) "
+        "-> (Tensor, Tensor, Tensor)",
+        products=(A2, A3),
+        source=GATING,
+        rules=(
+            Rule("scores", "x is a matrix of float32, float16 or bfloat16", GATING, "cast it", _scores),
+            Rule(
+                "chosen",
+                f"k is at most {MOST_CHOSEN} and the number of experts; finished is not checked here",
+                GATING,
+                "choose fewer",
+                _chosen,
+            ),
+        ),
+        reference=_gated,
+    ),
+    Operator(
+        schema="npu::npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, "
+        "Tensor? offset=None, int active_num=-1, int expert_capacity=-1, int expert_num=-1, "
+        "int drop_pad_mode=0, int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, "
+        "int quant_mode=-1, int[2] active_expert_range=[], int row_idx_type=0, int? x_dtype=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+        products=(A2, A3),
+        source=ROUTING,
+        rules=(
+            Rule(
+                "rows",
+                "x is a contiguous matrix of a floating type, expert_idx int32 [T, C]",
+                ROUTING,
+                "cast the experts",
+                _rows,
+            ),
+            Rule(
+                "all_experts",
+                "active_expert_range is [0, expert_num] and active_num every choice: what is left out is"
+                " never written",
+                CALLED,
+                "pass all experts",
+                _all_experts,
+            ),
+            Rule(
+                "counted",
+                "experts' rows are counted and nothing is quantised or dropped: other ways are not checked"
+                " here",
+                "virtual_npu/operators/mixture.py",
+                "leave the argument out",
+                _counted,
+            ),
+            Rule("known", "each expert is one of expert_num", ROUTING, "look at the router", _known),
+        ),
+        reference=_routed,
+    ),
+    *(
+        Operator(
+            schema=f"npu::{name}(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
+            f"bool padded_mode=False, int[]? restore_shape=None) -> {results}",
+            products=(A2, A3),
+            source=COMBINE,
+            rules=COMBINING,
+            reference=reference,
+        )
+        for name, results, reference in (
+            ("npu_moe_token_unpermute", "Tensor", _combined),
+            # What the other calls where gradients might be asked for
+            (
+                "_npu_moe_token_unpermute",
+                "(Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)",
+                lambda call: (_combined(call), call["permuted_tokens"]),
+            ),
+        )
+    ),
+)
