@@ -300,6 +300,7 @@ def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, heads = NpuOps(product("310P", "")), torch.ones(3, 2, 16, device="npu:0")
     ops.rotary(heads, heads.clone(), heads[:, 0], heads[:, 0])
     ops.swiglu(heads[..., :2].contiguous())
+    _by_experts(ops, torch.ones(3, 32, dtype=torch.float16, device="npu:0"))
     bias = torch.ones(32, dtype=torch.float16, device="npu:0")
     ops.linear(heads[:, 0].half(), ops.pack(torch.ones(32, 16, device="npu:0").half(), bias))
     half = torch.ones(32, 16, dtype=torch.float16, device="npu:0")
@@ -317,6 +318,17 @@ def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
     down = ops.pack_int8(square[:, :16], scale, None)
     for bias in (None, scale):
         ops.mlp_int8(x, ops.pack_int8(square, scale, bias), down)
+
+
+def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
+    """Run a mixture of four experts on rows of 32, where the product joins them."""
+    routed = ops.route(rows, torch.ones(4, 32, device="npu:0"), 2, True)
+    ups, downs = (
+        torch.ones(4, 64, 32, device="npu:0").to(rows),
+        torch.ones(4, 32, 32, device="npu:0").to(rows),
+    )
+    if joined := ops.pack_experts(list(ups), list(downs)):
+        ops.joined_mixture(rows, *routed, joined)
 
 
 def _fetching(ops: Ops, rows: torch.Tensor) -> None:
@@ -354,6 +366,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.linear_int8(rows, packed)
         ops.pack_split(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None, (8, 8))
         _in_int8(ops, rows)
+        _by_experts(ops, rows)
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
