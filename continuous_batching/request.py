@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from continuous_batching.constraints import Constraint
 from continuous_batching.refusal import BadRequest
 
 TokenIds = NDArray[np.int32]
@@ -36,6 +37,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: bytes | None = None  # int32, as `packed_ids` makes them; None: all
     bad_words: tuple[TokenSequence, ...] = ()  # token ids that the answer never holds in this order
+    grammar: str | None = None  # that the answer follows, as serving/grammars writes it; None: none
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
     stop: tuple[str, ...] = ()
@@ -85,11 +87,13 @@ class SamplingParams:
         longest = max(map(len, self.stop), default=0)
         _check("stop", longest, longest <= _LONGEST_STOP, f"strings of at most {_LONGEST_STOP} characters")
         self._check_beams()
+        if self.grammar is not None:
+            _check("ignore_eos", self.ignore_eos, not self.ignore_eos, _ENDS_BY_GRAMMAR)
 
     @property
     def masks_tokens(self) -> bool:
         """Whether some tokens may not come, now or ever."""
-        return self.allowed_token_ids is not None or bool(self.bad_words)
+        return self.allowed_token_ids is not None or bool(self.bad_words) or self.grammar is not None
 
     def _check_masks(self) -> None:
         allowed, words = self.allowed_token_ids, self.bad_words
@@ -115,6 +119,8 @@ class SamplingParams:
             value = getattr(self, name)
             _check(name, value, value == off, _NOT_DRAWN)
         _check("stop", self.stop, not self.stop, "left out beside beam_width; stop_token_ids end a beam")
+        if self.grammar is not None:
+            raise BadRequest("beam_width", _NO_BEAMS, value=width, fix="leave one of them out")
         asked = self.prompt_logprobs
         _check("prompt_logprobs", asked, asked is None, "left out beside beam_width; ask without it")
 
@@ -124,6 +130,8 @@ _MOST_TOKENS = 1024  # that a request may name: each of its samples carries them
 _LONGEST_STOP = 1024  # an answer's text is held back by as much
 _MOST_BAD_WORDS = 256  # each is compared with the end of the answer in every step
 _MOST_BAD_TOKENS = 4096
+_ENDS_BY_GRAMMAR = "left out beside structured output, whose grammar says where the answer ends"
+_NO_BEAMS = "searches for answers of any form; structured output is drawn token by token"
 _NOT_DRAWN = "left out beside beam_width: beams are searched, not drawn"
 
 
@@ -177,6 +185,8 @@ class Request:
     arrival_s: float = 0.0
     timeout_s: float | None = None  # after its arrival it ends where it stands; None: never
 
+    constraint: Constraint | None = None  # where params.grammar is one; each sample has its own
+
     # Requests of the same prompt that fork from this one when the prompt is computed
     followers: list[Request] = field(default_factory=list)
 
@@ -227,3 +237,5 @@ class Request:
         self.tokens = tokens
         del self.logprobs[len(self.answer) :]
         self.num_scored = max(self.num_scored, min(num_computed, len(self.prompt) - 1))
+        if self.constraint is not None:
+            self.constraint.leave()

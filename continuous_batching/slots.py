@@ -61,6 +61,7 @@ class SlotPool:
         self.min_total = self._integers()  # no stop token while num_tokens is below
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stops = np.zeros(num_slots, dtype=np.bool_)  # the request has stop_token_ids
+        self.constrained = np.zeros(num_slots, dtype=np.bool_)  # the answer follows a grammar
         self.plain = np.ones(
             num_slots, dtype=np.bool_
         )  # no penalty, bias, mask, logprobs, min_tokens or beams
@@ -149,6 +150,7 @@ class SlotPool:
         self.min_total[row] = request.num_prompt_tokens + params.min_tokens
         self.ignore_eos[row] = params.ignore_eos
         self.own_stops[row] = bool(params.stop_token_ids)
+        self.constrained[row] = request.constraint is not None
         self.plain[row] = not (
             params.repetition_penalty != 1
             or params.presence_penalty

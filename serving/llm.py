@@ -24,6 +24,7 @@ from recipes.build.engine import build
 from recipes.schema.reader import load
 from serving.answers.answers import AnswerDelta
 from serving.answers.jobs import Job, JobAnswer, JobRun
+from serving.grammars.matching import Grammars
 from serving.outputs import (
     CompletionOutput,
     Logprob,
@@ -54,6 +55,8 @@ class LLM:
         asked = load(recipe, overrides, profile)
         self.text = Text.load(asked.model.path) if asked.model.path else None
         self.engine: Engine = build(asked).engine
+        scheduler = self.engine.scheduler
+        self._grammars = Grammars(lambda: self.text, scheduler.vocab_size, scheduler.eos_token_ids)
         self._ids = itertools.count()
 
     def generate(
@@ -121,6 +124,7 @@ class LLM:
         most = longest_allowed(scheduler.slots, scheduler.pool)
         request = parse_request(given, self.text, longest=most, limit=most)
         scheduler.check(request)
+        self._grammars.constrain(request)
         return Job(request, text_options(given), params.n, params.logprobs is not None)
 
     def _run(self, jobs: list[Job], use_tqdm: Progress) -> dict[str, list[AnswerDelta]]:

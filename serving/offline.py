@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 from continuous_batching.engine import Engine, Step
+from continuous_batching.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.validation import longest_allowed
 from continuous_batching.system_error import naming
 from models.file_bounds import bounded_lines, lines_of
 from serving.answers.answers import finite
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
+from serving.grammars.matching import Grammars
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
 from serving.text.truncation import fit
@@ -96,13 +98,19 @@ def run_jobs(
     in `JobRun.answers`.
     """
     pending: list[Job] = []
+    grammars = Grammars(lambda: text, engine.scheduler.vocab_size, engine.scheduler.eos_token_ids)
     for job in jobs:
-        if isinstance(job, Job):
-            if job.fits_prompt:
-                fit(job.request, longest_allowed(engine.slots, engine.scheduler.pool))
-            pending.append(job)
-        else:
+        if not isinstance(job, Job):
             yield job
+            continue
+        if job.fits_prompt:
+            fit(job.request, longest_allowed(engine.slots, engine.scheduler.pool))
+        try:
+            grammars.constrain(job.request)
+        except BadRequest as error:
+            yield {"id": job.request.id, "error": str(error)}
+        else:
+            pending.append(job)
     run = JobRun(engine, text, pending, sleep)
     for found in run.answers(observe):
         if isinstance(found, JobRefused):

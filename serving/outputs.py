@@ -48,6 +48,7 @@ class VllmSamplingParams:
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    structured_outputs: Mapping[str, Any] | None = None  # {"json": ...}, or regex, choice, grammar
     max_draft_tokens: int | None = None  # of a step; None: as the recipe says; 0: no speculation
 
     def asked(self) -> dict[str, Any]:

@@ -203,5 +203,7 @@ def _drafts(batch: Batch, slots: SlotPool) -> bytes:
 
 
 def _recorded(params: SamplingParams) -> SamplingParams:
-    """Parameters without the allowed tokens, which may be thousands: a replay chooses no tokens."""
-    return params if params.allowed_token_ids is None else replace(params, allowed_token_ids=None)
+    """Parameters without allowed tokens and grammar, which may be long: a replay chooses no tokens."""
+    if params.allowed_token_ids is None and params.grammar is None:
+        return params
+    return replace(params, allowed_token_ids=None, grammar=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.batch import NONE_LEFT
-from continuous_batching.request import SamplingParams
+from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
@@ -18,6 +18,16 @@ FAILURES = {  # what ends a row that got no token, and why
 def failure(token: int) -> str:
     """Why there is no token, where it is below 0: the reason that ends the row."""
     return "blocked" if token == NONE_LEFT else "error"
+
+
+def complaint(reason: str, request: Request) -> str:
+    """Why a request got no token, where the row that it had ended for this reason."""
+    constraint = request.constraint
+    if reason != "blocked" or constraint is None:
+        return FAILURES[reason]
+    if constraint.error:
+        return f"the answer's grammar cannot be followed any further: {constraint.error}"
+    return f"the answer's grammar, {FAILURES[reason]}"
 
 
 class StopConditions:

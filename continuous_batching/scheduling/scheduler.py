@@ -17,7 +17,7 @@ from continuous_batching.request import Request
 from continuous_batching.sampling.beam_search import BeamSearches
 from continuous_batching.sampling.drafts import book_drafts, extend_by_drafts, yield_at_drafts
 from continuous_batching.sampling.parallel_samples import ParallelSamples
-from continuous_batching.sampling.stopping import FAILURES, StopConditions
+from continuous_batching.sampling.stopping import FAILURES, StopConditions, complaint
 from continuous_batching.scheduling.admission import Admission, HeldBack
 from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.scheduling.preemption import Preemption
@@ -91,7 +91,7 @@ class Scheduler:
         self.speculation = speculation
         self.depth = depth
         self._policy = policy
-        self._vocab_size = vocab_size
+        self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
         self._gate = QueueGate(limits or QueueLimits(), self.waiting)
         self._stop_conditions = StopConditions(slots, vocab_size, eos_token_ids)
         self._beam_searches = BeamSearches(self.lifecycle, self._stop_conditions, self.counters)
@@ -153,7 +153,7 @@ class Scheduler:
                     subject=f"request {each.id}",
                 )
             stops = self._stop_conditions.stop_tokens(each.params)
-            check_request(each, self._vocab_size, stops, self.slots, self.pool)
+            check_request(each, self.vocab_size, stops, self.slots, self.pool)
 
     def end(self, request_id: str, reason: str) -> Request | None:
         """End a request now, wherever it is; None if it is not here (any more).
@@ -339,7 +339,7 @@ class Scheduler:
         self._part(request)
         request.finish_reason = "error" if failed else reason
         if failed:
-            request.error, request.is_at_fault = FAILURES[reason], reason == "blocked"
+            request.error, request.is_at_fault = complaint(reason, request), reason == "blocked"
         return request
 
     def _part(self, request: Request) -> None:

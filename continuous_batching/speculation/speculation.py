@@ -7,6 +7,7 @@ Drafts never change a token: one counts only if it is the token that the row dra
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
 from continuous_batching.counters import Counters
@@ -88,6 +89,8 @@ class Speculation:
         asked = rows[decoding]
         guesses = self._proposer.guess(asked, self.most)
         counts = np.minimum(guesses.counts, room[decoding])
+        if not self.on_device:
+            self._keep_possible(asked, guesses.tokens, counts)
         if not counts.any():
             self._pause = min(len(asked) // self._rows_per_pause, MOST_PAUSE_STEPS)
             return False
@@ -98,6 +101,15 @@ class Speculation:
         drafts = self.lengths.choose(Offers(asked, counts, starts, stops, spare_tokens))
         slots.set_drafts(asked, guesses.tokens, drafts)
         return bool(drafts.any())
+
+    def _keep_possible(self, rows: Index, tokens: NDArray[np.int32], counts: Index) -> None:
+        """Cut off, of the `counts` guesses of rows [N], the first that a row's grammar does not allow."""
+        slots = self._slots
+        for at in np.flatnonzero(slots.constrained[rows] & (counts > 0)).tolist():
+            row = rows[at]
+            answer = slots.token_ids[row, slots.num_prompt[row] : slots.num_tokens[row]]
+            guessed = tokens[at, : counts[at]].tolist()
+            counts[at] = slots.requests[row].constraint.num_possible(answer, guessed)
 
     def draft_spans(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index] | tuple[()]:
         """`Batch.draft_starts` and `Batch.draft_stops` of spans; nothing without a draft model."""

@@ -1,10 +1,12 @@
 """Which tokens may a row not get, because its request named the ones that it may or may not hold?
 
-`allowed_token_ids` leaves only these tokens. Of each of the `bad_words` the last token is impossible where
-the answer ends with the tokens before it; as in vLLM the prompt does not count, unlike in
-Hugging Face's NoBadWordsLogitsProcessor.
+`allowed_token_ids` leaves only these tokens, and so does a grammar, those that may come next by it: these
+masks are made here, on the host, while the device computes the logits. Of each of the `bad_words` the last
+token is impossible where the answer ends with the tokens before it; as in vLLM the prompt does not count,
+unlike in Hugging Face's NoBadWordsLogitsProcessor.
 
-Legend: A rows with allowed tokens, of the R that are changed; V vocabulary.
+Legend: A rows with allowed tokens, G rows with a mask of their grammar, of the R that are changed; V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from continuous_batching.constraints import Mask
 from continuous_batching.request import TokenSequence
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors
+
+_NOTHING: Mask = np.zeros(1, dtype=np.int32)
 
 
 def gather_masks(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
@@ -42,7 +47,34 @@ def gather_masks(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
         **_columns(banned, "banned_row", "banned_token"),
         "listed_set": np.repeat(np.arange(len(sets), dtype=np.int64), lens),
         "listed_token": np.concatenate(sets, dtype=np.int64) if sets else np.empty(0, dtype=np.int64),
+        **gather_grammars(rows, targets, slots),
     }
+
+
+def gather_grammars(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
+    """The masks of the rows whose answer follows a grammar, each in words of 32 tokens.
+
+    The rows of a span stand behind one another: its last tokens are drafts, and each has a mask. Where a
+    grammar fails, nothing may come.
+    """
+    indexes = np.flatnonzero(slots.constrained[rows])
+    starts = np.flatnonzero(np.diff(rows[indexes], prepend=-1))
+    masked: list[int] = []
+    masks: list[Mask] = []
+    for of_row in np.split(indexes, starts[1:]) if len(indexes) else ():
+        row, first, last = int(rows[of_row[0]]), int(targets[of_row[0]]), int(targets[of_row[-1]])
+        constraint = slots.requests[row].constraint
+        known = slots.token_ids[row]
+        found = constraint.masks(known[slots.num_prompt[row] : first], known[first:last])
+        for index, mask in zip(of_row.tolist(), found or [_NOTHING] * len(of_row)):
+            if mask is not None:
+                masked.append(index)
+                masks.append(mask)
+    width = max(map(len, masks), default=0)
+    bits = np.zeros((len(masks), width), dtype=np.int32)
+    for at, mask in enumerate(masks):
+        bits[at, : len(mask)] = mask
+    return {"grammar_row": np.array(masked, dtype=np.int64), "grammar_bits": bits.ravel()}
 
 
 def banned_tokens(bad_words: tuple[TokenSequence, ...], answer: Index) -> list[int]:
@@ -64,6 +96,18 @@ def apply_masks(scores: Tensor, masks: Tensors) -> None:
     at = masks["banned_row"], masks["banned_token"]
     if len(at[0]):
         scores[at] = -float("inf")
+    rows = masks["grammar_row"]
+    if len(rows):
+        is_possible = unpacked(masks["grammar_bits"].view(len(rows), -1), scores.shape[1])
+        scores[rows] = scores[rows].masked_fill(~is_possible, -float("inf"))
+
+
+def unpacked(words: Tensor, vocab_size: int) -> Tensor:
+    """Bool [G, V] from words [G, any] of 32 bits; tokens beyond the words may not come."""
+    bits = (words[:, :, None] >> torch.arange(32, device=words.device)) & 1
+    is_possible = bits.flatten(1)[:, :vocab_size] > 0
+    missing = vocab_size - is_possible.shape[1]
+    return torch.nn.functional.pad(is_possible, (0, missing)) if missing > 0 else is_possible
 
 
 def _ends_with(tokens: TokenSequence, end: TokenSequence) -> bool:

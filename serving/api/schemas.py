@@ -156,6 +156,16 @@ class GenerationBody(StrictBody):
     max_draft_tokens: int | None = Field(
         None, description="guesses of the answer that one step checks, at most; 0: no speculation"
     )
+    response_format: dict[str, Any] | None = Field(
+        None, description="text, json_object or json_schema: the form of the answer"
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="the same by one of json, json_object, regex, choice and grammar"
+    )
+    guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema of the answer")
+    guided_regex: str | None = Field(None, description="the whole answer matches it")
+    guided_choice: Strings | None = Field(None, description="the answer is one of these")
+    guided_grammar: str | None = Field(None, description="a grammar of the answer, as Lark or GBNF")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default"] | None = Field(None, description="there is one: the default")

@@ -24,6 +24,7 @@ from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from serving.engine.messages import HURRY
 from serving.engine.worker import Worker, facts_of
+from serving.text.tokenizer import Text
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ def main(argv: list[str]) -> int:
     socket.set_hwm(0)  # bounded by the requests that the server lets in
     socket.connect(asked.socket)
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
-    worker = Worker(built.engine, socket, facts)
+    path = recipe.model.path
+    worker = Worker(built.engine, socket, facts, lambda: Text.load(path) if path else None)
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is lost, too, and another can be started
     try:

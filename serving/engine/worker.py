@@ -23,6 +23,7 @@ from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.scheduling.validation import longest_allowed
 from kv_cache.page_keys import KEY_BYTES
+from serving.engine.grammar_queue import GrammarQueue
 from serving.engine.messages import (
     Add,
     AddRefused,
@@ -43,6 +44,7 @@ from serving.engine.messages import (
     encode,
 )
 from serving.engine.silence import COMPILER_S, SHORTEST_S
+from serving.grammars.matching import Grammars, Spelling
 
 BEAT_S = 0.25  # between beats
 _IDLE_MS = 1  # between checks of a queue that waits for a fuller batch
@@ -91,14 +93,22 @@ class TimedRunner:
 
 
 class Worker:
-    """An engine and the socket that it serves."""
+    """An engine and the socket that it serves. `load_text` reads the tokenizer, if a grammar needs it."""
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], facts: EngineFacts) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        socket: zmq.Socket[bytes],
+        facts: EngineFacts,
+        load_text: Callable[[], Spelling | None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._socket = socket
         self._facts = facts
         self._clock = TimedRunner(engine.runner)
         engine.runner = self._clock
+        scheduler = engine.scheduler
+        self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
         self._requests: dict[int, Request] = {}  # by stream, until their end is sent
         self._stream_of: dict[str, int] = {}
         # The streams without a token so far, each with its leader while that one's prompt log-probabilities
@@ -114,7 +124,10 @@ class Worker:
         stepped = True
         while True:
             self._beat()
-            self._take(0 if stepped else _IDLE_MS if self._engine.has_work else int(BEAT_S * 1e3))
+            is_busy = self._engine.has_work or len(self._grammars)
+            self._take(0 if stepped else _IDLE_MS if is_busy else int(BEAT_S * 1e3))
+            if self._grammars:
+                self._admit_compiled()
             step = self._engine.step() if self._engine.has_work else None
             stepped = step is not None
             if step is not None:
@@ -155,21 +168,40 @@ class Worker:
             for name, seed in zip(message.ids, message.seeds)
         )
         leader.followers, leader.page_keys = followers, page_keys
+        if message.params.grammar is None:
+            self._enqueue(message.stream, leader)
+        else:
+            self._grammars.add(message.stream, leader)
+
+    def _admit_compiled(self) -> None:
+        """Take the requests whose grammars are there now."""
+        for each, refusal in self._grammars.take_ready():
+            if refusal is not None:
+                self._send(AddRefused.of(each.stream, refusal))
+            elif self._enqueue(each.stream, each.leader):
+                for stream, reason in each.ends.items():
+                    self._finish(stream, reason)
+
+    def _enqueue(self, first: int, leader: Request) -> bool:
+        """Give the engine a request whose samples are the streams from `first` on; False: it is refused."""
         try:
             self._engine.add(leader)
         except QueueFull as full:
-            self._send(QueueRefused(message.stream, str(full), full.retry_after_s))
-            return
+            self._send(QueueRefused(first, str(full), full.retry_after_s))
+            return False
         except BadRequest as bad:
-            self._send(AddRefused.of(message.stream, bad))
-            return
+            self._send(AddRefused.of(first, bad))
+            return False
         unsent = [leader]  # shared by all its samples: these log-probabilities may be megabytes
-        for stream, request in enumerate((leader, *followers), message.stream):
+        for stream, request in enumerate((leader, *leader.followers), first):
             self._requests[stream] = request
             self._stream_of[request.id] = stream
             self._silent[stream] = unsent
+        return True
 
     def _finish(self, stream: int, reason: str) -> None:
+        if self._grammars.end(stream, reason):
+            return
         request = self._requests.get(stream)
         if request is not None and self._engine.finish(request.id, reason) is not None:
             self._send(Stepped([], [], [], [], [self._end(request)], StepTimes(0, 0, 0, 0, 0)))

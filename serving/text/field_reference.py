@@ -129,6 +129,22 @@ FIELDS = (
         default="none",
     ),
     RequestField(
+        ("response_format", "structured_outputs"),
+        "the answer's form, by OpenAI's name or by vLLM's (docs/structured_output.md); an answer that is cut "
+        "at `max_tokens` breaks off; not beside `beam_width` or `ignore_eos`; log-probabilities stay the "
+        "model's own",
+        allowed="an object with `type`: text, json_object, json_schema; an object with one of json, "
+        "json_object, regex, choice, grammar",
+        default="any",
+    ),
+    RequestField(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "the same, by vLLM's older names; one of all these fields at most",
+        allowed="a JSON schema of up to 65536 bytes; up to 32768 characters; a list of up to 1000 strings; "
+        "up to 32768 characters",
+        default="any",
+    ),
+    RequestField(
         ("seed",),
         "with it, the same request gets the same tokens, whatever else runs",
         0,

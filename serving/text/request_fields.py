@@ -16,6 +16,8 @@ import numpy as np
 from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import MOST_LOGPROBS, Request, SamplingParams
 from continuous_batching.scheduling.validation import too_long
+from serving.grammars.structured_output import FIELDS as STRUCTURED
+from serving.grammars.structured_output import grammar_of
 from serving.text import field_types as types
 from serving.text.bad_words import spellings
 from serving.text.chat_options import ChatOptions
@@ -27,6 +29,7 @@ _SHORT = 500  # characters, or tokens
 _LONG = (  # these may take longer to read
     *("messages", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
     *("n", "best_of"),
+    *STRUCTURED,
 )
 
 
@@ -136,7 +139,11 @@ def _params(values: dict[str, Any], text: Text | None) -> SamplingParams:
         named["max_tokens"] = values["max_completion_tokens"]
     if "bad_words" in values:
         named["bad_words"] = spellings(values["bad_words"], text)
-    return SamplingParams(**named, logprobs=_logprobs(values))
+    grammar = grammar_of(values)
+    if grammar is not None and text is None:
+        asked = next(name for name in STRUCTURED if name in values)
+        raise BadRequest(asked, "needs a tokenizer, and this model has none; use allowed_token_ids")
+    return SamplingParams(**named, logprobs=_logprobs(values), grammar=grammar)
 
 
 def _samples(values: dict[str, Any], text: Text | None) -> list[SamplingParams]:
@@ -225,6 +232,7 @@ _READERS: dict[str, types.Reader] = {
     "truncate_prompt_tokens": types.truncation,
     **_SAMPLING,
     **_SHOWING,
+    **dict.fromkeys(STRUCTURED, types.anything),  # grammar_of checks them
     "max_completion_tokens": types.integer,
     "n": types.integer,
     "best_of": types.integer,

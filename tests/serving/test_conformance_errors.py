@@ -147,12 +147,7 @@ def test_a_token_id_out_of_range_is_refused(http: httpx.Client, body: dict[str, 
     ("field", "value", "message"),
     [
         ("temprature", 1, 'unknown field "temprature"; did you mean temperature?'),
-        ("guided_json", {}, 'unknown field "guided_json"; leave it out'),
-        (
-            "response_format",
-            {"type": "json_object"},
-            'response_format is not supported; only {"type": "text"} is accepted: leave it out',
-        ),
+        ("guided_jsons", {}, 'unknown field "guided_jsons"; did you mean guided_json?'),
         (
             "tools",
             [{"type": "function"}],

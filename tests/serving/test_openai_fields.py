@@ -44,7 +44,7 @@ def test_no_field_of_openai_s_client_is_unknown(create: Any, body: Any) -> None:
         {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": True},
         {"functions": [{"name": "f"}], "function_call": "none"},
         {"tools": [], "tool_choice": "auto"},
-        {"modalities": ["text"], "reasoning_effort": "none", "response_format": {"type": "text"}},
+        {"modalities": ["text"], "reasoning_effort": "none"},
         dict.fromkeys(IGNORED),
     ],
 )
@@ -69,7 +69,6 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ("tool_choice", "required", {}),
         ("tool_choice", "auto", {"tools": [TOOL]}),
         ("functions", [TOOL], {"tool_choice": "none"}),
-        ("response_format", {"type": "json_object"}, {}),
         ("modalities", ["text", "audio"], {}),
         ("reasoning_effort", "low", {}),
         ("prediction", "Hello", {}),

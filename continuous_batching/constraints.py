@@ -1,0 +1,111 @@
+"""Which tokens may come next, where an answer must follow a grammar?
+
+The answer is a function of the tokens of the answer alone: no step advances anything but by the tokens that
+were committed. So a request that comes back after a preemption, or whose drafts turned out wrong, has
+nothing to restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_cache.pages import Index
+
+Mask = NDArray[np.int32]  # [words] a bit for each token, the lowest of a word first: whether it may come
+
+
+class Matcher(Protocol):
+    """Where in its grammar an answer is. What fails is told by `error`, and nothing is raised."""
+
+    @property
+    def error(self) -> str:
+        """Why it can say nothing more, such as a grammar that grew too complex; empty while it can."""
+        ...
+
+    def mask(self) -> Mask:
+        """The tokens that may come now; the model's end tokens where the answer may end."""
+        ...
+
+    def consume(self, token: int) -> bool:
+        """Go on by a token; False, with nothing changed, where it may not come or would end the answer."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        ...
+
+    def num_possible(self, tokens: list[int]) -> int:
+        """How many of these tokens, from the first, may follow one another from here; nothing changes."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Tokens that spell what must come now, as a text would usually be cut into them."""
+        ...
+
+
+class Constraint:
+    """The grammar of one request, and where its answer is in it. `start` makes a matcher at the beginning."""
+
+    def __init__(self, start: Callable[[], Matcher]) -> None:
+        self._start = start
+        self._matcher: Matcher | None = None
+        self._num_consumed = 0
+        self.error = ""  # why there is no mask any more
+
+    def leave(self) -> None:
+        """Forget where the answer is, and the memory that this takes, until it is asked for again."""
+        self._matcher, self._num_consumed = None, 0
+
+    def masks(self, answer: Index, drafts: Index) -> list[Mask | None]:
+        """The tokens that may follow `answer`, then those that may follow each of `drafts`, too.
+
+        None where all may: behind a draft that is impossible or ends the answer, where nothing counts any
+        more. Where the grammar fails there is no mask, the list is empty, and `error` says why.
+        """
+        matcher = self._at(answer)
+        if matcher is None:
+            return []
+        masks: list[Mask | None] = [matcher.mask()]
+        num_consumed = 0
+        for token in drafts.tolist():
+            if matcher.error or not matcher.consume(token):
+                break
+            num_consumed += 1
+            masks.append(matcher.mask())
+        if self._has_failed(matcher):
+            return []
+        if num_consumed:
+            matcher.rollback(num_consumed)
+        return masks + [None] * (1 + len(drafts) - len(masks))
+
+    def num_possible(self, answer: Index, drafts: list[int]) -> int:
+        """How many of these drafts, from the first, the grammar lets follow the answer."""
+        matcher = self._at(answer)
+        return 0 if matcher is None else matcher.num_possible(drafts)
+
+    def forced(self, answer: Index) -> list[int]:
+        """Tokens that spell what must follow the answer; they may be cut otherwise than the model would."""
+        matcher = self._at(answer)
+        return [] if matcher is None else matcher.forced()
+
+    def _at(self, answer: Index) -> Matcher | None:
+        """The matcher behind these tokens; None where there is none any more."""
+        if self.error:
+            return None
+        if self._matcher is None or len(answer) < self._num_consumed:
+            self._matcher, self._num_consumed = self._start(), 0
+        matcher = self._matcher
+        for token in answer[self._num_consumed :].tolist():
+            if not matcher.consume(token):
+                self.error = matcher.error or f"token {token} does not follow the grammar"
+                return None
+            self._num_consumed += 1
+        return None if self._has_failed(matcher) else matcher
+
+    def _has_failed(self, matcher: Matcher) -> bool:
+        self.error = matcher.error
+        return bool(self.error)

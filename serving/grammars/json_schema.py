@@ -1,0 +1,176 @@
+"""Which JSON schemas can an answer be held to?
+
+Every keyword is one that the matcher enforces, or a note that means nothing for a value: any other is refused
+by name, since a schema of which a part is ignored promises more than it keeps. What would take the matcher
+long is bounded here, before it sees it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from typing import Any
+
+from continuous_batching.refusal import BadRequest, shown
+
+MOST_BYTES = 65_536  # of a schema, as compact JSON
+MOST_LEVELS = 32  # of schemas within schemas
+MOST_PROPERTIES = 500  # of all objects together: a step's cost grows with them
+MOST_VALUES = 1000  # of all enums together
+MOST_BRANCHES = 200  # of all anyOf, oneOf and allOf together
+LARGEST_STEP = 1000  # digits of multipleOf as an integer: the matcher has as many states
+MOST_REPEATS = 100_000  # of minLength, maxLength, minItems, ...
+
+_NOTES = frozenset(
+    {
+        *("$schema", "$id", "$comment", "title", "description", "default", "examples", "example"),
+        *("deprecated", "readOnly", "writeOnly", "discriminator"),
+    }
+)
+_PLAIN = frozenset({"type", "format", "pattern", "required", "$ref"})
+_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LISTS = frozenset({"prefixItems", "anyOf", "oneOf", "allOf"})
+_ONE = frozenset({"items", "additionalProperties"})
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+
+
+class SchemaCheck:
+    """Looks through one schema; `field` is the request's, which a refusal names. Raises BadRequest."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self._num_properties = self._num_values = self._num_branches = 0
+
+    def check(self, schema: object) -> None:
+        """Raise unless the schema can be enforced, as far as this shows without compiling it."""
+        if not isinstance(schema, Mapping):
+            raise self._bad("", f"is {shown(schema)}; it must be a JSON schema, as an object")
+        size = _num_bytes(schema, self._field)
+        if size > MOST_BYTES:
+            problem = f"is a schema of {size} bytes as compact JSON; it must be of at most {MOST_BYTES}"
+            raise BadRequest(self._field, problem, value=size, limit=MOST_BYTES, fix="make it smaller")
+        self._schema(schema, "", 1)
+
+    def _schema(self, schema: object, place: str, level: int) -> None:
+        if isinstance(schema, bool):
+            return
+        if not isinstance(schema, Mapping):
+            raise self._bad(place, f"is {shown(schema)}; it must be a schema: an object, true or false")
+        if level > MOST_LEVELS:
+            raise self._bad(place, f"is nested more than {MOST_LEVELS} levels deep", "use $defs and $ref")
+        for keyword, value in schema.items():
+            at = f"{place}.{keyword}"
+            if keyword in _NAMED:
+                self._mapping(value, at, level)
+                if keyword in ("properties", "patternProperties"):
+                    self._num_properties = self._counted(
+                        at, "properties", self._num_properties + len(value), MOST_PROPERTIES
+                    )
+            elif keyword in _LISTS:
+                self._list(value, at, level)
+                if keyword != "prefixItems":
+                    self._num_branches = self._counted(
+                        at, "branches", self._num_branches + len(value), MOST_BRANCHES
+                    )
+            elif keyword in _ONE:
+                self._schema(value, at, level + 1)
+            else:
+                self._value(keyword, value, at)
+        if _may_repeat_names(schema):
+            problem = "is above 1 beside properties of any name, which could then come twice"
+            fix = "set additionalProperties to false, or list required properties"
+            raise self._bad(f"{place}.minProperties", problem, fix)
+
+    def _mapping(self, value: object, place: str, level: int) -> None:
+        if not isinstance(value, Mapping):
+            raise self._bad(place, f"is {shown(value)}; it must be an object of schemas by their names")
+        for name, each in value.items():
+            self._schema(each, f"{place}.{name}", level + 1)
+
+    def _list(self, value: object, place: str, level: int) -> None:
+        if not isinstance(value, list):
+            raise self._bad(place, f"is {shown(value)}; it must be a list of schemas")
+        for index, each in enumerate(value):
+            self._schema(each, f"{place}[{index}]", level + 1)
+
+    def _value(self, keyword: str, value: Any, place: str) -> None:
+        """Of a keyword that holds no schemas."""
+        if keyword in _NOTES or keyword == "const":
+            return
+        if keyword == "enum":
+            if not isinstance(value, list) or not value:
+                raise self._bad(place, f"is {shown(value)}; it must be a list of at least one value")
+            self._num_values = self._counted(place, "values", self._num_values + len(value), MOST_VALUES)
+        elif keyword in _COUNTS:
+            if not _is_number(value) or value != int(value) or not 0 <= value <= MOST_REPEATS:
+                raise self._bad(place, f"is {shown(value)}; it must be an integer from 0 to {MOST_REPEATS}")
+        elif keyword in _NUMBERS:
+            if not _is_number(value) or abs(value) > 1e15:
+                raise self._bad(place, f"is {shown(value)}; it must be a number from -1e15 to 1e15")
+        elif keyword == "multipleOf":
+            if not _is_number(value) or value <= 0 or _digits(value) > LARGEST_STEP:
+                problem = f"is {shown(value)}; it must be above 0 and, without its point and zeros at the end"
+                raise self._bad(place, f"{problem}, at most {LARGEST_STEP}")
+        elif keyword in _PLAIN:
+            if not _PLAIN_CHECKS[keyword](value):
+                raise self._bad(place, f"is {shown(value)}, which this keyword cannot be")
+        else:
+            problem = f"uses the keyword {shown(keyword)}, which is not supported"
+            raise self._bad(place.removesuffix(f".{keyword}"), problem, "leave it out")
+
+    def _counted(self, place: str, what: str, count: int, most: int) -> int:
+        if count > most:
+            raise self._bad(place, f"brings the schema to {count} {what}; it may have {most} in all")
+        return count
+
+    def _bad(self, place: str, problem: str, fix: str = "") -> BadRequest:
+        subject = f"the JSON schema in {self._field}" + (f", at {place.lstrip('.')}," if place else "")
+        return BadRequest(self._field, problem, fix=fix, subject=subject)
+
+
+def _num_bytes(schema: object, field: str) -> int:
+    try:
+        return len(json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode())
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadRequest(field, f"is no JSON that could be written again ({error})") from error
+
+
+def _may_repeat_names(schema: Mapping[str, Any]) -> bool:
+    """Whether the matcher could count one name as two properties: it does not remember those of its own."""
+    least = schema.get("minProperties", 0)
+    is_open = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
+    return least > max(1, len(schema.get("required", []))) and is_open
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _digits(value: float) -> int:
+    """The digits of a number as an integer: 5 of 0.05, 12 of 1.2, 1 of 100."""
+    return int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
+
+
+def _is_type(value: object) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(each, str) and each in _TYPES for each in names)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_PLAIN_CHECKS: dict[str, Callable[[object], bool]] = {
+    "type": _is_type,
+    "format": _is_string,
+    "pattern": _is_string,
+    "required": _is_names,
+    "$ref": lambda value: isinstance(value, str) and value.startswith("#"),
+}

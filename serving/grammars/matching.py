@@ -1,0 +1,231 @@
+"""How does a grammar become masks over the tokens of a model? With llguidance.
+
+Everything that it computes is bounded by its own fuel, and what it cannot do it says: nothing here runs
+without an end, and no keyword is passed over. It is imported, and the vocabulary read, with the first grammar
+that is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from continuous_batching.constraints import Constraint, Mask
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request
+
+if TYPE_CHECKING:
+    import llguidance
+
+# What a step may cost: a schema of 500 properties needs a tenth of it
+_LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}
+# Between the parts of a JSON value: nothing, a space, or a new line with its indentation. Without a bound a
+# model may write spaces for ever.
+_WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
+_MISSING = "needs the package llguidance, which is not installed here"
+
+
+class Spelling(Protocol):
+    """What each token stands for."""
+
+    vocab_size: int
+
+    def token_bytes(self, token: int, *, skip_special_tokens: bool = True) -> bytes:
+        """The bytes of a token; with `skip_special_tokens` none of a control token."""
+        ...
+
+    def encode_within(self, text: str) -> list[int]:
+        """The tokens of a piece of text that stands behind other text."""
+        ...
+
+
+@dataclass(slots=True)
+class GrammarCounters:
+    """What grammars have cost since the start; each only grows."""
+
+    compiled: int = 0
+    refused: int = 0  # when they were compiled
+    failed: int = 0  # when an answer was made
+    compile_s: float = 0.0
+    masks: int = 0
+    mask_s: float = 0.0
+
+
+class Grammars:
+    """Compiles grammars for one model, whose logits are of `vocab_size` tokens; `load` brings its tokenizer.
+
+    `constrain` may be called in several threads.
+    """
+
+    def __init__(
+        self, load: Callable[[], Spelling | None], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.counters = GrammarCounters()
+        self._load = load
+        self._vocab_size = vocab_size
+        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def constrain(self, request: Request) -> None:
+        """Give a request, and each of its further samples, its grammar, if it asks for one.
+
+        Raises BadRequest for a grammar that cannot be followed.
+        """
+        for each in (request, *request.followers):
+            if each.params.grammar is not None:
+                each.constraint = self._compiled(each.params.grammar)
+
+    def _compiled(self, grammar: str) -> Constraint:
+        """The constraint, with a lexer of its own: what explodes in one request is not shared by others."""
+        tokenizer = self._ready()
+        started_s = time.perf_counter()
+        try:
+            beginning = self._matcher(tokenizer, grammar)
+        except BadRequest:
+            self.counters.refused += 1
+            raise
+        finally:
+            self.counters.compile_s += time.perf_counter() - started_s
+        self.counters.compiled += 1
+        ends = frozenset(self._eos_token_ids)
+        return Constraint(lambda: _Matcher(beginning.deep_copy(), ends, self.counters))
+
+    def _matcher(self, tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        field, kind, asked = json.loads(grammar)
+        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        matcher = LLMatcher(tokenizer, _as_library_has_it(field, kind, asked), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _refused(field, kind, matcher.get_error())
+        tried = matcher.deep_copy()
+        first = tried.compute_bitmask()  # may cost more than any after it: not in the engine's time
+        if tried.is_error() or not any(first):
+            raise _refused(field, kind, tried.get_error() or "no token can begin an answer that follows it")
+        return matcher
+
+    def _ready(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    from llguidance import LLTokenizer
+                except ImportError as error:
+                    raise BadRequest(None, _MISSING, subject="structured output") from error
+                spelling = self._load()
+                if spelling is None:
+                    problem = "needs a tokenizer, and this model has none"
+                    raise BadRequest(None, problem, subject="structured output")
+                if not self._eos_token_ids:
+                    problem = "needs a token that ends an answer, and this model has none"
+                    raise BadRequest(None, problem, subject="structured output")
+                spelt: Any = _Tokens(spelling, self._vocab_size, self._eos_token_ids)
+                self._tokenizer = LLTokenizer(
+                    spelt, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
+                )
+            return self._tokenizer
+
+
+class _Tokens:
+    """The vocabulary in the shape that llguidance reads; ids that spell nothing can never come."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, spelling: Spelling, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        known = min(spelling.vocab_size, vocab_size)
+        self._spelling = spelling
+        self.eos_token_id = eos_token_ids[0]
+        self.tokens = [spelling.token_bytes(token, skip_special_tokens=False) for token in range(known)]
+        self.tokens += [b""] * (vocab_size - known)
+        shown = [spelling.token_bytes(token) for token in range(known)]
+        control = {token for token, text in enumerate(shown) if not text and self.tokens[token]}
+        self.special_token_ids = sorted(control | set(eos_token_ids))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._spelling.encode_within(text if isinstance(text, str) else text.decode())
+
+
+class _Matcher:
+    """A matcher of llguidance."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, ends: frozenset[int], counters: GrammarCounters
+    ) -> None:
+        self._matcher = matcher
+        self._ends = ends
+        self._counters = counters
+
+    @property
+    def error(self) -> str:
+        if not self._matcher.is_error():
+            return ""
+        return _in_one_line(self._matcher.get_error())
+
+    def mask(self) -> Mask:
+        started_s = time.perf_counter()
+        mask: Mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        self._counters.mask_s += time.perf_counter() - started_s
+        self._counters.masks += 1
+        if self._matcher.is_error():
+            self._counters.failed += 1
+        return mask
+
+    def consume(self, token: int) -> bool:
+        return token not in self._ends and self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def num_possible(self, tokens: list[int]) -> int:
+        return self._matcher.validate_tokens(tokens)
+
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
+
+def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
+    """The grammar as llguidance reads it."""
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "json":
+        options: Any = {
+            "whitespace_pattern": _WHITESPACE,
+            "whitespace_flexible": True,
+            "coerce_one_of": False,
+            "lenient": False,
+        }
+        return LLMatcher.grammar_from_json_schema(asked, overrides=options)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(asked)
+    if kind == "choice":
+        written = (json.dumps(each, ensure_ascii=False) for each in asked)
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(written))
+    try:
+        return grammar_from("grammar", asked)
+    except Exception as error:
+        raise _refused(field, kind, str(error)) from error
+
+
+_NAMES = {
+    "json": "the JSON schema",
+    "regex": "the regular expression",
+    "choice": "the list of choices",
+    "grammar": "the grammar",
+}
+
+
+def _refused(field: str, kind: str, why: str) -> BadRequest:
+    problem = f"cannot be followed: {_in_one_line(why)}"
+    return BadRequest(field, problem, subject=f"{_NAMES[kind]} in {field}")
+
+
+def _in_one_line(text: str) -> str:
+    """The words of an error, without what it quotes below them."""
+    return " ".join(text.partition("\n<state>")[0].split())[:300]

@@ -1,0 +1,136 @@
+"""What form does a request want its answer to have?
+
+By OpenAI's `response_format`, by vLLM's `structured_outputs`, or by vLLM's older `guided_json`,
+`guided_regex`, `guided_choice` and `guided_grammar`. All become one text, `SamplingParams.grammar`, a
+list of the field, the kind of grammar and what it holds; `matching.py` compiles it where the engine is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from continuous_batching.refusal import BadRequest, shown
+from serving.grammars.json_schema import SchemaCheck
+
+MOST_CHARACTERS = 32_768  # of a regex or a grammar, and of all choices together
+MOST_CHOICES = 1000
+FIELDS = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+_OUTPUTS = {  # of `structured_outputs`, and of which kind each is
+    "json": "json",
+    "json_object": "json",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+_ANY_OBJECT = {"type": "object"}
+
+
+def grammar_of(values: Mapping[str, Any]) -> str | None:
+    """The grammar that these fields ask for, None without one; raises BadRequest."""
+    given = [name for name in FIELDS if values.get(name) is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise BadRequest(given[0], f"and {given[1]} both say which form the answer has; give one of them")
+    field, value = given[0], values[given[0]]
+    if field == "response_format":
+        return _response_format(value)
+    if field == "structured_outputs":
+        return _structured_outputs(value)
+    kind = field.removeprefix("guided_")
+    return _written(field, kind, value)
+
+
+def _response_format(value: object) -> str | None:
+    field = "response_format"
+    if not isinstance(value, Mapping):
+        raise BadRequest(field, value=value, limit='an object, such as {"type": "json_object"}')
+    kind = value.get("type")
+    known = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    _check_names(field, value, known)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _written(field, "json", _ANY_OBJECT)
+    if kind != "json_schema":
+        raise BadRequest(field, value=kind, limit='"text", "json_object" or "json_schema"', place=".type")
+    asked = value.get("json_schema")
+    if not isinstance(asked, Mapping):
+        raise BadRequest(field, value=asked, limit="an object with a schema", place=".json_schema")
+    _check_names(f"{field}.json_schema", asked, {"name", "description", "schema", "strict"})
+    if asked.get("strict") not in (None, True, False):
+        limit = "true or false; the answer follows the schema either way"
+        raise BadRequest(field, value=asked["strict"], limit=limit, place=".json_schema.strict")
+    if asked.get("schema") is None:
+        raise BadRequest(field, "is missing", fix="give the schema", place=".json_schema.schema")
+    return _written(field, "json", asked["schema"])
+
+
+def _structured_outputs(value: object) -> str | None:
+    field = "structured_outputs"
+    if not isinstance(value, Mapping):
+        raise BadRequest(field, value=value, limit='an object, such as {"choice": ["yes", "no"]}')
+    given = {name: each for name, each in value.items() if each is not None and each is not False}
+    _check_names(field, given, set(_OUTPUTS))
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise BadRequest(field, f"must hold exactly one of {', '.join(_OUTPUTS)}, not {found}")
+    ((name, asked),) = given.items()
+    if name == "json_object":
+        if asked is not True:
+            raise BadRequest(field, value=asked, limit="true or false", place=".json_object")
+        asked = _ANY_OBJECT
+    return _written(field, _OUTPUTS[name], asked)
+
+
+def _written(field: str, kind: str, asked: Any) -> str:
+    if kind == "json":
+        if isinstance(asked, str):
+            asked = _parsed(field, asked)
+        SchemaCheck(field).check(asked)
+    elif kind == "choice":
+        _check_choices(field, asked)
+    else:
+        _check_text(field, asked)
+    return json.dumps([field, kind, asked], ensure_ascii=False, separators=(",", ":"))
+
+
+def _parsed(field: str, text: str) -> Any:
+    """A schema that was sent as a text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(field, f"is no JSON: {error}") from error
+
+
+def _check_choices(field: str, choices: object) -> None:
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
+        raise BadRequest(field, value=choices, limit="a list of at least one string")
+    if len(choices) > MOST_CHOICES:
+        raise BadRequest(field, value=len(choices), limit=f"of at most {MOST_CHOICES} choices")
+    if not all(choices):
+        raise BadRequest(field, "holds an empty string, which is no answer", fix="leave it out")
+    _check_text(field, "".join(choices))
+
+
+def _check_text(field: str, text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise BadRequest(field, value=text, limit="a string of at least one character")
+    if len(text) > MOST_CHARACTERS:
+        raise BadRequest(field, value=len(text), limit=f"of at most {MOST_CHARACTERS} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(field, f"is not Unicode text: character {error.start} is half a pair") from error
+
+
+def _check_names(field: str, value: Mapping[str, Any], known: set[str]) -> None:
+    for name in value:
+        if name not in known:
+            problem = f"has no {shown(name)}; it may have {', '.join(sorted(known))}"
+            raise BadRequest(field.partition(".")[0], problem, subject=field)

@@ -1,0 +1,172 @@
+"""Has every answer the form that its request asked for, over HTTP, by judges that are not ours?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.serving.server import PATIENCE_S, TINY, Server, started
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", None]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+ASKED = [{"role": "user", "content": "Who are you?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    one = started((TINY, "cache.num_pages=400", "scheduler.num_slots=8"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0)
+
+
+def schema_format(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_chat_follows_a_schema(client: openai.OpenAI, temperature: float) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASKED, n=4, seed=1, max_tokens=200, temperature=temperature,
+        response_format=schema_format(PERSON), logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
+
+
+def test_a_stream_s_pieces_are_the_same_answer(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": ASKED, "seed": 5, "max_tokens": 200, "temperature": 1}
+    asked["response_format"] = schema_format(PERSON)
+    whole = client.chat.completions.create(**asked).choices[0].message.content
+    pieces = [
+        each.choices[0].delta.content or "" for each in client.chat.completions.create(**asked, stream=True)
+    ]
+    assert "".join(pieces) == whole
+
+
+class Plan(BaseModel):
+    """What the client's helper makes a schema of, and reads back."""
+
+    kind: Literal["a", "b"]
+    done: bool
+    size: Literal["small", "large"] | None
+
+
+def test_the_client_s_helper_parses_a_model_of_pydantic(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(
+        model="tiny", messages=ASKED, response_format=Plan, max_tokens=400, temperature=1, seed=2
+    )
+    found = parsed.choices[0].message.parsed
+    assert isinstance(found, Plan)
+
+
+def test_any_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASKED, response_format={"type": "json_object"}, max_tokens=12, temperature=0
+    )
+    (choice,) = answer.choices
+    assert (choice.message.content or "").startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content or ""), dict)
+    else:
+        assert choice.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("extra", "form"),
+    [
+        ({"guided_regex": r"\d{3}-[a-c]{1,4}x"}, r"\d{3}-[a-c]{1,4}x"),
+        ({"structured_outputs": {"regex": "(ab|cd){2}é"}}, "(ab|cd){2}é"),
+        ({"guided_choice": ["yes", "no", "no more", '"\n\\']}, 'yes|no|no more|"\n\\\\'),
+        ({"structured_outputs": {"choice": ["日本", "/x/"]}}, "日本|/x/"),
+        ({"guided_grammar": 'root ::= "a" b\nb ::= [0-9] [0-9]? "."'}, r"a\d\d?\."),
+        ({"structured_outputs": {"grammar": 'start: "a" B\nB: /[0-9]{1,3}/'}}, r"a\d{1,3}"),
+        ({"guided_json": json.dumps({"type": "integer", "minimum": 3, "maximum": 17})}, r"[3-9]|1[0-7]"),
+        ({"structured_outputs": {"json": {"const": [1, None]}}}, r"\[\s*1\s*,\s*null\s*\]"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], form: str) -> None:
+    for temperature in (0, 1.5):
+        answer = client.completions.create(
+            model="tiny", prompt="1+1=", n=3, seed=3, max_tokens=60, temperature=temperature, extra_body=extra
+        )
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            assert re.fullmatch(form, choice.text, re.ASCII), choice.text
+
+
+def test_what_is_cut_says_so(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=ASKED, response_format=schema_format(PERSON), max_tokens=3, temperature=0
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"response_format": schema_format({"not": {}})}, 'uses the keyword "not", which is not supported'),
+        (
+            {"response_format": schema_format({"properties": {"a": {"uniqueItems": True}}})},
+            'the JSON schema in response_format, at properties.a, uses the keyword "uniqueItems"',
+        ),
+        ({"guided_json": {"type": "string", "maxlength": 3}}, 'uses the keyword "maxlength"'),
+        ({"guided_json": {"type": "string", "format": "ipv7"}}, "Unknown format: ipv7"),
+        ({"guided_json": {"x-guidance": {"lenient": True}, "not": {}}}, "not supported"),
+        ({"guided_json": {"multipleOf": 9_999_991}}, "at multipleOf"),
+        ({"guided_json": {"$ref": "http://127.0.0.1:9/a"}}, "at $ref"),
+        ({"guided_json": {"$ref": "#/nowhere"}}, "cannot be followed"),
+        ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}}, "cannot be followed"),
+        ({"guided_regex": "(?=a)b"}, "the regular expression in guided_regex cannot be followed"),
+        ({"guided_regex": "(a"}, "the regular expression in guided_regex cannot be followed"),
+        ({"guided_grammar": "hello"}, "the grammar in guided_grammar cannot be followed"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "both say which form the answer has"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one of"),
+        ({"structured_outputs": {"structural_tag": "a"}}, 'has no "structural_tag"'),
+        ({"guided_regex": "a", "beam_width": 2}, "beam_width searches for answers of any form"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_regex": "a", "min_tokens": 9}, "the answer's grammar, "),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else json.dumps(value)[:40],
+)
+def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny", prompt="1+1=", max_tokens=20, extra_body=extra)
+    assert said in refused.value.message
+    assert "\n" not in refused.value.message
+
+
+def test_an_answer_that_nobody_reads_ends_while_its_grammar_is_compiled(server: Server) -> None:
+    large = {
+        "type": "object",
+        "properties": {f"p{number}": {"type": "string"} for number in range(400)},
+        "required": [f"p{number}" for number in range(400)],
+    }
+    with httpx.Client(base_url=server.url, timeout=0.001) as impatient, pytest.raises(httpx.TimeoutException):
+        impatient.post("/v1/completions", json={"prompt": "a", "guided_json": large, "max_tokens": 1500})
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": "1+1=", "max_tokens": 2}, timeout=PATIENCE_S
+    )
+    assert answer.status_code == 200
