@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kv_cache.pages import Index
 
 Mask = NDArray[np.int32]  # [words] a bit for each token, the lowest of a word first: whether it may come
+NOTHING: Mask = np.zeros(1, dtype=np.int32)
 
 
 class Matcher(Protocol):
@@ -64,33 +65,45 @@ class Constraint:
         """The tokens that may follow `answer`, then those that may follow each of `drafts`, too.
 
         None where all may: behind a draft that is impossible or ends the answer, where nothing counts any
-        more. Where the grammar fails there is no mask, the list is empty, and `error` says why.
+        more. Where the grammar fails nothing may come, and `error` says why if that is behind the answer.
         """
         matcher = self._at(answer)
+        num_places = 1 + len(drafts)
         if matcher is None:
-            return []
+            return [NOTHING] * num_places
         masks: list[Mask | None] = [matcher.mask()]
-        num_consumed = 0
-        for token in drafts.tolist():
-            if matcher.error or not matcher.consume(token):
-                break
-            num_consumed += 1
-            masks.append(matcher.mask())
         if self._has_failed(matcher):
-            return []
-        if num_consumed:
-            matcher.rollback(num_consumed)
-        return masks + [None] * (1 + len(drafts) - len(masks))
+            return [NOTHING] * num_places
+        for token in drafts.tolist():
+            if not matcher.consume(token):
+                break
+            masks.append(matcher.mask())
+            if matcher.error:
+                masks[-1] = NOTHING
+                break
+        if matcher.error:
+            self.leave()  # a guess led it there: the answer may go on elsewhere
+        elif len(masks) > 1:
+            matcher.rollback(len(masks) - 1)
+        return masks + [None] * (num_places - len(masks))
 
     def num_possible(self, answer: Index, drafts: list[int]) -> int:
         """How many of these drafts, from the first, the grammar lets follow the answer."""
         matcher = self._at(answer)
-        return 0 if matcher is None else matcher.num_possible(drafts)
+        count = 0 if matcher is None else matcher.num_possible(drafts)
+        self._leave_if_failed()
+        return count
 
     def forced(self, answer: Index) -> list[int]:
         """Tokens that spell what must follow the answer; they may be cut otherwise than the model would."""
         matcher = self._at(answer)
-        return [] if matcher is None else matcher.forced()
+        tokens = [] if matcher is None else matcher.forced()
+        self._leave_if_failed()
+        return tokens
+
+    def _leave_if_failed(self) -> None:
+        if self._matcher is not None and self._matcher.error:
+            self.leave()
 
     def _at(self, answer: Index) -> Matcher | None:
         """The matcher behind these tokens; None where there is none any more."""
@@ -101,7 +114,7 @@ class Constraint:
         matcher = self._matcher
         for token in answer[self._num_consumed :].tolist():
             if not matcher.consume(token):
-                self.error = matcher.error or f"token {token} does not follow the grammar"
+                self.error = matcher.error or f"token {token} does not follow it"
                 return None
             self._num_consumed += 1
         return None if self._has_failed(matcher) else matcher

@@ -7,7 +7,6 @@ Drafts never change a token: one counts only if it is the token that the row dra
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
 from continuous_batching.counters import Counters
@@ -15,7 +14,7 @@ from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.draft_model import draft_spans
 from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
-from continuous_batching.speculation.proposer import Proposer
+from continuous_batching.speculation.proposer import Guesses, Proposer
 from kv_cache.pages import Index
 
 ROWS_PER_PAUSE = 16  # that ask in vain: as many steps as they are times so many go by before they ask again
@@ -88,9 +87,9 @@ class Speculation:
             return False
         asked = rows[decoding]
         guesses = self._proposer.guess(asked, self.most)
+        if not self.on_device and slots.constrained[asked].any():
+            guesses = self._led_by_grammars(asked, guesses)
         counts = np.minimum(guesses.counts, room[decoding])
-        if not self.on_device:
-            self._keep_possible(asked, guesses.tokens, counts)
         if not counts.any():
             self._pause = min(len(asked) // self._rows_per_pause, MOST_PAUSE_STEPS)
             return False
@@ -102,14 +101,19 @@ class Speculation:
         slots.set_drafts(asked, guesses.tokens, drafts)
         return bool(drafts.any())
 
-    def _keep_possible(self, rows: Index, tokens: NDArray[np.int32], counts: Index) -> None:
-        """Cut off, of the `counts` guesses of rows [N], the first that a row's grammar does not allow."""
-        slots = self._slots
-        for at in np.flatnonzero(slots.constrained[rows] & (counts > 0)).tolist():
+    def _led_by_grammars(self, rows: Index, guesses: Guesses) -> Guesses:
+        """Guesses of rows [N] without what a row's grammar refuses; where it leaves one text, that text."""
+        slots, tokens, counts = self._slots, guesses.tokens.copy(), guesses.counts.copy()
+        for at in np.flatnonzero(slots.constrained[rows]).tolist():
             row = rows[at]
+            constraint = slots.requests[row].constraint
             answer = slots.token_ids[row, slots.num_prompt[row] : slots.num_tokens[row]]
-            guessed = tokens[at, : counts[at]].tolist()
-            counts[at] = slots.requests[row].constraint.num_possible(answer, guessed)
+            forced = constraint.forced(answer)[: self.most]
+            if forced:
+                tokens[at, : len(forced)], counts[at] = forced, len(forced)
+            else:
+                counts[at] = constraint.num_possible(answer, tokens[at, : counts[at]].tolist())
+        return Guesses(tokens, counts)
 
     def draft_spans(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index] | tuple[()]:
         """`Batch.draft_starts` and `Batch.draft_stops` of spans; nothing without a draft model."""

@@ -21,8 +21,6 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors
 
-_NOTHING: Mask = np.zeros(1, dtype=np.int32)
-
 
 def gather_masks(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
     """The masks of these rows, for a token at position `targets`, as flat arrays on the host.
@@ -66,7 +64,7 @@ def gather_grammars(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
         constraint = slots.requests[row].constraint
         known = slots.token_ids[row]
         found = constraint.masks(known[slots.num_prompt[row] : first], known[first:last])
-        for index, mask in zip(of_row.tolist(), found or [_NOTHING] * len(of_row)):
+        for index, mask in zip(of_row.tolist(), found):
             if mask is not None:
                 masked.append(index)
                 masks.append(mask)

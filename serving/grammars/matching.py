@@ -25,9 +25,17 @@ if TYPE_CHECKING:
 
 # What a step may cost: a schema of 500 properties needs a tenth of it
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}
+# Else a mask would hold, of what must come next, only the token that begins its usual tokens
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 # Between the parts of a JSON value: nothing, a space, or a new line with its indentation. Without a bound a
 # model may write spaces for ever.
 _WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
+_JSON_OPTIONS = {
+    "whitespace_pattern": _WHITESPACE,
+    "whitespace_flexible": True,
+    "coerce_one_of": False,
+    "lenient": False,
+}
 _MISSING = "needs the package llguidance, which is not installed here"
 
 
@@ -70,6 +78,7 @@ class Grammars:
         self._load = load
         self._vocab_size = vocab_size
         self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        self._spelling: Spelling | None = None
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
 
@@ -95,7 +104,16 @@ class Grammars:
             self.counters.compile_s += time.perf_counter() - started_s
         self.counters.compiled += 1
         ends = frozenset(self._eos_token_ids)
-        return Constraint(lambda: _Matcher(beginning.deep_copy(), ends, self.counters))
+        cut = self._tokens_of
+        return Constraint(lambda: _Matcher(beginning.deep_copy(), ends, cut, self.counters))
+
+    def _tokens_of(self, spelt: bytes) -> list[int]:
+        """Tokens that spell a text, or its beginning, as it would usually be cut."""
+        spelling = self._spelling
+        assert spelling is not None, "no grammar was compiled"
+        tokens = spelling.encode_within(spelt.decode("utf-8", "ignore"))
+        right = spelt.startswith(b"".join(map(spelling.token_bytes, tokens)))
+        return tokens if right else []  # some tokenizers put a space before it
 
     def _matcher(self, tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -118,7 +136,7 @@ class Grammars:
                     from llguidance import LLTokenizer
                 except ImportError as error:
                     raise BadRequest(None, _MISSING, subject="structured output") from error
-                spelling = self._load()
+                spelling = self._spelling = self._load()
                 if spelling is None:
                     problem = "needs a tokenizer, and this model has none"
                     raise BadRequest(None, problem, subject="structured output")
@@ -156,10 +174,15 @@ class _Matcher:
     """A matcher of llguidance."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, ends: frozenset[int], counters: GrammarCounters
+        self,
+        matcher: llguidance.LLMatcher,
+        ends: frozenset[int],
+        cut: Callable[[bytes], list[int]],
+        counters: GrammarCounters,
     ) -> None:
         self._matcher = matcher
         self._ends = ends
+        self._cut = cut
         self._counters = counters
 
     @property
@@ -187,7 +210,8 @@ class _Matcher:
         return self._matcher.validate_tokens(tokens)
 
     def forced(self) -> list[int]:
-        return self._matcher.compute_ff_tokens()
+        spelt = self._matcher.compute_ff_bytes()
+        return self._cut(spelt) if spelt else []
 
 
 def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
@@ -195,20 +219,14 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if kind == "json":
-        options: Any = {
-            "whitespace_pattern": _WHITESPACE,
-            "whitespace_flexible": True,
-            "coerce_one_of": False,
-            "lenient": False,
-        }
-        return LLMatcher.grammar_from_json_schema(asked, overrides=options)
+        return f"{_NO_FORCING}start: %json {json.dumps(asked | {'x-guidance': _JSON_OPTIONS})}"
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(asked)
+        (written,) = json.loads(LLMatcher.grammar_from_regex(asked))["grammars"]
+        return f"{_NO_FORCING}{written['lark_grammar']}"
     if kind == "choice":
-        written = (json.dumps(each, ensure_ascii=False) for each in asked)
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(written))
+        return f"{_NO_FORCING}start: {' | '.join(json.dumps(each, ensure_ascii=False) for each in asked)}"
     try:
-        return grammar_from("grammar", asked)
+        return f"{_NO_FORCING}{grammar_from('grammar', asked)}"
     except Exception as error:
         raise _refused(field, kind, str(error)) from error
 

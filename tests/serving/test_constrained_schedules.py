@@ -1,0 +1,189 @@
+"""Does an answer that follows a grammar get the same tokens however it is scheduled?
+
+Alone and beside others, with chunked prompts, preempted, forked, with guesses, ahead of the device, and again
+from a recording.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.recording.format import Header, read_entries
+from continuous_batching.recording.recorder import Recorder, RecordingFile
+from continuous_batching.recording.replay import Replayed, replay
+from continuous_batching.request import Request
+from recipes.build.engine import BuiltEngine, build
+from recipes.build.scheduler import scheduler_from
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from serving.grammars.matching import Grammars
+from serving.text.request_fields import parse_request
+from serving.text.tokenizer import Text
+
+RECIPE = ROOT / "recipes/tiny/cpu.yaml"
+PLAIN = ("cache.num_pages=300", "scheduler.num_slots=8", "scheduler.max_batch_tokens=64", "device.threads=1")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "kind": {"enum": ["a long name of a kind", "another long name of a kind"]},
+        "size": {"type": "integer", "minimum": -20, "maximum": 300},
+        "list": {"type": "array", "items": {"type": ["null", "boolean"]}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "size", "list"],
+    "additionalProperties": False,
+}
+FORMS: list[dict[str, object]] = [
+    {"guided_json": SCHEMA},
+    {"guided_regex": r"([a-d]{2}|\d{3}){3,6}"},
+    {"guided_choice": ["yes, of course", "yes, it is", "no, not at all"]},
+    {},
+    {"guided_grammar": 'start: "(" start ")" | "x"'},
+]
+WAYS = {
+    "few pages": ("cache.num_pages=18", "cache.page_size=16"),
+    "chunks": ("scheduler.max_batch_tokens=8", "scheduler.num_slots=8"),
+    "overlap": ("scheduler.overlap=true",),
+    "host tier": ("cache.num_pages=18", "cache.page_size=16", "cache.host_gib=0.01"),
+    "ngram": ("speculation.kind=ngram", "speculation.adaptive=fixed", "speculation.max_tokens=5"),
+    "suffix": ("speculation.kind=suffix", "speculation.adaptive=fixed", "speculation.max_tokens=7"),
+    "draft": (
+        *("speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"),
+        *("speculation.adaptive=fixed", "speculation.max_tokens=3"),
+    ),
+    "ngram, few pages": ("speculation.kind=ngram", "speculation.adaptive=fixed", "cache.num_pages=18"),
+}
+
+
+def text_of(built: BuiltEngine) -> Text:
+    text = Text.load(ROOT / "recipes/tiny/weights")
+    assert text is not None
+    return text
+
+
+def asked(text: Text) -> list[Request]:
+    requests = []
+    for number in range(15):
+        fields = {
+            "id": str(number),
+            "prompt": "Tell a short story. " * (1 + number % 3) + f"{number}",
+            "max_tokens": 110,
+            "temperature": (0, 1.0, 1.5)[number % 3],
+            "seed": number,
+            "n": 1 + 2 * (number % 4 == 3),
+            "presence_penalty": 0.5 * (number % 2),
+            "top_p": 0.9 if number % 5 == 1 else 1.0,
+            **FORMS[number % len(FORMS)],
+        }
+        requests.append(parse_request(fields, text))
+    return requests
+
+
+def answers(engine: Engine, text: Text) -> dict[str, list[int]]:
+    scheduler = engine.scheduler
+    grammars = Grammars(lambda: text, scheduler.vocab_size, scheduler.eos_token_ids)
+    made = asked(text)
+    for request in made:
+        grammars.constrain(request)
+        engine.add(request)
+    waiting = [each for leader in made for each in (leader, *leader.followers)]
+    everyone = list(waiting)
+    while engine.has_work:
+        engine.step()
+    assert {each.finish_reason for each in everyone} <= {"stop", "length"}, [each.error for each in everyone]
+    return {each.id: each.answer.tolist() for each in everyone}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    """The tokens that each request gets by itself."""
+    built = build(load(RECIPE, PLAIN))
+    text = text_of(built)
+    scheduler = built.engine.scheduler
+    grammars = Grammars(lambda: text, scheduler.vocab_size, scheduler.eos_token_ids)
+    found = {}
+    for leader in asked(text):
+        grammars.constrain(leader)
+        for each in (leader, *leader.followers):
+            each.followers = []
+            built.engine.add(each)
+            while built.engine.has_work:
+                built.engine.step()
+            found[each.id] = each.answer.tolist()
+    return found
+
+
+def test_answers_have_their_form(alone: dict[str, list[int]]) -> None:
+    text = Text.load(ROOT / "recipes/tiny/weights")
+    assert text is not None
+    num_whole = 0
+    for name, tokens in alone.items():
+        if int(name.partition("#")[0]) % len(FORMS) == 0 and tokens[-1] in text.eos_token_ids:
+            jsonschema.validate(json.loads(text.decode(tokens[:-1])), SCHEMA)
+            num_whole += 1
+    assert num_whole >= 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_schedule_gives_the_same_tokens(way: str, alone: dict[str, list[int]], tmp_path: Path) -> None:
+    built = build(load(RECIPE, [*PLAIN, *WAYS[way]]))
+    engine, path = built.engine, tmp_path / "recording"
+    engine.observer = Recorder(built.facts, RecordingFile(path))
+    assert answers(engine, text_of(built)) == alone
+    engine.observer.close()
+    counters = engine.scheduler.counters
+    assert counters.preemptions or "pages" not in way
+    assert counters.accepted_tokens or "speculation" not in str(WAYS[way])
+    with path.open("rb") as file:
+        entries = list(read_entries(file))
+    assert isinstance(entries[0], Header)
+    scheduler = scheduler_from(entries[0].facts)
+    steps = [event for event in replay(entries, scheduler) if isinstance(event, Replayed)]
+    assert len(steps) == counters.steps
+
+
+def test_what_must_come_is_guessed_for_nothing() -> None:
+    built = build(load(RECIPE, [*PLAIN, *WAYS["ngram"]]))
+    text = text_of(built)
+    fields = {
+        "id": "a",
+        "prompt": "1+1=",
+        "max_tokens": 60,
+        "guided_regex": "this can be no other one[ab]",
+    }
+    request = parse_request(fields, text)
+    scheduler = built.engine.scheduler
+    Grammars(lambda: text, scheduler.vocab_size, scheduler.eos_token_ids).constrain(request)
+    built.engine.add(request)
+    while built.engine.has_work:
+        built.engine.step()
+    assert text.decode(request.answer.tolist()[:-1]).startswith("this can be no other one")
+    assert scheduler.counters.steps < len(request.answer)
+
+
+def test_a_matcher_that_fails_ends_its_request_alone() -> None:
+    built = build(load(RECIPE, PLAIN))
+    text = text_of(built)
+    fields = [{"id": name, "prompt": "1+1=", "max_tokens": 8, "temperature": 0} for name in "ab"]
+    bad, good = (parse_request(each | {"guided_regex": "[a-z ]*"}, text) for each in fields)
+    scheduler = built.engine.scheduler
+    grammars = Grammars(lambda: text, scheduler.vocab_size, scheduler.eos_token_ids)
+    for request in (bad, good):
+        grammars.constrain(request)
+        built.engine.add(request)
+    built.engine.step()
+    assert bad.constraint is not None
+    bad.constraint.error = "it grew too complex"
+    while built.engine.has_work:
+        built.engine.step()
+    assert (bad.finish_reason, bad.is_at_fault) == ("error", True)
+    assert bad.error == "the answer's grammar cannot be followed any further: it grew too complex"
+    assert good.finish_reason in ("stop", "length")
+    assert good.error is None
+    assert np.array_equal(bad.answer, good.answer[: len(bad.answer)])
