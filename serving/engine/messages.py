@@ -12,6 +12,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams, TokenLogprobs
+from serving.grammars.matching import GrammarCounters
 
 HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before all else
 
@@ -189,6 +190,7 @@ class Beat(Message):
     shared_pages: int  # as of the last recount of the pages' holders
     wrong_pages: int
     accepted_at: list[int] = []  # drafts that were right, by their place in their span: first, second, ...
+    grammars: GrammarCounters = msgspec.field(default_factory=GrammarCounters)
 
 
 class View(Message):

@@ -282,6 +282,7 @@ class Worker:
                     num_shared,
                     counted.wrong_pages,
                     [] if speculation is None else speculation.accepted_by_position,
+                    self._grammars.grammars.counters,
                 )
             )
 

@@ -8,6 +8,7 @@ that is asked for.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -231,6 +232,8 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
         raise _refused(field, kind, str(error)) from error
 
 
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_QUOTED = re.compile(r"\n(?:<state>|\s*\d+ \|)")
 _NAMES = {
     "json": "the JSON schema",
     "regex": "the regular expression",
@@ -240,10 +243,13 @@ _NAMES = {
 
 
 def _refused(field: str, kind: str, why: str) -> BadRequest:
-    problem = f"cannot be followed: {_in_one_line(why)}"
+    said = _PLACE.sub("", _in_one_line(why))  # in the text that was made of what was asked
+    if "coerce_one_of" in said:
+        said = "a value could satisfy two branches of its oneOf; use anyOf, or let a const tell them apart"
+    problem = f"cannot be followed: {said}"
     return BadRequest(field, problem, subject=f"{_NAMES[kind]} in {field}")
 
 
 def _in_one_line(text: str) -> str:
     """The words of an error, without what it quotes below them."""
-    return " ".join(text.partition("\n<state>")[0].split())[:300]
+    return " ".join(_QUOTED.split(text)[0].split())[:300]

@@ -116,6 +116,34 @@ DRAFTS = (
         lambda t: t.draft_speedup,
     ),
 )
+GRAMMARS = (
+    Metric(
+        "grammar_compiles_total",
+        "counter",
+        "Grammars of structured output that could be followed, and others",
+        lambda t: {"ok": t.grammars["compiled"], "refused": t.grammars["refused"]},
+        "result",
+    ),
+    Metric(
+        "grammar_compile_seconds_total",
+        "counter",
+        "In threads beside the engine",
+        lambda t: t.grammars["compile_s"],
+    ),
+    Metric("grammar_masks_total", "counter", "Places of answers", lambda t: t.grammars["masks"]),
+    Metric(
+        "grammar_mask_seconds_total",
+        "counter",
+        "Of the host, while the device computes",
+        lambda t: t.grammars["mask_s"],
+    ),
+    Metric(
+        "grammar_errors_total",
+        "counter",
+        "Grammars that grew too complex within an answer",
+        lambda t: t.grammars["failed"],
+    ),
+)
 PAGES = (
     Metric("kv_pages_free", "gauge", "Pages that nobody holds", lambda t: t.gauges.free_pages),
     Metric("kv_pages_used", "gauge", "Pages of running samples", lambda t: t.gauges.held_pages),
@@ -174,4 +202,4 @@ ENGINE = (
     ),
     Metric("log_lines_lost_total", "counter", "Could not be written", lambda t: t.num_lost_lines()),
 )
-OURS = (*REQUESTS, *TIMES, *STEPS, *DRAFTS, *PAGES, *ENGINE)
+OURS = (*REQUESTS, *TIMES, *STEPS, *DRAFTS, *GRAMMARS, *PAGES, *ENGINE)

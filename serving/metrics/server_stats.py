@@ -126,6 +126,7 @@ class ServerStats:
         self.counters = CounterSums()
         self.lookups = CounterSums()
         self.accepted_at = CounterSums()  # right drafts, by their place in their span from 0 on
+        self.grammars = CounterSums()
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.prompt_tokens = 0
@@ -220,6 +221,7 @@ class ServerStats:
         self.counters.restart()
         self.lookups.restart()
         self.accepted_at.restart()
+        self.grammars.restart()
         self._heard_s = self._beat_s = time.monotonic()
 
     def lost(self, reason: str) -> None:
@@ -315,6 +317,7 @@ class ServerStats:
         self.is_idle = not beat.gauges.running_requests
         self.counters.follow(asdict(beat.counters) | {"wrong_pages": beat.wrong_pages})
         self.lookups.follow(beat.gauges.lookups)
+        self.grammars.follow(asdict(beat.grammars))
         self.accepted_at.follow({str(place): count for place, count in enumerate(beat.accepted_at)})
 
     def responded(self, status: int) -> None:

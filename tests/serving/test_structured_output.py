@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -170,3 +171,29 @@ def test_an_answer_that_nobody_reads_ends_while_its_grammar_is_compiled(server: 
         f"{server.url}/v1/completions", json={"prompt": "1+1=", "max_tokens": 2}, timeout=PATIENCE_S
     )
     assert answer.status_code == 200
+
+
+def test_metrics_say_what_grammars_cost(server: Server, client: openai.OpenAI) -> None:
+    def values() -> dict[str, float]:
+        text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+        found = re.findall(r"^cb_grammar_(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE)
+        return {
+            name + ("/refused" if "refused" in labels else ""): float(value) for name, labels, value in found
+        }
+
+    before = values()
+    client.completions.create(model="tiny", prompt="a", max_tokens=9, extra_body={"guided_regex": "[ab]{3}"})
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(
+            model="tiny", prompt="a", max_tokens=9, extra_body={"guided_regex": "(?=a)"}
+        )
+    until_s = time.monotonic() + PATIENCE_S
+    while (after := values())["masks_total"] == before["masks_total"] or after == before:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    grown = {name for name in after if after[name] > before[name]}
+    assert {"masks_total", "mask_seconds_total", "compiles_total", "compile_seconds_total"} <= grown
+    while values()["compiles_total/refused"] == before["compiles_total/refused"]:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    assert after["errors_total"] == 0
