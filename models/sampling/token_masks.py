@@ -21,6 +21,8 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors
 
+_PLACES = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)  # of the bits of a word
+
 
 def gather_masks(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
     """The masks of these rows, for a token at position `targets`, as flat arrays on the host.
@@ -72,7 +74,7 @@ def gather_grammars(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
     bits = np.zeros((len(masks), width), dtype=np.int32)
     for at, mask in enumerate(masks):
         bits[at, : len(mask)] = mask
-    return {"grammar_row": np.array(masked, dtype=np.int64), "grammar_bits": bits.ravel()}
+    return {"grammar_row": np.array(masked, dtype=np.int64), "grammar_bits": bits.ravel(), "place": _PLACES}
 
 
 def banned_tokens(bad_words: tuple[TokenSequence, ...], answer: Index) -> list[int]:
@@ -96,14 +98,14 @@ def apply_masks(scores: Tensor, masks: Tensors) -> None:
         scores[at] = -float("inf")
     rows = masks["grammar_row"]
     if len(rows):
-        is_possible = unpacked(masks["grammar_bits"].view(len(rows), -1), scores.shape[1])
+        words = masks["grammar_bits"].view(len(rows), -1)
+        is_possible = unpacked(words, masks["place"], scores.shape[1])
         scores[rows] = scores[rows].masked_fill(~is_possible, -float("inf"))
 
 
-def unpacked(words: Tensor, vocab_size: int) -> Tensor:
-    """Bool [G, V] from words [G, any] of 32 bits; tokens beyond the words may not come."""
-    bits = (words[:, :, None] >> torch.arange(32, device=words.device)) & 1
-    is_possible = bits.flatten(1)[:, :vocab_size] > 0
+def unpacked(words: Tensor, place: Tensor, vocab_size: int) -> Tensor:
+    """Bool [G, V] from words [G, any], whose bits are at `place` [32]; tokens beyond may not come."""
+    is_possible = ((words[:, :, None] & place) != 0).flatten(1)[:, :vocab_size]
     missing = vocab_size - is_possible.shape[1]
     return torch.nn.functional.pad(is_possible, (0, missing)) if missing > 0 else is_possible
 

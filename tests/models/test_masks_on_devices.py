@@ -1,10 +1,11 @@
-"""Do allowed tokens, bad words and biases hold where steps are compiled, captured or computed by an NPU?"""
+"""Do masks, biases and grammars hold where steps are compiled, captured or computed by an NPU?"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from continuous_batching.constraints import Constraint, Mask
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from recipes.build.engine import build
 from recipes.schema.reader import load
@@ -73,3 +74,52 @@ def test_masks_and_biases_hold(way: str) -> None:
         assert not holds(words, word)
         assert not holds(both, word)
     assert set(plain).isdisjoint([LIKED, DISLIKED]), "what neighbours ask for does not reach it"
+
+
+class Staircase:
+    """Lets nothing but 415, 416, ... come, and the end behind 419."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def mask(self) -> Mask:
+        mask = np.zeros(32, dtype=np.int32)
+        token = (
+            2 if self.num_tokens == 5 else 415 + self.num_tokens
+        )  # the highest bit of a word is among them
+        mask[token // 32] = np.array([1 << token % 32], dtype=np.uint32).view(np.int32)[0]
+        return mask
+
+    def consume(self, token: int) -> bool:
+        self.num_tokens += 1
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        self.num_tokens -= num_tokens
+
+    def num_possible(self, tokens: list[int]) -> int:
+        return 0
+
+    def forced(self) -> list[int]:
+        return []
+
+
+@pytest.mark.parametrize("way", [pytest.param(each, marks=MARKS[each]) for each in WAYS])
+def test_masks_of_grammars_hold(way: str) -> None:
+    few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48", "device.threads=1"]
+    few = [each for each in few if "threads" not in each or "cpu" in way]
+    engine = build(load(ROOT / "recipes/tiny/cpu.yaml", [*WAYS[way], *few])).engine
+    made = asked()
+    for temperature in (0, 1.5):
+        params = SamplingParams(max_tokens=12, temperature=temperature, grammar="a staircase", min_tokens=3)
+        made.append(
+            Request(f"stairs {temperature}", np.arange(3, 20), params, constraint=Constraint(Staircase))
+        )
+    for request in made:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert [request.answer.tolist() for request in made[-2:]] == [[415, 416, 417, 418, 419, 2]] * 2
+    assert [request.finish_reason for request in made] == ["length"] * 5 + ["stop"] * 2
