@@ -28,6 +28,7 @@ from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
 from tests.mutation.draft_model_faults import DRAFT_MODEL_FAULTS, DRAFT_MODEL_TESTS_OF
 from tests.mutation.fault import Fault
+from tests.mutation.grammar_faults import GRAMMAR_FAULTS, GRAMMAR_TESTS_OF
 from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
 from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
 from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
@@ -60,6 +61,7 @@ FAULTS = (
     *PROMPT_FAULTS,
     *NPU_FAULTS,
     *ACLOP_FAULTS,
+    *GRAMMAR_FAULTS,
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
     *INT8_FAULTS,
@@ -123,6 +125,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **DRAFT_MODEL_TESTS_OF,
     **NPU_TESTS_OF,
     **ACLOP_TESTS_OF,
+    **GRAMMAR_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
     **INT8_TESTS_OF,

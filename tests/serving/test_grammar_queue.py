@@ -1,0 +1,98 @@
+"""Do requests wait for their grammars beside the engine, and not longer than they may?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request
+from serving.engine.grammar_queue import GrammarQueue
+from serving.grammars.matching import Grammars
+from tests.serving.server import PATIENCE_S
+
+
+class Slow(Grammars):
+    """Compiles when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None, 10, (1,))
+        self.go = threading.Event()
+        self.refusal: Exception | None = None
+
+    def constrain(self, request: Request) -> None:
+        assert self.go.wait(PATIENCE_S)
+        if self.refusal is not None:
+            raise self.refusal
+
+
+@pytest.fixture
+def grammars() -> Iterator[Slow]:
+    slow = Slow()
+    yield slow
+    slow.go.set()
+
+
+def request(name: str, num_samples: int = 1) -> Request:
+    leader, *followers = (Request(f"{name}{number}", np.array([1])) for number in range(num_samples))
+    leader.followers = followers
+    return leader
+
+
+def ready(queue: GrammarQueue) -> list[tuple[int, dict[int, str], str]]:
+    """All that wait, when they wait no longer."""
+    until_s = time.monotonic() + PATIENCE_S
+    found = []
+    while len(queue):
+        assert time.monotonic() < until_s
+        found += [(each.stream, each.ends, str(bad or "")) for each, bad in queue.take_ready()]
+    return found
+
+
+def test_nothing_waits_that_nobody_compiles(grammars: Slow) -> None:
+    queue = GrammarQueue(grammars)
+    queue.add(7, request("a"))
+    assert list(queue.take_ready()) == []
+    assert len(queue) == 1
+    grammars.go.set()
+    assert ready(queue) == [(7, {}, "")]
+
+
+def test_who_ends_meanwhile_ends_when_it_has_begun(grammars: Slow) -> None:
+    queue = GrammarQueue(grammars)
+    queue.add(7, request("a", num_samples=3))
+    assert queue.end(9, "abort")
+    assert not queue.end(10, "abort")
+    grammars.go.set()
+    assert ready(queue) == [(7, {9: "abort"}, "")]
+    assert not queue.end(9, "abort")
+
+
+def test_a_refusal_comes_with_its_reason(grammars: Slow) -> None:
+    queue = GrammarQueue(grammars)
+    grammars.refusal = BadRequest("guided_regex", "is no good")
+    grammars.go.set()
+    queue.add(1, request("a"))
+    assert ready(queue) == [(1, {}, "guided_regex is no good")]
+
+
+def test_a_defect_is_no_refusal(grammars: Slow) -> None:
+    queue = GrammarQueue(grammars)
+    grammars.refusal = RuntimeError("a defect")
+    grammars.go.set()
+    queue.add(1, request("a"))
+    with pytest.raises(RuntimeError, match="a defect"):
+        ready(queue)
+
+
+def test_what_takes_too_long_is_refused(grammars: Slow) -> None:
+    queue = GrammarQueue(grammars, most_s=0.0)
+    queue.add(1, request("a"))
+    (((compiling, refusal)),) = queue.take_ready()
+    assert compiling.stream == 1
+    assert str(refusal).startswith("the answer's grammar takes longer to prepare than the 0 s that it may")
+    assert len(queue) == 0
