@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from serving.grammars.matching import Grammars
 
 MOST_COMPILE_S = 10.0  # the caps on grammars allow for a hundredth of it; a busy machine takes longer
+MOST_WAIT_S = 60.0  # for others to be compiled
 _THREADS = 2  # more would take cores from the engine
 
 
@@ -21,17 +23,20 @@ class Compiling:
 
     stream: int
     leader: Request
-    work: Future[None]
-    due_s: float
+    since_s: float
     ends: dict[int, str] = field(default_factory=dict)
+    begun_s: float | None = None
+    work: Future[None] | None = None
 
 
 class GrammarQueue:
-    """Compiles in threads of its own, with a limit on the time."""
+    """Compiles in threads of its own, with limits on the time of each and on the wait for it."""
 
-    def __init__(self, grammars: Grammars, most_s: float = MOST_COMPILE_S) -> None:
+    def __init__(
+        self, grammars: Grammars, most_s: float = MOST_COMPILE_S, most_wait_s: float = MOST_WAIT_S
+    ) -> None:
         self.grammars = grammars
-        self._most_s = most_s
+        self._most_s, self._most_wait_s = most_s, most_wait_s
         self._threads = ThreadPoolExecutor(_THREADS, "grammar")
         self._waiting: list[Compiling] = []
 
@@ -40,8 +45,9 @@ class GrammarQueue:
 
     def add(self, stream: int, leader: Request) -> None:
         """Begin to compile what a request and its further samples need."""
-        work = self._threads.submit(self.grammars.constrain, leader)
-        self._waiting.append(Compiling(stream, leader, work, time.monotonic() + self._most_s))
+        each = Compiling(stream, leader, time.monotonic())
+        each.work = self._threads.submit(self._compile, each)
+        self._waiting.append(each)
 
     def end(self, stream: int, reason: str) -> bool:
         """Let a sample end when it has begun; False where it does not wait here."""
@@ -51,21 +57,33 @@ class GrammarQueue:
                 return True
         return False
 
-    def take_ready(self) -> Iterator[tuple[Compiling, BadRequest | None]]:
+    def take_ready(self) -> Iterator[tuple[Compiling, BadRequest | QueueFull | None]]:
         """Those that wait no longer, in the order of their arrival, and why they are refused, if so."""
-        still = []
-        now_s = time.monotonic()
-        for each in self._waiting:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            assert each.work is not None, "nobody compiles it"
             if each.work.done():
                 error = each.work.exception()
                 if error is not None and not isinstance(error, BadRequest):
                     raise error
                 yield each, error
-            elif now_s >= each.due_s:
+            elif (late := self._lateness(each, time.monotonic())) is not None:
                 each.work.cancel()
-                problem = f"takes longer to prepare than the {self._most_s:g} s that it may"
-                fix = "make it simpler, or try again when the server is less busy"
-                yield each, BadRequest(None, problem, fix=fix, subject="the answer's grammar")
+                yield each, late
             else:
-                still.append(each)
-        self._waiting = still
+                self._waiting.append(each)
+
+    def _compile(self, each: Compiling) -> None:
+        each.begun_s = time.monotonic()
+        self.grammars.constrain(each.leader)
+
+    def _lateness(self, each: Compiling, now_s: float) -> BadRequest | QueueFull | None:
+        """Why it is waited for no longer, if it is so late."""
+        if each.begun_s is None:
+            if now_s - each.since_s < self._most_wait_s:
+                return None
+            return QueueFull(f"too many grammars wait to be compiled, for {self._most_wait_s:g} s", 1.0)
+        if now_s - each.begun_s < self._most_s:
+            return None
+        problem = f"takes longer to prepare than the {self._most_s:g} s that it may"
+        return BadRequest(None, problem, fix="make it simpler", subject="the answer's grammar")

@@ -120,6 +120,7 @@ class Worker:
 
     def serve(self) -> None:
         """Serve for ever."""
+        self._grammars.grammars.prepare()  # before others could be held up by it
         self._send(Ready(self._facts))
         stepped = True
         while True:
@@ -177,20 +178,23 @@ class Worker:
         """Take the requests whose grammars are there now."""
         for each, refusal in self._grammars.take_ready():
             if refusal is not None:
-                self._send(AddRefused.of(each.stream, refusal))
+                self._refuse(each.stream, refusal)
             elif self._enqueue(each.stream, each.leader):
                 for stream, reason in each.ends.items():
                     self._finish(stream, reason)
+
+    def _refuse(self, stream: int, why: BadRequest | QueueFull) -> None:
+        if isinstance(why, QueueFull):
+            self._send(QueueRefused(stream, str(why), why.retry_after_s))
+        else:
+            self._send(AddRefused.of(stream, why))
 
     def _enqueue(self, first: int, leader: Request) -> bool:
         """Give the engine a request whose samples are the streams from `first` on; False: it is refused."""
         try:
             self._engine.add(leader)
-        except QueueFull as full:
-            self._send(QueueRefused(first, str(full), full.retry_after_s))
-            return False
-        except BadRequest as bad:
-            self._send(AddRefused.of(first, bad))
+        except (QueueFull, BadRequest) as refusal:
+            self._refuse(first, refusal)
             return False
         unsent = [leader]  # shared by all its samples: these log-probabilities may be megabytes
         for stream, request in enumerate((leader, *leader.followers), first):

@@ -7,6 +7,7 @@ that is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -17,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from continuous_batching.constraints import Constraint, Mask
+from continuous_batching.constraints import Constraint, Mask, Matcher
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 
 if TYPE_CHECKING:
     import llguidance
 
-# What a step may cost: a schema of 500 properties needs a tenth of it
-_LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000}
+# What a step may cost: a schema of 500 properties, any of which may be left out, needs half of it
+_LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_items_in_row": 4000}
 # Else a mask would hold, of what must come next, only the token that begins its usual tokens
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 # Between the parts of a JSON value: nothing, a space, or a new line with its indentation. Without a bound a
@@ -88,12 +89,26 @@ class Grammars:
 
         Raises BadRequest for a grammar that cannot be followed.
         """
+        grammar = request.params.grammar
+        if grammar is None:
+            return
+        start = self._compiled(grammar)
         for each in (request, *request.followers):
-            if each.params.grammar is not None:
-                each.constraint = self._compiled(each.params.grammar)
+            each.constraint = Constraint(start)
 
-    def _compiled(self, grammar: str) -> Constraint:
-        """The constraint, with a lexer of its own: what explodes in one request is not shared by others."""
+    def prepare(self) -> None:
+        """Read the vocabulary now, if there is one that grammars can use.
+
+        That holds up all threads of the process, for 2 s where there are 152,000 tokens.
+        """
+        with contextlib.suppress(BadRequest):  # which each request is told that asks for a grammar
+            self._ready()
+
+    def _compiled(self, grammar: str) -> Callable[[], Matcher]:
+        """What makes matchers at the beginning of a grammar.
+
+        They share a lexer, in which states are found once: what explodes in one request ends no other.
+        """
         tokenizer = self._ready()
         started_s = time.perf_counter()
         try:
@@ -106,7 +121,7 @@ class Grammars:
         self.counters.compiled += 1
         ends = frozenset(self._eos_token_ids)
         cut = self._tokens_of
-        return Constraint(lambda: _Matcher(beginning.deep_copy(), ends, cut, self.counters))
+        return lambda: _Matcher(beginning.deep_copy(), ends, cut, self.counters)
 
     def _tokens_of(self, spelt: bytes) -> list[int]:
         """Tokens that spell a text, or its beginning, as it would usually be cut."""

@@ -129,8 +129,8 @@ GRAMMAR_FAULTS = (
     Fault(
         "late_grammar_waited_for",
         GRAMMAR_QUEUE,
-        "elif now_s >= each.due_s:",
-        "elif now_s < 0:",
+        "if now_s - each.begun_s < self._most_s:",
+        "if now_s > 0:",
         "a grammar that takes for ever is waited for as long (vLLM #54003)",
     ),
     Fault(

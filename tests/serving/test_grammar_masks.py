@@ -107,6 +107,26 @@ def test_masks_behind_drafts_are_those_behind_answers(texts: dict[str, Text], ki
             assert (mask == again).all()
 
 
+def test_no_answer_is_spaces_for_ever(texts: dict[str, Text]) -> None:
+    text = texts["byte_level"]
+    constraint = constraint_of(text, "json", {"type": "array", "items": {"type": "integer"}})
+    answer = text.encode_within("[")
+    spaces = [
+        token
+        for token in range(text.vocab_size)
+        if text.token_bytes(token) and not text.token_bytes(token).strip()
+    ]
+    while True:
+        (mask,) = constraint.masks(np.array(answer, dtype=np.int64), np.empty(0, dtype=np.int64))
+        assert mask is not None
+        may = allowed(mask, text.vocab_size) & set(spaces)
+        if not may:
+            break
+        answer.append(min(may, key=lambda token: len(text.token_bytes(token))))
+        assert len(answer) < 50
+    assert len(answer) > 1
+
+
 def test_all_end_tokens_may_end_it(texts: dict[str, Text]) -> None:
     text = texts["byte_level"]
     ends = (text.eos_token_ids[0], text.eos_token_ids[0] - 1)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from serving.engine.grammar_queue import GrammarQueue
@@ -22,9 +23,11 @@ class Slow(Grammars):
     def __init__(self) -> None:
         super().__init__(lambda: None, 10, (1,))
         self.go = threading.Event()
+        self.begun = threading.Semaphore(0)
         self.refusal: Exception | None = None
 
     def constrain(self, request: Request) -> None:
+        self.begun.release()
         assert self.go.wait(PATIENCE_S)
         if self.refusal is not None:
             raise self.refusal
@@ -92,7 +95,21 @@ def test_a_defect_is_no_refusal(grammars: Slow) -> None:
 def test_what_takes_too_long_is_refused(grammars: Slow) -> None:
     queue = GrammarQueue(grammars, most_s=0.0)
     queue.add(1, request("a"))
-    (((compiling, refusal)),) = queue.take_ready()
-    assert compiling.stream == 1
-    assert str(refusal).startswith("the answer's grammar takes longer to prepare than the 0 s that it may")
-    assert len(queue) == 0
+    ((stream, _, refusal),) = ready(queue)
+    assert stream == 1
+    assert refusal.startswith("the answer's grammar takes longer to prepare than the 0 s that it may")
+
+
+def test_who_waits_too_long_for_others_may_come_again(grammars: Slow) -> None:
+    queue = GrammarQueue(grammars, most_wait_s=0.0)
+    for stream in range(2):
+        queue.add(stream, request(f"{stream}"))
+        assert grammars.begun.acquire(timeout=PATIENCE_S)
+    for stream in range(2, 4):
+        queue.add(stream, request(f"{stream}"))
+    found = list(queue.take_ready())
+    assert [each.stream for each, _ in found] == [2, 3]
+    assert all(isinstance(refusal, QueueFull) for _, refusal in found)
+    assert len(queue) == 2
+    grammars.go.set()
+    assert [refusal for _, _, refusal in ready(queue)] == ["", ""]
