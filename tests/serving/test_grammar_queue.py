@@ -95,9 +95,10 @@ def test_a_defect_is_no_refusal(grammars: Slow) -> None:
 def test_what_takes_too_long_is_refused(grammars: Slow) -> None:
     queue = GrammarQueue(grammars, most_s=0.0)
     queue.add(1, request("a"))
-    ((stream, _, refusal),) = ready(queue)
-    assert stream == 1
-    assert refusal.startswith("the answer's grammar takes longer to prepare than the 0 s that it may")
+    assert grammars.begun.acquire(timeout=PATIENCE_S)
+    ((compiling, refusal),) = queue.take_ready()
+    assert compiling.stream == 1
+    assert str(refusal).startswith("the answer's grammar takes longer to prepare than the 0 s that it may")
 
 
 def test_who_waits_too_long_for_others_may_come_again(grammars: Slow) -> None:
