@@ -261,6 +261,8 @@ def _refused(field: str, kind: str, why: str) -> BadRequest:
     said = _PLACE.sub("", _in_one_line(why))  # in the text that was made of what was asked
     if "coerce_one_of" in said:
         said = "a value could satisfy two branches of its oneOf; use anyOf, or let a const tell them apart"
+    if said.startswith("NoExtension"):
+        said = "no answer follows it"
     problem = f"cannot be followed: {said}"
     return BadRequest(field, problem, subject=f"{_NAMES[kind]} in {field}")
 

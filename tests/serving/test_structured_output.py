@@ -139,6 +139,7 @@ def test_what_is_cut_says_so(client: openai.OpenAI) -> None:
         ({"guided_json": {"multipleOf": 9_999_991}}, "at multipleOf"),
         ({"guided_json": {"$ref": "http://127.0.0.1:9/a"}}, "at $ref"),
         ({"guided_json": {"$ref": "#/nowhere"}}, "cannot be followed"),
+        ({"guided_json": {"$ref": "#"}}, "cannot be followed: no answer follows it"),
         ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}}, "cannot be followed"),
         ({"guided_regex": "(?=a)b"}, "the regular expression in guided_regex cannot be followed"),
         ({"guided_regex": "(a"}, "the regular expression in guided_regex cannot be followed"),
