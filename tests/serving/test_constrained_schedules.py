@@ -187,3 +187,13 @@ def test_a_matcher_that_fails_ends_its_request_alone() -> None:
     assert good.finish_reason in ("stop", "length")
     assert good.error is None
     assert np.array_equal(bad.answer, good.answer[: len(bad.answer)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["parallel.tensor=2", "parallel.pipeline=2"])
+def test_ranks_and_stages_give_the_same_tokens(way: str, alone: dict[str, list[int]]) -> None:
+    built = build(load(RECIPE, [*PLAIN, *WAYS["overlap"], way]))
+    try:
+        assert answers(built.engine, text_of(built)) == alone
+    finally:
+        built.engine.observer.close()  # with which the other ranks end
