@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -105,27 +106,39 @@ def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> N
 def random(decoder: Decoder, seed: int) -> None:
     """Fill the decoder with seeded random weights of a scale that keeps logits near one, and pack it.
 
-    Each of several ranks draws whole parameters, one by one, and keeps its part: then they are those that one
-    rank draws.
+    Each parameter has a seed of its own, which follows from its name. Each of several ranks draws whole
+    parameters, one by one, and keeps its part: then they are those that one rank draws, and what other stages
+    hold is not drawn at all.
     """
-    generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
+    generator = torch.Generator(decoder.embedding.device)
     parts: dict[int, list[Place]] = {}  # of each parameter, in the order of its rows
     for place in places_by_name(decoder).values():
         parts.setdefault(place.room.untyped_storage().data_ptr(), []).append(place)
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
         if name.endswith("norm"):
             parameter.data.fill_(1.0)
+        if name.endswith("norm") or not len(parameter):  # the embedding of a stage that has none is empty
             continue
         places = parts[parameter.untyped_storage().data_ptr()]
         num_rows = [place.shape[0] for place in places]
         shape = (sum(num_rows), *places[0].shape[1:])
         whole = parameter.data if decoder.group.size == 1 else parameter.new_empty(shape)
         bound = math.sqrt(3.0 / shape[-1])  # uniform is three times as fast as normal
+        generator.manual_seed(_seed_of(decoder, name, seed))
         whole.uniform_(-bound, bound, generator=generator)
         if decoder.group.size > 1:
             for place, rows in zip(places, whole.split(num_rows)):
                 place.fill(rows[place.slices])
     decoder.pack()
+
+
+def _seed_of(decoder: Decoder, name: str, seed: int) -> int:
+    """The seed of one of this part's parameters, in all parts the same: layers are counted in the whole."""
+    parts = name.split(".")
+    if parts[0] == "layers":
+        parts[1] = str(int(parts[1]) + decoder.share.layers(decoder.config).start)
+    digest = sha256(f"{seed} {'.'.join(parts)}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as a generator takes it
 
 
 def places_by_name(decoder: Decoder) -> dict[str, Place]:

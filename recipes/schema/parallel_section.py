@@ -43,22 +43,11 @@ class ParallelSection:
         return self.tensor * self.pipeline
 
 
-def stage_contradictions(
-    section: ParallelSection, weights: str, graphs: int, drafts: str
-) -> Iterator[RecipeError]:
-    """What cannot be where the layers are in several stages: values of model.weights, device.graphs and
-    speculation.kind.
-    """
+def stage_contradictions(section: ParallelSection, graphs: int, drafts: str) -> Iterator[RecipeError]:
+    """What cannot be where the layers are in several stages: values of device.graphs and speculation.kind."""
     if section.pipeline == 1:
         return
     for key_name, value, is_wrong, why, fix in (
-        (
-            "model.weights",
-            weights,
-            weights == "random",
-            "stages would draw other weights than one rank",
-            "name a checkpoint",
-        ),
         ("device.graphs", graphs, graphs > 0, "what goes from stage to stage is not captured", "set it to 0"),
         (
             "speculation.kind",

@@ -14,7 +14,8 @@ SHARE, DECODER, LINEAR, MLP, WEIGHTS, GROUP = (
     "models/group.py",
 )
 TENSOR_TESTS = tuple(
-    f"tests/models/test_{name}.py" for name in ("share", "shared_weights", "random_shares", "tensor_parallel")
+    f"tests/models/test_{name}.py"
+    for name in ("share", "shared_weights", "random_stages", "random_shares", "tensor_parallel")
 )
 TENSOR_TESTS_OF = dict.fromkeys((SHARE, DECODER, WEIGHTS, GROUP), TENSOR_TESTS)
 
@@ -109,5 +110,19 @@ TENSOR_FAULTS = (
         "dist.all_reduce(x, dist.ReduceOp.MAX, group=self._ranks)",
         "dist.all_reduce(x, group=self._ranks)",
         "weights quantized at load use half of the range, or less",
+    ),
+    Fault(
+        "weights_of_the_first_stage",
+        WEIGHTS,
+        "        parts[1] = str(int(parts[1]) + decoder.share.layers(decoder.config).start)\n",
+        "        pass\n",
+        "every stage draws the weights of the first",
+    ),
+    Fault(
+        "weights_of_one_seed",
+        WEIGHTS,
+        "        generator.manual_seed(_seed_of(decoder, name, seed))\n",
+        "        generator.manual_seed(seed)\n",
+        "all layers have the same weights",
     ),
 )

@@ -129,6 +129,19 @@ def test_several_ranks_give_the_tokens_of_one(alone: Engine, together: BuiltEngi
     assert counters.compacted_pages > 0
 
 
+@pytest.mark.slow
+def test_stages_answer_with_the_random_weights_of_one_rank() -> None:
+    answers = []
+    for changes in ((), (STAGES,)):
+        built = engine("model.weights=random", *changes)
+        chance = np.random.default_rng(1)
+        answers.append(served(built.engine, requests(np.random.default_rng(0), 4), chance))
+        built.engine.observer.close()
+    both = answers[0].keys() & answers[1].keys()
+    assert both
+    assert [answers[0][name] for name in both] == [answers[1][name] for name in both]
+
+
 ASKED = [
     {"prompt": "12+7=", "max_tokens": 12, "temperature": 0},
     {"prompt": "Once there was", "max_tokens": 30, "temperature": 0.9, "seed": 3, "logprobs": 2},
@@ -179,10 +192,6 @@ def test_two_npus_give_the_texts_of_one(
     ("changes", "words"),
     [
         (("parallel.pipeline=5",), "parallel.pipeline: 5 stages have 4 layers; choose a number from 1 to 4"),
-        (
-            (STAGES, "model.weights=random"),
-            "model.weights: parallel.pipeline is 2, and stages would draw",
-        ),
         (
             (STAGES, *DRAFT),
             "speculation.kind: parallel.pipeline is 2, and the first stage would",

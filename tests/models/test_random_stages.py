@@ -1,0 +1,76 @@
+"""Do stages of layers hold the random weights that one rank holds?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.reference import Attention, AttentionShape
+from models import weights
+from models.config import MixtureConfig
+from models.decoder import Decoder
+from models.group import ALONE, Alone, Group
+from models.ops.reference import Ops
+from models.share import Share
+from tests.models.test_share import WHOLE
+
+# Two kinds of layers, so that a stage may have none of the others' kind
+FOUR = replace(
+    WHOLE,
+    num_layers=4,
+    windows=(None, 5, None, 7),
+    mixture=MixtureConfig(4, 2, 24, normalizes=True, layers=(False, False, True, True)),
+    mlp_bias=False,
+)
+
+
+class OneOfTwo(Alone):
+    """A tensor rank whose other rank brings nothing: what it holds needs no other."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = rank, 2
+
+
+def drawn(share: Share, *, tied: bool, group: Group = ALONE) -> dict[str, Tensor]:
+    """What a rank holds after drawing, by its name in the whole decoder."""
+    config = replace(FOUR, tie_embeddings=tied)
+    part = share.part(config)
+    sizes = (part.num_heads, part.num_kv_heads, part.head_dim)
+    shape = AttentionShape(*sizes, 16, part.head_dim**-0.5, torch.float32, part.windows)
+    decoder = Decoder(config, Ops(), Attention(shape), group, share)
+    weights.random(decoder, 11)
+    found = {}
+    for name, parameter in decoder.named_parameters():
+        if name.startswith("layers."):
+            _, number, rest = name.split(".", 2)
+            name = f"layers.{int(number) + share.layers(config).start}.{rest}"
+        if parameter.numel() and (name != "norm" or share.is_last):
+            found[name] = parameter
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("group", [ALONE, OneOfTwo(0), OneOfTwo(1)], ids=["whole", "rank 0", "rank 1"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_hold_the_random_weights_of_one_stage(
+    stages: int, group: Group, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoder, "pack", lambda self: None)  # which drops them
+    expected, seen = drawn(Share(group.rank, group.size), tied=tied, group=group), set()
+    for stage in range(stages):
+        found = drawn(Share(group.rank, group.size, stage, stages), tied=tied, group=group)
+        assert found
+        assert all(torch.equal(each, expected[name]) for name, each in found.items())
+        seen |= found.keys()
+    assert seen == expected.keys()
+
+
+def test_no_two_layers_have_the_same_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "pack", lambda self: None)
+    found = drawn(Share(), tied=False)
+    first, *others = (found[f"layers.{layer}.attention.qkv.weight"] for layer in range(4))
+    assert not any(torch.equal(first, other) for other in others)
+    assert not torch.equal(found["embedding"], found["head.weight"])
