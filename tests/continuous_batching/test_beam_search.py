@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ hunts = st.builds(
 
 
 @st.composite
-def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
+def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler, ChecksumRunner]:
     """Of every policy, with room for the largest request once or twice."""
     page_size, num_slots = draw(st.sampled_from([1, 2, 4, 16])), draw(st.integers(3, 8))
     chunks = draw(st.sampled_from([None, None, FixedChunks(3)]))
@@ -113,9 +114,11 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ChecksumRunner]:
         host_pool=None if num_host_pages is None else PagePool(num_host_pages),
         compact_every_steps=draw(st.sampled_from([0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1])),
+        depth=draw(st.sampled_from(depths)),
     )
-    host_pool = scheduler.host_pool
-    return scheduler, ChecksumRunner(scheduler.slots, scheduler.pool, host_pool)
+    runner = ChecksumRunner(scheduler.slots, scheduler.pool, scheduler.host_pool)
+    runner.defers = scheduler.depth > 1 and draw(st.booleans())
+    return scheduler, runner
 
 
 resizes = st.dictionaries(

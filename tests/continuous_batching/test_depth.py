@@ -6,16 +6,23 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
-from continuous_batching.engine import Engine
+from continuous_batching.engine import Engine, Observer
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
+from tests.continuous_batching import test_beam_search as beams
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.test_draft_schedules import speculation
+from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
+from tests.thorough import cases
 
 
 class Stages(ChecksumRunner):
@@ -96,3 +103,39 @@ def test_verdicts_on_drafts_are_counted_for_every_batch() -> None:
         engine.step()
     assert made.counters.draft_tokens > 8
     assert made.counters.accepted_tokens == made.counters.draft_tokens
+
+
+class Disjoint(Observer):
+    """Asserts that batches in flight share no row, and that there are no more of them than the depth."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth, self.flying = depth, deque[set[int]]()
+
+    def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
+        rows = {*batch.slots.tolist(), *batch.owners.tolist()}
+        assert not rows & set().union(*self.flying), "a row is in two batches"
+        self.flying.append(rows)
+        assert len(self.flying) <= self.depth
+
+    def committed(self, sampled: Sampled, now_s: float) -> None:
+        self.flying.popleft()
+
+
+MIXED = st.lists(st.one_of(arrivals, arrivals, beams.hunts), min_size=2, max_size=9)
+
+
+@settings(
+    max_examples=cases(60, 1000), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(made=beams.schedulers((2, 3)), plan=MIXED, resizes=beams.resizes)
+def test_samples_searches_and_those_that_are_outranked_share_no_row_in_flight(
+    made: tuple[Scheduler, ChecksumRunner], plan: list[Arrival], resizes: dict[int, tuple[int, GiveUp]]
+) -> None:
+    scheduler, runner = made
+    ended = serve(scheduler, runner, plan, resizes, observer=Disjoint(scheduler.depth))
+    searches = {name: each for name, each in ended.items() if each.params.beam_width}
+    check_answers({name: each for name, each in ended.items() if name not in searches}, runner.fail)
+    for request in searches.values():
+        beams.check_search(request, runner.fail)
+    assert not len(scheduler.slots.busy)
+    assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
