@@ -161,7 +161,9 @@ class Attention:
             values = self._numbers(layer_values[span.pages].flatten(0, 1))
             for start in range(span.start, span.stop, QUERY_ROWS):
                 stop = min(start + QUERY_ROWS, span.stop)
-                seen = 0 if window is None else max(0, start - window + 1)
+                seen = min(self.shape.first_key, start)  # a captured step's padding stands before it
+                if window is not None:
+                    seen = max(seen, start - window + 1)
                 rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
                 output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
         return output

@@ -9,7 +9,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Attention's sizes by model and recipe; `windows` has one entry a layer, None for full attention."""
+    """Attention's sizes by model and recipe; `windows` has one entry a layer, None for full attention.
+
+    Positions before `first_key` have no key: no query sees them, and none stands there.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -19,3 +22,4 @@ class AttentionShape:
     dtype: torch.dtype
     windows: tuple[int | None, ...]
     int8_pages: bool = False  # keys and values in int8, with a scale for each token and head; else `dtype`
+    first_key: int = 0

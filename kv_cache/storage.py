@@ -31,7 +31,8 @@ class KVCache:
     is the null page: no request owns it, so it serves as padding for operators. A page that is used again
     still holds what its last owner wrote. `num_host_pages` more pages lie in the host's memory, where no
     operator reads them. A cache `beside` it has pages of the same numbers, of other layers: whatever happens
-    to pages here happens to them there.
+    to pages here happens to them there. With `keys_only` it has no values, for other numbers of a token that
+    lie in pages.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class KVCache:
         allocate: Callable[[int], Tensor] | None = None,
         indexed: bool = True,
         beside: KVCache | None = None,
+        keys_only: bool = False,
     ) -> None:
         device = torch.device(device)
 
@@ -63,8 +65,9 @@ class KVCache:
         self.page_size = page_size
         self.beside = beside
         self._allocate, self._indexed = allocate or plain, indexed
-        self.keys, self.values = ([self._allocate(num_pages) for _ in range(num_layers)] for _ in range(2))
-        self._host_keys, self._host_values = ([on_host() for _ in range(num_layers)] for _ in range(2))
+        counts = num_layers, 0 if keys_only else num_layers
+        self.keys, self.values = ([self._allocate(num_pages) for _ in range(count)] for count in counts)
+        self._host_keys, self._host_values = ([on_host() for _ in range(count)] for count in counts)
 
     @staticmethod
     def page_bytes(

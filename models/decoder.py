@@ -5,6 +5,7 @@ Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +35,21 @@ class StepInputs:
     metadata: AttentionMetadata  # where each token's key and value go, and what each query sees
     cache: KVCache
     rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
+    before_index: Tensor | None = None  # [T] cache place of the position before each token, for heads
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with one product for queries, keys and values."""
+    """Grouped-query attention with one product for queries, keys and values, of inputs `width` wide."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, name: str, ops: Ops, attention: Attention, group: Group
+        self,
+        config: DecoderConfig,
+        layer: int,
+        name: str,
+        ops: Ops,
+        attention: Attention,
+        group: Group,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -54,7 +63,7 @@ class SelfAttention(nn.Module):
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         form = [config.form(f"{name}self_attn.{each}") for each in ("q_proj", "o_proj")]
         self.qkv = SplitLinear(
-            ops, hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
+            ops, width or hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
         )
         self.output = SummedLinear(ops, heads, hidden, config.output_bias, dtype, device, form[1], group)
         self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
@@ -62,6 +71,15 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]; first writes the step's keys and values to the cache."""
+        query = self.write(x, cos, sin, step)
+        self.ops.prefetch(self.output.packed, query)
+        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
+        attended = self.attention.attend(query, keys, values, step.metadata, self.layer)
+        self.ops.await_prefetch()
+        return self.output(attended.flatten(1))
+
+    def write(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
+        """Write the step's keys and values to the cache; returns its queries [T, H, D]."""
         query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in self.qkv(x))
         if self.query_norm is not None and self.key_norm is not None:
             query = self.ops.rms_norm(query, self.query_norm, self.eps)
@@ -69,10 +87,7 @@ class SelfAttention(nn.Module):
         query, key = self.ops.rotary(query, key, cos, sin)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
         self.attention.write(key, value, keys, values, step.metadata)
-        self.ops.prefetch(self.output.packed, query)
-        attended = self.attention.attend(query, keys, values, step.metadata, self.layer)
-        self.ops.await_prefetch()
-        return self.output(attended.flatten(1))
+        return query
 
 
 class DecoderLayer(nn.Module):
@@ -156,6 +171,8 @@ class Decoder(nn.Module):
             if config.tie_embeddings:
                 self.head.weight = self.embedding
         self.rope = Rope(config.rope, device)
+        self._taps: tuple[int, ...] = ()
+        self._take: Callable[[Tensor, StepInputs], None] | None = None
 
     def pack(self) -> None:
         """Convert every linear to the device's form, one by one, so that at most one is held twice: or the
@@ -168,6 +185,10 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
 
+    def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None]) -> None:
+        """In each step, let a head `take` what these layers read, [T, layers * hidden], in rising order."""
+        self._taps, self._take = layers, take
+
     def forward(self, step: StepInputs) -> Tensor:
         """Hidden states [T, hidden] of the step's tokens, before the last norm; in a stage that is not the
         last, which sends them on, they have not been added to the residual.
@@ -178,13 +199,18 @@ class Decoder(nn.Module):
         rope_lens = None if step.rope_lens is None else pad_rows(step.rope_lens, num_rows)
         residual: Tensor | None = None
         if self.share.is_first:
-            x = self._embedded(token_ids)
+            x = self.embedded(token_ids)
         else:
             both = self.norm.new_empty(2, num_rows, self.config.hidden_size)
             x, residual = self.stages.receive(both).unbind()
         cos, sin = self.rope.cos_sin(positions, rope_lens, x.dtype)
-        for layer in self.layers:
+        tapped = []
+        for number, layer in enumerate(self.layers):
+            if number in self._taps:
+                tapped.append((x if residual is None else x + residual)[:num_tokens])
             x, residual = layer(x, residual, cos, sin, step)
+        if self._take is not None:
+            self._take(torch.cat(tapped, -1), step)
         if not self.share.is_last:
             assert residual is not None, "a stage has a layer"
             self.stages.send(torch.stack((x, residual)))
@@ -202,7 +228,7 @@ class Decoder(nn.Module):
         parts = self.group.all_gather(logits).unbind()
         return torch.cat(parts, dim=-1)[:, : self.config.vocab_size].contiguous()
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def embedded(self, token_ids: Tensor) -> Tensor:
         """Rows [T, hidden] of the embedding, each of which is on one rank: the others bring zeros."""
         if self.group.size == 1:
             return F.embedding(token_ids, self.embedding)

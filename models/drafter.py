@@ -23,7 +23,9 @@ from kv_cache.pages import Index
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
 from models.decoder import Decoder
+from models.dtypes import TORCH_DTYPES
 from models.graphs import DecodeGraphs
+from models.head import Head
 from models.inputs import step_inputs
 from models.last_tokens import LastTokens
 from models.ops.reference import Ops
@@ -31,34 +33,42 @@ from models.sampling.sampler import Best
 
 log = logging.getLogger(__name__)
 
-_MOST_LAG = 2  # tokens of a row that a captured step reads first
+_MOST_LAG = 2  # tokens of a row that a captured step reads first: the last draft was never fed
 
 
 class Drafter:
     """A second decoder, which says its best tokens one after the other.
 
-    `most_tokens` are computed at once, so that rows that lack much need no more memory than a step.
+    `most_tokens` are computed at once, so that rows that lack much need no more memory than a step. A
+    captured step reads up to `most_lag` tokens of a row.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, slots: SlotPool, most_tokens: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder | Head,
+        cache: KVCache,
+        slots: SlotPool,
+        most_tokens: int,
+        most_lag: int = _MOST_LAG,
+    ) -> None:
         self.decoder, self.cache = decoder, cache
         self.graphs: DecodeGraphs | None = None
-        self._slots, self._most_tokens = slots, most_tokens
+        self._slots, self._most_tokens, self._most_lag = slots, most_tokens, most_lag
+        self._greedy = Greedy(decoder.ops, decoder.offsets if isinstance(decoder, Head) else None)
         self._device = decoder.attention.device
         self._last = LastTokens(slots.num_slots, self._device)
-        decoder.rope.tabulate(slots.max_tokens, decoder.embedding.dtype)
+        decoder.rope.tabulate(slots.max_tokens, TORCH_DTYPES[decoder.config.dtype])
 
     def capture(self, target: DecodeGraphs) -> None:
         """Capture graphs, which from now on run the steps that make drafts, if the device holds them, too."""
         self.graphs = None
-        # The first of its steps may read two tokens of a row: the last of its drafts was never fed
-        most = _MOST_LAG * min(target.sizes[-1], self._slots.num_slots)
+        most = self._most_lag * min(target.sizes[-1], self._slots.num_slots)
         if not target.holds_beside(self.decoder.attention, most):
             log.warning(
                 "graphs: none of the draft model's steps, which the device cannot hold beside the others"
             )
             return
-        parts = self.decoder, self.cache, self.decoder.attention, Greedy(self.decoder.ops), self._slots
+        parts = self.decoder, self.cache, self.decoder.attention, self._greedy, self._slots
         self.graphs = DecodeGraphs(*parts, most, 1)
         self.graphs.capture()
 
@@ -83,6 +93,9 @@ class Drafter:
         order = np.argsort(np.concatenate(places))
         return torch.cat(made)[to_device(order, self._device)]
 
+    def finish(self) -> None:
+        """What is left to compute of the batch once the target model has computed it: nothing."""
+
     def _pieces(self, batch: Batch, stops: Index, yields: NDArray[np.bool_]) -> Iterator[Batch]:
         """The spans up to `stops`, in batches of at most `most_tokens`; some of them yield at their ends."""
         spans = np.flatnonzero(stops > batch.draft_starts)
@@ -103,7 +116,7 @@ class Drafter:
 
     def _at_ends(self, piece: Batch) -> Tensor:
         """The best tokens after the spans that yield."""
-        if self.graphs is not None and int((piece.stops - piece.starts).max()) <= _MOST_LAG:
+        if self.graphs is not None and int((piece.stops - piece.starts).max()) <= self._most_lag:
             short = replace(piece, num_drafts=piece.num_tokens - piece.num_spans)  # a row for each token
             if self.graphs.takes(short):
                 best = self.graphs.run(short, self._last).best
@@ -134,20 +147,22 @@ class Drafter:
         return tokens
 
     def _best(self, hidden: Tensor) -> Tensor:
-        return self.decoder.ops.greedy(self.decoder.logits(hidden))[0]
+        return self._greedy.best(self.decoder.logits(hidden)).tokens
 
 
 class Greedy:
-    """Chooses the best tokens of captured steps, and draws none."""
+    """Chooses the best tokens, and draws none; `offsets` lead from those of a smaller vocabulary."""
 
     captures_draws = False
 
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+    def __init__(self, ops: Ops, offsets: Tensor | None = None) -> None:
+        self._ops, self._offsets = ops, offsets
 
     def best(self, logits: Tensor) -> Best:
         """The best tokens of logits [R, V]."""
         tokens, _ = self._ops.greedy(logits)
+        if self._offsets is not None:
+            tokens = tokens + self._offsets[tokens]
         return Best(tokens, tokens)
 
     def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +32,7 @@ from kv_cache.pages import Index
 from kv_cache.storage import KVCache
 from models.decoder import Decoder, StepInputs
 from models.graph_inputs import DRAW, PLACE, GraphInputs, num_values, split
+from models.head import Head
 from models.last_tokens import LastTokens
 from models.sampling.sampler import Best
 
@@ -126,7 +127,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | Head,
         cache: KVCache,
         attention: Attention,
         sampler: CapturedSampler,
@@ -260,6 +261,8 @@ class DecodeGraphs:
         metadata = self.attention.plan_static(StaticDecodes(write_index, page_table, kv_lens))
         is_dynamic = self.decoder.config.rope.kind == "dynamic"
         step = StepInputs(token_ids, positions, metadata, cache, rope_lens if is_dynamic else None)
+        if isinstance(self.decoder, Head):
+            step = replace(step, before_index=_before_index(positions, page_table, self.slots.page_size))
         hidden = self.decoder(step)
         if len(page_table) < len(token_ids):  # the batch's tokens first, without the padding between them
             hidden = hidden.index_select(0, columns[PLACE])
@@ -272,6 +275,13 @@ class DecodeGraphs:
         tokens = self.sampler.draw(logits, best, columns[DRAW])
         self._table[: len(tokens)].copy_(tokens)
         return tokens
+
+
+def _before_index(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """The cache place of the position before each row's [R]; of padding, a place of the null page."""
+    before = (positions.long() - 1).clamp(min=0)
+    pages = page_table.gather(1, before[:, None] // page_size)[:, 0]
+    return pages * page_size + before % page_size
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -9,9 +9,10 @@ from continuous_batching.slots import SlotPool
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
 from models.decoder import Decoder, StepInputs
+from models.head import Head
 
 
-def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder, cache: KVCache) -> StepInputs:
+def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: KVCache) -> StepInputs:
     """All tokens of a batch, as far as the host knows them, sent to the device."""
     attention = decoder.attention
     packed = slots.inputs(batch)
@@ -22,4 +23,10 @@ def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder, cache: KVCache)
     token_ids = to_device(packed.token_ids, attention.device)
     metadata = attention.plan(batch, slots.page_table, packed.write_index)
     positions = to_device(packed.positions, attention.device)
-    return StepInputs(token_ids, positions, metadata, cache, rope_lens)
+    before_index = None
+    if isinstance(decoder, Head):
+        rows = np.repeat(batch.slots, batch.stops - batch.starts)
+        pages, offsets = np.divmod(np.maximum(packed.positions - 1, 0), slots.page_size)
+        places = slots.page_table[rows, pages] * np.int64(slots.page_size) + offsets
+        before_index = to_device(places, attention.device)
+    return StepInputs(token_ids, positions, metadata, cache, rope_lens, before_index)

@@ -105,6 +105,8 @@ class ModelRunner:
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
             return self._replayed(batch, self.graphs, drafts)
         hidden = self.decoder(self._inputs(batch, drafts))
+        if self.drafter is not None:
+            self.drafter.finish()
         return self._finished(batch, hidden, wanted, drafts)
 
     def _finished(
@@ -135,6 +137,8 @@ class ModelRunner:
 
     def _replayed(self, batch: Batch, graphs: DecodeGraphs, drafts: Tensor | None) -> Chosen:
         step = graphs.run(batch, self._last, drafts)
+        if self.drafter is not None:
+            self.drafter.finish()
         arrived = None if drafts is None else self._arriving(batch, drafts)
         if step.drawn is not None:
             chosen = arriving(step.drawn)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +29,7 @@ from models.share import Slices
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
-INT8 = ("I8",)
+INTEGERS = {torch.int8: ("I8",), torch.int64: ("I64",)}
 MOST_NAMES = 20  # that one message lists
 MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping count as the process's memory
 # Buffers that older checkpoints contain although they follow from config.json
@@ -57,8 +57,34 @@ def load(decoder: Decoder, path: str | Path) -> int:
     Raises one ValueError that names every tensor that is missing, surplus, misshapen or wrongly typed.
     """
     path = Path(path)
-    places = places_by_name(decoder)
-    found, faults = _account(checkpoint_files(path), places, decoder)
+    places, config = places_by_name(decoder), decoder.config
+    has_twin = config.tie_embeddings and EMBEDDING in places
+    known = {HEAD: places[EMBEDDING], **places} if has_twin else places
+    share = decoder.share
+    found, num_bytes = fill(path, places, known, lambda name: share.is_elsewhere(name, config))
+    # A tied checkpoint may contain its head as well; if the two differ it is not tied
+    heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
+    for file in heads if has_twin else ():
+        head = _read(open_checkpoint(file), HEAD, places[EMBEDDING])
+        num_bytes += head.nbytes
+        if not torch.equal(head.to(decoder.embedding), decoder.embedding[: len(head)]):
+            raise ValueError(
+                f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
+                "set tie_word_embeddings to false"
+            )
+    decoder.pack()
+    return num_bytes
+
+
+def fill(
+    path: Path, places: dict[str, Place], known: dict[str, Place], is_unread: Callable[[str], bool]
+) -> tuple[dict[Path, list[str]], int]:
+    """Fill all places from the checkpoint directory `path`; its tensors by file, and the bytes read of them.
+
+    Tensors that are `known` beside the places may be there, and so may those that are not read. Raises as
+    `load` does.
+    """
+    found, faults = _account(checkpoint_files(path), places, known, is_unread)
     if faults:
         raise ValueError(
             f"the weights in {path} are not those of its config.json:\n  "
@@ -71,18 +97,7 @@ def load(decoder: Decoder, path: str | Path) -> int:
             check_finite(file, name, tensor, places[name].room.dtype)
             places[name].fill(tensor)
             num_bytes += tensor.nbytes
-    # A tied checkpoint may contain its head as well; if the two differ it is not tied
-    heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
-    for file in heads if EMBEDDING in places and decoder.config.tie_embeddings else ():
-        head = _read(open_checkpoint(file), HEAD, places[EMBEDDING])
-        num_bytes += head.nbytes
-        if not torch.equal(head.to(decoder.embedding), decoder.embedding[: len(head)]):
-            raise ValueError(
-                f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
-                "set tie_word_embeddings to false"
-            )
-    decoder.pack()
-    return num_bytes
+    return found, num_bytes
 
 
 def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -175,7 +190,7 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
             places[name] = Place(tensor.data, tuple(tensor.shape), ())
     for prefix, names, linear in joined:
         names = tuple(prefix + name for name in names)
-        for kind, rooms in _rooms(linear, [part[name] for name in names]):
+        for kind, rooms in rooms_of(linear, [part[name] for name in names]):
             for name, room in zip(names, rooms):
                 outputs, inputs = sizes[name]
                 shape = {"weight": (outputs, inputs), "weight_scale": (outputs, 1), "bias": (outputs,)}[kind]
@@ -183,7 +198,7 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
     return places
 
 
-def _rooms(linear: Linear, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+def rooms_of(linear: Linear, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """The rows of a joined linear's parameters that belong to each of the checkpoint's linears."""
     for kind in ("weight", "weight_scale", "bias"):
         joined = getattr(linear, kind)
@@ -210,6 +225,11 @@ def checkpoint_files(path: Path) -> list[Path]:
     if absent:
         raise ValueError(f"{path} lacks {_first(absent)}, which {INDEX} lists; download what is missing")
     return [path / name for name in names]
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Of all tensors of a checkpoint directory; raises ValueError where files are absent or damaged."""
+    return {name for file in checkpoint_files(path) for name in open_checkpoint(file).keys()}  # noqa: SIM118
 
 
 def _first(names: list[str]) -> str:
@@ -248,15 +268,12 @@ def _read(mapped: Any, name: str, place: Place) -> Tensor:
 
 
 def _account(
-    files: list[Path], places: dict[str, Place], decoder: Decoder
+    files: list[Path], places: dict[str, Place], known: dict[str, Place], is_unread: Callable[[str], bool]
 ) -> tuple[dict[Path, list[str]], list[str]]:
     """The tensors to be read from each file, and everything that is wrong with them."""
     found: dict[Path, list[str]] = {}
     faults: list[str] = []
     absent = {name: list(place.shape) for name, place in places.items()}
-    config, share = decoder.config, decoder.share
-    has_twin = config.tie_embeddings and EMBEDDING in places
-    known = {HEAD: places[EMBEDDING], **places} if has_twin else places
     seen = set()
     for file in files:
         opened = open_checkpoint(file)
@@ -264,7 +281,7 @@ def _account(
         for name in names:
             if name in seen:
                 faults.append(f"surplus: {name} is in two files")
-            elif name not in known and share.is_elsewhere(name, config):
+            elif name not in known and is_unread(name):
                 continue
             elif name not in known:
                 faults.append(f"surplus: {name} has no place in this model")
@@ -279,7 +296,7 @@ def _account(
 
 def _misfits(name: str, header: Any, place: Place) -> list[str]:
     faults = []
-    shape, dtypes = list(place.shape), FLOATS if place.room.is_floating_point() else INT8
+    shape, dtypes = list(place.shape), INTEGERS.get(place.room.dtype, FLOATS)
     if header.get_shape() != shape:
         faults.append(f"misshapen: {name} is {header.get_shape()}, the model needs {shape}")
     if header.get_dtype() not in dtypes:

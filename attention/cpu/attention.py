@@ -102,7 +102,8 @@ class CpuAttention(Attention):
             ends = ragged_ranges(starts + 1, starts + counts + 1)
             if num_decodes == 1:  # twice: Compiled wants at least two
                 slots, ends = np.repeat(slots, 2), np.repeat(ends, 2)
-            tiles = {w: DecodeTiles.of(slots, ends, page_table, shape.page_size, tile, w) for w in windows}
+            sizes = page_table, shape.page_size, tile
+            tiles = {w: DecodeTiles.of(slots, ends, *sizes, w, shape.first_key) for w in windows}
         prompts = {
             window: tuple(
                 PromptSpan.of(
@@ -113,6 +114,7 @@ class CpuAttention(Attention):
                     shape.page_size,
                     tile,
                     window,
+                    shape.first_key,
                 )
                 for span in np.flatnonzero(~is_short)
             )

@@ -43,9 +43,14 @@ class DecodeTiles:
         page_size: int,
         tile: int,
         window: int | None,
+        first_key: int = 0,
     ) -> DecodeTiles:
-        """For rows `slots` [R] of the page table that see the last `window` of their first `lens` tokens."""
-        lows = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
+        """For rows `slots` [R] of the page table that see the last `window` of their first `lens` tokens, but
+        those before `first_key`.
+        """
+        lows = np.minimum(first_key, lens - 1)
+        if window:
+            lows = np.maximum(lows, lens - window)
         counts = -(-lens // tile) - lows // tile
         row = np.repeat(np.arange(len(slots)), counts)
         place = ragged_ranges(lows // tile, lows // tile + counts) * tile
@@ -98,6 +103,7 @@ class PromptSpan:
         page_size: int,
         tile: int,
         window: int | None,
+        first_key: int = 0,
     ) -> PromptSpan:
         """For a request's positions [start, stop), whose queries begin at `first_row` of the packed query."""
         reach = window or stop
@@ -118,10 +124,11 @@ class PromptSpan:
             low = max(begin - reach + 1 - base, 0) // STEP * STEP
             high = min(_round_up(end - base, STEP), num_keys)
             last = np.minimum(np.arange(begin, begin + len(rows)), end - 1) - base - low
-            first = np.maximum(last - (reach - 1), 0)
+            first = np.maximum(last - (reach - 1), max(0, first_key - base - low))
             seen = (torch.from_numpy(each.astype(np.int32)) for each in (first, last))
             chunks.append(QueryChunk(rows[: end - begin], rows, slice(low, high), *seen))
-        whole = slice(first_row, first_row + stop) if not start and reach >= stop else None
+        sees_all = not start and reach >= stop and not first_key
+        whole = slice(first_row, first_row + stop) if sees_all else None
         return PromptSpan(whole, fresh, tiles, stop - base, tuple(chunks))
 
 

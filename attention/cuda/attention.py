@@ -199,7 +199,9 @@ class CudaAttention(Attention):
         """The tables of packed spans, for each window in use."""
         least = -(-LEAST_SHARE // self.step) * self.step
         chunk = CHUNK if self.batch_invariant else 0
-        sizes = TileSizes(num_rows // self.group, self.step, self.num_tiles, least, chunk)
+        sizes = TileSizes(
+            num_rows // self.group, self.step, self.num_tiles, least, chunk, self.shape.first_key
+        )
         return [QueryTiles.of(starts, stops, window, sizes) for window in self.windows]
 
     def _launches(self, tables: Sequence[Tensor], num_parts: list[int]) -> dict[int | None, LaunchTables]:

@@ -23,7 +23,7 @@ class TileSizes:
 
     A tile has at most `num_queries`. Positions are split into shares that are multiples of `step` and not
     smaller than `least`, so that there are about `num_tiles` in all; or, where `chunk` is set, into chunks of
-    that many positions, one share each.
+    that many positions, one share each. Positions before `first_key` are not read.
     """
 
     num_queries: int
@@ -31,6 +31,7 @@ class TileSizes:
     num_tiles: int
     least: int
     chunk: int = 0
+    first_key: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,9 @@ class QueryTiles:
         count = np.minimum(lens[span] - offset, sizes.num_queries)
         position = starts[span] + offset
         high = position + count
-        low = np.zeros_like(high) if window is None else np.maximum(position - window + 1, 0)
+        low = np.minimum(position, sizes.first_key)
+        if window is not None:
+            low = np.maximum(low, position - window + 1)
 
         share, num_shares = _shares(low, high, sizes)
         of_tile = np.repeat(np.arange(len(row)), num_shares)

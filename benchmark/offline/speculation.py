@@ -2,8 +2,8 @@
 
 Plain decoding and each kind of speculation serve the same requests, in turn, and medians of the runs are
 compared. A kind keeps between its runs what it has learnt of lengths and times, as a server does between
-requests, but no text and no pages. A draft model takes part where the recipe names one, and is then loaded
-beside all kinds. Some requests quote: their prompt holds the answer that they get. Others get an
+requests, but no text and no pages. A draft model, or a head, takes part where the recipe names one, and is
+then loaded beside all kinds. Some requests quote: their prompt holds the answer that they get. Others get an
 ordinary answer, or begin with random tokens. A load is the number of requests that run at once: where one
 ends the next begins, so that all slots are busy from the first measured step to the last. Answers are half as
 long to half as long again as --answer says, so that requests end one by one, as those of a server do.
@@ -38,13 +38,11 @@ from recipes.build.speculation import ON_DEVICE, PROPOSERS
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, whole, wholes
 from recipes.schema.reader import read
+from recipes.schema.speculation_section import DRAFTERS
 
 TEXTS = ("quoting", "ordinary", "random")
 ROUNDS = 4  # of as many requests as run at once: the first warms up, two are measured, the last fills up
 WAYS = ("throughput", "source", "fixed")
-_NO_DRAFT_MODEL = (
-    "the recipe names no draft model; add speculation.kind=draft speculation.draft_path=DIRECTORY"
-)
 KINDS = ("plain", *(f"{name}, {way}" for name in PROPOSERS for way in WAYS))
 
 
@@ -61,6 +59,12 @@ class SpeculationLoad:
 def proposer_of(kind: str) -> str:
     """Who guesses, by a kind's name."""
     return kind.split(", ")[0]
+
+
+def _not_named(kind: str) -> str:
+    return (
+        f"the recipe names no {DRAFTERS[kind]}; add speculation.kind={kind} speculation.draft_path=DIRECTORY"
+    )
 
 
 def lengths_of(kind: str, slots: SlotPool, most: int) -> Lengths | None:
@@ -85,16 +89,18 @@ def run(
 ) -> dict[str, Any]:
     """A row for each text, load and kind; what a kind brings is over plain decoding of the same row.
 
-    Of all kinds, or those `asked` for; raises ValueError for a draft model that the recipe does not name.
+    Of all kinds, or those `asked` for; raises ValueError for a draft model, or a head, that the recipe does
+    not name.
     """
     clock = RunClock()
     most_tokens = 2 * (load.prompt_tokens + _longest(load))
     keys = [f"scheduler.num_slots={max(loads)}", f"scheduler.max_request_tokens={most_tokens}"]
+    keys.append(f"speculation.max_tokens={load.most_drafts}")  # for so many a head keeps features
     recipe = read(recipe_path, [*overrides, *keys], profile).recipe
-    absent = ON_DEVICE - {recipe.speculation.kind}
+    absent = set(ON_DEVICE) - {recipe.speculation.kind}
     for kind in asked or ():
         if proposer_of(kind) in absent:
-            raise ValueError(f"--kinds {kind!r}: {_NO_DRAFT_MODEL}")
+            raise ValueError(f"--kinds {kind!r}: {_not_named(proposer_of(kind))}")
     kinds = [kind for kind in asked or KINDS if proposer_of(kind) not in absent]
     built = build(recipe)
     rows: list[dict[str, Any]] = []
@@ -172,7 +178,7 @@ def _rows(
             if lengths := learnt[kind]:
                 name = proposer_of(kind)
                 engine.scheduler.speculation = Speculation(
-                    slots, PROPOSERS[name](slots), lengths, most, on_device=name in ON_DEVICE
+                    slots, PROPOSERS[name](slots), lengths, most, spans=ON_DEVICE.get(name)
                 )
             gc.collect()
             window, said = _serve(engine, _requests(prompts, answer_tokens, f"{kind} {number}"))
@@ -258,7 +264,7 @@ def print_table(result: dict[str, Any]) -> None:
             f"{row['times_plain']:>9.2f}{share:>10}{per_step:>8.2f}"
         )
     for name in result["left_out"]:
-        print(f"{name}: left out, since {_NO_DRAFT_MODEL}")
+        print(f"{name}: left out, since {_not_named(name)}")
     print(verdict_line(result["verdict"]))
 
 

@@ -77,5 +77,4 @@ def recorded_speculation(
     """Speculation that gives rows the drafts of a recording, in place of what was asked for; see
     `RecordedDrafts`."""
     drafts = RecordedDrafts(slots, upcoming)
-    on_device = asked.on_device
-    return Speculation(slots, drafts, drafts, asked.most, rows_per_pause=sys.maxsize, on_device=on_device)
+    return Speculation(slots, drafts, drafts, asked.most, rows_per_pause=sys.maxsize, spans=asked.spans)

@@ -12,7 +12,7 @@ from continuous_batching.batch import Batch
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import draft_spans
+from continuous_batching.speculation.draft_model import DraftSpans
 from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
 from continuous_batching.speculation.proposer import Guesses, Proposer
 from kv_cache.pages import Index
@@ -27,8 +27,8 @@ class Speculation:
     While none of many rows has a guess, it asks only after one step for every `rows_per_pause` of them: it
     costs the host as much for a few rows as for one.
 
-    With `on_device`, a draft model makes the tokens of drafts in the step that checks them. The host gets
-    them with the step's answer; until then zeros stand in their places.
+    With `spans`, a draft model or a head makes the tokens of drafts on the device, in the step that checks
+    them. The host gets them with the step's answer; until then zeros stand in their places.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Speculation:
         most: int,
         *,
         rows_per_pause: int = ROWS_PER_PAUSE,
-        on_device: bool = False,
+        spans: DraftSpans | None = None,
     ) -> None:
         assert most >= 1, "speculation without a draft"
         self.lengths = lengths
         self.most = most
-        self.on_device = on_device
+        self.spans = spans
         self.accepted_by_position = [0] * most  # right drafts that were the first, second, ... of their span
         self._slots, self._proposer, self._rows_per_pause = slots, proposer, rows_per_pause
         self._pause = 0  # steps until the proposer is asked again
@@ -116,8 +116,8 @@ class Speculation:
         return Guesses(tokens, counts)
 
     def draft_spans(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index] | tuple[()]:
-        """`Batch.draft_starts` and `Batch.draft_stops` of spans; nothing without a draft model."""
-        return draft_spans(self._slots, rows, starts, stops) if self.on_device else ()
+        """`Batch.draft_starts` and `Batch.draft_stops` of spans; nothing where the host guesses."""
+        return () if self.spans is None else self.spans(self._slots, rows, starts, stops, self.most)
 
     def learn(self, batch: Batch, rows: Index, positions: Index, tokens: Index, counters: Counters) -> None:
         """Of what the model chose for a batch, `tokens` [A] are booked for these positions of rows [A]."""
@@ -128,7 +128,7 @@ class Speculation:
         first = np.flatnonzero(np.diff(rows, prepend=-1))
         owners, booked = rows[first], np.diff(first, append=len(rows))
         num_drafts = self._drafts_of(batch, owners) if batch.num_drafts else np.zeros_like(owners)
-        if self.on_device:  # only what became a draft was guessed
+        if self.spans is not None:  # only what became a draft was guessed
             compared = num_drafts
         else:  # without drafts, the first guess is compared with what the model said, which costs nothing
             compared = np.minimum(np.maximum(num_drafts, 1), self._counts[owners])
@@ -138,7 +138,7 @@ class Speculation:
         is_compared = ahead < np.repeat(compared, booked)
         is_right = np.zeros(len(rows), dtype=np.int64)
         at = np.flatnonzero(is_compared)
-        if self.on_device:
+        if self.spans is not None:
             is_right[at] = self._slots.token_ids[rows[at], positions[at]] == tokens[at]
         else:
             is_right[at] = self._tokens[rows[at], ahead[at]] == tokens[at]

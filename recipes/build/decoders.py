@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import torch
+
+from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
-from models import weights
+from models import head_weights, weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
+from models.drafter import Drafter
 from models.dtypes import TORCH_DTYPES
+from models.eagle3 import Eagle3, Eagle3Config
+from models.features import FeaturePages
+from models.head import FIRST_KEY, Head
+from models.head_drafter import HeadDrafter
 from recipes.build.families import draft_config
 from recipes.build.machine import Machine
 from recipes.build.memory_plan import MemoryPlan
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
+from recipes.schema.speculation_section import DRAFTERS
 
 
 def shape_of(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
@@ -26,13 +35,16 @@ def shape_of(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
         dtype=TORCH_DTYPES[config.dtype],
         windows=config.windows,
         int8_pages=config.int8_cache,
+        first_key=FIRST_KEY if isinstance(config, Eagle3Config) else 0,
     )
 
 
 def draft_decoder(
     recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, machine: Machine
-) -> Decoder | None:
-    """The loaded draft model of a recipe, if it names one; raises ValueError for one that cannot be used."""
+) -> Decoder | Head | None:
+    """The loaded draft model, or head, of a recipe, if it names one; raises ValueError for one that cannot be
+    used.
+    """
     path, draft = recipe.speculation.draft_path, draft_config(recipe, config)
     if draft is None or path is None:
         return None
@@ -42,16 +54,51 @@ def draft_decoder(
         attention.check_longest(memory.longest_tokens)
         if draft.quantization is not None:
             ops.check_int8(TORCH_DTYPES[draft.dtype])
+        if isinstance(draft, Eagle3Config):
+            head = Eagle3(draft, ops, attention)
+            head_weights.load(head, path)
+            return head
         decoder = Decoder(draft, ops, attention)
         weights.load(decoder, path)
     except ValueError as error:
-        raise RecipeError("speculation.draft_path", f"the draft model: {error}", value=path) from error
+        name = DRAFTERS[recipe.speculation.kind]
+        raise RecipeError("speculation.draft_path", f"the {name}: {error}", value=path) from error
     return decoder
 
 
-def cache_of(decoder: Decoder, recipe: Recipe, memory: MemoryPlan, beside: KVCache | None = None) -> KVCache:
+def features_of(config: Eagle3Config, recipe: Recipe, memory: MemoryPlan, device: torch.device) -> KVCache:
+    """What a head reads of the target, in as many pages as were planned."""
+    return KVCache(
+        1,
+        memory.num_pages,
+        config.num_kept,
+        1,
+        config.hidden_size,
+        TORCH_DTYPES[config.dtype],
+        device,
+        num_host_pages=memory.num_host_pages,
+        keys_only=True,
+    )
+
+
+def drafter_of(
+    draft: Decoder | Head, target: Decoder, beside: KVCache, slots: SlotPool, most_tokens: int, recipe: Recipe
+) -> Drafter:
+    """What makes drafts, with keys and values in the cache `beside` the target's."""
+    if isinstance(draft, Decoder):
+        return Drafter(draft, beside, slots, most_tokens)
+    assert beside.beside is not None, "features lie beside a head's keys"
+    draft.attach(target, FeaturePages(beside.beside, recipe.cache.page_size))
+    return HeadDrafter(draft, beside, slots, most_tokens, recipe.speculation.max_tokens)
+
+
+def cache_of(
+    decoder: Decoder | Head, recipe: Recipe, memory: MemoryPlan, beside: KVCache | None = None
+) -> KVCache:
     """Keys and values of a decoder, in as many pages as were planned."""
     config, attention = decoder.part, decoder.attention
+    if isinstance(config, Eagle3Config):
+        beside = features_of(config, recipe, memory, attention.device)
     return KVCache(
         config.num_layers,
         memory.num_pages,

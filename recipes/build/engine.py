@@ -16,7 +16,6 @@ from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.drafter import Drafter
 from models.dtypes import TORCH_DTYPES
 from models.graphs import captured_sizes
 from models.group import ALONE, Group, StageLinks, divided
@@ -28,7 +27,7 @@ from models.share import Share
 from models.stage_runner import StageRunner
 from models.warm_up import capture, largest_step_bytes, warm_up
 from recipes.build.cluster import find_cluster
-from recipes.build.decoders import cache_of, draft_decoder, shape_of
+from recipes.build.decoders import cache_of, draft_decoder, drafter_of, shape_of
 from recipes.build.families import share_of
 from recipes.build.machine import Machine, start
 from recipes.build.memory_plan import MemoryPlan, report
@@ -116,7 +115,8 @@ def assemble(
         sampler = Sampler(config.eos_token_ids, config.vocab_size, decoder.ops)
     drafter = None
     if draft is not None and beside is not None:
-        drafter = Drafter(draft, beside, scheduler.slots, scheduler.max_batch_tokens)
+        slots, most_tokens = scheduler.slots, scheduler.max_batch_tokens
+        drafter = drafter_of(draft, decoder, beside, slots, most_tokens, recipe)
     kind = ModelRunner if depth == 1 else StageRunner
     runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models.config import DecoderConfig, DType
+from models.eagle3 import Eagle3Config
 from models.file_bounds import check_regular, is_there
 from models.quantization import Quantization
 from models.share import Share, check_ranks, check_stages
 from models.shown import shown
+from models.weights import tensor_names
+from recipes.llama.eagle3 import config as eagle3
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
 from recipes.mixtral.model import config as mixtral
@@ -61,12 +64,14 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
 
 
 def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
-    """The smaller decoder that guesses for this one, if a recipe names any; raises RecipeError for one that
-    cannot."""
+    """The smaller decoder, or the head, that guesses for this one, if a recipe names any; raises RecipeError
+    for one that cannot."""
     asked = recipe.speculation
     if asked.draft_path is None:
         return None
     name, place = "speculation.draft_path", from_root(asked.draft_path)
+    if asked.kind == "eagle3":
+        return _head_config(recipe, config, asked.draft_path)
     try:
         draft = config_in(asked.draft_path)
     except ValueError as error:
@@ -82,6 +87,22 @@ def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
         )
     dtype = recipe.model.dtype if asked.draft_dtype == "auto" else asked.draft_dtype
     return _as_asked(draft, recipe, asked.draft_quantization, dtype)
+
+
+def _head_config(recipe: Recipe, config: DecoderConfig, path: Path) -> Eagle3Config:
+    num_kept = min(recipe.cache.page_size, recipe.speculation.max_tokens + 1)
+    try:
+        head = eagle3(_json(path / "config.json"), config, tensor_names(path), num_kept)
+    except ValueError as error:
+        raise RecipeError("speculation.draft_path", f"the head: {error}", value=path) from error
+    if recipe.parallel.tensor > 1:
+        raise RecipeError(
+            ("parallel.tensor", "speculation.kind"),
+            f"parallel.tensor is {recipe.parallel.tensor}, and a head computes on one device",
+            "take ngram, suffix or draft, or set parallel.tensor to 1",
+            value=recipe.speculation.kind,
+        )
+    return head
 
 
 def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: DType | Auto) -> DecoderConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.config import DecoderConfig
+from models.eagle3 import Eagle3Config
 from recipes.build.families import draft_config
 from recipes.schema.recipe import Recipe
 
@@ -67,7 +68,7 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
     num_layers, beside = config.num_layers, []
     if draft is not None:
         num_layers += draft.num_layers
-        beside = [("draft model", _model(draft))]
+        beside = [("head" if isinstance(draft, Eagle3Config) else "draft model", _model(draft))]
     ranks = recipe.parallel.ranks
     of_a_rank = (
         [("ranks", f"{ranks}; what follows is of each, with a device of its own")] if ranks > 1 else []

@@ -10,6 +10,7 @@ from devices.ascend_limits import PRODUCTS
 from devices.onednn import product_dtype
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
+from models.eagle3 import Eagle3Config
 from models.share import Share
 from recipes.build.families import draft_config
 from recipes.build.machine import host_memory_bytes, start
@@ -52,7 +53,8 @@ def plan_memory(
     sizing = MemoryPlan(
         num_parameters=both[0].num_parameters,
         weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
-        page_bytes=cache.page_size * tensor * sum(each.kv_bytes_per_token(tensor) for each in both),
+        page_bytes=cache.page_size * tensor * sum(each.kv_bytes_per_token(tensor) for each in both)
+        + sum(each.feature_bytes for each in both if isinstance(each, Eagle3Config)),
         num_pages=0,
         num_pages_fitting=0,
         num_host_pages=0,
@@ -160,7 +162,7 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
 
 
 def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[DecoderConfig]:
-    """What a rank holds of the model, and the whole draft model where there is one."""
+    """What a rank holds of the model, and the whole draft model, or head, where there is one."""
     draft, part = draft_config(recipe, config), share.part(config)
     return [part] if draft is None else [part, draft]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import DraftModel
+from continuous_batching.speculation.draft_model import DraftModel, DraftSpans, head_spans, model_spans
 from continuous_batching.speculation.lengths import Fixed, Lengths
 from continuous_batching.speculation.ngram import NGram
 from continuous_batching.speculation.proposer import Proposer
@@ -19,8 +19,10 @@ PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {
     "ngram": NGram,
     "suffix": Suffix,
     "draft": lambda slots: DraftModel(),
+    "eagle3": lambda slots: DraftModel(),
 }
-ON_DEVICE = frozenset({"draft"})  # kinds whose guesses the device makes
+# Of kinds whose guesses the device makes: what it computes for them
+ON_DEVICE: dict[str, DraftSpans] = {"draft": model_spans, "eagle3": head_spans}
 WINDOW = 100  # of the chapter's formula, where a recipe names none
 
 
@@ -40,4 +42,4 @@ def speculation_of(asked: SpeculationSection, slots: SlotPool) -> Speculation | 
     if asked.kind == "none":
         return None
     proposer, lengths = PROPOSERS[asked.kind](slots), lengths_of(asked, slots)
-    return Speculation(slots, proposer, lengths, asked.max_tokens, on_device=asked.kind in ON_DEVICE)
+    return Speculation(slots, proposer, lengths, asked.max_tokens, spans=ON_DEVICE.get(asked.kind))

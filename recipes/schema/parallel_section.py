@@ -52,7 +52,7 @@ def stage_contradictions(section: ParallelSection, graphs: int, drafts: str) -> 
         (
             "speculation.kind",
             drafts,
-            drafts == "draft",
+            drafts in ("draft", "eagle3"),
             "the first stage would need the drafts that the last one makes",
             "take ngram or suffix",
         ),

@@ -10,6 +10,7 @@ from typing import Literal
 from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
+DRAFTERS = {"draft": "draft model", "eagle3": "head"}  # of what lies at draft_path, by kind
 MOST_ON_NPU = 15  # with the token before them, a decode's 16 query tokens in npu_fused_infer_attention_score
 
 
@@ -17,14 +18,16 @@ MOST_ON_NPU = 15  # with the token before them, a decode's 16 query tokens in np
 class SpeculationSection:
     """How tokens are guessed and checked several at a time; answers stay the same."""
 
-    kind: Literal["none", "ngram", "suffix", "draft"] = key(
+    kind: Literal["none", "ngram", "suffix", "draft", "eagle3"] = key(
         "who guesses the next tokens of a request; ngram: what followed its last tokens when they stood in it"
-        " before; suffix: or in any request of the same cache_salt; draft: a smaller model; answers stay the"
-        " same",
+        " before; suffix: or in any request of the same cache_salt; draft: a smaller model; eagle3: a head"
+        " that reads the model's hidden states; answers stay the same",
         default="none",
     )
     draft_path: Path | None = key(
-        "directory of the smaller model's checkpoint, of the same vocabulary as `model.path`", default=None
+        "directory of the checkpoint of the smaller model, of the same vocabulary as `model.path`, or of the"
+        " head, which was trained for it",
+        default=None,
     )
     draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "the smaller model's type, as `model.dtype`; auto: as `model.dtype`, or where that is auto as its own"
@@ -109,17 +112,21 @@ def speculation_contradictions(section: SpeculationSection, device_kind: str) ->
 
 
 def _draft_contradictions(section: SpeculationSection) -> Iterator[RecipeError]:
-    if section.kind == "draft" and section.draft_path is None:
+    if section.kind in DRAFTERS and section.draft_path is None:
         yield RecipeError(
             ("speculation.draft_path", "speculation.kind"),
-            "required where speculation.kind is draft",
-            "name the directory of a smaller model's checkpoint",
+            f"required where speculation.kind is {section.kind}",
+            f"name the directory of a {DRAFTERS[section.kind]}'s checkpoint",
         )
-    for name, default in (("draft_path", None), ("draft_dtype", "auto"), ("draft_quantization", "auto")):
-        if section.kind != "draft" and (value := getattr(section, name)) != default:
+    for name, default, kinds in (
+        ("draft_path", None, tuple(DRAFTERS)),
+        ("draft_dtype", "auto", ("draft",)),
+        ("draft_quantization", "auto", ("draft",)),
+    ):
+        if section.kind not in kinds and (value := getattr(section, name)) != default:
             yield RecipeError(
                 (f"speculation.{name}", "speculation.kind"),
-                f"read only where speculation.kind is draft, and it is {section.kind}",
+                f"read only where speculation.kind is {' or '.join(kinds)}, and it is {section.kind}",
                 "leave it out",
                 value=value,
             )

@@ -10,6 +10,8 @@ import pytest
 from benchmark.gate.gate import audit
 from benchmark.simulate.speculation_gain import tokens_of_a_step
 from scripts.benchmark import main
+from tests.models.eagle3_heads import head_for, target_of
+from tests.models.families import Variant
 
 QWEN = "recipes/bench/qwen3_8b_cuda.yaml"
 TINY = "recipes/tiny/cpu.yaml"
@@ -77,12 +79,27 @@ def test_a_draft_model_that_the_recipe_names_takes_part(capsys: pytest.CaptureFi
     assert any(row["accepted"] > 0 for row in drafted)
 
 
+def test_so_does_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, target = target_of(Variant("llama", "llama"), tmp_path)
+    head = head_for(model, tmp_path / "head")
+    asked = [f"model.path={target}", "speculation.kind=eagle3", f"speculation.draft_path={head}"]
+    asked += ["scheduler.max_batch_tokens=64", "cache.num_pages=40", "cache.memory_gib=null"]
+    kinds = ["--kinds", "eagle3, fixed", "--most", "6"]
+    main(["speculation", "recipes/any/cpu.yaml", *asked, *EAGER, *SIZES, *kinds, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    drafted = [row for row in result["rows"] if row["kind"] == "eagle3, fixed"]
+    assert [row["text"] for row in drafted] == ["quoting", "ordinary", "random"]
+    assert any(row["accepted"] > 0 for row in drafted)
+
+
 def test_a_draft_model_that_is_not_named_is_left_out_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(["speculation", TINY, *EAGER, *SIZES, "--loads", "1", "--answer", "3"])
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "draft" in line] == [
         "draft: left out, since the recipe names no draft model; add speculation.kind=draft"
-        " speculation.draft_path=DIRECTORY"
+        " speculation.draft_path=DIRECTORY",
+        "eagle3: left out, since the recipe names no head; add speculation.kind=eagle3"
+        " speculation.draft_path=DIRECTORY",
     ]
     with pytest.raises(ValueError, match="--kinds 'draft, fixed': the recipe names no draft model"):
         main(["speculation", TINY, *EAGER, *SIZES, "--kinds", "draft, fixed"])

@@ -19,7 +19,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import DraftModel
+from continuous_batching.speculation.draft_model import DraftModel, model_spans
 from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PagePool
@@ -57,7 +57,7 @@ class Wavering:
 
 def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
     lengths = Fixed() if seed is None else Wavering(seed)
-    return Speculation(slots, DraftModel(), lengths, most, on_device=True)
+    return Speculation(slots, DraftModel(), lengths, most, spans=model_spans)
 
 
 @settings(

@@ -14,8 +14,8 @@ DRAFT_MODEL_FAULTS = (
     Fault(
         "the_benchmark_leaves_the_draft_model_idle",
         BENCHMARK,
-        "on_device=name in ON_DEVICE",
-        "on_device=False",
+        "spans=ON_DEVICE.get(name)",
+        "spans=None",
         "a draft model is measured that makes no drafts",
     ),
     Fault(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.draft_model import model_spans
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.throughput import Throughput
@@ -57,7 +58,7 @@ def test_every_choice_can_be_built() -> None:
     [
         (
             "speculation.kind=ngrams",
-            "'ngrams' is not allowed; it must be none, ngram, suffix or draft; did you mean ngram?",
+            "'ngrams' is not allowed; it must be none, ngram, suffix, draft or eagle3; did you mean ngram?",
         ),
         ("speculation.max_tokens=0", "0 is not allowed; it must be an integer from 1 to 64"),
         ("speculation.window=9", "read by adaptive: source alone, and adaptive is throughput"),
@@ -111,7 +112,7 @@ def test_a_draft_model_is_built_beside_the_model() -> None:
     assert lines["draft model"].startswith("llama, ")
     speculation = drafted.engine.scheduler.speculation
     assert speculation is not None
-    assert speculation.on_device
+    assert speculation.spans is model_spans
 
 
 def test_a_draft_model_has_a_type_of_its_own() -> None:
@@ -130,14 +131,14 @@ def test_where_a_draft_model_comes_from_is_not_recorded() -> None:
     assert not [name for name in facts["speculation"] if name.startswith("draft")]
     again = scheduler_from(facts).speculation
     assert again is not None
-    assert again.on_device
+    assert again.spans is model_spans
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["speculation.kind=draft"], "speculation.draft_path: required where speculation.kind is draft"),
-        ([DRAFT[1]], "read only where speculation.kind is draft, and it is none; leave it out"),
+        ([DRAFT[1]], "read only where speculation.kind is draft or eagle3, and it is none; leave it out"),
         (["speculation.kind=ngram", "speculation.draft_dtype=float16"], "and it is ngram; leave it out"),
         ([*DRAFT[:1], "speculation.draft_path=recipes/tiny/nowhere"], "config.json does not exist; give the"),
         (

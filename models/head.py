@@ -1,0 +1,84 @@
+"""What is a head of the target's own checkpoint, whichever way it was trained?
+
+It makes drafts from the target's hidden states. Its entry for a position reads the token there and a feature
+of the position before: what the target found, or, ahead of the target, what the head itself did. So an entry
+depends on the tokens up to its own alone, as keys of the same page do, and the first position has none.
+
+A family of heads says which layers it reads (`taps`), what a feature is made of (`fused`), and what it
+computes (`computed`, `fill`, `logits`).
+
+Legend: T tokens of the step, R rows, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from attention.reference import Attention
+from models.config import DecoderConfig
+from models.decoder import Decoder, StepInputs
+from models.dtypes import TORCH_DTYPES
+from models.features import FeaturePages
+from models.linear import Linear
+from models.ops.reference import Ops
+from models.rope import Rope
+
+FIRST_KEY = 1  # there is no feature before the first position, and so no key at it
+
+
+class Head(nn.Module, ABC):
+    """A head over packed spans, which computes as a `Decoder` does; `attach` it before its first step."""
+
+    taps: tuple[int, ...]  # the target's layers whose inputs it reads, in rising order
+    offsets: Tensor | None = None  # int64 [V]: what is added to a draft token for the target's token
+
+    def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention) -> None:
+        super().__init__()
+        self.config = self.part = config
+        self.ops, self.attention = ops, attention
+        self.rope = Rope(config.rope, attention.device)
+        self.dtype = TORCH_DTYPES[config.dtype]
+        self.fresh = torch.empty(0)  # features [T, hidden] of the target's last step that was not captured
+
+    def attach(self, target: Decoder, features: FeaturePages) -> None:
+        """From now on, take what the target's layers read into `features`, and read its embedding."""
+        self.features = features
+        self._embedded = target.embedded
+        target.tap(self.taps, self._take)
+
+    def pack(self) -> None:
+        """As `Decoder.pack`."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
+    def forward(self, step: StepInputs) -> Tensor:
+        """Hidden states [T, hidden] of the step's tokens, which at ends of spans become features."""
+        assert step.before_index is not None, "a head reads what lies before"
+        hidden = self.computed(step, self.features.read(step.before_index))
+        self.features.write_ends(hidden, step.metadata.write_index, step.before_index)
+        return hidden
+
+    def _take(self, tapped: Tensor, step: StepInputs) -> None:
+        """What the target's layers read in a step, [T, taps * hidden of the target]."""
+        self.fresh = self.fused(tapped)
+        self.features.write(self.fresh, step.metadata.write_index)
+
+    @abstractmethod
+    def fused(self, tapped: Tensor) -> Tensor:
+        """[T, taps * hidden of the target] -> features [T, hidden]."""
+
+    @abstractmethod
+    def computed(self, step: StepInputs, features: Tensor) -> Tensor:
+        """Hidden states [T, hidden] from the step's tokens and the features before them."""
+
+    @abstractmethod
+    def fill(self, step: StepInputs, features: Tensor) -> None:
+        """Write the entries of the step's tokens, and compute nothing else."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> logits [R, V]."""

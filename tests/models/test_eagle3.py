@@ -1,0 +1,106 @@
+"""Are an EAGLE-3 head's drafts those of the published head, wherever a row goes, and does no token change?
+
+In float32, over chunked prompts, shared prefixes, samples that fork, preemption with and without swapping,
+compaction and a pool that changes its size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from continuous_batching.batch import Batch
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request
+from continuous_batching.speculation.lengths import Fixed, Offers
+from kv_cache.pages import Index
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import Kind
+from tests.models.eagle3_heads import Published, check_head_drafts, head_for, target_of
+from tests.models.families import LLAMA3, Variant
+from tests.models.test_draft_model import Watched, serve, settings_of, tokens_of
+
+LLAMA = Variant("llama_target", "llama", {"num_key_value_heads": 2}, LLAMA3)
+QWEN3 = Variant("qwen3_target", "qwen3", {"head_dim": 16})
+
+
+def engine_of(target: Path, kind: Kind, head: Path | None = None, most: int = 4, **more: Any) -> Engine:
+    keys = {f"speculation.{name}": value for name, value in (("kind", "eagle3"), ("draft_path", head))}
+    keys |= {"speculation.max_tokens": most, "speculation.adaptive": "fixed"}
+    asked = settings_of(target, kind, None, most, **(keys if head else {}), **more)
+    return build(load(ROOT / "recipes/any/cpu.yaml", asked)).engine
+
+
+def check(
+    target: Path, head: Path, model: Any, kind: Kind, most: int, plain: list[Request], **more: Any
+) -> float:
+    engine = engine_of(target, kind, head, most, **more)
+    watched = Watched(engine)
+    drafted = serve(engine)
+    assert tokens_of(drafted) == tokens_of(plain)
+    counters = engine.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.swapped_in_pages > 0
+    assert counters.hit_tokens > 0
+    num_made, num_right = check_head_drafts(Published(model, head), watched.drafts, tokens_of(drafted))
+    assert num_made > 0.9 * counters.draft_tokens > 10
+    assert num_right >= counters.accepted_tokens
+    return counters.accepted_tokens / counters.draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("variant", "most", "form", "more"),
+    [
+        (LLAMA, 4, {"draft_vocab": 120}, {}),
+        (LLAMA, 20, {"gain": 1.0}, {"scheduler.overlap": "true"}),  # above a page of 16
+        (QWEN3, 1, {"owns_embedding": True, "head_dim": 20}, {"cache.page_size": 8, "cache.num_pages": 28}),
+        (QWEN3, 3, {"norm_before_residual": True, "gain": 1.0}, {"scheduler.overlap": "true"}),
+    ],
+    ids=["small vocabulary", "many", "one", "normed"],
+)
+def test_a_head_changes_no_token_and_says_what_the_published_one_does(
+    variant: Variant, most: int, form: dict[str, Any], more: dict[str, Any], tmp_path: Path
+) -> None:
+    model, path = target_of(variant, tmp_path)
+    plain = serve(engine_of(path, "cpu", **more))
+    head = head_for(model, tmp_path / "head", **form)
+    assert check(path, head, model, "cpu", most, plain, **more) > 0.02
+
+
+class Pausing(Fixed):
+    """Gives rows drafts in some steps, and none in between, for longer than a head may fall behind."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+
+    @property
+    def is_hopeful(self) -> bool:  # type: ignore[override]
+        return self._num_steps % 13 < 4
+
+    def choose(self, offers: Offers) -> Index:
+        return offers.counts if self.is_hopeful else np.zeros_like(offers.counts)
+
+    def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
+        self._num_steps += 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_head_catches_up_while_there_are_no_drafts(most: int, overlap: bool, tmp_path: Path) -> None:
+    model, path = target_of(LLAMA, tmp_path)
+    head = head_for(model, tmp_path / "head")
+    more = {"scheduler.overlap": str(overlap).lower()}
+    plain = tokens_of(serve(engine_of(path, "cpu", **more)))
+    engine = engine_of(path, "cpu", head, most, **more)
+    assert engine.scheduler.speculation is not None
+    engine.scheduler.speculation.lengths = Pausing()
+    watched = Watched(engine)
+    drafted = tokens_of(serve(engine))
+    assert drafted == plain
+    num_made, _ = check_head_drafts(Published(model, head), watched.drafts, drafted)
+    assert num_made > 40
