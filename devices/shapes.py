@@ -11,7 +11,8 @@ import torch
 class AttentionShape:
     """Attention's sizes by model and recipe; `windows` has one entry a layer, None for full attention.
 
-    Positions before `first_key` have no key: no query sees them, and none stands there.
+    Positions before `first_key`, 0 or 1, hold zeros in place of a key and a value: no query sees them, and
+    none stands there; layers then have no window.
     """
 
     num_heads: int

@@ -22,7 +22,7 @@ from attention.reference import Attention
 from models.config import DecoderConfig
 from models.decoder import SelfAttention, StepInputs, pad_rows
 from models.group import ALONE
-from models.head import Head
+from models.head import FIRST_KEY, Head
 from models.linear import Linear, parameter
 from models.mlp import MLP
 from models.ops.reference import Ops
@@ -104,8 +104,10 @@ class Eagle3(Head):
         return (self.mlp(x) + residual)[: len(features)]
 
     def fill(self, step: StepInputs, features: Tensor) -> None:
-        """Write the layer's keys and values."""
+        """Write the layer's keys and values, zeros at a position that has none."""
         x, _, cos, sin = self._inputs(step, features)
+        is_before = pad_rows(step.positions, len(x)) < FIRST_KEY
+        x = x.masked_fill(is_before[:, None], 0)  # so are its key and its value: it has no bias
         self.self_attention.write(x, cos, sin, step)
 
     def logits(self, hidden: Tensor) -> Tensor:

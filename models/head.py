@@ -77,7 +77,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def fill(self, step: StepInputs, features: Tensor) -> None:
-        """Write the entries of the step's tokens, and compute nothing else."""
+        """Write the entries of the step's tokens, zeros before FIRST_KEY, and compute nothing else."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

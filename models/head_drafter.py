@@ -23,7 +23,7 @@ from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
 from models.decoder import StepInputs
 from models.drafter import Drafter
-from models.head import FIRST_KEY, Head
+from models.head import Head
 from models.inputs import step_inputs
 
 
@@ -66,7 +66,7 @@ class HeadDrafter(Drafter):
 
     def _lacking(self, batch: Batch, spans: Index) -> _Left | None:
         """The entries of these spans, and where the features are that they read."""
-        starts, stops = np.maximum(batch.draft_starts[spans], FIRST_KEY), batch.draft_stops[spans]
+        starts, stops = batch.draft_starts[spans], batch.draft_stops[spans]
         spans, starts, stops = (each[stops > starts] for each in (spans, starts, stops))
         if not len(spans):
             return None

@@ -65,6 +65,11 @@ class AtbAttention(AscendAttention):
 
     def check(self) -> None:
         super().check()
+        if self.shape.first_key:
+            raise ValueError(
+                f"attention of the {self.product.name} reads every position, and a head has no key at the"
+                " first: set device.attention to reference, or speculation.kind to ngram, suffix or draft"
+            )
         if not hasattr(torch_npu, "_npu_paged_attention_splitfuse_v2"):
             raise ValueError(
                 f"torch_npu is {torch_npu.__version__}, without _npu_paged_attention_splitfuse_v2 for the"

@@ -112,8 +112,18 @@ class FusedAttention(AscendAttention):
         ]
         if torch.npu.is_current_stream_capturing():
             return self._capture(calls[0], metadata.captured, metadata.workspaces)
-        parts = [torch_npu.npu_fused_infer_attention_score(**call)[0] for call in calls]
+        parts = [self._seen(*torch_npu.npu_fused_infer_attention_score(**call)) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _seen(self, output: Tensor, lse: Tensor) -> Tensor:
+        """The output [T, H, D] without the position before the first key, whose weights add up to exp(lse).
+
+        The operator reads all positions. One of zeros has the score 0, so the weight 1, and adds nothing.
+        """
+        if not self.shape.first_key:
+            return output
+        seen = -torch.expm1(-lse.view(*output.shape[:2], 1))  # the share of the other weights
+        return (output / seen.clamp_min(torch.finfo(torch.float32).tiny)).to(output.dtype)
 
     def _arguments(
         self, query: Tensor, keys: Tensor, values: Tensor, part: FusedSpans, window: int | None
@@ -131,6 +141,8 @@ class FusedAttention(AscendAttention):
             "input_layout": "TND",
             "block_size": self.shape.page_size,
         }
+        if self.shape.first_key:
+            arguments["softmax_lse_flag"] = True
         if window is not None:
             band = {"sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": 0}
             return arguments | band | {"atten_mask": self.mask}
@@ -153,7 +165,9 @@ class FusedAttention(AscendAttention):
         kind = call.get("pre_tokens")
         if kind not in workspaces:
             workspaces[kind] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**call)
-        output, lse = torch.empty_like(call["query"]), torch.empty(1, dtype=torch.float32, device=self.device)
+        output = torch.empty_like(call["query"])
+        num_sums = (*output.shape[:2], 1) if self.shape.first_key else (1,)
+        lse = torch.empty(num_sums, dtype=torch.float32, device=self.device)
         call |= {"workspace": workspaces[kind], "out": [output, lse]}
         stream, event = torch.npu.current_stream(), torch.npu.ExternalEvent()
         event.wait(stream)
@@ -161,7 +175,7 @@ class FusedAttention(AscendAttention):
         torch.npu.graph_task_group_begin(stream)
         torch_npu.npu_fused_infer_attention_score.out(**call)
         captured.append(CapturedCall(event, torch.npu.graph_task_group_end(stream), call))
-        return output
+        return self._seen(output, lse)
 
     def replay(self, graph: Any, metadata: FusedMetadata, kv_lens: list[int]) -> None:
         """Run a captured step, and update its calls with the lengths of this step."""

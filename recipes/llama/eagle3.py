@@ -75,6 +75,7 @@ def _check(hf: Mapping[str, Any], plain: DecoderConfig, target: DecoderConfig, t
         ("target_hidden_size", hf.get("target_hidden_size", hidden), hidden, "as the model has"),
         ("quantization_config", plain.quantization, None, "plain weights alone are read"),
         ("tie_word_embeddings", plain.tie_embeddings, False, "a head has an lm_head of its own"),
+        ("attention_bias", plain.attention_bias, False, "heads have no biases"),
         (layers, asked.get(layers, hf.get(layers, list(taps))), list(taps), "those of published heads"),
     ):
         if value != wanted:

@@ -111,6 +111,10 @@ class Bench:
             for heads in (self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads)
         )
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        ends = np.cumsum(list(spans.values()))
+        begins = [end - count for end, (row, count) in zip(ends, spans.items()) if not self.told[row].length]
+        if self.shape.first_key:
+            key[begins], value[begins] = 0, 0
         kept_key, kept_value = key, value
         if self.shape.int8_pages:
             kept_key, kept_value = unpacked(packed(key)), unpacked(packed(value))
@@ -130,8 +134,10 @@ class Bench:
             told.keys[layer] = torch.cat((told.keys[layer], kept_key[new]))
             told.values[layer] = torch.cat((told.values[layer], kept_value[new]))
             expected = alone(query[new], told.keys[layer], told.values[layer], self.shape, layer)
+            is_seen = np.arange(told.length, told.length + count) >= self.shape.first_key
             near = 2e-5 if self.shape.dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(output[new].double(), expected, rtol=near, atol=near)
+            found = output[new].double()
+            torch.testing.assert_close(found[is_seen], expected[is_seen], rtol=near, atol=near)
             addresses = self._addresses(row, told.length, told.length + count)
             for place, tensor, part in zip(now, before, (kept_key[new], kept_value[new])):
                 assert torch.equal(place[addresses], part)
@@ -170,7 +176,7 @@ def alone(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, la
     output = torch.empty_like(query)
     for index in range(len(query)):
         position = keys.shape[1] - len(query) + index
-        seen = slice(max(0, position - window + 1), position + 1)
+        seen = slice(max(min(position, shape.first_key), position - window + 1), position + 1)
         weights = torch.softmax(keys[:, seen] @ query[index, :, :, None] * shape.scale, 1)
         output[index] = (weights * values[:, seen]).sum(1)
     return output
@@ -236,6 +242,19 @@ def test_random_schedules(pair: Pair, seed: int) -> None:
 def test_random_schedules_over_pages_of_int8(pair: Pair, dtype: torch.dtype, seed: int) -> None:
     head_dim = (8, 10, 64)[seed]  # with 10, scales lie where no float32 may
     run_random_schedule(pair, seed, [1, 8, 16], dtype=dtype, head_dim=head_dim, int8_pages=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_query_sees_what_lies_before_the_first_key(pair: Pair, dtype: torch.dtype, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([16, 32] if pair == ("npu", "fused") else [1, 8, 16, 32]))
+    bench = bench_of(pair, shape(page_size=page_size, windows=(None,), first_key=1, dtype=dtype), seed)
+    bench.step(dict.fromkeys(range(ROWS), 1))  # no query stands there
+    bench.step({1: 2, 4: 1, 2: 70, 0: 5})
+    for _ in range(4):
+        rows = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)].tolist()
+        bench.step({row: int(rng.choice([1, 1, rng.integers(2, 60)])) for row in rows})
 
 
 def run_random_schedule(pair: Pair, seed: int, page_sizes: list[int], **changes: object) -> None:

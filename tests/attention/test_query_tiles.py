@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -88,3 +90,16 @@ def test_chunks_are_shared_out_by_whole_chunks_the_longest_first() -> None:
     parted = tiles.tiles[tiles.tiles[:, 6] >= 0]
     assert set(parted[:, 5].tolist()) == {1}
     assert sorted(parted[:, 3].tolist()) == list(range(0, 1000, 100))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_lies_before_the_first_key_is_not_read(seed: int) -> None:
+    starts, stops, _, cut = drawn(seed)
+    starts, stops = starts + 1, stops + 1  # no query stands there
+    tiles = QueryTiles.of(starts, stops, None, replace(cut, first_key=1))
+    assert tiles.tiles[:, 3].min() == 1
+    lens = stops - starts
+    seen, _ = read(tiles, np.cumsum(lens) - lens)
+    assert sum(map(len, seen.values())) == sum(
+        position for start, stop in zip(starts, stops) for position in range(start, stop)
+    )
