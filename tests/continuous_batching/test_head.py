@@ -1,0 +1,109 @@
+"""Does a head find its keys, and the target's features, wherever a row goes, and change no token?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.recording.format import Committed, Scheduled, read_entries
+from continuous_batching.recording.replay import Replayed, replay
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.validation import GiveUp
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.draft_model import DraftModel, head_spans
+from continuous_batching.speculation.lengths import Fixed
+from continuous_batching.speculation.speculation import Speculation
+from kv_cache.pages import PagePool
+from simulation.recorded import follow, recorded_run
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.head_checksum import HeadRunner
+from tests.continuous_batching.test_draft_model import Wavering, ask
+from tests.continuous_batching.test_draft_schedules import schedulers
+from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
+from tests.thorough import cases
+
+
+def drafting(slots: SlotPool, most: int, seed: int | None) -> Speculation:
+    lengths = Fixed() if seed is None else Wavering(seed)
+    return Speculation(slots, DraftModel(), lengths, most, spans=head_spans)
+
+
+@settings(
+    max_examples=cases(60, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    made=schedulers(),
+    plan=st.lists(arrivals, min_size=1, max_size=10),
+    resizes=st.dictionaries(
+        st.integers(0, 30),
+        st.tuples(st.integers(-20, 20), st.sampled_from(["nothing", "cached", "running"])),
+        max_size=3,
+    ),
+    overlap=st.booleans(),
+    most=st.sampled_from([1, 2, 5, 20]),
+    seed=st.one_of(st.none(), st.integers(0, 9)),
+)
+def test_its_keys_and_features_are_there_in_every_schedule(
+    made: tuple[Scheduler, ChecksumRunner],
+    plan: list[Arrival],
+    resizes: dict[int, tuple[int, GiveUp]],
+    overlap: bool,
+    most: int,
+    seed: int | None,
+) -> None:
+    scheduler, runner = made
+    scheduler.speculation = drafting(scheduler.slots, most, seed)
+    runner = HeadRunner(scheduler.slots, scheduler.pool, runner.host_pool, most)
+    ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
+    check_answers(ended, runner.fail)
+    assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()
+
+
+def small(most: int = 6, seed: int | None = 0, page_size: int = 4) -> tuple[Scheduler, HeadRunner]:
+    """One that must preempt and swap."""
+    slots, pool, host = SlotPool(4, 64, page_size), PagePool(80 // page_size), PagePool(48 // page_size)
+    scheduler = Scheduler(
+        slots,
+        pool,
+        StallFree(),
+        max_batch_tokens=24,
+        vocab_size=VOCAB_SIZE,
+        host_pool=host,
+        compact_every_steps=3,
+        speculation=drafting(slots, most, seed),
+    )
+    return scheduler, HeadRunner(slots, pool, host, most)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("most", "page_size"), [(1, 8), (3, 8), (6, 4)])
+def test_rows_lack_few_tokens_while_they_have_no_drafts(most: int, page_size: int, overlap: bool) -> None:
+    scheduler, runner = small(most, page_size=page_size)
+    for request in ask((scheduler, runner), overlap=overlap):
+        assert request.answer.tolist() == alone(request.prompt.tolist(), 34, seed=request.params.seed or 0)
+    counters = scheduler.counters
+    assert runner.num_caught_up > 10
+    assert counters.preemptions > 0
+    assert counters.swapped_in_pages > 0
+    assert counters.draft_tokens > counters.accepted_tokens > counters.draft_tokens / 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_replay_makes_no_drafts(overlap: bool, tmp_path: Path) -> None:
+    scheduler, runner = small()
+    made = ask((scheduler, runner), overlap=overlap, path=tmp_path / "file")
+    with open(tmp_path / "file", "rb") as file:
+        entries = list(read_entries(file))
+    assert not any(each.drafts for each in entries if isinstance(each, Scheduled))
+    assert any(each.drafts for each in entries if isinstance(each, Committed))
+    again, _ = small(seed=5)  # which would give other rows drafts
+    steps = [each for each in replay(entries, again) if isinstance(each, Replayed)]
+    answers = {each.id: each.answer.tolist() for step in steps for each in step.finished}
+    assert answers == {each.id: each.answer.tolist() for each in made}
+    assert again.counters == scheduler.counters
+    simulated, _ = small(seed=5)
+    assert follow(recorded_run(entries), simulated, overlap=overlap) == len(steps)
