@@ -1,7 +1,7 @@
-"""What does a step of a draft model ask of an NPU, after the one that reads what was said?
+"""What does a step of a draft model, or a head, ask of an NPU, after the one that reads what was said?
 
 The draft model has its own heads, norms, biases, windows and types; as in `launches`, it has few layers and
-narrow products, so that it stands beside a narrow target.
+narrow products, so that it stands beside a narrow target. A head has one layer, as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.drafter import Drafter
+from models.eagle3 import Eagle3, Eagle3Config
+from recipes.build import decoders
 from recipes.build.decoders import cache_of, shape_of
 from recipes.build.engine import BuiltEngine
 from recipes.build.machine import Npu
@@ -25,6 +27,10 @@ from recipes.schema.recipe import Recipe
 
 def narrow(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -> DecoderConfig:
     """The same draft model with few layers, and the narrow target's widths and vocabulary."""
+    if isinstance(draft, Eagle3Config):
+        taps = tuple(range(num_layers))
+        draft = replace(draft, taps=taps, draft_vocab_size=min(draft.draft_vocab_size, target.vocab_size))
+        num_layers = draft.num_layers
     quantization = draft.quantization and replace(draft.quantization, is_stored=False)
     return replace(
         draft,
@@ -39,10 +45,17 @@ def narrow(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -> Deco
 
 
 def drafter_of(recipe: Recipe, config: DecoderConfig, built: BuiltEngine, machine: Npu) -> Drafter:
-    """A draft model of random weights beside an engine that was built without one."""
+    """A draft model, or a head, of random weights beside an engine that was built without one."""
+    slots = built.engine.slots
+    if isinstance(config, Eagle3Config):
+        head = Eagle3(config, *machine.operators(shape_of(recipe, config)))
+        for parameter in head.parameters():
+            parameter.data.fill_(1 / config.hidden_size)
+        head.pack()
+        cache = cache_of(head, recipe, built.memory)
+        return decoders.drafter_of(head, built.runner.decoder, cache, slots, slots.num_slots, recipe)
     decoder = Decoder(config, *machine.operators(shape_of(recipe, config)))
     weights.random(decoder, recipe.model.seed)
-    slots = built.engine.slots
     return Drafter(decoder, cache_of(decoder, recipe, built.memory), slots, slots.num_slots)
 
 
@@ -55,7 +68,8 @@ def counted(drafter: Drafter, built: BuiltEngine, machine: Npu) -> Iterator[tupl
         if way == "captured":
             drafter.capture(built.runner.graphs)
         with torch.inference_mode():
-            drafter.begin(drafter.decoder.embedding.new_zeros(len(rows)).long(), rows)
+            device = drafter.decoder.attention.device
+            drafter.begin(torch.zeros(len(rows), dtype=torch.int64, device=device), rows)
             drafter.follow(rows, np.full_like(rows, 5))  # settles what later steps find
             with log.reading() as asked:
                 drafter.follow(rows, np.full_like(rows, 6))

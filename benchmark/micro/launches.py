@@ -3,25 +3,26 @@
 Counted over the stand-in for CANN, which sees every call, also where the recipe names a real NPU. The model
 has the recipe's heads, norms, biases, windows and types, but few layers, narrow products and random weights:
 what a layer asks for does not depend on these, so the sums of the whole depth are exact. A launch is one
-operator of torch or torch_npu that computes on the device. Where the recipe names a draft model, a step of
-that is counted, too.
+operator of torch or torch_npu that computes on the device. Where the recipe names a draft model, or a head,
+a step of that is counted, too; a head's layer is all that it computes but for its choice.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from torch.nn import Module
 
 from benchmark.micro import draft_launches
 from benchmark.options import add_json, show
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from models.decoder import Decoder
+from models.head import Head
 from recipes.build.engine import build
 from recipes.build.families import draft_config, model_config, read
 from recipes.build.machine import Npu, start
@@ -65,7 +66,7 @@ def run(recipe: Recipe) -> dict[str, object]:
     log = machine.launch_log
     assert log is not None, "and the stand-in for it"
     built = build(small)
-    _name_layers(built.runner.decoder, lambda place: setattr(log, "place", place))
+    _name_layers(built.runner.decoder.layers, lambda place: setattr(log, "place", place))
     built.runner.capture(ROWS)  # once more, now that the layers are named
     graphs, steps = built.runner.graphs, []
     for way in ("eager", "captured"):
@@ -83,10 +84,11 @@ def run(recipe: Recipe) -> dict[str, object]:
     if draft is not None:
         config = draft_launches.narrow(draft, built.config, LAYERS)
         drafter = draft_launches.drafter_of(small, config, built, machine)
-        _name_layers(drafter.decoder, lambda place: setattr(log, "place", place))
+        layers = [drafter.decoder] if isinstance(drafter.decoder, Head) else drafter.decoder.layers
+        _name_layers(layers, lambda place: setattr(log, "place", place))
         for way, asked in draft_launches.counted(drafter, built, machine):
             rest = _around(asked, in_graph=True)
-            steps.append({"step": f"{way}, a draft"} | _sums(asked, draft.num_layers, rest))
+            steps.append({"step": f"{way}, a draft"} | _sums(asked, draft.num_layers, rest, len(layers)))
     return {"num_layers": num_layers, "steps": steps}
 
 
@@ -112,9 +114,9 @@ def _narrow(recipe: Recipe) -> Recipe:
     return replace(recipe, **parts, **alone)
 
 
-def _name_layers(decoder: Decoder, name: Callable[[str], None]) -> None:
+def _name_layers(layers: Iterable[Module], name: Callable[[str], None]) -> None:
     """Call `name` where a layer begins, and with nothing where it ends."""
-    for number, layer in enumerate(decoder.layers):
+    for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, at=str(number): name(at))
         layer.register_forward_hook(lambda *_: name(""))
 
@@ -134,27 +136,29 @@ def _around(asked: Sequence[Any], *, in_graph: bool) -> Counter[str]:
     )
 
 
-def _sums(asked: Sequence[Any], num_layers: int, greedy: Counter[str]) -> dict[str, object]:
+def _sums(
+    asked: Sequence[Any], num_layers: int, greedy: Counter[str], num_narrow: int = LAYERS
+) -> dict[str, object]:
     kinds = Counter(each.kind for each in asked)
     launches = [each for each in asked if each.kind == "launch"]
-    layers = [Counter(each.name for each in launches if each.place == str(at)) for at in range(LAYERS)]
-    assert layers[1] == layers[2], f"layers differ: {layers[1]} and {layers[2]}"
-    depth = layers[0].total() + (num_layers - 1) * layers[1].total()
+    layers = [Counter(each.name for each in launches if each.place == str(at)) for at in range(num_narrow)]
+    assert layers[1:] == layers[-1:] * (num_narrow - 1), f"layers differ: {layers[1:]}"
+    depth = layers[0].total() + (num_layers - 1) * layers[-1].total()
     outside, drawing = _around(asked, in_graph=False), _around(asked, in_graph=True) - greedy
     is_captured = any(each.in_graph for each in launches)
     return {
-        "a_layer": layers[1].total(),
+        "a_layer": layers[-1].total(),
         "in_graph": depth + greedy.total() if is_captured else 0,
         "drawing": drawing.total(),
         "outside_graph": outside.total() + (0 if is_captured else depth),
         "to_device": kinds["to device"],
         "to_host": kinds["to host"],
         "waits": kinds["wait"],
-        "updates": kinds["update"] // LAYERS * num_layers,
-        "prefetches": kinds["prefetch"] // LAYERS * num_layers,
+        "updates": kinds["update"] // num_narrow * num_layers,
+        "prefetches": kinds["prefetch"] // num_narrow * num_layers,
         "operators": {
             "first layer": dict(layers[0]),
-            "each further layer": dict(layers[1]),
+            "each further layer": dict(layers[-1]),
             "rest of the graph": dict(greedy),
             "graph that draws": dict(drawing),
             "outside": dict(outside),

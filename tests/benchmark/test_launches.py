@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
 
 from benchmark.micro import launches
 from recipes.schema.reader import load
@@ -116,6 +121,21 @@ def test_a_captured_step_of_a_draft_model_is_a_replay(monkeypatch: pytest.Monkey
     counts = [tuple(step[name] for name in ("in_graph", "outside_graph", "to_device", "waits")) for step in
               (eager, captured)]  # fmt: skip
     assert counts == [(0, 29, 4, 0), (32, 1, 1, 0)]
+
+
+def test_so_is_one_of_a_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MODELS", "/models")
+    hf = yaml.safe_load(LLAMA) | {"num_hidden_layers": 1, "draft_vocab_size": 320}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    save_file({"d2t": torch.zeros(320, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    draft = ["speculation.kind=eagle3", f"speculation.draft_path={tmp_path}"]
+    chosen = ["model.path=null", f"model.config={LLAMA}", "model.weights=random", *draft]
+    result: dict[str, Any] = launches.run(load(ROOT / "recipes/llama/llama2_7b_910b.yaml", chosen))
+    eager, captured = result["steps"][-2:]
+    counts = [tuple(step[name] for name in ("in_graph", "outside_graph", "to_device", "waits")) for step in
+              (eager, captured)]  # fmt: skip
+    assert captured["in_graph"] > eager["a_layer"] == captured["a_layer"] > 10
+    assert counts == [(0, 47, 5, 0), (58, 1, 1, 0)]
 
 
 def test_the_counts_stand_in_the_manual() -> None:

@@ -31,6 +31,7 @@ from tests.mutation.fault import Fault
 from tests.mutation.grammar_faults import GRAMMAR_FAULTS, GRAMMAR_TESTS_OF
 from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
 from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
+from tests.mutation.head_faults import HEAD_FAULTS, HEAD_TESTS_OF
 from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
 from tests.mutation.in_flight_faults import FLIGHT_FAULTS
 from tests.mutation.int8_faults import INT8_FAULTS, INT8_TESTS_OF
@@ -54,6 +55,7 @@ FAULTS = (
     *SCHEDULE_FAULTS,
     *DRAFT_FAULTS,
     *DRAFT_MODEL_FAULTS,
+    *HEAD_FAULTS,
     *SEARCH_FAULTS,
     *FLIGHT_FAULTS,
     *QUEUE_FAULTS,
@@ -123,6 +125,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     SEARCHES: (BATCHING + "test_beam_search.py",),
     **DRAFT_TESTS_OF,
     **DRAFT_MODEL_TESTS_OF,
+    **HEAD_TESTS_OF,
     **NPU_TESTS_OF,
     **ACLOP_TESTS_OF,
     **GRAMMAR_TESTS_OF,

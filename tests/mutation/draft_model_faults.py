@@ -97,7 +97,14 @@ DRAFT_MODEL_FAULTS = (
     ),
 )
 DRAFT_MODEL_TESTS_OF = {
-    SPANS: ("tests/continuous_batching/test_draft_model.py",),
-    DRAFTER: ("tests/models/test_draft_model.py", "tests/models/test_captured_drafts.py"),
+    SPANS: (
+        "tests/continuous_batching/test_draft_model.py",
+        "tests/continuous_batching/test_head.py",
+    ),
+    DRAFTER: (
+        "tests/models/test_draft_model.py",
+        "tests/models/test_captured_drafts.py",
+        "tests/models/test_eagle3.py",
+    ),
     BENCHMARK: ("tests/benchmark/test_speculation.py",),
 }

@@ -17,6 +17,7 @@ GRAPH_TESTS_OF = {
             "tests/models/test_graphs.py",
             "tests/models/test_captured_draws.py",
             "tests/models/test_captured_drafts.py",
+            "tests/models/test_captured_heads.py",
         ),
     ),
     INPUTS: ("tests/models/test_graphs.py", "tests/models/test_captured_draws.py"),

@@ -17,7 +17,10 @@ TENSOR_TESTS = tuple(
     f"tests/models/test_{name}.py"
     for name in ("share", "shared_weights", "random_stages", "random_shares", "tensor_parallel")
 )
-TENSOR_TESTS_OF = dict.fromkeys((SHARE, DECODER, WEIGHTS, GROUP), TENSOR_TESTS)
+TENSOR_TESTS_OF = {
+    **dict.fromkeys((SHARE, WEIGHTS, GROUP), TENSOR_TESTS),
+    DECODER: (*TENSOR_TESTS, "tests/models/test_eagle3.py"),
+}
 
 TENSOR_FAULTS = (
     Fault(
