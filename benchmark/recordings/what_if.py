@@ -22,8 +22,7 @@ from continuous_batching.recording.replay import Event, Replayed, request_of
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.build.scheduler import changed, scheduler_from
-from recipes.build.speculation import ON_DEVICE
-from recipes.schema.speculation_section import SpeculationSection, speculation_contradictions
+from recipes.schema.speculation_section import DRAFTERS, SpeculationSection, speculation_contradictions
 from simulation.fit_trust import in_words
 from simulation.fitted import Timed, fit, timed
 from simulation.replica import Replica
@@ -161,8 +160,9 @@ def _drafted(section: dict[str, Any], changes: Sequence[tuple[str, str, Any]]) -
             if key not in section:
                 raise ValueError(f"speculation.{key}: there is no such key, but for {', '.join(section)}")
             drafted[key] = value
-    if not ON_DEVICE.keys().isdisjoint((section["kind"], drafted["kind"])):
-        raise ValueError("speculation.kind: what a draft model says is not modelled")
+    for kind in (section["kind"], drafted["kind"]):
+        if kind in DRAFTERS:
+            raise ValueError(f"speculation.kind: what a {DRAFTERS[kind]} says is not modelled")
     for problem in speculation_contradictions(SpeculationSection(**drafted), "cpu"):
         raise problem
     return drafted

@@ -168,8 +168,13 @@ def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[Decod
 
 
 def _estimate(recipe: Recipe, decoders: list[DecoderConfig], vocab_size: int) -> int:
-    """As `estimate`, of decoders that compute one after the other."""
-    return max(estimate(recipe, each, vocab_size) for each in decoders)
+    """As `estimate`, of decoders that compute one after the other, with what a head reads of the first."""
+    tapped = sum(
+        step_tokens(recipe, each) * (len(each.taps) + 1) * each.hidden_size * each.dtype_bytes
+        for each in decoders
+        if isinstance(each, Eagle3Config)
+    )
+    return tapped + max(estimate(recipe, each, vocab_size) for each in decoders)
 
 
 def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_tokens: int) -> None:

@@ -26,15 +26,15 @@ HEAD_FAULTS = (
     Fault(
         "head_behind_without_end",
         SPANS,
-        "np.where(lag >= most, starts, first)",
+        "np.where((lag >= most) & (slots.beam_width[rows] == 0), starts, first)",
         "first",
         "a row without drafts lacks entries whose features are gone",
     ),
     Fault(
         "head_behind_by_one_too_many",
         SPANS,
-        "np.where(lag >= most, starts, first)",
-        "np.where(lag > most, starts, first)",
+        "(lag >= most)",
+        "(lag > most)",
         "the feature of the first entry that a row lacks has been written over",
     ),
     Fault(
