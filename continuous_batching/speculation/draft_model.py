@@ -49,11 +49,13 @@ def head_spans(slots: SlotPool, rows: Index, starts: Index, stops: Index, most: 
     """Of a head, whose entries for drafts do not last: the target has not found their features yet.
 
     The last token of a row that decodes may be known to the device alone, so that without drafts only those
-    before it are computed. Beams share pages, and have no drafts: nothing is computed of their answers.
+    before it are computed, for all rows once one lacks as many as it may. Beams share pages, and have no
+    drafts: nothing is computed of their answers.
     """
     known = slots.num_tokens[rows]
     lag = slots.draft_lag[rows]
     first = starts - lag
-    behind = np.where((lag >= most) & (slots.beam_width[rows] == 0), starts, first)
     waits = slots.decoding(rows, starts, known) & (stops <= known)
+    may_lack = waits & (slots.beam_width[rows] == 0)
+    behind = np.where(may_lack & (lag[may_lack] >= most).any(), starts, first)
     return first, np.where(waits, behind, np.minimum(stops, known))

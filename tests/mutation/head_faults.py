@@ -26,15 +26,15 @@ HEAD_FAULTS = (
     Fault(
         "head_behind_without_end",
         SPANS,
-        "np.where((lag >= most) & (slots.beam_width[rows] == 0), starts, first)",
+        "np.where(may_lack & (lag[may_lack] >= most).any(), starts, first)",
         "first",
         "a row without drafts lacks entries whose features are gone",
     ),
     Fault(
         "head_behind_by_one_too_many",
         SPANS,
-        "(lag >= most)",
-        "(lag > most)",
+        "(lag[may_lack] >= most)",
+        "(lag[may_lack] > most)",
         "the feature of the first entry that a row lacks has been written over",
     ),
     Fault(
