@@ -33,8 +33,8 @@ class Batch:
     unknown: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     num_drafts: int = 0  # tokens at the ends of spans that are guesses
     # [S] positions `draft_starts` to `draft_stops` - 1 of each row that the draft model computes first: what
-    # it lacks of the known tokens, then the drafts of the span but for the last, which it makes; empty
-    # without a draft model
+    # it lacks of the known tokens, then the drafts of the span but for the last, which it makes; of a head,
+    # whose keys of drafts do not last, the known tokens alone; empty without either
     draft_starts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     draft_stops: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     num_tokens: int = field(init=False)  # of all spans; asked for often, so summed once

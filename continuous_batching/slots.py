@@ -42,7 +42,7 @@ class SlotPool:
         self.num_drafts = self._integers()  # guesses that follow the known tokens in token_ids
         self.num_drafted = self._integers()  # guesses that were checked
         self.num_accepted = self._integers()  # of these, what the model said too
-        self.draft_lag = self._integers()  # of the tokens in the cache, the last that a draft model lacks
+        self.draft_lag = self._integers()  # the last tokens in the cache that a draft model or head lacks
         self.num_pages = self._integers()  # entries of page_table in use
         self.num_published = self._integers()  # of these, known to the prefix cache
         self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed

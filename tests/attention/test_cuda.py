@@ -96,6 +96,16 @@ def drawn(rng: np.random.Generator, num_slots: int, most: int) -> Spans:
     return spans
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_no_query_sees_what_lies_before_the_first_key(batch_invariant: bool) -> None:
+    headed = shape(first_key=1)
+    world = World(headed, num_slots=4, most=200, seed=2)
+    for told in world.told[1:]:
+        told[:, 0] = torch.nan  # it would show
+    spans = {0: (1, 2), 2: (1, 40), 1: (199, 200), 3: (17, 20)}
+    agree(world, CudaAttention(headed, DEVICE, batch_invariant=batch_invariant), spans)
+
+
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, cases(16, 40)))]
 )
