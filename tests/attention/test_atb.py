@@ -140,3 +140,8 @@ def test_a_window_is_refused() -> None:
         ValueError, match="layer 1 of the model has a sliding window of 7; attention of the 310P"
     ):
         atb(windows=(None, 7)).check()
+
+
+def test_a_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="310P reads every position, .*: set device.attention to reference"):
+        atb(first_key=1).check()

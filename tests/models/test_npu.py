@@ -308,6 +308,8 @@ def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch_npu, "_npu_paged_attention_splitfuse_v2")
     with pytest.raises(ValueError, match=r"install 2\.13"):
         bench.attention.check()
+    with pytest.raises(ValueError, match="a head has no key at the first"):
+        atb(first_key=1).check()
 
 
 def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
@@ -357,6 +359,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         attention.product = product("950", "")  # type: ignore[attr-defined]
         monkeypatch.delattr(torch_npu, "npu_scatter_pa_kv_cache")
         Bench(attention).step({0: 20, 3: 1})
+        Bench(operators("npu", "fused", shape(windows=(None,), first_key=1))[1]).step({0: 1})
         tiled = replace(ops.product, tiles_weights=True)  # type: ignore[attr-defined]
         NpuOps(tiled).pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
         ops.check_int8(torch.bfloat16)
