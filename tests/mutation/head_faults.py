@@ -200,7 +200,11 @@ HEAD_FAULTS = (
     ),
 )
 
-HEAD_TESTS = ("tests/models/test_eagle3.py", "tests/recipes/test_heads.py")
+HEAD_TESTS = (
+    "tests/models/test_features.py",
+    "tests/models/test_eagle3.py",
+    "tests/recipes/test_heads.py",
+)
 HEAD_TESTS_OF = {
     **dict.fromkeys((FEATURES, HEAD, DRAFTER, EAGLE3, WEIGHTS, CONFIG), HEAD_TESTS),
     **dict.fromkeys(("recipes/build/families.py", "recipes/build/decoders.py"), HEAD_TESTS),
