@@ -143,5 +143,7 @@ def test_a_window_is_refused() -> None:
 
 
 def test_a_head_is_refused() -> None:
-    with pytest.raises(ValueError, match="310P reads every position, .*: set device.attention to reference"):
+    with pytest.raises(
+        ValueError, match=r"310P reads every position, .*: set device\.attention to reference"
+    ):
         atb(first_key=1).check()

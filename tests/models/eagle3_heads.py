@@ -46,11 +46,15 @@ def head_for(
     *,
     draft_vocab: int = VOCABULARY,
     gain: float = 0.4,
+    sharpness: float = 3.0,
     owns_embedding: bool = False,
     head_dim: int = HIDDEN // HEADS,
     **config: Any,
 ) -> Path:
-    """A head for a target, in a new directory; `gain` is how much the features count."""
+    """A head for a target, in a new directory.
+
+    `gain` is how much the features count, `sharpness` how much attention is for one position alone.
+    """
     path.mkdir()
     generator = torch.Generator().manual_seed(7)
     inner, wide = 64, HEADS * head_dim
@@ -67,8 +71,8 @@ def head_for(
         "fc.weight": noise(HIDDEN, 3 * HIDDEN, gain),
         "midlayer.input_layernorm.weight": torch.ones(HIDDEN),
         "midlayer.hidden_norm.weight": 1 + 0.2 * torch.randn(HIDDEN, generator=generator),
-        "midlayer.self_attn.q_proj.weight": 3 * same + noise(wide, 2 * HIDDEN, 0.2),
-        "midlayer.self_attn.k_proj.weight": 3 * same + noise(wide, 2 * HIDDEN, 0.2),
+        "midlayer.self_attn.q_proj.weight": sharpness * same + noise(wide, 2 * HIDDEN, 0.2),
+        "midlayer.self_attn.k_proj.weight": sharpness * same + noise(wide, 2 * HIDDEN, 0.2),
         "midlayer.self_attn.v_proj.weight": same + noise(wide, 2 * HIDDEN, 0.05),
         "midlayer.self_attn.o_proj.weight": 4 * back + noise(HIDDEN, wide, 0.2),
         "midlayer.post_attention_layernorm.weight": torch.ones(HIDDEN),
