@@ -95,13 +95,6 @@ def _head_config(recipe: Recipe, config: DecoderConfig, path: Path) -> Eagle3Con
         head = eagle3(_json(path / "config.json"), config, tensor_names(path), num_kept)
     except ValueError as error:
         raise RecipeError("speculation.draft_path", f"the head: {error}", value=path) from error
-    if recipe.parallel.tensor > 1:
-        raise RecipeError(
-            ("parallel.tensor", "speculation.kind"),
-            f"parallel.tensor is {recipe.parallel.tensor}, and a head computes on one device",
-            "take ngram, suffix or draft, or set parallel.tensor to 1",
-            value=recipe.speculation.kind,
-        )
     return head
 
 

@@ -44,7 +44,16 @@ class ParallelSection:
 
 
 def stage_contradictions(section: ParallelSection, graphs: int, drafts: str) -> Iterator[RecipeError]:
-    """What cannot be where the layers are in several stages: values of device.graphs and speculation.kind."""
+    """What cannot be where the layers are in several stages, or a head on several devices: values of
+    device.graphs and speculation.kind.
+    """
+    if section.tensor > 1 and drafts == "eagle3":
+        yield RecipeError(
+            ("parallel.tensor", "speculation.kind"),
+            f"parallel.tensor is {section.tensor}, and a head computes on one device",
+            "take ngram, suffix or draft, or set parallel.tensor to 1",
+            value=section.tensor,
+        )
     if section.pipeline == 1:
         return
     for key_name, value, is_wrong, why, fix in (
