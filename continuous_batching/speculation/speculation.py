@@ -87,7 +87,7 @@ class Speculation:
             return False
         asked = rows[decoding]
         guesses = self._proposer.guess(asked, self.most)
-        if not self.on_device and slots.constrained[asked].any():
+        if self.spans is None and slots.constrained[asked].any():
             guesses = self._led_by_grammars(asked, guesses)
         counts = np.minimum(guesses.counts, room[decoding])
         if not counts.any():
