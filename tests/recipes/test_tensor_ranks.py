@@ -97,6 +97,20 @@ def served(engine: Engine, asked: list[Request], random: np.random.Generator) ->
     return answers
 
 
+@pytest.mark.slow
+def test_stages_answer_with_the_random_weights_of_one_rank() -> None:
+    """Before those of `together`, whose last ranks stay until the module ends: a process has one group."""
+    answers = []
+    for changes in ((), (STAGES,)):
+        built = engine("model.weights=random", *changes)
+        chance = np.random.default_rng(1)
+        answers.append(served(built.engine, requests(np.random.default_rng(0), 4), chance))
+        built.engine.observer.close()
+    both = answers[0].keys() & answers[1].keys()
+    assert both
+    assert [answers[0][name] for name in both] == [answers[1][name] for name in both]
+
+
 @pytest.fixture(scope="module")
 def alone() -> Engine:
     return engine().engine
@@ -127,19 +141,6 @@ def test_several_ranks_give_the_tokens_of_one(alone: Engine, together: BuiltEngi
     assert counters.preemptions > 0 or together.engine.scheduler.depth > 1  # which spreads what is wanted
     assert counters.hit_tokens > 0
     assert counters.compacted_pages > 0
-
-
-@pytest.mark.slow
-def test_stages_answer_with_the_random_weights_of_one_rank() -> None:
-    answers = []
-    for changes in ((), (STAGES,)):
-        built = engine("model.weights=random", *changes)
-        chance = np.random.default_rng(1)
-        answers.append(served(built.engine, requests(np.random.default_rng(0), 4), chance))
-        built.engine.observer.close()
-    both = answers[0].keys() & answers[1].keys()
-    assert both
-    assert [answers[0][name] for name in both] == [answers[1][name] for name in both]
 
 
 ASKED = [
