@@ -40,6 +40,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.ops, self.form, self.widths = ops, form, widths
+        self.scale_dtype = torch.float32  # to which scales are rounded, where an operator takes another
         stored = torch.int8 if form == "int8" else dtype
         self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=stored, device=device)
         self.weight_scale: nn.Parameter | None = None
@@ -50,17 +51,22 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Called once, when the weight is filled; drops the unpacked weight."""
-        assert self.weight is not None, "a linear is packed once"
         bias = None if self.bias is None else self.bias.data
-        weight, scale = self.weight.data, self.weight_scale
-        if self.form == "quantize":
-            weight, scale = self.quantized(weight)
-        given = (weight, bias) if scale is None else (weight, scale[:, 0], bias)
+        weight, scale = self.filled()
+        given = (weight, bias) if scale is None else (weight, scale.float(), bias)
         pack, split = self.ops.pack, self.ops.pack_split
         if self.is_int8:
             pack, split = self.ops.pack_int8, self.ops.pack_int8_split
         self.packed = split(*given, self.widths) if self.widths else pack(*given)
         self.weight = self.weight_scale = None
+
+    def filled(self) -> tuple[Tensor, Tensor | None]:
+        """The weight [out, in] as it is multiplied, and in int8 its scale [out]."""
+        assert self.weight is not None, "a linear is packed once"
+        weight, scale = self.weight.data, self.weight_scale
+        if self.form == "quantize":
+            weight, scale = self.quantized(weight)
+        return weight, None if scale is None else scale[:, 0].to(self.scale_dtype)
 
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """[out, in] -> int8 [out, in], float32 scale [out, 1]."""

@@ -36,17 +36,18 @@ class Mixture(nn.Module):
         self.router = nn.Parameter(weight, requires_grad=False)
         names, inner = config.mlp_names(layer, name), mixture.inner_size
         self.experts = nn.ModuleList(MLP(config, each, inner, ops, device, group) for each in names)
+        for expert in self.experts if config.dtype == "bfloat16" else ():
+            expert.down.scale_dtype = torch.bfloat16  # as checkpoints have it that are published so
         self._parts = [expert.part for expert in self.experts]
         self._joined: Packed | None = None
 
     def pack(self) -> None:
         """Called once, when the weights are filled, before those of linears: may join the experts."""
         linears = [linear for expert in self.experts for linear in (expert.gate_up, expert.down)]
-        if any(linear.is_int8 or linear.bias is not None for linear in linears):
-            return
-        weights = [linear.weight.data for linear in linears]
-        self._joined = self.ops.pack_experts(weights[::2], weights[1::2])
-        if self._joined is not None:
+        are_alike = len({linear.is_int8 for linear in linears}) == 1
+        if self.ops.joins_experts and are_alike and all(linear.bias is None for linear in linears):
+            filled = [linear.filled() for linear in linears]
+            self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
             self.experts, self._parts = nn.ModuleList(), []
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch_npu
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.ops.int8 import Int8Rows
-from models.ops.reference import Ops, Packed, Widths
+from models.ops.reference import Filled, Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 PREFETCHED_BYTES = 18 * 2**20  # of a weight, as vllm-ascend's weight_prefetch: more would drive out the cache
@@ -191,22 +192,32 @@ class NpuOps(PlainNpuOps):
         weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=num_chosen)
         return (weights / weights.sum(-1, keepdim=True) if normalizes else weights), chosen
 
-    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Packed | None:
-        """Weights [experts, in, out] of both products, since npu_grouped_matmul takes them so."""
-        if not self.product.has_mixtures:
-            return None
-        return tuple(
-            self.pack(torch.stack([each.t() for each in weights]).contiguous(), None)[0]
-            for weights in (gate_ups, downs)
-        )
+    @property
+    def joins_experts(self) -> bool:
+        """Whether this product routes tokens to experts and multiplies them in groups."""
+        return self.product.has_mixtures
+
+    def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
+        """Weights [experts, in, out] of both products, since npu_grouped_matmul takes them so, and scales
+        [experts, out]: that of the second as it takes it beside a result in bfloat16.
+        """
+        (gate_up, gate_up_scale), (down, down_scale) = map(self._stacked, (gate_ups, downs))
+        return gate_up, gate_up_scale, down, down_scale
+
+    def _stacked(self, experts: Sequence[Filled]) -> Filled:
+        weight = torch.stack([weight.t() for weight, _ in experts]).contiguous()
+        if weight.dtype != torch.int8:
+            return self.pack(weight, None)[0], None
+        scales = torch.stack([scale for _, scale in experts if scale is not None])
+        return torch_npu.npu_format_cast(weight, FRACTAL_NZ), scales
 
     def joined_mixture(self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed) -> Tensor:
         """As Ops.mixture in five launches, whatever the number of experts; weights in the model's type, as
         npu_moe_token_unpermute takes them.
         """
-        gate_up, down = packed
-        num_experts = len(gate_up)
-        rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        gate_up, gate_up_scale, down, down_scale = packed
+        num_experts, is_int8 = len(gate_up), gate_up_scale is not None
+        rows, places, counts, row_scale = torch_npu.npu_moe_init_routing_v2(
             x,
             chosen,
             active_num=chosen.numel(),
@@ -214,10 +225,22 @@ class NpuOps(PlainNpuOps):
             expert_tokens_num_type=1,
             expert_tokens_num_flag=True,
             active_expert_range=[0, num_experts],
-            quant_mode=-1,
+            quant_mode=1 if is_int8 else -1,
         )
-        inner = self.swiglu(_by_expert(rows, gate_up, counts))
-        made = _by_expert(inner, down, counts)
+        if is_int8:
+            product = _by_expert(rows, gate_up, counts, output_dtype=torch.int32)
+            inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
+                product,
+                weight_scale=gate_up_scale,
+                activation_scale=row_scale,
+                group_index=counts,
+                activate_left=True,
+                quant_mode=1,
+            )
+            scales = {"scale": [down_scale], "per_token_scale": [inner_scale]}
+            made = _by_expert(inner, down, counts, output_dtype=x.dtype, **scales)
+        else:
+            made = _by_expert(self.swiglu(_by_expert(rows, gate_up, counts)), down, counts)
         return torch_npu.npu_moe_token_unpermute(made, places, probs=weights.to(x.dtype))
 
     def tile_size(self, vocab_size: int) -> int:
@@ -238,10 +261,10 @@ def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:
         torch_npu.npu_prefetch(weight, after, min(weight.nbytes, PREFETCHED_BYTES))
 
 
-def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor, **more: Any) -> Tensor:
     """The product of each expert's rows, which follow those of the one before, with its own weight."""
     (made,) = torch_npu.npu_grouped_matmul(
-        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=1
+        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=1, **more
     )
     return made
 

@@ -21,12 +21,14 @@ from models.ops.int8 import Int8Rows
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
+Filled = tuple[Tensor, Tensor | None]  # a weight [out, in], and in int8 its scale [out]
 Widths = tuple[int, ...]  # outputs of a linear that are read apart, in order
 
 
 class Ops:
     """Linear, norm, rotary, SwiGLU and greedy choice, as a decoder uses them."""
 
+    joins_experts = False  # whether a mixture's experts are packed together
     captures_draws = False  # whether captured steps may end in a draw by top-k and top-p
 
     def padded(self, num_rows: int) -> int:
@@ -132,9 +134,9 @@ class Ops:
         weights, chosen = F.linear(x.float(), router).softmax(-1).topk(num_chosen, dim=-1)
         return (weights / weights.sum(-1, keepdim=True) if normalizes else weights), chosen
 
-    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Packed | None:
-        """The weights [out, in] of all experts for `joined_mixture`; None: each is a linear of its own."""
-        return None
+    def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
+        """The weights of all experts for `joined_mixture`, where the device `joins_experts`."""
+        raise NotImplementedError
 
     def joined_mixture(self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed) -> Tensor:
         """As `mixture`, by experts that were packed together."""

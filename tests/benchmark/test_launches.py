@@ -47,6 +47,7 @@ MODELS = {
     "Llama-2-7B, float16": ("llama/llama2_7b_910b", LLAMA),
     "Qwen2.5-7B, W8A8": ("qwen2/qwen2.5_7b_910b_w8a8", QWEN2),
     "Qwen3-30B-A3B, bfloat16": ("qwen3_moe/qwen3_30b_a3b_910b_tp2", QWEN3_MOE),
+    "Qwen3-30B-A3B, W8A8": ("qwen3_moe/qwen3_30b_a3b_910b_w8a8", QWEN3_MOE),
 }
 # Launches a layer, in the graph, in the graph that draws by top-k and top-p, and outside of both: greedy,
 # with top-p, with top-k and top-p, and by temperature alone
@@ -56,6 +57,7 @@ EXPECTED = {
     "Llama-2-7B, float16": (10, 334, 29, 0, 0, 0, 13),
     "Qwen2.5-7B, W8A8": (13, 379, 29, 0, 0, 0, 13),
     "Qwen3-30B-A3B, bfloat16": (20, 974, 29, 0, 0, 0, 13),
+    "Qwen3-30B-A3B, W8A8": (23, 1119, 29, 0, 0, 0, 13),
 }
 
 

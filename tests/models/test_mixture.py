@@ -165,6 +165,38 @@ def test_experts_that_an_npu_joins_compute_what_each_does_alone(name: str, tmp_p
             torch.testing.assert_close(found, theirs(x[:num_tokens]), rtol=near, atol=near)
 
 
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="there is no NPU here, nor a stand-in")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_joined_experts_in_int8_compute_what_each_does_alone(dtype: torch.dtype, tmp_path: Path) -> None:
+    path, scheme = checkpoint("qwen3_moe", tmp_path), Quantization(is_stored=False)
+    config = replace(decoder_config(read(path)), dtype=str(dtype).removeprefix("torch."), quantization=scheme)
+    found = []
+    for kind in ("cpu", "npu"):
+        heads = config.num_heads, config.num_kv_heads, 64
+        ops, attention = operators(
+            kind,
+            "reference" if kind == "cpu" else "fused",
+            AttentionShape(*heads, 16, 1.0, dtype, config.windows),
+        )
+        made = Decoder(config, ops, attention)
+        weights.load(made, path)
+        x = torch.randn(33, 48, generator=torch.Generator().manual_seed(5)).to(attention.device, dtype)
+        found.append([mixture(x).cpu().float() for mixture in mixtures(made)])
+        assert all(bool(mixture.experts) == (kind == "cpu") for mixture in mixtures(made))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+def test_scales_of_experts_are_rounded_as_published_ones_are(tmp_path: Path) -> None:
+    path = checkpoint("mixtral", tmp_path)
+    config = replace(decoder_config(read(path)), quantization=Quantization(is_stored=False))
+    for dtype, wanted in (("bfloat16", torch.bfloat16), ("float16", torch.float32)):
+        for mixture in mixtures(decoder(replace(config, dtype=dtype))):
+            assert {expert.down.scale_dtype for expert in mixture.experts} == {wanted}
+            assert {expert.gate_up.scale_dtype for expert in mixture.experts} == {torch.float32}
+
+
 def test_layers_are_dense_where_the_configuration_says_so(tmp_path: Path) -> None:
     made = loaded(checkpoint("qwen3_moe", tmp_path))
     assert [isinstance(layer.mlp, Mixture) for layer in made.layers] == [True, False, True]

@@ -323,14 +323,15 @@ def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
 
 
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
-    """Run a mixture of four experts on rows of 32, where the product joins them."""
+    """Run a mixture of four experts on rows of 32, also in int8, where the product joins them."""
     routed = ops.route(rows, torch.ones(4, 32, device="npu:0"), 2, True)
-    ups, downs = (
-        torch.ones(4, 64, 32, device="npu:0").to(rows),
-        torch.ones(4, 32, 32, device="npu:0").to(rows),
-    )
-    if joined := ops.pack_experts(list(ups), list(downs)):
-        ops.joined_mixture(rows, *routed, joined)
+    if not ops.joins_experts:
+        return
+    up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
+    ops.joined_mixture(rows, *routed, ops.pack_experts([(up, None)] * 4, [(down, None)] * 4))
+    up_scale, down_scale = torch.ones(64, device="npu:0"), torch.ones(32, dtype=rows.dtype, device="npu:0")
+    packed = ops.pack_experts([(up.to(torch.int8), up_scale)] * 4, [(down.to(torch.int8), down_scale)] * 4)
+    ops.joined_mixture(rows, *routed, packed)
 
 
 def _fetching(ops: Ops, rows: torch.Tensor) -> None:

@@ -9,11 +9,13 @@ from tests.mutation.npu_faults import NPU_TESTS_OF
 MIXTURE, CONFIG, QWEN = "models/mixture.py", "models/config.py", "recipes/qwen3_moe/model.py"
 REFERENCE, CPU, MIXTRAL = "models/ops/reference.py", "models/ops/cpu.py", "recipes/mixtral/model.py"
 FUSED, GROUPED = "models/ops/npu.py", "virtual_npu/operators/grouped_matmul.py"
+SWIGLU = "virtual_npu/operators/int8_fusions.py"
 MIXTURE_TESTS = ("tests/models/test_mixture.py", "tests/models/test_share.py")
 MIXTURE_TESTS_OF = {
     **dict.fromkeys((MIXTURE, REFERENCE, CPU, QWEN, MIXTRAL), MIXTURE_TESTS),
     FUSED: (*NPU_TESTS_OF[FUSED], *MIXTURE_TESTS),
     GROUPED: ("tests/virtual_npu/test_wrong_calls.py",),
+    SWIGLU: ("tests/models/test_mixture.py",),
     CONFIG: (*INT8_TESTS_OF[CONFIG], *MIXTURE_TESTS),
 }
 
@@ -73,6 +75,27 @@ MIXTURE_FAULTS = (
         "if normalizes else weights",
         "if not normalizes else weights",
         "on an NPU a token's experts add up to less than the model was trained with",
+    ),
+    Fault(
+        "scales_of_experts_in_float32",
+        MIXTURE,
+        "expert.down.scale_dtype = torch.bfloat16",
+        "expert.down.scale_dtype = torch.float32",
+        "an NPU refuses the scales of experts beside a result in bfloat16",
+    ),
+    Fault(
+        "rows_of_experts_not_quantised",
+        FUSED,
+        "quant_mode=1 if is_int8 else -1",
+        "quant_mode=-1",
+        "rows of the model's type meet weights in int8",
+    ),
+    Fault(
+        "groups_share_the_first_scale",
+        SWIGLU,
+        'scale = scale.repeat_interleave(call["group_index"], 0)',
+        "scale = scale[:1]",
+        "the stand-in scales every expert's rows as the first expert's",
     ),
     Fault(
         "experts_kept_beside_the_joined",

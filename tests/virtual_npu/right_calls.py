@@ -320,6 +320,10 @@ def dequant_swiglu_quant(rng: np.random.Generator) -> tuple[Arguments, Condition
         "activate_left": bool(rng.integers(2)),
         "quant_mode": 1,
     }
+    if bool(rng.integers(2)):
+        groups = int(rng.integers(1, 6))
+        made["weight_scale"] = torch.rand(groups, columns) / 1000
+        made["group_index"] = torch.from_numpy(rng.multinomial(rows, [1 / groups] * groups))
     return made, Conditions(product=pick(rng, A2, A3))
 
 

@@ -34,6 +34,7 @@ def routing(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "expert_tokens_num_type": 1,
         "expert_tokens_num_flag": True,
         "active_expert_range": [0, experts],
+        "quant_mode": pick(rng, -1, 1),
     }
     return made, Conditions(product=pick(rng, A2, A3))
 
@@ -53,13 +54,22 @@ def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     experts, rows, inner, width = rng.integers(1, 20, 4).tolist()
     counts = torch.from_numpy(rng.multinomial(rows, [1 / experts] * experts))
     by_counts = bool(rng.integers(2))
-    weight = torch.randn(experts, inner, width).to(dtype)
+    weight, x = torch.randn(experts, inner, width).to(dtype), torch.randn(rows, inner).to(dtype)
+    more: Arguments = {}
+    if bool(rng.integers(2)):
+        weight, x = (100 * weight.float()).to(torch.int8), (100 * x.float()).to(torch.int8)
+        more["output_dtype"] = pick(rng, torch.int32, dtype)
+        if more["output_dtype"] != torch.int32:
+            scale = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+            more["scale"] = [torch.rand(experts, width).to(scale)]
+            more["per_token_scale"] = [torch.rand(rows)]
     made = {
-        "x": [torch.randn(rows, inner).to(dtype)],
+        "x": [x],
         "weight": [weight if bool(rng.integers(2)) else weight.mT.contiguous().mT],
         "split_item": pick(rng, 2, 3),
         "group_type": 0,
         "group_list": counts if by_counts else counts.cumsum(0),
         "group_list_type": int(by_counts),
+        **more,
     }
     return made, Conditions(product=pick(rng, A2, A3))

@@ -217,6 +217,9 @@ SWIGLU_QUANT = [
     Wrong("scales", to("weight_scale", lambda scale: scale[0]), "weight_scale", "for int32"),
     Wrong("modelled", put(quant_mode=0), "quant_mode", "is 0"),
     Wrong("modelled", put(swiglu_mode=1), "swiglu_mode", "is 1"),
+    Wrong("grouped", put(group_index=torch.ones(1).int()), "group_index", "int32"),
+    Wrong("scales", put(group_index=torch.ones(2).long()), "weight_scale", "in 2"),
+    Wrong("whole", put(group_index=torch.tensor([99])), "group_index", "99 of"),
 ]
 
 
@@ -232,6 +235,18 @@ def of_experts(**values: object) -> Change:
         "group_list_type": 1,
     }
     return put(**right | values)
+
+
+def in_int8(**values: object) -> Change:
+    """The same in int8, whose result is bfloat16."""
+    right = {
+        "x": [torch.ones(6, 4).to(torch.int8)],
+        "weight": [torch.ones(3, 4, 8).to(torch.int8)],
+        "scale": [torch.ones(3, 8).bfloat16()],
+        "per_token_scale": [torch.ones(6)],
+        "output_dtype": torch.bfloat16,
+    }
+    return of_experts(**right | values)
 
 
 GROUPED = [
@@ -253,6 +268,12 @@ GROUPED = [
     Wrong("divided", of_experts(group_list=torch.tensor([1, 5])), "group_list", "for 3 experts"),
     Wrong("divided", of_experts(group_list=torch.tensor([1, 0, 5]).int()), "group_list", "int32"),
     Wrong("divided", of_experts(group_list_type=2), "group_list_type", "is 2"),
+    Wrong("scaled", of_experts(output_dtype=torch.float16), "output_dtype", "given for"),
+    Wrong("scaled", in_int8(output_dtype=None), "output_dtype", "None with"),
+    Wrong("scaled", in_int8(output_dtype=torch.int32), "scale", "stays in int32"),
+    Wrong("scaled", in_int8(scale=[torch.ones(3, 8)]), "scale", "float32"),
+    Wrong("scaled", in_int8(per_token_scale=[torch.ones(5)]), "per_token_scale", "for"),
+    Wrong("matched", in_int8(weight=[torch.ones(3, 4, 8).half()]), "weight", "float16"),
     Wrong("whole", of_experts(group_list=torch.tensor([1, 0, 4])), "group_list", "5 of 6 rows"),
     Wrong("whole", of_experts(group_list_type=0), "group_list", "of 6 rows"),
     Wrong("alone", put(split_item=2), "split_item", "is 2"),
@@ -285,7 +306,7 @@ ROUTING = [
     Wrong("all_experts", put(active_expert_range=[0, 2]), "active_expert_range", "[0, 2]"),
     Wrong("all_experts", put(active_num=1000), "active_num", "is 1000"),
     Wrong("counted", put(expert_tokens_num_type=0), "expert_tokens_num_type", "is 0"),
-    Wrong("counted", put(quant_mode=1), "quant_mode", "is 1"),
+    Wrong("counted", put(quant_mode=0), "quant_mode", "is 0"),
     Wrong("known", to("expert_idx", lambda each: each + 99), "expert_idx", "of"),
 ]
 COMBINING = [
@@ -338,6 +359,7 @@ WANTED = {
     "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
     "npu_quant_matmul": lambda call: "offset" not in call,
     "npu_grouped_matmul": lambda call: call["group_type"] == -1,
+    "npu_dequant_swiglu_quant": lambda call: "group_index" not in call,
     "npu_moe_init_routing_v2": lambda call: call["expert_num"] > 2,
     "npu_top_k_top_p": lambda call: {"p", "k"} <= set(call) and call["logits"].shape[1] > 1024,
 }

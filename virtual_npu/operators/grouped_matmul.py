@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
+from virtual_npu.operators.matmul import output_dtype
 from virtual_npu.simulated_products import A2, A3, A5
 
 SOURCE = "op-plugin npu_grouped_matmul"
@@ -21,11 +22,13 @@ MOST_GROUPS = 128
 MOST_EXPERTS = 1024
 INNER_LIMIT = 65536  # the last axis of either side is below it
 BIAS = {torch.float16: torch.float16, torch.bfloat16: torch.float32, torch.float32: torch.float32}
+SCALES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}  # of columns, by type of the result
 LEFT_OUT = (
-    *("scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale", "activation_input"),
+    *("offset", "antiquant_scale", "antiquant_offset", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset", "tuning_config", "x_dtype", "weight_dtype"),
-    *("scale_dtype", "per_token_scale_dtype", "output_dtype"),
+    *("scale_dtype", "per_token_scale_dtype"),
 )
+OF_EXPERTS = ("scale", "per_token_scale", "output_dtype")
 
 
 def _is_of_experts(call: Call) -> bool:
@@ -34,15 +37,26 @@ def _is_of_experts(call: Call) -> bool:
 
 def _products(call: Call) -> list[Tensor]:
     if _is_of_experts(call):
-        (x,), (weight,) = call["x"], call["weight"]
-        parts = x.float().split(_counts(call["group_list"], call["group_list_type"]))
-        return [torch.cat([part @ each.float() for part, each in zip(parts, weight)]).to(x.dtype)]
+        return [_product_of_experts(call)]
     biases = call["bias"] or [None] * len(call["x"])
     results = []
     for x, weight, bias in zip(call["x"], call["weight"], biases):
         total = x.float() @ weight.float()
         results.append((total if bias is None else total + bias.float()).to(x.dtype))
     return results
+
+
+def _product_of_experts(call: Call) -> Tensor:
+    (x,), (weight,) = call["x"], call["weight"]
+    counts = _counts(call["group_list"], call["group_list_type"])
+    wide = torch.float64 if x.dtype == torch.int8 else torch.float32  # sums of int8 stay exact
+    total = torch.cat([part @ each for part, each in zip(x.to(wide).split(counts), weight.to(wide))])
+    if x.dtype != torch.int8:
+        return total.to(x.dtype)
+    if call["scale"] is not None:
+        rows = call["per_token_scale"][0][:, None]
+        total = total.float() * call["scale"][0].float().repeat_interleave(torch.tensor(counts), 0) * rows
+    return total.to(output_dtype(call))
 
 
 def _counts(listed: Tensor, kind: int) -> list[int]:
@@ -57,6 +71,10 @@ def _groups(call: Call) -> Iterator[Breach]:
 
 def _types(call: Call) -> Iterator[Breach]:
     first: Tensor = call["x"][0]
+    if _is_of_experts(call) and first.dtype == torch.int8:
+        if call["weight"][0].dtype != torch.int8:
+            yield "weight", f"{shape(call['weight'][0])} for {shape(first)}"
+        return
     for name in ("x", "weight"):
         for each in call[name]:
             if (
@@ -105,6 +123,32 @@ def _experts(call: Call) -> Iterator[Breach]:
         yield "split_item", f"{call['split_item']} with act_type {call['act_type']}"
 
 
+def _scaled(call: Call) -> Iterator[Breach]:
+    """In int8: as it is in int32, or by the scales of columns and of rows."""
+    if not _is_of_experts(call):
+        return
+    x, weight = call["x"][0], call["weight"][0]
+    given = call["scale"], call["per_token_scale"]
+    made = None if call["output_dtype"] is None else output_dtype(call)
+    if x.dtype != torch.int8:
+        for name in ("scale", "per_token_scale", "output_dtype"):
+            if call[name] is not None:
+                yield name, f"given for {shape(x)}"
+        return
+    if made == torch.int32:
+        if given != (None, None):
+            yield "scale", "given, and the product stays in int32"
+        return
+    if made not in SCALES or None in given:
+        yield "output_dtype", f"{made} with scales {[each is not None for each in given]}"
+        return
+    scale, rows = call["scale"][0], call["per_token_scale"][0]
+    if scale.dtype != SCALES[made] or scale.shape != (weight.shape[0], weight.shape[2]):
+        yield "scale", f"{shape(scale)} for {shape(weight)} and a result in {made}"
+    if rows.dtype != torch.float32 or rows.shape != x.shape[:1]:
+        yield "per_token_scale", f"{shape(rows)} for {shape(x)}"
+
+
 def _divided(call: Call) -> Iterator[Breach]:
     if not _is_of_experts(call):
         return
@@ -133,7 +177,8 @@ def _alone(call: Call) -> Iterator[Breach]:
 
 
 def _modelled(call: Call) -> Iterator[Breach]:
-    yield from ((name, "given") for name in LEFT_OUT if call[name] is not None)
+    names = LEFT_OUT if _is_of_experts(call) else LEFT_OUT + OF_EXPERTS
+    yield from ((name, "given") for name in names if call[name] is not None)
 
 
 OPERATORS = (
@@ -184,6 +229,14 @@ OPERATORS = (
                 SOURCE + ": group_type 0",
                 "stack the weights",
                 _experts,
+            ),
+            Rule(
+                "scaled",
+                "a product of experts in int8 stays in int32, or has scales [E, N] in bfloat16 for a result"
+                " in bfloat16, in float32 for one in float16, and float32 [T] by token",
+                SOURCE + ": table of per-token products",
+                "round the scales of columns when weights are loaded",
+                _scaled,
             ),
             Rule(
                 "divided",

@@ -76,7 +76,11 @@ def _swiglu(call: Call) -> tuple[Tensor, Tensor]:
     for name in ("weight_scale", "activation_scale"):
         scale = call[name]
         if scale is not None:
-            wide = wide * (scale.view(-1, 1) if name == "activation_scale" else scale)
+            if name == "activation_scale":
+                scale = scale.view(-1, 1)
+            elif call["group_index"] is not None:
+                scale = scale.repeat_interleave(call["group_index"], 0)
+            wide = wide * scale
     first, second = wide.chunk(2, -1)
     gate, up = (first, second) if call["activate_left"] else (second, first)
     return by_rows(functional.silu(gate) * up)
@@ -96,10 +100,23 @@ def _scales(call: Call) -> Iterator[Breach]:
                 yield name, f"None for {shape(x)}"
     elif rows is not None:
         yield "activation_scale", f"{shape(rows)} for {shape(x)}"
-    if weight is not None and (weight.dtype != torch.float32 or weight.shape != (1, x.shape[1])):
-        yield "weight_scale", f"{shape(weight)} for {shape(x)}"
+    groups = 1 if call["group_index"] is None else len(call["group_index"])
+    if weight is not None and (weight.dtype != torch.float32 or weight.shape != (groups, x.shape[1])):
+        yield "weight_scale", f"{shape(weight)} for {shape(x)} in {groups}"
     if rows is not None and (rows.dtype != torch.float32 or rows.shape not in ((len(x), 1), (len(x),))):
         yield "activation_scale", f"{shape(rows)} for {shape(x)}"
+
+
+def _grouped(call: Call) -> Iterator[Breach]:
+    counts = call["group_index"]
+    if counts is not None and (counts.dtype != torch.int64 or counts.dim() != 1):
+        yield "group_index", shape(counts)
+
+
+def _whole(call: Call) -> Iterator[Breach]:
+    counts, rows = call["group_index"], len(call["x"])
+    if counts is not None and (int(counts.min()) < 0 or int(counts.sum()) != rows):
+        yield "group_index", f"{int(counts.sum())} of {rows} rows"
 
 
 def _modelled(call: Call) -> Iterator[Breach]:
@@ -107,7 +124,6 @@ def _modelled(call: Call) -> Iterator[Breach]:
         "bias",
         "quant_scale",
         "quant_offset",
-        "group_index",
         "dst_type",
         "round_mode",
         "activate_dim",
@@ -167,20 +183,28 @@ OPERATORS = (
                 "multiply with output_dtype int32",
                 _summed,
             ),
+            Rule("grouped", "group_index is int64 [E], if it is given", SWIGLU, "cast the counts", _grouped),
             Rule(
                 "scales",
-                "int32 has float32 scales: of the weight [1, 2 * H], and of the rows [T, 1], or [T] as "
-                "vllm-ascend has them; bfloat16 has none of the rows",
+                "int32 has float32 scales: of the weight [1, 2 * H], or [E, 2 * H] of groups, and "
+                "of the rows [T, 1], or [T] as vllm-ascend has them; bfloat16 has none of the rows",
                 SWIGLU + "; vllm-ascend ops/fused_moe/moe_mlp.py",
                 "pass the scales of both sides of the product",
                 _scales,
             ),
             Rule(
                 "modelled",
-                "static quantisation, groups, bias, smooth scales and other activations are not checked here",
+                "static quantisation, bias, smooth scales and other activations are not checked here",
                 "virtual_npu/operators/int8_fusions.py",
                 "pass quant_mode 1, and leave the argument out",
                 _modelled,
+            ),
+            Rule(
+                "whole",
+                "the groups have every row: others are never written",
+                SWIGLU,
+                "pass what npu_moe_init_routing_v2 counted",
+                _whole,
             ),
         ),
         reference=_swiglu,

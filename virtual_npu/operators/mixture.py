@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
+from virtual_npu.operators.matmul import by_rows
 from virtual_npu.simulated_products import A2, A3
 
 GATING = "op-plugin npu_moe_gating_top_k_softmax"
@@ -46,13 +47,17 @@ def _chosen(call: Call) -> Iterator[Breach]:
 
 
 def _routed(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows by expert, where each choice went, how many rows an expert has, and scales, which are not set."""
+    """Rows by expert, where each choice went, how many rows an expert has; scales of rows in int8."""
     x, experts = call["x"], call["expert_idx"]
     numbers, order = experts.flatten().sort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     counts = numbers.bincount(minlength=call["expert_num"])
-    return x[order // experts.shape[1]], places.int(), counts, torch.full((len(order),), torch.nan)
+    rows = x[order // experts.shape[1]]
+    if call["quant_mode"] == 1:
+        rows, scales = by_rows(rows.float())
+        return rows, places.int(), counts, scales
+    return rows, places.int(), counts, torch.full((len(order),), torch.nan)
 
 
 def _rows(call: Call) -> Iterator[Breach]:
@@ -81,7 +86,6 @@ def _counted(call: Call) -> Iterator[Breach]:
         ("expert_tokens_num_flag", True),
         ("drop_pad_mode", 0),
         ("expert_capacity", -1),
-        ("quant_mode", -1),
         ("row_idx_type", 0),
         ("scale", None),
         ("offset", None),
@@ -89,6 +93,8 @@ def _counted(call: Call) -> Iterator[Breach]:
     ):
         if call[name] != wanted:
             yield name, call[name]
+    if call["quant_mode"] not in (-1, 1):
+        yield "quant_mode", call["quant_mode"]
 
 
 def _known(call: Call) -> Iterator[Breach]:
@@ -196,8 +202,8 @@ OPERATORS = (
             ),
             Rule(
                 "counted",
-                "experts' rows are counted and nothing is quantised or dropped: other ways are not checked"
-                " here",
+                "experts' rows are counted, none is dropped, and quant_mode is -1, or 1 by row: other ways"
+                " are not checked here",
                 "virtual_npu/operators/mixture.py",
                 "leave the argument out",
                 _counted,
