@@ -208,8 +208,8 @@ NPU_FAULTS = (
     Fault(
         "gate_and_up_exchanged",
         FUSED,
-        "activate_left=True",
-        "activate_left=False",
+        "activation_scale=x.scale[:, None],\n            activate_left=True",
+        "activation_scale=x.scale[:, None],\n            activate_left=False",
         "the operator's own default gates by the second half",
     ),
     Fault(
