@@ -95,11 +95,18 @@ class Attention:
 
         A subclass may arrange the numbers within a page in its own order.
         """
+        return self._pages(count, self.shape.head_dim)
+
+    def new_value_pages(self, count: int) -> Tensor:
+        """As `new_pages`, for the values alone."""
+        return self.new_pages(count)
+
+    def _pages(self, count: int, width: int) -> Tensor:
         shape = self.shape
         page = (count, shape.page_size, shape.num_kv_heads)
         if shape.int8_pages:
-            return torch.zeros(*page, row_bytes(shape.head_dim), dtype=torch.int8, device=self.device)
-        return torch.zeros(*page, shape.head_dim, dtype=shape.dtype, device=self.device)
+            return torch.zeros(*page, row_bytes(width), dtype=torch.int8, device=self.device)
+        return torch.zeros(*page, width, dtype=shape.dtype, device=self.device)
 
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
@@ -159,14 +166,20 @@ class Attention:
         for span in metadata.spans:
             keys = self._numbers(layer_keys[span.pages].flatten(0, 1))
             values = self._numbers(layer_values[span.pages].flatten(0, 1))
-            for start in range(span.start, span.stop, QUERY_ROWS):
-                stop = min(start + QUERY_ROWS, span.stop)
-                seen = min(self.shape.first_key, start)  # a captured step's padding stands before it
-                if window is not None:
-                    seen = max(seen, start - window + 1)
-                rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
-                output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
+            self._attend_span(query, keys, values, span, window, output)
         return output
+
+    def _attend_span(
+        self, query: Tensor, keys: Tensor, values: Tensor, span: Span, window: int | None, output: Tensor
+    ) -> None:
+        """Write the span's rows of the output, given keys and values of its request from the first on."""
+        for start in range(span.start, span.stop, QUERY_ROWS):
+            stop = min(start + QUERY_ROWS, span.stop)
+            seen = min(self.shape.first_key, start)  # a captured step's padding stands before it
+            if window is not None:
+                seen = max(seen, start - window + 1)
+            rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
+            output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
 
     def graph_sizes(self, sizes: list[int], beside: int = 0) -> list[int]:
         """Which of these numbers of decodes are captured as graphs, the largest always among them, where so
@@ -201,7 +214,7 @@ class Attention:
     def _dense(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
         """Queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D]."""
         num_rows, length = len(query), len(keys)
-        grouped = query.float().unflatten(1, (self.shape.num_kv_heads, -1))
+        grouped = query.float().unflatten(1, (keys.shape[1], -1))
         scores = torch.einsum("tkgd,lkd->kgtl", grouped, keys.float()) * self.shape.scale
         last = torch.arange(length - num_rows, length, device=query.device)[:, None]
         position = torch.arange(length, device=query.device)

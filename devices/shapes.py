@@ -8,6 +8,17 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """What latent attention adds: a token's values are its key, all heads read it, and a part beside it
+    carries the position.
+    """
+
+    rope_dim: int  # of the part of queries and keys that carries the position
+    nope_dim: int  # of the other part of a query, before it is brought into the space of keys
+    value_dim: int  # of a head's result, once it is brought out of that space
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Attention's sizes by model and recipe; `windows` has one entry a layer, None for full attention.
 
@@ -24,3 +35,4 @@ class AttentionShape:
     windows: tuple[int | None, ...]
     int8_pages: bool = False  # keys and values in int8, with a scale for each token and head; else `dtype`
     first_key: int = 0
+    latent: LatentShape | None = None  # then there is one key-value head, as wide as a latent

@@ -26,13 +26,13 @@ class KVCache:
 
     `allocate` makes such a tensor of a given number of pages, at zero, for attention that has its own order
     within a page, or its own type: only the first axis matters here, and whatever a page holds, such as
-    scales, goes with it. Where it is not `indexed`, pages are reached by slices
-    only (torch_npu converts all of a tensor in FRACTAL_NZ for an index, which it reads on the host). Page 0
-    is the null page: no request owns it, so it serves as padding for operators. A page that is used again
-    still holds what its last owner wrote. `num_host_pages` more pages lie in the host's memory, where no
-    operator reads them. A cache `beside` it has pages of the same numbers, of other layers: whatever happens
-    to pages here happens to them there. With `keys_only` it has no values, for other numbers of a token that
-    lie in pages.
+    scales, goes with it; `allocate_values` does so where values differ from keys. Where it is not `indexed`,
+    pages are reached by slices only (torch_npu converts all of a tensor in FRACTAL_NZ for an index, which it
+    reads on the host). Page 0 is the null page: no request owns it, so it serves as padding for operators. A
+    page that is used again still holds what its last owner wrote. `num_host_pages` more pages lie in the
+    host's memory, where no operator reads them. A cache `beside` it has pages of the same numbers, of other
+    layers: whatever happens to pages here happens to them there. With `keys_only` it has no values, for other
+    numbers of a token that lie in pages.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class KVCache:
         *,
         num_host_pages: int = 0,
         allocate: Callable[[int], Tensor] | None = None,
+        allocate_values: Callable[[int], Tensor] | None = None,
         indexed: bool = True,
         beside: KVCache | None = None,
         keys_only: bool = False,
@@ -56,18 +57,18 @@ class KVCache:
         def plain(count: int) -> Tensor:
             return torch.zeros(count, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
 
-        def on_host() -> Tensor:
+        def on_host(pages: Tensor) -> Tensor:
             pinned = device.type != "cpu"  # so that the device copies without the host
-            page = self.keys[0].shape[1:]
-            return torch.zeros(num_host_pages, *page, dtype=self.keys[0].dtype, pin_memory=pinned)
+            return torch.zeros(num_host_pages, *pages.shape[1:], dtype=pages.dtype, pin_memory=pinned)
 
         self.num_pages = num_pages
         self.page_size = page_size
         self.beside = beside
-        self._allocate, self._indexed = allocate or plain, indexed
-        counts = num_layers, 0 if keys_only else num_layers
-        self.keys, self.values = ([self._allocate(num_pages) for _ in range(count)] for count in counts)
-        self._host_keys, self._host_values = ([on_host() for _ in range(count)] for count in counts)
+        self._indexed, self._allocate = indexed, allocate or plain
+        self._allocate_values = allocate_values or self._allocate
+        self.keys = [self._allocate(num_pages) for _ in range(num_layers)]
+        self.values = [self._allocate_values(num_pages) for _ in range(0 if keys_only else num_layers)]
+        self._host_keys, self._host_values = (list(map(on_host, each)) for each in (self.keys, self.values))
 
     @staticmethod
     def page_bytes(
@@ -98,7 +99,9 @@ class KVCache:
         made, layers = copy.copy(self), len(self.keys)
         made.beside = None
         made.num_pages = -(-num_places // self.page_size)
-        made.keys, made.values = ([self._allocate(made.num_pages)] * layers for _ in range(2))
+        made.keys, made.values = (
+            [allocate(made.num_pages)] * layers for allocate in (self._allocate, self._allocate_values)
+        )
         return made
 
     def clear_null_page(self) -> None:
@@ -114,9 +117,9 @@ class KVCache:
         Tensors are copied one by one, and memory that is no longer needed is returned to the system.
         """
         kept = np.arange(min(num_pages, self.num_pages))
-        for tensors in (self.keys, self.values):
+        for tensors, allocate in ((self.keys, self._allocate), (self.values, self._allocate_values)):
             for layer, old in enumerate(tensors):
-                new = self._allocate(num_pages)
+                new = allocate(num_pages)
                 for read, written in _chunks(old, kept, kept):
                     _copy(old, read, new, written, indexed=self._indexed)
                 tensors[layer] = new

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from models.latent_config import LatentConfig
 from models.quantization import Quantization
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -15,7 +16,8 @@ DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has, and each head in an int8 cache
 
 ROUTER_BYTES = 4  # of one weight of a router, which is kept in float32
-FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+FUSED = ("q_proj", "k_proj", "v_proj")
+UP = ".kv_b_proj"  # of latent attention, from latents to keys and values
 MLP_ROLES = ("gate_proj", "up_proj", "down_proj")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -61,7 +63,8 @@ class MixtureConfig:
 class DecoderConfig:
     """A decoder: RMS norms before attention and MLP, rotary embedding, SwiGLU, some of it by experts.
 
-    `windows` has one entry a layer: how many positions a query sees, itself among them; None for all.
+    `windows` has one entry a layer: how many positions a query sees, itself among them; None for all. With
+    `latent` attention, `num_kv_heads` is 1 and `head_dim` is the latent's width, as the cache holds it.
     """
 
     family: str
@@ -86,6 +89,7 @@ class DecoderConfig:
     quantization: Quantization | None = None
     int8_cache: bool = False  # keys and values in int8, with a float32 scale for each token and head
     mixture: MixtureConfig | None = None
+    latent: LatentConfig | None = None
 
     def form(self, name: str) -> Form:
         """How the linear of this name in a checkpoint is stored; a tied head is as the embedding is."""
@@ -93,18 +97,17 @@ class DecoderConfig:
         is_tied = name == "lm_head" and self.tie_embeddings
         if quantization is None or is_tied or not quantization.covers(name):
             return "plain"
+        if name.endswith(UP) and not quantization.is_stored:
+            return "plain"  # latent attention multiplies with it in the model's type
         return "int8" if quantization.is_stored else "quantize"
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Name in a checkpoint, inputs and outputs of every linear."""
         hidden = self.hidden_size
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
-            yield f"{prefix}self_attn.q_proj", hidden, heads
-            yield f"{prefix}self_attn.k_proj", hidden, kv_heads
-            yield f"{prefix}self_attn.v_proj", hidden, kv_heads
-            yield f"{prefix}self_attn.o_proj", heads, hidden
+            for name, inputs, outputs in self.attention_linears():
+                yield f"{prefix}self_attn.{name}", inputs, outputs
             inner = self.inner_size(layer)
             for gate, up, down in self.mlp_names(layer):
                 yield gate, hidden, inner
@@ -112,6 +115,37 @@ class DecoderConfig:
                 yield down, inner, hidden
         if not self.tie_embeddings:
             yield "lm_head", hidden, self.vocab_size
+
+    def attention_linears(self) -> Iterator[tuple[str, int, int]]:
+        """Name, inputs and outputs of every linear of a layer's attention."""
+        hidden, heads = self.hidden_size, self.num_heads * self.head_dim
+        if self.latent is not None:
+            yield from self.latent.linears(hidden, self.num_heads)
+            return
+        yield "q_proj", hidden, heads
+        yield "k_proj", hidden, self.num_kv_heads * self.head_dim
+        yield "v_proj", hidden, self.num_kv_heads * self.head_dim
+        yield "o_proj", heads, hidden
+
+    @property
+    def first_linears(self) -> tuple[str, ...]:
+        """Those of attention that read the hidden state, which are multiplied as one."""
+        return FUSED if self.latent is None else self.latent.first()
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head, as its linear gives it."""
+        return self.head_dim if self.latent is None else self.latent.query_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head, as the output projection takes it."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def scale(self) -> float:
+        """Of attention's scores."""
+        return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
     def mixture_of(self, layer: int) -> MixtureConfig | None:
         """The mixture of experts of a layer; None where it has a dense MLP."""
@@ -143,9 +177,12 @@ class DecoderConfig:
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def kv_head_bytes(self) -> int:
-        """Keys, or values, of one head of a token in one layer."""
-        return self.head_dim + SCALE_BYTES if self.int8_cache else self.head_dim * self.dtype_bytes
+    def kv_layer_bytes(self) -> int:
+        """What the cache holds of one head of a token in one layer: a key and a value, or what latent
+        attention has in their place.
+        """
+        width = 2 * self.head_dim if self.latent is None else self.latent.token_width
+        return width + 2 * SCALE_BYTES if self.int8_cache else width * self.dtype_bytes
 
     def kv_bytes_per_token(self, num_devices: int = 1) -> int:
         """Keys and values of all layers on each of the devices that share every layer.
@@ -153,7 +190,7 @@ class DecoderConfig:
         With more devices than key-value heads, a head is held by several devices, whole by each.
         """
         num_heads = -(-self.num_kv_heads // num_devices)
-        return 2 * self.num_layers * num_heads * self.kv_head_bytes
+        return self.num_layers * num_heads * self.kv_layer_bytes
 
     def page_bytes(self, page_size: int) -> int:
         """Keys and values of all layers, for the tokens of one page."""
@@ -201,7 +238,7 @@ class DecoderConfig:
         total = self.num_parameters * self.dtype_bytes
         total += self._router_parameters * (ROUTER_BYTES - self.dtype_bytes)
         for name, inputs, outputs in self.linears():
-            if self.form(name) != "plain":
+            if self.form(name) != "plain" and not name.endswith(UP):
                 total += outputs * (SCALE_BYTES - inputs * (self.dtype_bytes - 1))
         return total
 
@@ -218,7 +255,8 @@ class DecoderConfig:
     def num_parameters(self) -> int:
         """Weights of the whole decoder, each tied one counted once."""
         attention_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * attention_dim + 2 * kv_dim + 2)
+        layer = sum(inputs * outputs for _, inputs, outputs in self.attention_linears())
+        layer += 2 * self.hidden_size + (0 if self.latent is None else self.latent.norm_width)
         layer += self.attention_bias * (attention_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
         layer += self.qk_norm * 2 * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -258,7 +296,10 @@ def check_fused(config: DecoderConfig) -> None:
         return
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        joined = [tuple(prefix + name for name in FUSED), *(each[:2] for each in config.mlp_names(layer))]
+        joined = [
+            tuple(f"{prefix}self_attn.{name}" for name in config.first_linears),
+            *(each[:2] for each in config.mlp_names(layer)),
+        ]
         for names in joined:
             if len({config.form(name) for name in names}) > 1:
                 plain = ", ".join(name.removeprefix(prefix) for name in names)

@@ -6,17 +6,17 @@ Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention.reference import Attention, AttentionMetadata
-from kv_cache.storage import KVCache
-from models.config import DecoderConfig
+from attention.latent import LatentAttention
+from attention.reference import Attention
+from models.config import FUSED, DecoderConfig
 from models.dtypes import TORCH_DTYPES
 from models.group import ALONE, NO_LINKS, Group, StageLinks
+from models.latent import LatentSelfAttention, UpProjection
 from models.linear import Linear, SplitLinear, SummedLinear, parameter
 from models.mixture import Mixture
 from models.mlp import MLP
@@ -24,18 +24,7 @@ from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops
 from models.rope import Rope
 from models.share import Share
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What the forward pass of one step reads, all of it on the device."""
-
-    token_ids: Tensor  # [T]
-    positions: Tensor  # [T] of each token in its request
-    metadata: AttentionMetadata  # where each token's key and value go, and what each query sees
-    cache: KVCache
-    rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
-    before_index: Tensor | None = None  # [T] cache place of the position before each token, for heads
+from models.step import StepInputs
 
 
 class SelfAttention(nn.Module):
@@ -68,6 +57,17 @@ class SelfAttention(nn.Module):
         self.output = SummedLinear(ops, heads, hidden, config.output_bias, dtype, device, form[1], group)
         self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
         self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+
+    def norms(self) -> dict[str, nn.Parameter | None]:
+        """Of what a checkpoint calls so."""
+        return {"q_norm": self.query_norm, "k_norm": self.key_norm}
+
+    def joined(self) -> list[tuple[tuple[str, ...], Linear]]:
+        """Its linears, and what of a checkpoint each of them joins."""
+        return [(FUSED, self.qkv), (("o_proj",), self.output)]
+
+    def order(self, name: str) -> None:
+        """In which order the rows of a checkpoint's linear are held: in its own."""
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]; first writes the step's keys and values to the cache."""
@@ -103,7 +103,11 @@ class DecoderLayer(nn.Module):
         self.ops, self.eps = ops, config.rms_eps
         dtype = TORCH_DTYPES[config.dtype]
         self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-        self.attention = SelfAttention(config, layer, name, ops, attention, group)
+        self.attention: SelfAttention | LatentSelfAttention
+        if isinstance(attention, LatentAttention):
+            self.attention = LatentSelfAttention(config, layer, name, ops, attention, group)
+        else:
+            self.attention = SelfAttention(config, layer, name, ops, attention, group)
         self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.mlp: MLP | Mixture
         if config.mixture_of(layer) is None:
@@ -182,7 +186,7 @@ class Decoder(nn.Module):
             if isinstance(layer.mlp, Mixture):
                 layer.mlp.pack()
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, (Linear, UpProjection)):
                 module.pack()
 
     def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None]) -> None:

@@ -20,12 +20,13 @@ from torch.nn import functional as F
 
 from attention.reference import Attention
 from models.config import DecoderConfig
-from models.decoder import SelfAttention, StepInputs, pad_rows
+from models.decoder import SelfAttention, pad_rows
 from models.group import ALONE
 from models.head import FIRST_KEY, Head
 from models.linear import Linear, parameter
 from models.mlp import MLP
 from models.ops.reference import Ops
+from models.step import StepInputs
 
 LAYER = "midlayer."
 

@@ -30,11 +30,12 @@ from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.storage import KVCache
-from models.decoder import Decoder, StepInputs
+from models.decoder import Decoder
 from models.graph_inputs import DRAW, PLACE, GraphInputs, num_values, split
 from models.head import Head
 from models.last_tokens import LastTokens
 from models.sampling.sampler import Best
+from models.step import StepInputs
 
 log = logging.getLogger(__name__)
 

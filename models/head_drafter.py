@@ -21,10 +21,10 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
-from models.decoder import StepInputs
 from models.drafter import Drafter
 from models.head import Head
 from models.inputs import step_inputs
+from models.step import StepInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ cannot honour is refused by its key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from models.config import (
     RopeConfig,
     check_fused,
 )
+from models.latent_config import LatentConfig
 from models.quantization import quantization
 from models.shown import shown
 
@@ -34,6 +36,11 @@ MOST = {
     "hidden_size": 2**24,
     "intermediate_size": 2**24,
     "moe_intermediate_size": 2**24,
+    "kv_lora_rank": 2**14,
+    "q_lora_rank": 2**24,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
     "num_experts": 2**10,
     "num_experts_per_tok": 2**10,
     "decoder_sparse_step": 2**12,
@@ -56,12 +63,15 @@ def decoder_config(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     mixture: MixtureConfig | None = None,
+    latent: LatentConfig | None = None,
 ) -> DecoderConfig:
     """The decoder of `hf`, a parsed config.json; the keywords are where families differ."""
     if hf.get("hidden_act", "silu") != "silu":
         raise _refused("hidden_act", hf["hidden_act"], "it must be silu")
     hidden_size = integer(hf, "hidden_size")
     num_heads = integer(hf, "num_attention_heads")
+    if latent is not None:  # keys that other families have mean nothing here
+        hf = {**hf, "num_key_value_heads": 1, "head_dim": latent.rank}
     num_kv_heads = integer(hf, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise _refused(
@@ -85,7 +95,7 @@ def decoder_config(
         head_dim=head_dim,
         intermediate_size=integer(hf, "intermediate_size"),
         rms_eps=number(hf, "rms_norm_eps", 1e-6),
-        rope=rope_config(hf, head_dim, max_positions),
+        rope=rope_config(hf, head_dim if latent is None else latent.rope_dim, max_positions),
         windows=windows,
         tie_embeddings=boolean(hf, "tie_word_embeddings", False),
         attention_bias=attention_bias,
@@ -97,9 +107,33 @@ def decoder_config(
         eos_token_ids=_token_ids(hf, "eos_token_id"),
         quantization=quantization(hf),
         mixture=mixture,
+        latent=latent,
     )
     check_fused(config)
     return config
+
+
+def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
+    """Latent attention, as DeepSeek's files describe it."""
+    if boolean(hf, "attention_bias", False):
+        raise _refused("attention_bias", True, "latent attention is supported without it")
+    if not boolean(hf, "rope_interleave", True):
+        raise _refused("rope_interleave", False, "pairs must lie side by side: it must be true")
+    nope_dim, rope_dim = integer(hf, "qk_nope_head_dim"), integer(hf, "qk_rope_head_dim")
+    if rope_dim % 2:
+        raise _refused("qk_rope_head_dim", rope_dim, "the rotary embedding turns pairs: it must be even")
+    rope = rope_config(hf, rope_dim, integer(hf, "max_position_embeddings"))
+    scale = (nope_dim + rope_dim) ** -0.5
+    if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return LatentConfig(
+        query_rank=None if hf.get("q_lora_rank") is None else integer(hf, "q_lora_rank"),
+        rank=integer(hf, "kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=integer(hf, "v_head_dim"),
+        scale=scale,
+    )
 
 
 def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:

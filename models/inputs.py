@@ -8,8 +8,9 @@ from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
-from models.decoder import Decoder, StepInputs
+from models.decoder import Decoder
 from models.head import Head
+from models.step import StepInputs
 
 
 def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: KVCache) -> StepInputs:

@@ -20,13 +20,14 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device, to_host
-from models.decoder import Decoder, StepInputs
+from models.decoder import Decoder
 from models.drafter import Drafter
 from models.graphs import CapturedSampler, DecodeGraphs
 from models.inputs import step_inputs
 from models.last_tokens import LastTokens
 from models.sampling import prompt_logprobs
 from models.sampling.sampler import Best, Chosen, arriving
+from models.step import StepInputs
 
 
 class RowSampler(CapturedSampler, Protocol):

@@ -1,7 +1,8 @@
 """What does one of several ranks hold of a decoder that all of them compute together?
 
 Tensor parallelism (arXiv 1909.08053): queries, keys, values, gate and up are cut by their outputs, the output
-projection and down by their inputs, so that what a rank computes of a block is a summand of it. Embedding
+projection and down by their inputs, so that what a rank computes of a block is a summand of it. With latent
+attention each rank makes the latents of all, and its own heads' queries, keys and values of them. Embedding
 and head are cut by the vocabulary. Each expert is cut as a dense MLP is. Each rank holds the norms and the
 routers whole.
 """
@@ -115,15 +116,19 @@ class Share:
             case "embed_tokens" | "lm_head":
                 tokens = self.tokens(config)
                 return (slice(tokens.start, tokens.stop),)
-            case "q_proj":
-                return (self._equal(config.num_heads * config.head_dim),)
+            case "q_proj" | "q_b_proj":
+                return (self._equal(config.num_heads * config.query_dim),)
+            case "kv_b_proj" if config.latent is not None:
+                return (self._equal(config.num_heads * (config.latent.nope_dim + config.latent.value_dim)),)
+            case "q_a_proj" | "kv_a_proj_with_mqa":
+                return ()
             case "k_proj" | "v_proj":
                 return (self._kv_heads(config),)
             case "gate_proj" | "up_proj":
                 return (self._equal(inner),)
             case "o_proj" | "down_proj" if kind == "weight":
                 is_output = role == "o_proj"
-                inputs = config.num_heads * config.head_dim if is_output else inner
+                inputs = config.num_heads * config.value_dim if is_output else inner
                 return (slice(None), self._equal(inputs))
             case "o_proj" | "down_proj" if kind == "bias" and self.tensor:
                 return (slice(0, 0),)

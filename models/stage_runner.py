@@ -9,10 +9,10 @@ import torch
 
 from continuous_batching.batch import Batch, Sampled
 from kv_cache.transfer import to_host
-from models.decoder import StepInputs
 from models.runner import ModelRunner
 from models.sampling import prompt_logprobs
 from models.sampling.sampler import Chosen
+from models.step import StepInputs
 
 
 class StageRunner(ModelRunner):

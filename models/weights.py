@@ -22,6 +22,7 @@ from torch import Tensor
 
 from models.decoder import Decoder
 from models.file_bounds import check_regular, is_there
+from models.latent import UpProjection
 from models.linear import Linear
 from models.mixture import Mixture
 from models.share import Slices
@@ -43,9 +44,12 @@ class Place:
     room: Tensor  # the view of the decoder's parameters; rows beyond what is read are zero
     shape: tuple[int, ...]  # of the tensor
     slices: Slices  # what this rank reads of it
+    order: Tensor | None = None  # of the rows that were read, as the room has them; None: as they are
 
     def fill(self, tensor: Tensor) -> None:
         """With what was read."""
+        if self.order is not None:
+            tensor = tensor[self.order]
         self.room[: len(tensor)].copy_(tensor)
         if len(tensor) < len(self.room):
             self.room[len(tensor) :].zero_()
@@ -137,11 +141,12 @@ def random(decoder: Decoder, seed: int) -> None:
         places = parts[parameter.untyped_storage().data_ptr()]
         num_rows = [place.shape[0] for place in places]
         shape = (sum(num_rows), *places[0].shape[1:])
-        whole = parameter.data if decoder.group.size == 1 else parameter.new_empty(shape)
+        is_held = decoder.group.size == 1 and all(place.order is None for place in places)
+        whole = parameter.data if is_held else parameter.new_empty(shape)
         bound = math.sqrt(3.0 / shape[-1])  # uniform is three times as fast as normal
         generator.manual_seed(_seed_of(decoder, name, seed))
         whole.uniform_(-bound, bound, generator=generator)
-        if decoder.group.size > 1:
+        if not is_held:
             for place, rows in zip(places, whole.split(num_rows)):
                 place.fill(rows[place.slices])
     decoder.pack()
@@ -160,7 +165,9 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
     """Where each tensor of a checkpoint goes, by its name."""
     config, share = decoder.config, decoder.share
     whole: dict[str, Tensor | None] = {"model.norm.weight": decoder.norm}  # held by every rank
-    joined: list[tuple[str, tuple[str, ...], Linear]] = []  # the checkpoint's linears that a linear joins
+    # The checkpoint's linears that a linear joins
+    joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]] = []
+    orders: dict[str, Tensor | None] = {}
     if share.is_last and not config.tie_embeddings:
         joined.append(("", ("lm_head",), decoder.head))
     for number, layer in zip(share.layers(config), decoder.layers):
@@ -168,12 +175,11 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
         attention, mlp = layer.attention, layer.mlp
         whole[prefix + "input_layernorm.weight"] = layer.input_norm
         whole[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
-        whole[prefix + "self_attn.q_norm.weight"] = attention.query_norm
-        whole[prefix + "self_attn.k_norm.weight"] = attention.key_norm
-        joined += [
-            (prefix + "self_attn.", ("q_proj", "k_proj", "v_proj"), attention.qkv),
-            (prefix + "self_attn.", ("o_proj",), attention.output),
-        ]
+        for name, norm in attention.norms().items():
+            whole[f"{prefix}self_attn.{name}.weight"] = norm
+        for names, linear in attention.joined():
+            joined.append((f"{prefix}self_attn.", names, linear))
+            orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in names}
         experts = mlp.experts if isinstance(mlp, Mixture) else [mlp]
         for (gate, up, down), expert in zip(config.mlp_names(number), experts):
             joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
@@ -194,11 +200,12 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
             for name, room in zip(names, rooms):
                 outputs, inputs = sizes[name]
                 shape = {"weight": (outputs, inputs), "weight_scale": (outputs, 1), "bias": (outputs,)}[kind]
-                places[f"{name}.{kind}"] = Place(room, shape, share.slices(f"{name}.{kind}", config))
+                slices = share.slices(f"{name}.{kind}", config)
+                places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name))
     return places
 
 
-def rooms_of(linear: Linear, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """The rows of a joined linear's parameters that belong to each of the checkpoint's linears."""
     for kind in ("weight", "weight_scale", "bias"):
         joined = getattr(linear, kind)

@@ -161,7 +161,7 @@ class Roofline:
         config, device = self.config, self.device
         heads = -(-config.num_heads // self.tensor)
         kv_heads = -(-config.num_kv_heads // self.tensor)
-        moved = 2 * kv_heads * config.kv_head_bytes * (context + config.num_layers * num_tokens)
+        moved = kv_heads * config.kv_layer_bytes * (context + config.num_layers * num_tokens)
         operations = 4 * heads * config.head_dim * pairs
         return max(operations / device.flop_per_s(config.dtype), moved / device.bytes_per_s)
 

@@ -48,13 +48,13 @@ def drafter_of(recipe: Recipe, config: DecoderConfig, built: BuiltEngine, machin
     """A draft model, or a head, of random weights beside an engine that was built without one."""
     slots = built.engine.slots
     if isinstance(config, Eagle3Config):
-        head = Eagle3(config, *machine.operators(shape_of(recipe, config)))
+        head = Eagle3(config, *machine.operators(shape_of(recipe.cache.page_size, config)))
         for parameter in head.parameters():
             parameter.data.fill_(1 / config.hidden_size)
         head.pack()
         cache = cache_of(head, recipe, built.memory)
         return decoders.drafter_of(head, built.runner.decoder, cache, slots, slots.num_slots, recipe)
-    decoder = Decoder(config, *machine.operators(shape_of(recipe, config)))
+    decoder = Decoder(config, *machine.operators(shape_of(recipe.cache.page_size, config)))
     weights.random(decoder, recipe.model.seed)
     return Drafter(decoder, cache_of(decoder, recipe, built.memory), slots, slots.num_slots)
 

@@ -58,7 +58,7 @@ def read_bytes(config: DecoderConfig, load: StepLoad) -> int:
 def cached_bytes(config: DecoderConfig, load: StepLoad) -> int:
     """Keys and values that the spans of a step see, over all layers."""
     seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
-    return 2 * config.num_kv_heads * config.kv_head_bytes * seen
+    return config.num_kv_heads * config.kv_layer_bytes * seen
 
 
 def operations(config: DecoderConfig, load: StepLoad) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention.latent import LatentUp
 from devices.int8 import quantize_rows
 from models.ops.int8 import Int8Rows
 
@@ -120,6 +121,15 @@ class Ops:
         """Rotate query [T, H, D] and key [T, K, D]; cos and sin [T, D] have two equal halves."""
         cos, sin = cos[:, None], sin[:, None]
         return query * cos + _half_turn(query) * sin, key * cos + _half_turn(key) * sin
+
+    def rotary_of_one(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [T, H, D], as `rotary` does."""
+        cos, sin = cos[:, None], sin[:, None]
+        return x * cos + _half_turn(x) * sin
+
+    def pack_up(self, keys: Tensor, values: Tensor) -> LatentUp:
+        """The projection of latents to keys [H, N, L] and values [H, L, V], once, at load."""
+        return LatentUp(keys, values)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""

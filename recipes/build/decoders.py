@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from continuous_batching.slots import SlotPool
-from devices.shapes import AttentionShape
+from devices.shapes import AttentionShape, LatentShape
 from kv_cache.storage import KVCache
 from models import head_weights, weights
 from models.config import DecoderConfig
@@ -24,18 +24,20 @@ from recipes.schema.recipe_error import RecipeError
 from recipes.schema.speculation_section import DRAFTERS
 
 
-def shape_of(recipe: Recipe, config: DecoderConfig) -> AttentionShape:
-    """What the attention of this decoder is asked for."""
+def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
+    """What the attention of this decoder is asked for, in pages of so many tokens."""
+    latent = config.latent
     return AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        page_size=recipe.cache.page_size,
-        scale=config.head_dim**-0.5,
+        page_size=page_size,
+        scale=config.scale,
         dtype=TORCH_DTYPES[config.dtype],
         windows=config.windows,
         int8_pages=config.int8_cache,
         first_key=FIRST_KEY if isinstance(config, Eagle3Config) else 0,
+        latent=None if latent is None else LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim),
     )
 
 
@@ -49,7 +51,7 @@ def draft_decoder(
     if draft is None or path is None:
         return None
     try:
-        ops, attention = machine.operators(shape_of(recipe, draft))
+        ops, attention = machine.operators(shape_of(recipe.cache.page_size, draft))
         attention.check()
         attention.check_longest(memory.longest_tokens)
         if draft.quantization is not None:
@@ -109,6 +111,7 @@ def cache_of(
         attention.device,
         num_host_pages=memory.num_host_pages,
         allocate=attention.new_pages,
+        allocate_values=attention.new_value_pages,
         indexed=attention.indexed,
         beside=beside,
     )

@@ -138,7 +138,7 @@ def _loaded(
 ) -> Decoder:
     """This rank's part of the decoder, with its weights."""
     group, share, stages = place
-    ops, attention = machine.operators(shape_of(recipe, share.part(config)))
+    ops, attention = machine.operators(shape_of(recipe.cache.page_size, share.part(config)))
     attention.check()
     attention.check_longest(memory.longest_tokens)
     if config.quantization is not None:

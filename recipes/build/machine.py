@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.latent import LatentAttention
 from attention.reference import Attention
 from devices.ascend_answers import answered, answers_file
 from devices.ascend_limits import PRODUCTS, product
@@ -96,9 +97,11 @@ class Cpu(Machine):
         kept = f"; results are kept in {folder}" if folder else ""
         log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
         limit = CompileLimit() if self.asked.compile == "auto" else None
+        ops = CpuOps(compile=compiles, limit=limit)
+        if shape.latent is not None:
+            return ops, LatentAttention(shape)
         plain = self.asked.attention == "reference"
-        attention = Attention(shape) if plain else CpuAttention(shape, compile=compiles, limit=limit)
-        return CpuOps(compile=compiles, limit=limit), attention
+        return ops, Attention(shape) if plain else CpuAttention(shape, compile=compiles, limit=limit)
 
     def settle(self, runner: ModelRunner) -> None:
         self.threads.settle(decode_step(runner), runner.decoder)
@@ -161,6 +164,8 @@ class Cuda(Accelerator):
         from models.ops.cuda import CudaOps
 
         ops = CudaOps(batch_invariant=self.asked.batch_invariant)
+        if shape.latent is not None:
+            return ops, LatentAttention(shape, self.device)
         if self.asked.attention == "reference":
             return ops, Attention(shape, self.device)
         return ops, CudaAttention(shape, self.device, batch_invariant=self.asked.batch_invariant)
@@ -218,6 +223,8 @@ class Npu(Accelerator):
         has_none = not (self.product.is_fused or self.product.is_atb)  # the first 910
         ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product)
         self.product.check_dtype(shape.dtype)
+        if shape.latent is not None:
+            return ops, LatentAttention(shape, self.device)
         if self.asked.attention == "reference":
             return ops, Attention(shape, self.device)
         kind = AtbAttention if self.product.is_atb else FusedAttention

@@ -11,17 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.latent import LatentAttention
 from attention.reference import Attention
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
 from models.config import DType
-from models.decoder import Decoder, StepInputs
+from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
 from models.ops.cpu import CpuOps
+from models.step import StepInputs
+from recipes.build.decoders import shape_of
 from recipes.build.families import config_in
 from recipes.build.machine import host_memory_bytes
 from recipes.build.memory_plan import in_gib
@@ -89,9 +91,8 @@ def score(
     check(path, lines)
     config = config_in(path)
     config = replace(config, dtype=dtype or config.dtype, int8_cache=int8_cache)
-    heads, computed = (config.num_heads, config.num_kv_heads, config.head_dim), TORCH_DTYPES[config.dtype]
-    shape = AttentionShape(*heads, PAGE_SIZE, config.head_dim**-0.5, computed, config.windows, int8_cache)
-    decoder = Decoder(config, CpuOps(), Attention(shape))
+    computed, shape = TORCH_DTYPES[config.dtype], shape_of(PAGE_SIZE, config)
+    decoder = Decoder(config, CpuOps(), Attention(shape) if shape.latent is None else LatentAttention(shape))
     weights.load(decoder, path)
     decoder.rope.tabulate(max(map(len, lines), default=1), computed)
     parts = [_score(decoder, tokens) for tokens in lines if len(tokens) > 1]
@@ -126,6 +127,7 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
         config.head_dim,
         TORCH_DTYPES[config.dtype],
         allocate=decoder.attention.new_pages,
+        allocate_values=decoder.attention.new_value_pages,
     )
     slots = SlotPool(1, num_tokens, PAGE_SIZE)
     row = np.array([slots.take(Request("line", np.array(tokens)))])

@@ -57,8 +57,8 @@ INT8_FAULTS = (
     Fault(
         "int8_scale_not_planned",
         CONFIG,
-        "self.head_dim + SCALE_BYTES if",
-        "self.head_dim if",
+        "width + 2 * SCALE_BYTES if",
+        "width if",
         "the plan holds more pages than the memory does",
     ),
 )

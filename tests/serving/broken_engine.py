@@ -17,7 +17,7 @@ import torch
 
 import recipes.build.engine
 from continuous_batching.batch import Batch
-from models.decoder import StepInputs
+from models.step import StepInputs
 from recipes.build.engine import BuiltEngine
 from recipes.schema.recipe import Recipe
 from serving.engine import main

@@ -1,0 +1,169 @@
+"""What must attention compute where all heads read one latent of each token?
+
+Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A layer's keys are latents [P, B, 1, L], of which
+its values come, too; where other attention has values it has the rope keys [P, B, 1, R], the part of a key
+that carries the position. Short spans bring their queries into the space of latents ("absorbed"), so that a
+latent is read once for all heads. Long ones expand the latents to keys and values of each head once, which
+then takes a fraction of the products. Plain torch, the same on every device.
+
+Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
+head, n tokens of a request, P pages, B tokens a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from attention.reference import Attention, AttentionMetadata, Span
+from continuous_batching.batch import Batch, ragged_ranges
+from devices.shapes import LatentShape
+from kv_cache.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class LatentUp:
+    """The projection from latents up to the keys [H, N, L] and the values [H, L, V] of each head."""
+
+    keys: Tensor
+    values: Tensor
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Queries [T, H, N] of expanded keys -> of latents [T, H, L]."""
+        return torch.bmm(query.transpose(0, 1), self.keys).transpose(0, 1)
+
+    def raised(self, x: Tensor) -> Tensor:
+        """Weighted sums of latents [T, H, L] -> of values [T, H, V]."""
+        return torch.bmm(x.transpose(0, 1), self.values).transpose(0, 1)
+
+    def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [n, L] -> the keys [n, H, N] and the values [n, H, V] of each head."""
+        keys = F.linear(latents, self.keys.flatten(0, 1)).unflatten(1, (len(self.keys), -1))
+        return keys, torch.matmul(latents, self.values).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class LatentMetadata(AttentionMetadata):
+    """What all layers of one step share; `spans` are the short ones, whose rows are taken out of the step."""
+
+    short_rows: Tensor  # int64 [rows of short spans], of the packed query
+    long_spans: tuple[Span, ...]
+
+
+class LatentAttention(Attention):
+    """Causal latent attention over the paged cache: as `Attention`, of queries in the space of latents.
+
+    `attend` takes and returns what lies there, [T, H, L + R] -> [T, H, L].
+    """
+
+    normalizes = False  # whether `write_raw` does what comes before `write`
+
+    @property
+    def latent(self) -> LatentShape:
+        """What the shape says of it."""
+        assert self.shape.latent is not None, "other attention reads keys and values of heads"
+        return self.shape.latent
+
+    def new_value_pages(self, count: int) -> Tensor:
+        """`count` pages of zeros for the rope keys of a layer."""
+        return self._pages(count, self.latent.rope_dim)
+
+    def expands(self, num_tokens: int) -> bool:
+        """Whether a span of so many tokens is cheaper with its request's latents expanded.
+
+        Absorbed, each query and key take L + R and L products a head in place of N + R and V; to expand a
+        latent takes L products for each of its numbers.
+        """
+        latent, width = self.latent, self.shape.head_dim
+        saved = 2 * width - latent.nope_dim - latent.value_dim
+        return num_tokens * saved > width * (latent.nope_dim + latent.value_dim)
+
+    def plan(
+        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+    ) -> AttentionMetadata:
+        """Make what all layers of this step need; see Attention.plan."""
+        whole = super().plan(batch, page_table, write_index)
+        lens = batch.stops - batch.starts
+        is_long = np.array([self.expands(each) for each in lens.tolist()], dtype=bool)
+        first_rows = np.cumsum(lens) - lens
+        rows = ragged_ranges(first_rows[~is_long], (first_rows + lens)[~is_long])
+        taken_rows = np.cumsum(lens[~is_long]) - lens[~is_long]  # of each short span, among these rows
+        short = [span for span, long in zip(whole.spans, is_long) if not long]
+        return LatentMetadata(
+            whole.write_index,
+            tuple(replace(span, first_row=row) for span, row in zip(short, taken_rows.tolist())),
+            to_device(rows, self.device),
+            tuple(span for span, long in zip(whole.spans, is_long) if long),
+        )
+
+    def write_raw(
+        self,
+        kv: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """As `write`, of latents that are to be normalized and rope keys that are to be turned, in pairs of
+        neighbours, [T, L + R], in one launch where the device `normalizes`.
+        """
+        raise NotImplementedError
+
+    def attend(
+        self,
+        query: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+    ) -> Tensor:
+        """Each query [T, H, L + R] attends to its request's latents and rope keys; weighted sums of the
+        latents [T, H, L].
+        """
+        output = query.new_empty(*query.shape[:2], self.shape.head_dim)
+        for span in metadata.spans:
+            latents, rope_keys = self._seen(layer_keys, layer_values, span)
+            self._attend_span(query, torch.cat((latents, rope_keys), -1), latents, span, None, output)
+        return output
+
+    def attend_heads(
+        self,
+        nope: Tensor,
+        rope: Tensor,
+        up: LatentUp,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+    ) -> Tensor:
+        """Each query, of parts [T, H, N] and [T, H, R], attends to its request's positions up to its own;
+        returns [T, H, V].
+        """
+        assert isinstance(metadata, LatentMetadata)
+        output = nope.new_empty(*nope.shape[:2], self.latent.value_dim)
+        if metadata.spans:
+            rows = metadata.short_rows
+            query = torch.cat((up.absorbed(nope[rows]), rope[rows]), -1)
+            output[rows] = up.raised(self.attend(query, layer_latents, layer_rope_keys, metadata, layer))
+        for span in metadata.long_spans:
+            latents, rope_keys = self._seen(layer_latents, layer_rope_keys, span)
+            keys, values = up.expanded(latents[: span.stop, 0].to(nope.dtype))
+            rope_keys = rope_keys[: span.stop].expand(-1, keys.shape[1], -1)
+            keys = torch.cat((keys, rope_keys.to(keys.dtype)), -1)
+            self._attend_span(torch.cat((nope, rope), -1), keys, values, span, None, output)
+        return output
+
+    def _seen(self, layer_latents: Tensor, layer_rope_keys: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """The latents [n, 1, L] and rope keys [n, 1, R] of a span's pages."""
+        latents, rope_keys = (
+            self._numbers(pages[span.pages].flatten(0, 1)) for pages in (layer_latents, layer_rope_keys)
+        )
+        return latents, rope_keys

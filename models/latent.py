@@ -1,0 +1,179 @@
+"""How does a decoder layer attend by latents?
+
+Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds one latent and one rope key of a
+token, from which every head makes its own keys and values. Of tensor ranks, each has its heads, and holds the
+latents of all tokens.
+
+Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
+head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from attention.latent import LatentAttention, LatentUp
+from models.config import DecoderConfig, Form
+from models.dtypes import TORCH_DTYPES
+from models.group import Group
+from models.latent_config import NORM_EPS
+from models.linear import Linear, SplitLinear, SummedLinear, parameter
+from models.ops.int8 import Int8Rows
+from models.ops.reference import Ops
+from models.step import StepInputs
+
+
+class UpProjection(nn.Module):
+    """The linear from latents to keys and values of heads, which is taken apart instead of multiplied with.
+
+    Its rows are filled as the keys of all heads and, behind them, the values of all heads.
+    """
+
+    bias = None
+
+    def __init__(
+        self,
+        ops: Ops,
+        latents: int,
+        widths: tuple[int, int],
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Form,
+    ) -> None:
+        super().__init__()
+        self.ops, self.widths, self.num_heads, self.dtype = ops, widths, num_heads, dtype
+        stored = torch.int8 if form == "int8" else dtype
+        self.weight: nn.Parameter | None = parameter(sum(widths), latents, dtype=stored, device=device)
+        self.weight_scale: nn.Parameter | None = None
+        if form == "int8":
+            self.weight_scale = parameter(sum(widths), 1, dtype=torch.float32, device=device)
+        self.packed: LatentUp | None = None
+
+    def pack(self) -> None:
+        """Called once, when the weight is filled; from int8 it goes back to the model's type."""
+        assert self.weight is not None, "it is packed once"
+        weight = self.weight.data
+        if self.weight_scale is not None:
+            weight = (weight.float() * self.weight_scale).to(self.dtype)
+        keys, values = (rows.unflatten(0, (self.num_heads, -1)) for rows in weight.split(self.widths))
+        self.packed = self.ops.pack_up(keys.contiguous(), values.transpose(1, 2).contiguous())
+        self.weight = self.weight_scale = None
+
+
+class LatentSelfAttention(nn.Module):
+    """Latent attention of the layer `layer` of this rank, called `name` in a checkpoint."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        name: str,
+        ops: Ops,
+        attention: LatentAttention,
+        group: Group,
+    ) -> None:
+        super().__init__()
+        latent, heads, hidden = config.latent, config.num_heads, config.hidden_size
+        assert latent is not None, "the decoder has other attention"
+        self.layer, self.latent, self.num_heads = layer, latent, heads
+        self.ops, self.attention = ops, attention
+        dtype, device = TORCH_DTYPES[config.dtype], attention.device
+
+        def form(linear: str) -> Form:
+            return config.form(f"{name}self_attn.{linear}")
+
+        queries = heads * latent.nope_dim, heads * latent.rope_dim
+        compressed = queries if latent.query_rank is None else (latent.query_rank,)
+        widths = (*compressed, latent.token_width)
+        self.qkv = SplitLinear(
+            ops, hidden, sum(widths), False, dtype, device, form(latent.first()[0]), widths
+        )
+        self.query_norm: nn.Parameter | None = None
+        self.query_up: SplitLinear | None = None
+        if latent.query_rank is not None:
+            self.query_norm = parameter(latent.query_rank, dtype=dtype, device=device)
+            self.query_up = SplitLinear(
+                ops, latent.query_rank, sum(queries), False, dtype, device, form("q_b_proj"), queries
+            )
+        self.latent_norm = parameter(latent.rank, dtype=dtype, device=device)
+        ups = heads * latent.nope_dim, heads * latent.value_dim
+        self.up = UpProjection(ops, latent.rank, ups, heads, dtype, device, form("kv_b_proj"))
+        self.output = SummedLinear(
+            ops, heads * latent.value_dim, hidden, False, dtype, device, form("o_proj"), group
+        )
+
+    def norms(self) -> dict[str, nn.Parameter | None]:
+        """Of what a checkpoint calls so."""
+        return {"q_a_layernorm": self.query_norm, "kv_a_layernorm": self.latent_norm}
+
+    def joined(self) -> list[tuple[tuple[str, ...], Linear | UpProjection]]:
+        """Its linears, and what of a checkpoint each of them joins."""
+        up = [] if self.query_up is None else [(("q_b_proj",), self.query_up)]
+        return [
+            (self.latent.first(), self.qkv),
+            *up,
+            (("kv_b_proj",), self.up),
+            (("o_proj",), self.output),
+        ]
+
+    def order(self, name: str) -> Tensor | None:
+        """In which order the rows of a checkpoint's linear are held; None for its own.
+
+        A checkpoint has the two parts of each head side by side, and the pairs of the rotary embedding, too.
+        """
+        latent = self.latent
+        if name in ("q_proj", "q_b_proj"):
+            rows = torch.arange(self.num_heads * latent.query_dim).unflatten(0, (self.num_heads, -1))
+            nope, rope = rows.split((latent.nope_dim, latent.rope_dim), 1)
+            return torch.cat((nope.flatten(), torch.cat((rope[:, ::2], rope[:, 1::2]), 1).flatten()))
+        if name == "kv_b_proj":
+            widths = latent.nope_dim, latent.value_dim
+            rows = torch.arange(self.num_heads * sum(widths)).unflatten(0, (self.num_heads, -1))
+            return torch.cat([part.flatten() for part in rows.split(widths, 1)])
+        return None
+
+    def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
+        """[T, hidden] -> [T, hidden]; first writes the step's latents and rope keys to the cache."""
+        *queries, kv = self.qkv(x)
+        if self.query_up is not None and self.query_norm is not None:
+            queries = list(self.query_up(self.ops.rms_norm(queries[0], self.query_norm, NORM_EPS)))
+        nope, rope = (
+            each.unflatten(-1, (-1, width))
+            for each, width in zip(queries, (self.latent.nope_dim, self.latent.rope_dim))
+        )
+        latents, rope_keys = step.cache.keys[self.layer], step.cache.values[self.layer]
+        rope = self._write(kv, rope, cos, sin, latents, rope_keys, step)
+        assert self.up.packed is not None, "pack the decoder before its first step"
+        attended = self.attention.attend_heads(
+            nope, rope, self.up.packed, latents, rope_keys, step.metadata, self.layer
+        )
+        return self.output(attended.flatten(1))
+
+    def _write(
+        self,
+        kv: Tensor,
+        rope: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        latents: Tensor,
+        rope_keys: Tensor,
+        step: StepInputs,
+    ) -> Tensor:
+        """Write the step's latents and rope keys, of kv [T, L + R]; returns the turned queries [T, H, R].
+
+        The pairs that are turned lie side by side in keys; in queries, whose rows are moved at load, they are
+        halves apart, as the operators for other attention have them.
+        """
+        if self.attention.normalizes:
+            self.attention.write_raw(
+                kv, self.latent_norm, NORM_EPS, cos, sin, latents, rope_keys, step.metadata
+            )
+            return self.ops.rotary_of_one(rope, cos, sin)
+        latent, pairs = kv.split((self.latent.rank, self.latent.rope_dim), -1)
+        key = torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1)
+        rope, key = self.ops.rotary(rope, key[:, None], cos, sin)
+        latent = self.ops.rms_norm(latent, self.latent_norm, NORM_EPS)
+        self.attention.write(latent[:, None], key, latents, rope_keys, step.metadata)
+        return rope

@@ -1,0 +1,25 @@
+"""What does the forward pass of one step read?
+
+Legend: T tokens of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attention.reference import AttentionMetadata
+from kv_cache.storage import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the forward pass of one step reads, all of it on the device."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T] of each token in its request
+    metadata: AttentionMetadata  # where each token's key and value go, and what each query sees
+    cache: KVCache
+    rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
+    before_index: Tensor | None = None  # [T] cache place of the position before each token, for heads

@@ -1,0 +1,187 @@
+"""Is latent attention right on each device, however requests are cut and wherever their pages lie?
+
+The oracle expands every latent to keys and values of each head, in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention.int8_pages import packed, unpacked
+from attention.latent import LatentAttention
+from continuous_batching.batch import Batch
+from devices.shapes import AttentionShape, LatentShape
+from kv_cache.storage import KVCache
+from models.ops.reference import Ops
+from tests.attention.planned import planned
+from tests.device_kinds import Kind, Way, on_each, operators
+
+Pair = tuple[Kind, Way]
+
+NOTHING = np.empty(0, np.int64)
+ROWS, MOST_TOKENS, HEADS, PAGE = 5, 320, 4, 16
+SMALL = AttentionShape(HEADS, 1, 32, PAGE, 0.2, torch.float32, (None, None), latent=LatentShape(16, 20, 24))
+PUBLISHED = replace(SMALL, head_dim=512, latent=LatentShape(64, 128, 128))  # all that fused attention takes
+
+
+@dataclass
+class Told:
+    """What one request has been given so far: [length, width] a layer."""
+
+    pages: list[int] = field(default_factory=list)
+    latents: list[Tensor] = field(default_factory=list)
+    rope_keys: list[Tensor] = field(default_factory=list)
+    length: int = 0
+
+
+class Bench:
+    """A cache full of NaN and requests in its rows; `step` runs spans and holds them to the oracle."""
+
+    def __init__(self, ops: Ops, attention: LatentAttention, seed: int = 0) -> None:
+        self.attention, self.shape, self.latent = attention, attention.shape, attention.latent
+        self.rng = np.random.default_rng(seed)
+        attention.check()
+        max_pages = -(-MOST_TOKENS // PAGE)
+        self.layers = range(len(self.shape.windows))
+        self.cache = KVCache(
+            len(self.layers),
+            1 + ROWS * max_pages,
+            PAGE,
+            1,
+            self.shape.head_dim,
+            self.shape.dtype,
+            attention.device,
+            allocate=attention.new_pages,
+            allocate_values=attention.new_value_pages,
+        )
+        for tensor in (*self.cache.keys, *self.cache.values):
+            tensor[1:] = -1 if tensor.dtype == torch.int8 else torch.nan  # scales of four such bytes are NaN
+        self.free = [int(page) for page in 1 + self.rng.permutation(ROWS * max_pages)]
+        self.page_table = np.zeros((ROWS, max_pages), np.int32)
+        self.told = [Told(latents=[], rope_keys=[]) for _ in range(ROWS)]
+        self.ups = [
+            (self.random(HEADS, self.latent.nope_dim, self.shape.head_dim) / 4,
+             self.random(HEADS, self.shape.head_dim, self.latent.value_dim) / 4)
+            for _ in self.layers
+        ]  # fmt: skip
+        device = attention.device
+        self.packed = [ops.pack_up(*(each.to(device) for each in up)) for up in self.ups]
+
+    def random(self, *sizes: int) -> Tensor:
+        return torch.from_numpy(self.rng.standard_normal(sizes)).to(self.shape.dtype)
+
+    def step(self, spans: dict[int, int]) -> None:
+        """Compute so many further tokens of each row, in the order given."""
+        starts = np.array([self.told[row].length for row in spans], np.int64)
+        stops = starts + np.array(list(spans.values()), np.int64)
+        for row, stop in zip(spans, stops.tolist()):
+            pages = self.told[row].pages
+            while len(pages) * PAGE < stop:
+                self.page_table[row, len(pages)] = self.free[-1]
+                pages.append(self.free.pop())
+        batch = Batch(np.array(list(spans), np.int64), starts, stops, NOTHING, NOTHING, NOTHING)
+        metadata = planned(self.attention, batch, self.page_table)
+        for layer in self.layers:
+            self._step_layer(layer, spans, metadata)
+        for row, stop in zip(spans, stops.tolist()):
+            self.told[row].length = stop
+
+    def _step_layer(self, layer: int, spans: dict[int, int], metadata: object) -> None:
+        total, rope_dim = sum(spans.values()), self.latent.rope_dim
+        nope, rope = (self.random(total, HEADS, width) for width in (self.latent.nope_dim, rope_dim))
+        latents, rope_keys = self.random(total, 1, self.shape.head_dim), self.random(total, 1, rope_dim)
+        pages = self.cache.keys[layer], self.cache.values[layer]
+        device = self.attention.device
+        self.attention.write(latents.to(device), rope_keys.to(device), *pages, metadata)
+        found = self.attention.attend_heads(
+            nope.to(device), rope.to(device), self.packed[layer], *pages, metadata, layer
+        )
+        first = 0
+        for row, count in spans.items():
+            rows, told = slice(first, first + count), self.told[row]
+            for kept, new in ((told.latents, latents), (told.rope_keys, rope_keys)):
+                new = unpacked(packed(new)) if self.shape.int8_pages else new
+                if len(kept) <= layer:
+                    kept.append(new[:0, 0])
+                kept[layer] = torch.cat((kept[layer], new[rows, 0]))
+            expected = self.expected(layer, nope[rows], rope[rows], told)
+            torch.testing.assert_close(
+                found[rows].cpu().double(), expected, rtol=0, atol=2e-5 * expected.abs().max().item()
+            )
+            first += count
+
+    def expected(self, layer: int, nope: Tensor, rope: Tensor, told: Told) -> Tensor:
+        """[t, H, V] of the last t positions of a request, with keys and values of each head."""
+        latents, rope_keys = told.latents[layer].double(), told.rope_keys[layer].double()
+        up_keys, up_values = (each.double() for each in self.ups[layer])
+        keys = torch.einsum("hnl,sl->shn", up_keys, latents)
+        scores = torch.einsum("thn,shn->hts", nope.double(), keys)
+        scores += torch.einsum("thr,sr->hts", rope.double(), rope_keys)
+        count, length = len(nope), len(latents)
+        hidden = torch.ones(count, length, dtype=torch.bool).triu(length - count + 1)
+        weights = (scores * self.shape.scale).masked_fill(hidden, -torch.inf).softmax(-1)
+        values = torch.einsum("sl,hlv->shv", latents, up_values)
+        return torch.einsum("hts,shv->thv", weights, values)
+
+
+def bench(pair: Pair, seed: int = 0, **changes: object) -> Bench:
+    shape = PUBLISHED if pair == ("npu", "fused") else SMALL
+    ops, attention = operators(*pair, replace(shape, **changes))  # type: ignore[arg-type]
+    assert isinstance(attention, LatentAttention)
+    return Bench(ops, attention, seed)
+
+
+@pytest.fixture(params=on_each("reference", "fused"))
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return request.param
+
+
+def test_prompts_chunks_and_decodes_of_one_step(pair: Pair) -> None:
+    """Of a long span the latents are expanded, of a short one queries are absorbed."""
+    made = bench(pair)
+    made.step({0: 150, 3: 1, 1: 33})
+    made.step({2: 17, 0: 1, 1: 100, 3: 1})
+    made.step({0: 1, 1: 1, 2: 1, 3: 1})
+    made.step({4: 2, 0: 3, 2: 200, 1: 16})
+    made.step({2: 1})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_steps(pair: Pair, seed: int) -> None:
+    made = bench(pair, seed)
+    for _ in range(6):
+        rows = made.rng.permutation(ROWS)[: made.rng.integers(1, ROWS + 1)]
+        lens = made.rng.choice([1, 1, 2, 16, 17, 40, 90], len(rows))
+        spans = dict(zip(rows.tolist(), lens.tolist()))
+        made.step({row: n for row, n in spans.items() if made.told[row].length + n <= MOST_TOKENS})
+
+
+@pytest.mark.parametrize("pair", on_each("reference")[:1])
+def test_int8_pages(pair: Pair) -> None:
+    made = bench(pair, int8_pages=True)
+    made.step({0: 150, 3: 1, 1: 33})
+    made.step({0: 1, 3: 1, 1: 90})
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 90, 400])
+def test_spans_are_expanded_where_that_takes_fewer_products(num_tokens: int) -> None:
+    """Of a prompt's own tokens, as many as the span has."""
+    attention, latent, width = LatentAttention(SMALL), SMALL.latent, SMALL.head_dim
+    assert latent is not None
+    pairs = num_tokens * num_tokens
+    absorbed = pairs * (2 * width + latent.rope_dim)
+    expanded = pairs * (latent.nope_dim + latent.rope_dim + latent.value_dim)
+    expanded += num_tokens * width * (latent.nope_dim + latent.value_dim)
+    assert attention.expands(num_tokens) == (expanded < absorbed)
+
+
+def test_pages_hold_a_latent_and_a_rope_key() -> None:
+    attention = LatentAttention(replace(SMALL, int8_pages=True))
+    assert attention.new_pages(3).shape == (3, PAGE, 1, 32 + 4)
+    assert attention.new_value_pages(3).shape == (3, PAGE, 1, 16 + 4)
+    assert LatentAttention(SMALL).new_value_pages(2).shape == (2, PAGE, 1, 16)
