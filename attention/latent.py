@@ -130,7 +130,7 @@ class LatentAttention(Attention):
         """
         output = query.new_empty(*query.shape[:2], self.shape.head_dim)
         for span in metadata.spans:
-            latents, rope_keys = self._seen(layer_keys, layer_values, span)
+            latents, rope_keys = self._of_span(layer_keys, layer_values, span)
             self._attend_span(query, torch.cat((latents, rope_keys), -1), latents, span, None, output)
         return output
 
@@ -154,14 +154,14 @@ class LatentAttention(Attention):
             query = torch.cat((up.absorbed(nope[rows]), rope[rows]), -1)
             output[rows] = up.raised(self.attend(query, layer_latents, layer_rope_keys, metadata, layer))
         for span in metadata.long_spans:
-            latents, rope_keys = self._seen(layer_latents, layer_rope_keys, span)
+            latents, rope_keys = self._of_span(layer_latents, layer_rope_keys, span)
             keys, values = up.expanded(latents[: span.stop, 0].to(nope.dtype))
             rope_keys = rope_keys[: span.stop].expand(-1, keys.shape[1], -1)
             keys = torch.cat((keys, rope_keys.to(keys.dtype)), -1)
             self._attend_span(torch.cat((nope, rope), -1), keys, values, span, None, output)
         return output
 
-    def _seen(self, layer_latents: Tensor, layer_rope_keys: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+    def _of_span(self, layer_latents: Tensor, layer_rope_keys: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """The latents [n, 1, L] and rope keys [n, 1, R] of a span's pages."""
         latents, rope_keys = (
             self._numbers(pages[span.pages].flatten(0, 1)) for pages in (layer_latents, layer_rope_keys)

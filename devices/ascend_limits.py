@@ -26,6 +26,10 @@ MOST_KEYS = 262144  # that one query may read
 ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
+# Of latent attention: all that its operators take (npu_kv_rmsnorm_rope_cache; vllm-ascend, mla_v1.py)
+LATENT, LATENT_ROPE, LATENT_HEAD = 512, 64, 128
+MOST_LATENT_HEADS = 128
+MOST_LATENT_QUERIES = 16  # of a span in the space of latents
 MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more of each: vllm-ascend's bound
 
 
@@ -45,6 +49,7 @@ class AscendProduct:
     most_spans: int = MOST_SPANS  # in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # multiplies int8 with a scale for each token
+    has_latents: bool = False  # fused attention takes latents, and one operator writes them
     has_mixtures: bool = True  # routes tokens to experts and multiplies each expert's rows in one launch
     tiles_weights: bool = False  # of 16 bits, in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
     # What no source says: the probes of verify_npu.sh answer it (devices/ascend_answers.py)
@@ -80,7 +85,9 @@ class AscendProduct:
                 "model.dtype is float16; verify_npu.sh found that fused attention of this"
                 f" {self.name} is wrong in it: set model.dtype to bfloat16, {plain}"
             )
-        if self.is_atb:
+        if shape.latent is not None:
+            self._check_latent(shape, plain)
+        elif self.is_atb:
             self._check_atb(shape, plain)
         else:
             self._check_fused(shape, plain)
@@ -114,6 +121,29 @@ class AscendProduct:
                     f" {self.name} has none: choose another model, {plain}"
                 )
 
+    def _check_latent(self, shape: AttentionShape, plain: str) -> None:
+        latent, heads = shape.latent, shape.num_heads
+        assert latent is not None, "other attention has other limits"
+        if not self.has_latents:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_latents)
+            raise ValueError(
+                f"the model has latent attention, whose operators the {self.name} lacks, and {some} have: use"
+                f" one of these, {plain}"
+            )
+        sizes = shape.head_dim, latent.rope_dim, latent.nope_dim, latent.value_dim
+        if sizes != (LATENT, LATENT_ROPE, LATENT_HEAD, LATENT_HEAD):
+            raise ValueError(
+                f"the model's kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim are"
+                f" {', '.join(map(str, sizes))}; fused attention takes {LATENT}, {LATENT_ROPE}, {LATENT_HEAD}"
+                f" and {LATENT_HEAD}: choose another model, {plain}"
+            )
+        if heads > MOST_LATENT_HEADS or heads & (heads - 1):
+            raise ValueError(
+                f"each device has {heads} heads of the model; fused attention by latents takes a power of two"
+                f" up to {MOST_LATENT_HEADS}: choose another parallel.tensor, {plain}"
+            )
+        self._check_page_size(shape, plain)
+
     def _check_fused(self, shape: AttentionShape, plain: str) -> None:
         if shape.head_dim not in self.head_dims:
             allowed = " or ".join(map(str, self.head_dims))
@@ -132,6 +162,9 @@ class AscendProduct:
                 f"the model's key and value heads are {shape.num_kv_heads} x {shape.head_dim} wide; fused"
                 f" attention takes {MOST_ROW} together: choose another model, {plain}"
             )
+        self._check_page_size(shape, plain)
+
+    def _check_page_size(self, shape: AttentionShape, plain: str) -> None:
         if shape.page_size % PAGE_STEP or not PAGE_STEP <= shape.page_size <= MOST_PAGE:
             raise ValueError(
                 f"cache.page_size is {shape.page_size}; fused attention takes a multiple of {PAGE_STEP} to"
@@ -210,8 +243,16 @@ PRODUCTS = (
         has_mixtures=False,
         most_spans=2000,
     ),
-    AscendProduct(name="910B", chip="Ascend910B1", chips=r"Ascend910B\d", captures_draws=True),
-    AscendProduct(name="910C", chip="Ascend910_9391", chips=r"Ascend910_93\d\d", captures_draws=True),
+    AscendProduct(
+        name="910B", chip="Ascend910B1", chips=r"Ascend910B\d", captures_draws=True, has_latents=True
+    ),
+    AscendProduct(
+        name="910C",
+        chip="Ascend910_9391",
+        chips=r"Ascend910_93\d\d",
+        captures_draws=True,
+        has_latents=True,
+    ),
     AscendProduct(
         name="950",
         chip="Ascend950",

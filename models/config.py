@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.latent_config import LatentConfig
+from models.mixture_config import MLP_ROLES, MixtureConfig
 from models.quantization import Quantization
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -18,7 +19,6 @@ SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has, and
 ROUTER_BYTES = 4  # of one weight of a router, which is kept in float32
 FUSED = ("q_proj", "k_proj", "v_proj")
 UP = ".kv_b_proj"  # of latent attention, from latents to keys and values
-MLP_ROLES = ("gate_proj", "up_proj", "down_proj")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -44,19 +44,6 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class MixtureConfig:
-    """The mixtures of experts that stand in place of the MLP in some layers."""
-
-    num_experts: int
-    num_chosen: int  # of each token
-    inner_size: int  # of each expert
-    normalizes: bool  # the weights of a token's experts add up to one
-    layers: tuple[bool, ...]  # whether a layer has a mixture, one entry a layer
-    block: str = "mlp"  # how a checkpoint calls the mixture of a layer
-    roles: tuple[str, str, str] = MLP_ROLES  # how it calls an expert's gate, up and down
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +77,7 @@ class DecoderConfig:
     int8_cache: bool = False  # keys and values in int8, with a float32 scale for each token and head
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
+    num_unread_layers: int = 0  # that a checkpoint may have behind its own, to predict further tokens
 
     def form(self, name: str) -> Form:
         """How the linear of this name in a checkpoint is stored; a tied head is as the embedding is."""
@@ -113,6 +101,10 @@ class DecoderConfig:
                 yield gate, hidden, inner
                 yield up, hidden, inner
                 yield down, inner, hidden
+            if shared := self.shared_names(layer):
+                yield shared[0], hidden, self.shared_size
+                yield shared[1], hidden, self.shared_size
+                yield shared[2], self.shared_size, hidden
         if not self.tie_embeddings:
             yield "lm_head", hidden, self.vocab_size
 
@@ -166,6 +158,19 @@ class DecoderConfig:
             return [_joined(f"{prefix}mlp.", MLP_ROLES)]
         experts = f"{prefix}{mixture.block}.experts."
         return [_joined(f"{experts}{number}.", mixture.roles) for number in range(mixture.num_experts)]
+
+    @property
+    def shared_size(self) -> int:
+        """Of the expert that computes every token beside those that it chooses; 0 for none."""
+        return 0 if self.mixture is None else self.mixture.shared_size
+
+    def shared_names(self, layer: int, name: str = "") -> tuple[str, str, str] | None:
+        """Gate, up and down of that expert, as `mlp_names`; None where the layer has none."""
+        mixture = self.mixture_of(layer)
+        if mixture is None or not mixture.shared_size:
+            return None
+        prefix = name or f"model.layers.{layer}."
+        return _joined(f"{prefix}{mixture.block}.{mixture.shared_block}.", MLP_ROLES)
 
     @property
     def num_mixtures(self) -> int:
@@ -263,7 +268,9 @@ class DecoderConfig:
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         mlps = (self.num_layers - self.num_mixtures) * mlp + self._router_parameters
         if self.mixture is not None:
-            mlps += self.num_mixtures * self.mixture.num_experts * self._expert_parameters
+            of_each = self.mixture.num_experts * self._expert_parameters
+            of_each += (3 * self.shared_size + self.mixture.has_shared_gate) * self.hidden_size
+            mlps += self.num_mixtures * of_each
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return embeddings + self.num_layers * layer + mlps + self.hidden_size
 
@@ -281,8 +288,11 @@ class DecoderConfig:
 
     @property
     def _router_parameters(self) -> int:
-        """Of all routers."""
-        return 0 if self.mixture is None else self.num_mixtures * self.mixture.num_experts * self.hidden_size
+        """Of all routers, and what corrects their choices."""
+        mixture = self.mixture
+        if mixture is None:
+            return 0
+        return self.num_mixtures * mixture.num_experts * (self.hidden_size + mixture.is_corrected)
 
 
 def _joined(prefix: str, roles: tuple[str, str, str]) -> tuple[str, str, str]:
@@ -296,9 +306,10 @@ def check_fused(config: DecoderConfig) -> None:
         return
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
+        shared = config.shared_names(layer)
         joined = [
             tuple(f"{prefix}self_attn.{name}" for name in config.first_linears),
-            *(each[:2] for each in config.mlp_names(layer)),
+            *(each[:2] for each in [*config.mlp_names(layer), *([shared] if shared else [])]),
         ]
         for names in joined:
             if len({config.form(name) for name in names}) > 1:

@@ -15,11 +15,11 @@ from models.config import (
     ROPE_KINDS,
     DecoderConfig,
     DType,
-    MixtureConfig,
     RopeConfig,
     check_fused,
 )
 from models.latent_config import LatentConfig
+from models.mixture_config import MixtureConfig
 from models.quantization import quantization
 from models.shown import shown
 
@@ -41,6 +41,12 @@ MOST = {
     "qk_nope_head_dim": 2**14,
     "qk_rope_head_dim": 2**14,
     "v_head_dim": 2**14,
+    "n_routed_experts": 2**10,
+    "n_shared_experts": 2**10,
+    "n_group": 2**10,
+    "topk_group": 2**10,
+    "first_k_dense_replace": 2**12,
+    "num_nextn_predict_layers": 2**6,
     "num_experts": 2**10,
     "num_experts_per_tok": 2**10,
     "decoder_sparse_step": 2**12,
@@ -67,23 +73,23 @@ def decoder_config(
 ) -> DecoderConfig:
     """The decoder of `hf`, a parsed config.json; the keywords are where families differ."""
     if hf.get("hidden_act", "silu") != "silu":
-        raise _refused("hidden_act", hf["hidden_act"], "it must be silu")
+        raise refused("hidden_act", hf["hidden_act"], "it must be silu")
     hidden_size = integer(hf, "hidden_size")
     num_heads = integer(hf, "num_attention_heads")
     if latent is not None:  # keys that other families have mean nothing here
         hf = {**hf, "num_key_value_heads": 1, "head_dim": latent.rank}
     num_kv_heads = integer(hf, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise _refused(
+        raise refused(
             "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})"
         )
     if hf.get("head_dim") is None and hidden_size % num_heads:
-        raise _refused(
+        raise refused(
             "hidden_size", hidden_size, f"give head_dim, or a multiple of num_attention_heads ({num_heads})"
         )
     head_dim = integer(hf, "head_dim", hidden_size // num_heads)
     if head_dim % 2:
-        raise _refused("head_dim", head_dim, "the rotary embedding turns pairs: it must be even")
+        raise refused("head_dim", head_dim, "the rotary embedding turns pairs: it must be even")
     max_positions = integer(hf, "max_position_embeddings")
     config = DecoderConfig(
         family=family,
@@ -108,6 +114,7 @@ def decoder_config(
         quantization=quantization(hf),
         mixture=mixture,
         latent=latent,
+        num_unread_layers=integer(hf, "num_nextn_predict_layers", 0, least=0),
     )
     check_fused(config)
     return config
@@ -116,12 +123,12 @@ def decoder_config(
 def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
     """Latent attention, as DeepSeek's files describe it."""
     if boolean(hf, "attention_bias", False):
-        raise _refused("attention_bias", True, "latent attention is supported without it")
+        raise refused("attention_bias", True, "latent attention is supported without it")
     if not boolean(hf, "rope_interleave", True):
-        raise _refused("rope_interleave", False, "pairs must lie side by side: it must be true")
+        raise refused("rope_interleave", False, "pairs must lie side by side: it must be true")
     nope_dim, rope_dim = integer(hf, "qk_nope_head_dim"), integer(hf, "qk_rope_head_dim")
     if rope_dim % 2:
-        raise _refused("qk_rope_head_dim", rope_dim, "the rotary embedding turns pairs: it must be even")
+        raise refused("qk_rope_head_dim", rope_dim, "the rotary embedding turns pairs: it must be even")
     rope = rope_config(hf, rope_dim, integer(hf, "max_position_embeddings"))
     scale = (nope_dim + rope_dim) ** -0.5
     if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
@@ -141,17 +148,17 @@ def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> Rop
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = hf.get(key) or {}
     if not isinstance(rope, Mapping):
-        raise _refused(key, rope, "it must be a mapping")
+        raise refused(key, rope, "it must be a mapping")
     if any(isinstance(value, Mapping) for value in rope.values()):
-        raise _refused(key, rope, "one rotary embedding for all layer types is supported, not one for each")
+        raise refused(key, rope, "one rotary embedding for all layer types is supported, not one for each")
     rope = {name: value for name, value in rope.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KINDS:
-        raise _refused(f"{key}.rope_type", kind, f"supported are {', '.join(ROPE_KINDS)}")
+        raise refused(f"{key}.rope_type", kind, f"supported are {', '.join(ROPE_KINDS)}")
     for place in (rope, hf):
         if place.get("partial_rotary_factor") not in (None, 1, 1.0):
             value = place["partial_rotary_factor"]
-            raise _refused("partial_rotary_factor", value, "whole heads are turned: it must be 1")
+            raise refused("partial_rotary_factor", value, "whole heads are turned: it must be 1")
 
     original = max_positions
     if kind in ("llama3", "yarn"):
@@ -163,17 +170,17 @@ def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> Rop
     elif kind != "default":
         factor = number(rope, "factor")
     if factor < 1:
-        raise _refused(f"{key}.factor", factor, "it must be at least 1")
+        raise refused(f"{key}.factor", factor, "it must be at least 1")
     if kind == "dynamic" and head_dim <= 2:
-        raise _refused("head_dim", head_dim, "dynamic rope needs more than 2")
+        raise refused("head_dim", head_dim, "dynamic rope needs more than 2")
     theta = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
     if theta <= 1:
-        raise _refused("rope_theta", theta, "it must be more than 1")
+        raise refused("rope_theta", theta, "it must be more than 1")
     low, high = 1.0, 4.0
     if kind == "llama3":
         low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
         if not 0 < low < high:
-            raise _refused(f"{key}.low_freq_factor", low, f"it must be from 0 to high_freq_factor ({high:g})")
+            raise refused(f"{key}.low_freq_factor", low, f"it must be from 0 to high_freq_factor ({high:g})")
     return RopeConfig(
         kind=kind,
         theta=theta,
@@ -204,11 +211,9 @@ def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:
         return tuple(window if layer >= first else None for layer in range(num_layers))
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        raise _refused("layer_types", types, f"one of {' or '.join(known)} for each of {num_layers} layers")
+        raise refused("layer_types", types, f"one of {' or '.join(known)} for each of {num_layers} layers")
     if window is None and "sliding_attention" in types:
-        raise _refused(
-            "layer_types", types, "sliding layers need use_sliding_window: true and sliding_window"
-        )
+        raise refused("layer_types", types, "sliding layers need use_sliding_window: true and sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -220,11 +225,11 @@ def experts(hf: Mapping[str, Any]) -> tuple[int, int]:
     said = {key: hf[key] for key in ("num_experts", "num_local_experts") if hf.get(key) is not None}
     if len(set(map(str, said.values()))) > 1:
         other = shown(said["num_local_experts"])
-        raise _refused("num_experts", said["num_experts"], f"num_local_experts says {other}: remove one")
+        raise refused("num_experts", said["num_experts"], f"num_local_experts says {other}: remove one")
     num_experts = integer({"num_experts": next(iter(said.values()), None)}, "num_experts")
     num_chosen = integer(hf, "num_experts_per_tok")
     if num_chosen > num_experts:
-        raise _refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
+        raise refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
     return num_experts, num_chosen
 
 
@@ -235,7 +240,7 @@ def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: 
     if value is None:
         raise _missing(key)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST[key]:
-        raise _refused(key, value, f"it must be an integer from {least} to {MOST[key]}")
+        raise refused(key, value, f"it must be an integer from {least} to {MOST[key]}")
     return value
 
 
@@ -247,7 +252,7 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> flo
         raise _missing(key)
     most = MOST.get(key, MOST_NUMBER)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise _refused(key, value, f"it must be a number from 0 to {most:g}")
+        raise refused(key, value, f"it must be a number from 0 to {most:g}")
     return float(value)
 
 
@@ -256,7 +261,7 @@ def boolean(hf: Mapping[str, Any], key: str, default: bool) -> bool:
     value = hf.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise _refused(key, value, "it must be true or false")
+        raise refused(key, value, "it must be true or false")
     return value
 
 
@@ -268,18 +273,19 @@ def _dtype(hf: Mapping[str, Any]) -> DType:
     for dtype in DTYPE_BYTES:
         if name == dtype:
             return dtype
-    raise _refused(key, value, f"supported are {', '.join(DTYPE_BYTES)}")
+    raise refused(key, value, f"supported are {', '.join(DTYPE_BYTES)}")
 
 
 def _token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
     value = hf.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
-        raise _refused(key, value, "it must be a token id or a list of them")
+        raise refused(key, value, "it must be a token id or a list of them")
     return tuple(ids)
 
 
-def _refused(key: str, value: object, mend: str) -> ValueError:
+def refused(key: str, value: object, mend: str) -> ValueError:
+    """What to raise for a value that the decoder cannot honour, and what to do."""
     return ValueError(f"the model's configuration has {key}: {shown(value)}; {mend}")
 
 

@@ -1,7 +1,8 @@
 """What does a mixture of experts make of a token?
 
 A router scores the experts, the best of them compute the token, and the router's weights add up what they
-made: arXiv 2401.04088 (Mixtral), 2505.09388 (Qwen3).
+made: arXiv 2401.04088 (Mixtral), 2505.09388 (Qwen3). A shared expert may compute every token beside them:
+arXiv 2401.06066 (DeepSeekMoE), 2412.19437 (DeepSeek-V3).
 
 Legend: T tokens of the step, E experts, C experts that a token chooses.
 """
@@ -10,15 +11,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models.config import DecoderConfig
+from models.dtypes import TORCH_DTYPES
 from models.group import Group
+from models.linear import parameter
 from models.mlp import MLP
 from models.ops.reference import Ops, Packed
 
 
 class Mixture(nn.Module):
-    """The mixture of the layer that a checkpoint calls `name`: a router and its experts.
+    """The mixture of the layer that a checkpoint calls `name`: a router, its experts and a shared one.
 
     Every rank of a group holds the router whole, and so chooses the same experts, and its part of each.
     """
@@ -32,13 +36,21 @@ class Mixture(nn.Module):
         mixture = config.mixture_of(layer)
         assert mixture is not None, f"layer {layer} has a dense MLP"
         self.config, self.ops, self.group = mixture, ops, group
-        weight = torch.empty(mixture.num_experts, config.hidden_size, dtype=torch.float32, device=device)
-        self.router = nn.Parameter(weight, requires_grad=False)
+        self.router = parameter(mixture.num_experts, config.hidden_size, dtype=torch.float32, device=device)
         names, inner = config.mlp_names(layer, name), mixture.inner_size
         self.experts = nn.ModuleList(MLP(config, each, inner, ops, device, group) for each in names)
         for expert in self.experts if config.dtype == "bfloat16" else ():
             expert.down.scale_dtype = torch.bfloat16  # as checkpoints have it that are published so
         self._parts = [expert.part for expert in self.experts]
+        self.correction: nn.Parameter | None = None
+        if mixture.is_corrected:
+            self.correction = parameter(mixture.num_experts, dtype=torch.float32, device=device)
+        shared = config.shared_names(layer, name)
+        self.shared = None if shared is None else MLP(config, shared, mixture.shared_size, ops, device, group)
+        self.shared_gate: nn.Parameter | None = None
+        if mixture.has_shared_gate:
+            dtype = TORCH_DTYPES[config.dtype]
+            self.shared_gate = parameter(1, config.hidden_size, dtype=dtype, device=device)
         self._joined: Packed | None = None
 
     def pack(self) -> None:
@@ -52,9 +64,14 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        weights, chosen = self.ops.route(x, self.router, self.config.num_chosen, self.config.normalizes)
+        weights, chosen = self.ops.route(x, self.router, self.correction, self.config)
         if self._joined is not None:
             part = self.ops.joined_mixture(x, weights, chosen, self._joined)
         else:
             part = self.ops.mixture(x, weights, chosen, self._parts)
+        if self.shared is not None:
+            shared = self.shared.part(x)
+            if self.shared_gate is not None:
+                shared = F.linear(x, self.shared_gate).sigmoid() * shared
+            part = part + shared
         return self.group.all_reduce(part)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from models.config import MLP_ROLES, DecoderConfig
+from models.config import DecoderConfig
+from models.mixture_config import MLP_ROLES
 
 Slices = tuple[slice, ...]  # of a tensor's first dimensions; those after them are whole
 
@@ -58,7 +59,8 @@ class Share:
         """Whether the checkpoint's tensor `name` belongs to another stage alone."""
         if name.startswith("model.layers."):
             number = name.split(".")[2]
-            return number.isdigit() and int(number) in {*range(config.num_layers)} - {*self.layers(config)}
+            known = range(config.num_layers + config.num_unread_layers)
+            return number.isdigit() and int(number) in {*known} - {*self.layers(config)}
         if name.startswith("model.embed_tokens."):
             return not self.holds_embedding(config)
         return name.startswith("lm_head.") and not self.is_last
@@ -81,7 +83,12 @@ class Share:
         layers, mixture = self.layers(config), config.mixture
         if mixture is not None:
             own = mixture.layers[layers.start : layers.stop]
-            mixture = replace(mixture, inner_size=mixture.inner_size // self.tensors, layers=own)
+            mixture = replace(
+                mixture,
+                inner_size=mixture.inner_size // self.tensors,
+                shared_size=mixture.shared_size // self.tensors,
+                layers=own,
+            )
         return replace(
             config,
             num_layers=len(layers),
@@ -112,6 +119,8 @@ class Share:
         if config.mixture is not None and ".experts." in linear:
             inner = config.mixture.inner_size
             role = dict(zip(config.mixture.roles, MLP_ROLES))[role]
+        elif config.mixture is not None and f".{config.mixture.shared_block}." in linear:
+            inner = config.mixture.shared_size
         match role:
             case "embed_tokens" | "lm_head":
                 tokens = self.tokens(config)
@@ -134,7 +143,7 @@ class Share:
                 return (slice(0, 0),)
             case "o_proj" | "down_proj":
                 return ()
-        assert role.endswith("norm") or role == "gate", f"say which part of {name} a rank holds"
+        assert role.endswith(("norm", "gate")), f"say which part of {name} a rank holds"
         return ()
 
     def _equal(self, size: int) -> slice:
@@ -180,4 +189,6 @@ def _inner_sizes(config: DecoderConfig) -> list[int]:
     """Of dense MLPs and of experts, those that the decoder has."""
     mixture, has_dense = config.mixture, config.num_mixtures < config.num_layers
     sizes = [config.intermediate_size] if has_dense else []
-    return sizes if mixture is None or not config.num_mixtures else [*sizes, mixture.inner_size]
+    if mixture is not None and config.num_mixtures:
+        sizes += [mixture.inner_size, *([mixture.shared_size] if mixture.shared_size else [])]
+    return sizes

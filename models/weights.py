@@ -184,7 +184,13 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
         for (gate, up, down), expert in zip(config.mlp_names(number), experts):
             joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
         if isinstance(mlp, Mixture):
-            whole[f"{prefix}{mlp.config.block}.gate.weight"] = mlp.router
+            block = f"{prefix}{mlp.config.block}."
+            whole[f"{block}gate.weight"] = mlp.router
+            whole[f"{block}gate.e_score_correction_bias"] = mlp.correction
+            whole[f"{block}{mlp.config.shared_block}_gate.weight"] = mlp.shared_gate
+            shared = config.shared_names(number)
+            if mlp.shared is not None and shared is not None:
+                joined += [("", shared[:2], mlp.shared.gate_up), ("", shared[2:], mlp.shared.down)]
     sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
     part = {share.whole_name(name, config): outputs for name, _, outputs in decoder.part.linears()}
     embedding = (config.vocab_size, config.hidden_size)

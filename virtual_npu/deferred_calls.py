@@ -40,6 +40,11 @@ class DeferredCall:
     place: str  # of the launch log, when it was called
 
 
+# Arguments that are the first results of an operator, though its schema does not say so (op-plugin,
+# KvRmsNormRopeCacheKernelNpuOpApi.cpp)
+RETURNED = {"npu::npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache")}
+
+
 class DeferredCalls:
     """The operators that wait, by the numbers that the device has for them."""
 
@@ -219,6 +224,10 @@ def _outputs(call: HostCall, on_host: list[Any], named: dict[str, Any], original
             f"virtual NPU: {call.name} cannot wait its turn, for the shapes of its outputs are not known"
             f" before it runs: {str(error).splitlines()[0]}"
         ) from None
+    if call.name in RETURNED:
+        arguments = {each.name: value for each, value in zip(call.operator._schema.arguments, placed)} | named
+        same = [arguments[name] for name in RETURNED[call.name]]
+        result = (*same, *result[len(same) :])
     return call.to_device(
         result, {id(metas[key]): (metas[key], each) for key, (_, each) in originals.items()}
     )

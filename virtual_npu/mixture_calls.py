@@ -16,6 +16,23 @@ def gating(draw: RandomInputs) -> dict[str, Any]:
     return {"x": scores, "k": draw.one(1, 2, 8)}
 
 
+def gating_in_groups(draw: RandomInputs) -> dict[str, Any]:
+    """DeepSeek-V3's choice, or V2's; scores so far from each other that no rounding changes it."""
+    tokens, groups, size = draw.number(1, 200), draw.one(1, 8), draw.one(16, 32)
+    experts = groups * size
+    scores = torch.stack([draw.order(experts) for _ in range(tokens)]).float() * (12.0 / experts) - 6
+    by_sigmoid = draw.one(0, 1)
+    return {
+        "x": scores,
+        "k": draw.one(6, 8),
+        "bias": draw.one(None, torch.zeros(experts)) if by_sigmoid else None,
+        "k_group": draw.one(1, max(1, groups // 2)),
+        "group_count": groups,
+        "group_select_mode": by_sigmoid,
+        "norm_type": by_sigmoid,
+    }
+
+
 def routing(draw: RandomInputs) -> dict[str, Any]:
     """Tokens that each choose several of many experts."""
     tokens, chosen, experts = draw.number(1, 200), draw.one(1, 2, 8), draw.one(8, 64, 128)

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from virtual_npu import mixture_calls
+from virtual_npu import latent_calls, mixture_calls
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.random_inputs import RandomInputs
 from virtual_npu.simulated_products import A2, Product
 
 MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # which sparse_mode 3 and 4 take
+LATENT_PRODUCTS = contract_of("npu_kv_rmsnorm_rope_cache").products
 ATB_MASK = MASK.half() * -10000  # which splitfuse adds to scores
 FRACTAL_NZ = 29  # the format in which the matrix unit reads a weight
 NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.int8: 1.0}
@@ -45,6 +46,11 @@ class SampleCall:
 
 
 def _attention(draw: RandomInputs) -> dict[str, Any]:
+    made = draw.one(_by_heads, _by_heads, latent_calls.attention)(draw)
+    return made if draw.product in LATENT_PRODUCTS else _by_heads(draw)
+
+
+def _by_heads(draw: RandomInputs) -> dict[str, Any]:
     """A packed batch of decodes, chunks and prompts over shuffled pages."""
     num_kv_heads, dim, page_size = draw.one(1, 2, 4), draw.one(64, 128), draw.one(16, 64, 128)
     num_heads = num_kv_heads * draw.one(1, 2, 4)
@@ -249,6 +255,8 @@ MAKERS: Mapping[str, Maker] = {
     "npu_fused_infer_attention_score": _attention,
     "npu_scatter_pa_kv_cache": _write,
     "npu_scatter_nd_update_": _update,
+    "npu_kv_rmsnorm_rope_cache": latent_calls.write,
+    "npu_transpose_batchmatmul": latent_calls.product,
     "npu_rms_norm": _norm,
     "npu_add_rms_norm": _add_norm,
     "npu_apply_rotary_pos_emb": _rotary,
@@ -257,6 +265,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_dynamic_quant": _dynamic_quant,
     "npu_grouped_matmul": _grouped_matmul,
     "npu_moe_gating_top_k_softmax": mixture_calls.gating,
+    "npu_moe_gating_top_k": mixture_calls.gating_in_groups,
     "npu_moe_init_routing_v2": mixture_calls.routing,
     "npu_moe_token_unpermute": mixture_calls.combining,
     "npu_quant_matmul": _quant_matmul,
@@ -279,10 +288,12 @@ ATB_MAKERS: Mapping[str, Maker] = {
 }
 RESULTS = {
     "npu_fused_infer_attention_score": (0,),
+    "npu_kv_rmsnorm_rope_cache": (),  # its caches are arguments
     "npu_rms_norm": (0,),
     "npu_add_rms_norm": (0, 2),
     "npu_add_rms_norm_dynamic_quant": (0, 2, 3),
     "npu_moe_gating_top_k_softmax": (0, 1),
+    "npu_moe_gating_top_k": (0, 1),
     "npu_moe_init_routing_v2": (0, 1, 2),
 }
 _CACHES = ("key_cache", "value_cache")
@@ -290,6 +301,7 @@ WRITTEN = {
     "npu_scatter_pa_kv_cache": _CACHES,
     "_npu_reshape_and_cache": _CACHES,
     "npu_scatter_nd_update_": ("input",),
+    "npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache"),
     "npu_prefetch": ("input",),  # which stays as it is
     "_npu_paged_attention": ("out",),
     "_npu_paged_attention_splitfuse_v2": ("out",),

@@ -17,12 +17,15 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention.latent import LatentUp
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from models.mixture_config import MixtureConfig
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Filled, Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 PREFETCHED_BYTES = 18 * 2**20  # of a weight, as vllm-ascend's weight_prefetch: more would drive out the cache
+MOST_PRODUCT_ROW = 65535  # heads x width of what npu_transpose_batchmatmul takes by rows
 FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in float32, five times
 
 
@@ -184,13 +187,31 @@ class NpuOps(PlainNpuOps):
             )
         return torch_npu.npu_rotary_mul(query, cos, sin), torch_npu.npu_rotary_mul(key, cos, sin)
 
-    def route(self, x: Tensor, router: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x: Tensor, router: Tensor, correction: Tensor | None, config: MixtureConfig
+    ) -> tuple[Tensor, Tensor]:
         """As Ops.route, the experts int32."""
         if not self.product.has_mixtures:
-            return super().route(x, router, num_chosen, normalizes)
+            return super().route(x, router, correction, config)
         scores = F.linear(x.float(), router)
-        weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=num_chosen)
-        return (weights / weights.sum(-1, keepdim=True) if normalizes else weights), chosen
+        if config.is_plain:
+            weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=config.num_chosen)
+            return self._shares(weights, config), chosen
+        sums = config.scores == "sigmoid"  # it divides by their sum, and only then
+        weights, chosen, _ = torch_npu.npu_moe_gating_top_k(
+            scores,
+            config.num_chosen,
+            bias=correction,
+            k_group=config.num_chosen_groups,
+            group_count=config.num_groups,
+            group_select_mode=config.group_best - 1,
+            norm_type=int(sums),
+        )
+        if sums and config.normalizes:
+            return weights if config.scale == 1 else weights * config.scale, chosen
+        if sums:  # what it divided is not to be had from it
+            weights = scores.sigmoid().gather(-1, chosen.long())
+        return self._shares(weights, config), chosen
 
     @property
     def joins_experts(self) -> bool:
@@ -247,11 +268,39 @@ class NpuOps(PlainNpuOps):
         """The whole row: its running sum is one launch, where tiles take ten."""
         return vocab_size
 
+    def rotary_of_one(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [T, H, D]; cos and sin [T, D]."""
+        if not self.product.is_fused:
+            return super().rotary_of_one(x, cos, sin)
+        return torch_npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
+
+    def pack_up(self, keys: Tensor, values: Tensor) -> LatentUp:
+        """The projection of latents to keys [H, N, L] and values [H, L, V]."""
+        return NpuLatentUp(keys, values) if self.product.has_latents else super().pack_up(keys, values)
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
         if gate_up.shape[-1] // 2 * gate_up.itemsize % self.product.swiglu_bytes:
             return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)
+
+
+class NpuLatentUp(LatentUp):
+    """The projection by heads, of queries and results as attention has their axes, without copies."""
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Queries [T, H, N] of expanded keys -> of latents [T, H, L]."""
+        return self._by_heads(query, self.keys)
+
+    def raised(self, x: Tensor) -> Tensor:
+        """Weighted sums of latents [T, H, L] -> of values [T, H, V]."""
+        return self._by_heads(x, self.values)
+
+    def _by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW:
+            return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+        made: Tensor = torch_npu.npu_transpose_batchmatmul(x, weight, perm_x1=(1, 0, 2), perm_y=(1, 0, 2))
+        return made
 
 
 def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:

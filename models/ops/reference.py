@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from attention.latent import LatentUp
 from devices.int8 import quantize_rows
+from models.mixture_config import MixtureConfig
 from models.ops.int8 import Int8Rows
 
+LEAST_SUM = 1e-20  # added to the scores of a token's experts, which may all be 0
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
@@ -136,13 +138,31 @@ class Ops:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def route(self, x: Tensor, router: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
-        """x [T, hidden], float32 router [E, hidden] -> float32 weights [T, C] of the best experts [T, C].
+    def route(
+        self, x: Tensor, router: Tensor, correction: Tensor | None, config: MixtureConfig
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, hidden], float32 router [E, hidden] -> float32 weights [T, C] of the chosen experts [T, C].
 
-        The weights are chances among all experts, or, if `normalizes`, among those that were chosen.
+        `correction` [E] is there where the mixture `is_corrected`.
         """
-        weights, chosen = F.linear(x.float(), router).softmax(-1).topk(num_chosen, dim=-1)
-        return (weights / weights.sum(-1, keepdim=True) if normalizes else weights), chosen
+        scores = F.linear(x.float(), router)
+        scores = scores.softmax(-1) if config.scores == "softmax" else scores.sigmoid()
+        ranked = scores if correction is None else scores + correction
+        if config.num_groups > 1:
+            groups = ranked.unflatten(-1, (config.num_groups, -1))
+            worth = groups.topk(config.group_best, dim=-1).values.sum(-1)
+            is_chosen = torch.zeros_like(worth).scatter(
+                -1, worth.topk(config.num_chosen_groups, dim=-1).indices, 1.0
+            )
+            ranked = groups.masked_fill(is_chosen[..., None] == 0, -torch.inf).flatten(-2)
+        chosen = ranked.topk(config.num_chosen, dim=-1).indices
+        return self._shares(scores.gather(-1, chosen), config), chosen
+
+    def _shares(self, weights: Tensor, config: MixtureConfig) -> Tensor:
+        """The scores of chosen experts [T, C] as their weights."""
+        if config.normalizes:
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        return weights if config.scale == 1 else weights * config.scale
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
         """The weights of all experts for `joined_mixture`, where the device `joins_experts`."""

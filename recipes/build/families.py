@@ -15,6 +15,8 @@ from models.quantization import Quantization
 from models.share import Share, check_ranks, check_stages
 from models.shown import shown
 from models.weights import tensor_names
+from recipes.deepseek.model import v2 as deepseek_v2
+from recipes.deepseek.model import v3 as deepseek_v3
 from recipes.llama.eagle3 import config as eagle3
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
@@ -27,6 +29,9 @@ from recipes.schema.recipe_error import RecipeError
 
 Auto = Literal["auto"]
 FAMILIES = {
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": deepseek_v3,
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,

@@ -31,6 +31,7 @@ from recipes.schema.recipe import ROOT, DeviceSection
 from recipes.schema.recipe_error import RecipeError, in_yaml
 
 if TYPE_CHECKING:
+    from attention.npu.ascend_attention import AscendAttention
     from virtual_npu import VirtualDevice
     from virtual_npu.launch_log import LaunchLog
 
@@ -218,16 +219,18 @@ class Npu(Accelerator):
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention
         from attention.npu.fused_attention import FusedAttention
+        from attention.npu.latent_attention import FusedLatentAttention
         from models.ops.npu import NpuOps, PlainNpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # the first 910
         ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product)
         self.product.check_dtype(shape.dtype)
-        if shape.latent is not None:
-            return ops, LatentAttention(shape, self.device)
         if self.asked.attention == "reference":
-            return ops, Attention(shape, self.device)
-        kind = AtbAttention if self.product.is_atb else FusedAttention
+            plain = Attention if shape.latent is None else LatentAttention
+            return ops, plain(shape, self.device)
+        kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
+        if shape.latent is not None:
+            kind = FusedLatentAttention
         return ops, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig
 from models.huggingface import decoder_config, experts, integer
+from models.mixture_config import MixtureConfig
 
 DEFAULTS = {
     "max_position_embeddings": 131072,

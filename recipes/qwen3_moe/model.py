@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig
 from models.huggingface import boolean, decoder_config, experts, integer
+from models.mixture_config import MixtureConfig
 from models.shown import shown
 
 DEFAULTS = {

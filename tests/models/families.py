@@ -46,6 +46,22 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+PUBLISHED_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 HALF = ["full_attention", "sliding_attention", "full_attention"]
 
 VARIANTS = [
@@ -190,6 +206,63 @@ VARIANTS = [
         {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 20, "tie_word_embeddings": True},
         shard_size="40KB",
     ),
+    Variant(
+        "deepseek_v2_lite",
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2},
+        _yarn(mscale=0.707, mscale_all_dim=0.707),
+        old=True,
+    ),
+    Variant(
+        "deepseek_v2",
+        "deepseek_v2",
+        LATENT
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.7,
+            "n_shared_experts": 1,
+        },
+        _yarn(mscale=0.7, mscale_all_dim=1.0),
+        saved_as=torch.bfloat16,
+    ),
+    Variant(
+        "deepseek_v3",
+        "deepseek_v3",
+        LATENT
+        | {
+            "n_routed_experts": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "num_mtp_layers": 0,
+        },
+        _yarn(mscale=1.0, mscale_all_dim=1.0),
+        shard_size="60KB",
+    ),
+    Variant(
+        "deepseek_v3_one_group",
+        "deepseek_v3",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 5,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.6,
+            "n_shared_experts": 2,
+            "tie_word_embeddings": True,
+        },
+        old=True,
+    ),
 ]
 
 CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -199,6 +272,8 @@ CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
 }
 
 
@@ -230,7 +305,11 @@ def make(variant: Variant, root: Path) -> tuple[Any, Path]:
 
 
 def wide(variant: Variant, head_dim: int = 64) -> Variant:
-    """The same with heads of 64, the smallest that every fused attention takes, or others."""
+    """The same with heads of 64, the smallest that every fused attention takes, or others; latents as they
+    are published.
+    """
+    if "kv_lora_rank" in variant.options:
+        return replace(variant, name=f"{variant.name}_wide", options=variant.options | PUBLISHED_LATENT)
     return replace(variant, name=f"{variant.name}_wide", options=variant.options | {"head_dim": head_dim})
 
 
@@ -245,6 +324,9 @@ def _fill(model: Any, seed: int) -> None:
                 weight.copy_(noise * gain / math.sqrt(weight.shape[-1]))
             else:
                 weight.copy_(noise * 0.3 + (0 if name.endswith("bias") else 1))
+        for name, correction in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)
 
 
 def _spell_old(path: Path) -> None:

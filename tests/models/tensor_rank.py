@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attention.latent import LatentAttention
 from attention.reference import Attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
 from models.config import DecoderConfig, DType
@@ -36,6 +36,7 @@ from models.runner import ModelRunner
 from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Best, Chosen, Sampler
 from models.share import Share
+from recipes.build.decoders import shape_of
 from recipes.build.families import decoder_config, read
 from tests.device_kinds import Kind, Way, machine
 from tests.serving.server import PATIENCE_S
@@ -86,10 +87,10 @@ def built(
 def empty(config: DecoderConfig, group: Group, kind: Kind = "cpu", way: Way | None = None) -> Decoder:
     """The group's decoder before it has weights: in plain torch on the CPU, unless a way is named."""
     part = Share(group.rank, group.size).part(config)
-    sizes = (part.num_heads, part.num_kv_heads, part.head_dim)
-    shape = AttentionShape(*sizes, PAGE_SIZE, part.head_dim**-0.5, TORCH_DTYPES[part.dtype], part.windows)
+    shape = shape_of(PAGE_SIZE, part)
+    attention = Attention if shape.latent is None else LatentAttention
     is_plain = kind == "cpu" and way is None
-    operators = (Ops(), Attention(shape)) if is_plain else machine(kind, way or "fused").operators(shape)
+    operators = (Ops(), attention(shape)) if is_plain else machine(kind, way or "fused").operators(shape)
     return Decoder(config, *operators, group)
 
 
@@ -118,6 +119,7 @@ def cache_of(decoder: Decoder) -> KVCache:
         TORCH_DTYPES[part.dtype],
         attention.device,
         allocate=attention.new_pages,
+        allocate_values=attention.new_value_pages,
         indexed=attention.indexed,
     )
 

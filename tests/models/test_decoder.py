@@ -13,7 +13,6 @@ from torch import Tensor
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from devices.shapes import AttentionShape
 from kv_cache.storage import KVCache
 from models import weights
 from models.config import DType
@@ -22,6 +21,7 @@ from models.dtypes import TORCH_DTYPES
 from models.runner import ModelRunner
 from models.sampling.sampler import Chosen
 from recipes.build import families as recipe_families
+from recipes.build.decoders import shape_of
 from tests.device_kinds import Kind, Way, on_each, operators
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make, wide
 
@@ -45,16 +45,7 @@ class Recorder:
 
 def make_decoder(path: Path, dtype: DType, page_size: int, pair: Pair) -> Decoder:
     config = replace(recipe_families.decoder_config(recipe_families.read(path)), dtype=dtype)
-    shape = AttentionShape(
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        page_size,
-        config.head_dim**-0.5,
-        TORCH_DTYPES[dtype],
-        config.windows,
-    )
-    ops, attention = operators(*pair, shape)
+    ops, attention = operators(*pair, shape_of(page_size, config))
     attention.check()
     decoder = Decoder(config, ops, attention)
     weights.load(decoder, path)
@@ -75,6 +66,7 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict
         config.head_dim,
         TORCH_DTYPES[config.dtype],
         decoder.attention.device,
+        allocate_values=decoder.attention.new_value_pages if config.latent else None,
     )
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(torch.nan)

@@ -18,6 +18,7 @@ from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.mixture import Mixture
+from models.mixture_config import MixtureConfig
 from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
@@ -43,14 +44,18 @@ def routed(num_tokens: int, normalizes: bool, seed: int = 0) -> tuple[Tensor, Te
         torch.randn(num_tokens, HIDDEN, generator=generator),
         torch.randn(EXPERTS, HIDDEN, generator=generator),
     )
-    return x, *Ops().route(x, router, CHOSEN, normalizes)
+    return x, *Ops().route(x, router, None, mixture_of(normalizes))
+
+
+def mixture_of(normalizes: bool) -> MixtureConfig:
+    return MixtureConfig(EXPERTS, CHOSEN, HIDDEN, normalizes, (True,))
 
 
 @pytest.mark.parametrize("normalizes", [True, False])
 def test_the_router_weighs_the_best_by_their_chances(normalizes: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x, router = torch.randn(7, HIDDEN, generator=generator), torch.randn(EXPERTS, HIDDEN, generator=generator)
-    found, chosen = Ops().route(x.bfloat16(), router, CHOSEN, normalizes)
+    found, chosen = Ops().route(x.bfloat16(), router, None, mixture_of(normalizes))
     assert found.dtype == torch.float32
     for token, (weight, numbers) in enumerate(zip(found, chosen)):
         scores = router.double() @ x[token].bfloat16().double()

@@ -20,6 +20,7 @@ from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
+from models.mixture_config import MixtureConfig
 from models.ops.reference import Ops
 from recipes.build.engine import build
 from recipes.build.machine import Npu, start
@@ -27,6 +28,8 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention.test_atb import answering_as, atb
 from tests.attention.test_attention import Bench, shape
+from tests.attention.test_latent import PUBLISHED
+from tests.attention.test_latent import bench as latent_bench
 from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
@@ -322,9 +325,28 @@ def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
         ops.mlp_int8(x, ops.pack_int8(square, scale, bias), down)
 
 
+def _latent_steps() -> None:
+    """Attend by latents, with products whose rows are too wide for the fused one, and write as its parts."""
+    ops = operators("npu", "fused", PUBLISHED)[0]
+    made = latent_bench(("npu", "fused"))
+    made.step({0: 1, 1: 20})
+    made.step({0: 1, 1: 1})
+    zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
+    made.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
+    ops.pack_up(*(torch.ones(64, 8, 2048, device="npu:0") for _ in range(2))).raised(
+        torch.ones(3, 64, 8, device="npu:0").expand(3, 64, 8)
+    )
+
+
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
     """Run a mixture of four experts on rows of 32, also in int8, where the product joins them."""
-    routed = ops.route(rows, torch.ones(4, 32, device="npu:0"), 2, True)
+    router, bias = torch.ones(4, 32, device="npu:0"), torch.zeros(4, device="npu:0")
+    plain = MixtureConfig(4, 2, 32, True, (True,))
+    grouped = {"num_groups": 2, "num_chosen_groups": 1, "scale": 2.0}
+    for more in (grouped, grouped | {"scores": "sigmoid"}, {"scores": "sigmoid", "normalizes": False}):
+        ops.route(rows, router, None, replace(plain, **more))
+    ops.route(rows, router, bias, replace(plain, scores="sigmoid", is_corrected=True))
+    routed = ops.route(rows, router, None, plain)
     if not ops.joins_experts:
         return
     up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
@@ -374,11 +396,12 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
+        _latent_steps()
         with answering_as("310P"):
             _as_a_310p(monkeypatch)
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 4
+    assert len(files) == 5
     assert all(lines.wanted.values())
     assert lines.missing() == {}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attention.reference import Attention, AttentionShape
 from models import weights
-from models.config import MixtureConfig
 from models.decoder import Decoder
 from models.group import ALONE, Alone, Group
+from models.mixture_config import MixtureConfig
 from models.ops.reference import Ops
 from models.share import Share
 from tests.models.test_share import WHOLE

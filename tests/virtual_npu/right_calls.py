@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu import right_mixture_calls
+from tests.virtual_npu import right_latent_calls, right_mixture_calls
 from tests.virtual_npu.batches import MASK, first_version, paged
 from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
@@ -412,6 +412,8 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "_npu_reshape_and_cache": write("_npu_reshape_and_cache"),
     "_npu_reshape_and_cache_siso": write("_npu_reshape_and_cache_siso"),
     "npu_scatter_nd_update_": scatter,
+    "npu_kv_rmsnorm_rope_cache": right_latent_calls.cache_write,
+    "npu_transpose_batchmatmul": right_latent_calls.product,
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
     "npu_apply_rotary_pos_emb": apply_rotary,
@@ -421,6 +423,7 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_dequant_swiglu_quant": dequant_swiglu_quant,
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_gating_top_k_softmax": right_mixture_calls.gating,
+    "npu_moe_gating_top_k": right_mixture_calls.gating_in_groups,
     "npu_moe_init_routing_v2": right_mixture_calls.routing,
     "npu_moe_token_unpermute": right_mixture_calls.combining,
     "_npu_moe_token_unpermute": right_mixture_calls.combining,

@@ -24,6 +24,23 @@ def gating(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return {"x": x, "k": int(rng.integers(1, experts + 1))}, Conditions(product=pick(rng, A2, A3))
 
 
+def gating_in_groups(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    tokens, groups, size = int(rng.integers(1, 30)), int(rng.integers(1, 5)), int(rng.integers(2, 8))
+    dtype, chosen_groups = pick(rng, torch.float32, *HALVES), int(rng.integers(1, groups + 1))
+    made = {
+        "x": torch.randn(tokens, groups * size).to(dtype),
+        "k": int(rng.integers(1, chosen_groups * size + 1)),
+        "bias": pick(rng, None, torch.randn(groups * size).to(dtype)),
+        "k_group": chosen_groups,
+        "group_count": groups,
+        "group_select_mode": int(rng.integers(2)),
+        "norm_type": int(rng.integers(2)),
+        "out_flag": bool(rng.integers(2)),
+        "routed_scaling_factor": pick(rng, 1.0, 2.5),
+    }
+    return made, Conditions(product=pick(rng, A2, A3))
+
+
 def routing(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     tokens, chosen, experts = int(rng.integers(1, 30)), int(rng.integers(1, 5)), int(rng.integers(1, 20))
     made = {

@@ -52,6 +52,54 @@ def long_rows() -> Arguments:
     return base | {name: torch.randn(2, 600, 2, 64).bfloat16() for name in ("key", "value")}
 
 
+def latent_base() -> Arguments:
+    """Short spans in the space of latents."""
+    latents = torch.randn(5, 16, 512).bfloat16()
+    return {
+        "query": torch.randn(6, 4, 512).bfloat16(),
+        "key": latents,
+        "value": latents,
+        "query_rope": torch.randn(6, 4, 64).bfloat16(),
+        "key_rope": torch.randn(5, 16, 64).bfloat16(),
+        "atten_mask": MASK,
+        "actual_seq_qlen": [1, 6],
+        "actual_seq_kvlen": [20, 30],
+        "block_table": torch.tensor([[1, 2], [4, 3]], dtype=torch.int32),
+        "num_query_heads": 4,
+        "num_key_value_heads": 1,
+        "softmax_scale": 0.07,
+        "input_layout": "TND",
+        "sparse_mode": 3,
+        "block_size": 16,
+    }
+
+
+def _long_latent(call: Arguments) -> Arguments:
+    return {
+        "query": torch.randn(18, 4, 512).bfloat16(),
+        "query_rope": torch.randn(18, 4, 64).bfloat16(),
+        "actual_seq_qlen": [1, 18],
+    }
+
+
+def expanded_base() -> Arguments:
+    """Long spans, with keys and values of each head."""
+    names = {"query": (9, 4, 128), "key": (12, 4, 128), "value": (12, 4, 128)}
+    ropes = {"query_rope": (9, 4, 64), "key_rope": (12, 4, 64)}
+    made = {name: torch.randn(*sizes).bfloat16() for name, sizes in (names | ropes).items()}
+    return (
+        latent_base()
+        | made
+        | {
+            "actual_seq_qlen": [4, 9],
+            "actual_seq_kvlen": [7, 12],
+            "block_table": None,
+            "block_size": 0,
+            "num_key_value_heads": 4,
+        }
+    )
+
+
 ATTENTION_BASES: dict[str, Callable[[], Arguments]] = {
     "base": packed_base,
     "decodes": lambda: packed_base(lens=[(1, 20), (1, 5)]),
@@ -64,6 +112,8 @@ ATTENTION_BASES: dict[str, Callable[[], Arguments]] = {
     "single rows": lambda: rows_base(queries=1),
     "NBSD": lambda: rows_base("BSND_NBSD", queries=17),
     "long rows": long_rows,
+    "latent": latent_base,
+    "expanded": expanded_base,
 }
 
 
@@ -107,7 +157,6 @@ ATTENTION = [
     Wrong("layout", put(input_layout="SBND"), "input_layout", "SBND"),
     Wrong("int8", to("key", Tensor.char), "key", "int8 "),
     Wrong("int8", _int8_cache, "key", "for 64:8 heads"),
-    Wrong("modelled", put(query_rope=torch.zeros(36, 4, 64)), "query_rope", "float32 (36, 4, 64)"),
     Wrong("modelled", put(pse_shift=torch.zeros(1, 4, 36, 40)), "pse_shift", "float32 (1, 4, 36, 40)"),
     Wrong("dtype", to("query", Tensor.float), "query", "float32"),
     Wrong("dtype", to("key", Tensor.half), "key", "float16"),
@@ -127,6 +176,39 @@ ATTENTION = [
         "own heads",
     ),
     Wrong("row-width", _wide_pages, "key", "65536"),
+    Wrong("rope", put(key_rope=None), "key_rope", "None beside the other", "latent"),
+    Wrong("rope", to("query_rope", Tensor.float), "query_rope", "float32 (6, 4, 64)", "latent"),
+    Wrong("rope", to("key_rope", lambda rope: rope[..., :32]), "key_rope", "(5, 16, 32)", "latent"),
+    Wrong(
+        "rope",
+        put(query_rope=torch.zeros(2, 6, 4, 64).bfloat16(), key_rope=torch.zeros(2, 9, 2, 64).bfloat16()),
+        "input_layout",
+        "BSND with query_rope",
+        "rows",
+    ),
+    Wrong(
+        "latent",
+        lambda call: {
+            "num_query_heads": 3,
+            **{name: call[name][:, :3].contiguous() for name in ("query", "query_rope")},
+        },
+        "num_query_heads",
+        "3 over num_key_value_heads 1",
+        "latent",
+    ),
+    Wrong("latent", to("value", torch.zeros_like), "value", "that is not the key", "latent"),
+    Wrong("latent", put(return_softmax_lse=True), "return_softmax_lse", "is True", "latent"),
+    Wrong(
+        "latent",
+        lambda call: {
+            "num_key_value_heads": 2,
+            **{name: call[name][:, :2].contiguous() for name in ("key", "value", "key_rope")},
+        },
+        "query_rope",
+        "heads of 128, 4 over 2",
+        "expanded",
+    ),
+    Wrong("latent-queries", _long_latent, "actual_seq_qlen", "17 query tokens a sequence", "latent"),
     Wrong("elements", _enormous, "key", "(131072, 1024, 128)"),
     Wrong("kv-alike", to("value", lambda value: value[1:]), "value", "beside key"),
     Wrong("head-dim", lambda _: packed_base(dim=256), "query", "head sizes query 256"),

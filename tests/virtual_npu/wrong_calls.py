@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tests.virtual_npu import wrong_latent_calls
 from tests.virtual_npu.right_calls import Arguments, compressed, hidden
 from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
 from virtual_npu.operators.atb_call import in_tiles
@@ -337,6 +338,8 @@ FAMILIES = {
         ("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "_npu_reshape_and_cache_siso"), WRITES
     ),
     "npu_scatter_nd_update_": SCATTER,
+    "npu_kv_rmsnorm_rope_cache": wrong_latent_calls.CACHE,
+    "npu_transpose_batchmatmul": wrong_latent_calls.PRODUCT,
     **dict.fromkeys(("npu_rms_norm", "npu_add_rms_norm"), NORM),
     "npu_apply_rotary_pos_emb": ROTARY,
     "npu_rotary_mul": MULTIPLY,
@@ -347,6 +350,7 @@ FAMILIES = {
     "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
     "npu_dequant_swiglu_quant": SWIGLU_QUANT,
     "npu_moe_gating_top_k_softmax": GATING,
+    "npu_moe_gating_top_k": wrong_latent_calls.GATING,
     "npu_moe_init_routing_v2": ROUTING,
     "npu_moe_token_unpermute": COMBINING,
     "_npu_moe_token_unpermute": COMBINING,
@@ -359,7 +363,9 @@ WANTED = {
     "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
     "npu_quant_matmul": lambda call: "offset" not in call,
     "npu_grouped_matmul": lambda call: call["group_type"] == -1,
+    "npu_transpose_batchmatmul": lambda call: len(set(call["weight"].shape)) == 3,
     "npu_dequant_swiglu_quant": lambda call: "group_index" not in call,
+    "npu_moe_gating_top_k": lambda call: call["group_count"] > 2 and call["bias"] is not None,
     "npu_moe_init_routing_v2": lambda call: call["expert_num"] > 2,
     "npu_top_k_top_p": lambda call: {"p", "k"} <= set(call) and call["logits"].shape[1] > 1024,
 }

@@ -8,8 +8,10 @@ from virtual_npu.operators import (
     atb,
     attention,
     cache,
+    gating,
     grouped_matmul,
     int8_fusions,
+    latent,
     matmul,
     mixture,
     norm,
@@ -22,8 +24,8 @@ from virtual_npu.operators import (
 OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
-        *(attention, atb, cache, scatter),
-        *(norm, rotary, activation, matmul, grouped_matmul, mixture, int8_fusions, sampling, prefetch),
+        *(attention, atb, cache, scatter, latent, norm, rotary, activation, matmul),
+        *(grouped_matmul, gating, mixture, int8_fusions, sampling, prefetch),
     )
     for operator in room.OPERATORS
 )

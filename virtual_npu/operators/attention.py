@@ -19,7 +19,7 @@ from torch import Tensor
 from virtual_npu.contract import Breach, Call, Operator, Rule, shape
 from virtual_npu.operators.attention_arguments import LENGTHS, OPTIONS
 from virtual_npu.operators.attention_batch import BATCH, WRONG_PAST
-from virtual_npu.operators.attention_shapes import DOC, FIELD, SHAPES, head_dim, packed
+from virtual_npu.operators.attention_shapes import DOC, FIELD, SHAPES, head_dim, is_latent, packed
 from virtual_npu.operators.softmax import attend, forget_past, uniform
 from virtual_npu.operators.spans import LAYOUTS, FusedAttentionCall, in_order
 from virtual_npu.simulated_products import A2, A3, A5
@@ -86,6 +86,12 @@ def _many_queries(call: Call) -> Iterator[Breach]:
             yield "actual_seq_qlen", f"of {longest} query tokens a sequence"
 
 
+def _long_latent(call: Call) -> Iterator[Breach]:
+    if is_latent(call):
+        for argument, value in _many_queries(call):
+            yield argument, f"{value}, in the space of latents"
+
+
 def _small_workspace(asked: FusedAttentionCall) -> Iterator[Breach]:
     given: Tensor | None = asked.call["workspace"]
     needed = workspace_bytes(asked.call["query"])
@@ -141,6 +147,13 @@ CAPTURED = (
         "run longer spans without a graph",
         _many_queries,
     ),
+)
+SHORT_LATENT = Rule(
+    "latent-queries",
+    f"in the space of latents a sequence has at most {MOST_CAPTURED_QUERIES} query tokens",
+    "vllm-ascend attention/mla_v1.py: decode_threshold",
+    "expand the latents for longer spans",
+    _long_latent,
 )
 OUT_FORM = (
     Rule(
@@ -217,7 +230,7 @@ def _version(version: str, arguments: str) -> tuple[Operator, ...]:
             products=(A2, A3, A5),
             source=f"{DOC}; {FIELD}",
             read=FusedAttentionCall,
-            first=own + LENGTHS,
+            first=(*own, *LENGTHS, SHORT_LATENT),
             rules=rules,
             captured=captured,
             reference=reference,

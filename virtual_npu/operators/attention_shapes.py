@@ -31,7 +31,10 @@ KNOWN = {
         "workspace",
         "out",
     ),
+    *("query_rope", "key_rope"),
 }
+LATENT, ROPE = 512, 64  # of queries and keys in the space of latents, and of the part that carries positions
+MOST_LATENT_HEADS = 128
 # Axes of the query by its order
 AXES = {"BSH": 3, "BSND": 4, "BNSD": 4, "TND": 3, "NTD": 3}
 
@@ -59,6 +62,45 @@ def head_dim(call: Call, name: str = "query") -> int:
     if (paged and tensor.dim() == 3) or (not paged and order(call) == "BSH"):
         return tensor.shape[-1] // heads
     return tensor.shape[-1]
+
+
+def is_latent(call: Call) -> bool:
+    """Whether queries are in the space of latents, which are keys and values in one."""
+    return call["query_rope"] is not None and head_dim(call) == LATENT
+
+
+def _rope(call: Call) -> Iterator[Breach]:
+    query, key = call["query_rope"], call["key_rope"]
+    if (query is None) != (key is None):
+        yield "key_rope" if key is None else "query_rope", "None beside the other"
+    if query is None or key is None:
+        return
+    for name, tensor in (("query", query), ("key", key)):
+        own: Tensor = call[name]
+        heads = 1 if name == "query" or call["block_table"] is None else num_kv_heads(call)
+        if tensor.dtype != own.dtype or tensor.shape != (*own.shape[:-1], heads * ROPE):
+            yield f"{name}_rope", f"{shape(tensor)} beside {shape(own)}"
+    if not packed(call):
+        yield "input_layout", f"{call['input_layout']} with query_rope"
+
+
+def _latent(call: Call) -> Iterator[Breach]:
+    if call["query_rope"] is None:
+        return
+    heads, kv_heads, dim = int(call["num_query_heads"]), num_kv_heads(call), head_dim(call)
+    if dim == LATENT:
+        if kv_heads != 1 or heads > MOST_LATENT_HEADS or heads & (heads - 1):
+            yield "num_query_heads", f"{heads} over num_key_value_heads {kv_heads}"
+        if call["block_table"] is None or not _same(call["key"], call["value"]):
+            yield "value", f"{shape(call['value'])} that is not the key, or without a block_table"
+        if call["return_softmax_lse"]:
+            yield "return_softmax_lse", True
+    elif dim != 128 or kv_heads != heads or call["block_table"] is not None:
+        yield "query_rope", f"given with heads of {dim}, {heads} over {kv_heads}"
+
+
+def _same(key: Tensor, value: Tensor) -> bool:
+    return key.data_ptr() == value.data_ptr() or torch.equal(key, value)
 
 
 def _layout(call: Call) -> Iterator[Breach]:
@@ -98,7 +140,8 @@ def _axes(call: Call) -> Iterator[Breach]:
 
 def _heads(call: Call) -> Iterator[Breach]:
     heads, kv_heads = int(call["num_query_heads"]), num_kv_heads(call)
-    if heads < 1 or heads > 256 or heads % max(kv_heads, 1) or heads // max(kv_heads, 1) > 64 or kv_heads < 1:
+    group = MOST_LATENT_HEADS if is_latent(call) else 64
+    if heads < 1 or heads > 256 or kv_heads < 1 or heads % kv_heads or heads // kv_heads > group:
         yield "num_query_heads", f"{heads} over num_key_value_heads {kv_heads}"
 
 
@@ -160,6 +203,8 @@ def _head_dim(call: Call) -> Iterator[Breach]:
     said = f"query {query}, key {key}, value {value}"
     if query != key:
         yield "key", f"of head sizes {said}"
+    elif is_latent(call):
+        return
     elif packed(call):
         grouped = call["num_query_heads"] != num_kv_heads(call) or call["block_table"] is not None
         values = {64: (64,), 128: (128,), 192: (128,) if grouped or order(call) == "NTD" else (128, 192)}
@@ -170,7 +215,7 @@ def _head_dim(call: Call) -> Iterator[Breach]:
 
 
 def _contiguous(call: Call) -> Iterator[Breach]:
-    for name in ("query", "key", "value", "atten_mask", "block_table"):
+    for name in ("query", "key", "value", "query_rope", "key_rope", "atten_mask", "block_table"):
         if call[name] is not None and not call[name].is_contiguous():
             yield name, f"strided {tuple(call[name].stride())} over {shape(call[name])}"
 
@@ -187,7 +232,7 @@ SHAPES = (
     ),
     Rule(
         "modelled",
-        "rope, quantisation, shifts, padding and shared prefixes are outside what is checked here",
+        "quantisation, shifts, padding and shared prefixes are outside what is checked here",
         "virtual_npu/operators/attention_shapes.py",
         "leave the argument out",
         _known,
@@ -231,6 +276,21 @@ SHAPES = (
         DOC,
         "lay the cache out as [pages, kv heads, page, dim]",
         _row_width,
+    ),
+    Rule(
+        "rope",
+        "query_rope and key_rope are both given, of 64, with the axes and the type of query and key, in TND",
+        DOC + "; vllm-ascend attention/mla_v1.py",
+        "pass the parts that carry positions apart from the others",
+        _rope,
+    ),
+    Rule(
+        "latent",
+        "with rope, heads are 128 with as many kv heads and no paging; or 512 with one kv head, 1 to 128"
+        " query heads (a power of two), a page table, the key as value, and no softmax_lse",
+        DOC + "; vllm-ascend attention/mla_v1.py",
+        "expand the latents for long spans, absorb the queries of short ones",
+        _latent,
     ),
     Rule("elements", "a cache has at most 2**31 - 1 elements", DOC, "make the pool smaller", _elements),
     Rule("kv-alike", "key and value have one shape", DOC, "allocate both alike", _kv_alike),

@@ -22,7 +22,7 @@ def attend(asked: FusedAttentionCall, lse: Tensor | None) -> Tensor:
     out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
     sink = asked.call["learnable_sink"]
     for sequence, (keys, values) in zip(asked.sequences, asked.read):
-        rows = asked.queries(query, sequence).float()
+        rows = asked.queries(asked.full_query, sequence).float()
         keys, values = keys.float(), values.float()
         for some, seen, mask in asked.chunks(sequence, QUERY_ROWS):
             result, weight = softmax_attention(

@@ -185,7 +185,20 @@ class FusedAttentionCall:
     @cached_property
     def read(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each sequence from its reach on, [keys, K, D]."""
-        return [(self._gather(self.key, each), self._gather(self.value, each)) for each in self.sequences]
+        found = [(self._gather(self.key, each), self._gather(self.value, each)) for each in self.sequences]
+        if self.call["key_rope"] is None:
+            return found
+        rope = self._kv("key_rope")
+        ropes = (self._gather(rope, each) for each in self.sequences)
+        return [(torch.cat((keys, more), -1), values) for (keys, values), more in zip(found, ropes)]
+
+    @cached_property
+    def full_query(self) -> Tensor:
+        """The query with the part that carries positions behind it, where that comes apart."""
+        rope = self.call["query_rope"]
+        if rope is None:
+            return self.query
+        return torch.cat((self.query, heads_last(rope, LAYOUTS[self.layout][0], self.num_heads)), -1)
 
     def _gather(self, tensor: Tensor, sequence: Sequence) -> Tensor:
         first, last = sequence.reach, sequence.num_keys

@@ -1,0 +1,211 @@
+"""Which of Ascend's fused operators attend by latents?
+
+As vllm-ascend's attention/mla_v1.py: npu_fused_infer_attention_score with the rope parts of queries and keys
+apart. Short spans are absorbed and read the pages; for long ones the latents of their requests are gathered
+and expanded, and one call takes all of them. npu_kv_rmsnorm_rope_cache writes what it norms and turns.
+
+Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
+head, S spans, n tokens of the requests of long spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch_npu
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attention.latent import LatentAttention, LatentUp
+from attention.npu.fused_attention import ALL, CAUSAL, FusedAttention, FusedMetadata, FusedSpans
+from attention.reference import AttentionMetadata, StaticDecodes
+from continuous_batching.batch import Batch, ragged_ranges
+from devices.ascend_limits import MOST_LATENT_QUERIES
+from kv_cache.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class LongSpans:
+    """The spans whose requests' latents are expanded."""
+
+    rows: Tensor  # int64, of the packed query
+    query_ends: list[int]  # running sum of lengths
+    places: Tensor  # int64 [n]: cache places of all tokens of their requests, one request after the other
+    kv_ends: list[int]  # running sum of tokens
+
+
+@dataclass(frozen=True)
+class FusedLatentMetadata(FusedMetadata):
+    """What all layers of one step share; `parts` is the call of short spans, if there are any."""
+
+    short_rows: Tensor | None = None  # int64, of the packed query; None for all
+    long: LongSpans | None = None
+
+
+class FusedLatentAttention(LatentAttention, FusedAttention):
+    """Latent attention on an NPU whose fused attention takes latents."""
+
+    normalizes = True
+
+    def expands(self, num_tokens: int) -> bool:
+        """Whether a span is too long for the operator in the space of latents."""
+        return num_tokens > MOST_LATENT_QUERIES
+
+    def plan(
+        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+    ) -> FusedLatentMetadata:
+        """Make what all layers of this step need; see Attention.plan."""
+        index = to_device(write_index, self.device)
+        table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
+        is_long = lens > MOST_LATENT_QUERIES
+        parts, short_rows, long = (), None, None
+        if not is_long.all():
+            ends = np.cumsum(lens[~is_long]).tolist()
+            short = table if not is_long.any() else table[to_device(np.flatnonzero(~is_long), self.device)]
+            parts = (FusedSpans(slice(0, ends[-1]), ends, batch.stops[~is_long].tolist(), short),)
+        if is_long.any():
+            short_rows = self._rows(lens, ~is_long)
+            stops, size = batch.stops[is_long], self.shape.page_size
+            pages, offsets = np.divmod(ragged_ranges(np.zeros_like(stops), stops), size)
+            places = page_table[np.repeat(batch.slots[is_long], stops), pages] * np.int64(size) + offsets
+            long = LongSpans(
+                self._rows(lens, is_long),
+                np.cumsum(lens[is_long]).tolist(),
+                to_device(places, self.device),
+                np.cumsum(stops).tolist(),
+            )
+        return FusedLatentMetadata(index, (), parts, short_rows=short_rows, long=long)
+
+    def _rows(self, lens: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Tensor:
+        first_rows = np.cumsum(lens) - lens
+        return to_device(ragged_ranges(first_rows[chosen], (first_rows + lens)[chosen]), self.device)
+
+    def plan_static(self, decodes: StaticDecodes) -> FusedLatentMetadata:
+        """As `plan`, for a captured step; `replay` gives the lengths on the host."""
+        made = super().plan_static(decodes)
+        return FusedLatentMetadata(made.write_index.long(), (), made.parts)
+
+    def write_raw(
+        self,
+        kv: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Norm, turn and write the step's latents and rope keys [T, L + R] in one launch."""
+        torch_npu.npu_kv_rmsnorm_rope_cache(
+            kv[:, None, None],
+            norm,
+            cos[:, None, None],
+            sin[:, None, None],
+            metadata.write_index,
+            layer_rope_keys,
+            layer_latents,
+            epsilon=eps,
+            cache_mode="PA",
+        )
+
+    def write(
+        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: Any
+    ) -> None:
+        """Write latents [T, 1, L] and rope keys [T, 1, R] that are normed and turned already."""
+        index = metadata.write_index[:, None]
+        torch_npu.npu_scatter_nd_update_(layer_keys.flatten(0, 1), index, key.contiguous())
+        torch_npu.npu_scatter_nd_update_(layer_values.flatten(0, 1), index, value.contiguous())
+
+    def attend_heads(
+        self,
+        nope: Tensor,
+        rope: Tensor,
+        up: LatentUp,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+    ) -> Tensor:
+        """Each query, of parts [T, H, N] and [T, H, R], attends to its request's positions up to its own;
+        returns [T, H, V].
+        """
+        assert isinstance(metadata, FusedLatentMetadata)
+        pages = layer_latents, layer_rope_keys
+        if metadata.long is None:
+            return self._absorbed(nope, rope, up, *pages, metadata)
+        output = nope.new_empty(*nope.shape[:2], self.latent.value_dim)
+        if metadata.parts:
+            rows = metadata.short_rows
+            output[rows] = self._absorbed(nope[rows], rope[rows], up, *pages, metadata)
+        rows = metadata.long.rows
+        output[rows] = self._expanded(nope[rows], rope[rows], up, *pages, metadata.long)
+        return output
+
+    def _absorbed(
+        self,
+        nope: Tensor,
+        rope: Tensor,
+        up: LatentUp,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: FusedLatentMetadata,
+    ) -> Tensor:
+        """Of all spans of `metadata.parts`, in the space of latents."""
+        (part,) = metadata.parts
+        latents = layer_latents.flatten(2)  # [P, B, L]
+        call = self._shared(part.query_ends, part.kv_lens) | {
+            "query": up.absorbed(nope).contiguous(),
+            "key": latents,
+            "value": latents,
+            "query_rope": rope.contiguous(),
+            "key_rope": layer_rope_keys.flatten(2),
+            "block_table": part.page_table,
+            "num_key_value_heads": 1,
+            "block_size": self.shape.page_size,
+        }
+        if part.is_decodes:
+            del call["atten_mask"]
+            call["sparse_mode"] = ALL
+        if torch.npu.is_current_stream_capturing():
+            return up.raised(self._capture(call, metadata.captured, metadata.workspaces))
+        return up.raised(torch_npu.npu_fused_infer_attention_score(**call)[0])
+
+    def _expanded(
+        self,
+        nope: Tensor,
+        rope: Tensor,
+        up: LatentUp,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        long: LongSpans,
+    ) -> Tensor:
+        """Of long spans, with the keys and values of each head."""
+        latents, rope_keys = (
+            pages.flatten(0, 1).index_select(0, long.places) for pages in (layer_latents, layer_rope_keys)
+        )
+        keys, values = up.expanded(latents[:, 0])
+        call = self._shared(long.query_ends, long.kv_ends) | {
+            "query": nope.contiguous(),
+            "key": keys.contiguous(),
+            "value": values.contiguous(),
+            "query_rope": rope.contiguous(),
+            "key_rope": rope_keys.expand(-1, keys.shape[1], -1).contiguous(),
+            "num_key_value_heads": self.shape.num_heads,
+        }
+        attended: Tensor = torch_npu.npu_fused_infer_attention_score(**call)[0]
+        return attended
+
+    def _shared(self, query_ends: list[int], kv_lens: list[int]) -> dict[str, Any]:
+        return {
+            "actual_seq_lengths": query_ends,
+            "actual_seq_lengths_kv": kv_lens,
+            "num_heads": self.shape.num_heads,
+            "scale": self.shape.scale,
+            "input_layout": "TND",
+            "sparse_mode": CAUSAL,
+            "atten_mask": self.mask,
+        }

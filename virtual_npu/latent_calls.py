@@ -1,0 +1,95 @@
+"""Which calls does latent attention make, at which sizes? See sample_calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from virtual_npu.random_inputs import RandomInputs
+
+LATENT, ROPE, HEAD = 512, 64, 128
+
+
+def attention(draw: RandomInputs) -> dict[str, Any]:
+    """Short spans in the space of latents over shuffled pages, or long ones with keys of each head."""
+    return draw.one(_absorbed, _expanded)(draw)
+
+
+def _absorbed(draw: RandomInputs) -> dict[str, Any]:
+    heads, page_size = draw.one(1, 4, 16, 128), draw.one(16, 128)
+    most = draw.one(1, 16)
+    lens = [(draw.number(1, most), draw.number(0, 700)) for _ in range(draw.number(1, 6))]
+    kv_lens = [count + before for count, before in lens]
+    counts = [-(-length // page_size) for length in kv_lens]
+    ends = torch.tensor([count for count, _ in lens]).cumsum(0).tolist()
+    latents = draw.tensor(1 + sum(counts), page_size, LATENT)
+    return _shared(draw, ends, kv_lens, heads, most == 1) | {
+        "query": draw.tensor(ends[-1], heads, LATENT),
+        "key": latents,
+        "value": latents,
+        "query_rope": draw.tensor(ends[-1], heads, ROPE),
+        "key_rope": draw.tensor(1 + sum(counts), page_size, ROPE),
+        "block_table": draw.page_table(counts),
+        "num_key_value_heads": 1,
+        "block_size": page_size,
+        "scale": (HEAD + ROPE) ** -0.5 / 4,  # latents of 512 random numbers have larger scores
+    }
+
+
+def _expanded(draw: RandomInputs) -> dict[str, Any]:
+    heads, lens = draw.one(1, 4, 16), [draw.number(17, 200) for _ in range(draw.number(1, 4))]
+    kv_lens = [count + draw.one(0, draw.number(1, 300)) for count in lens]
+    ends, kv_ends = (torch.tensor(each).cumsum(0).tolist() for each in (lens, kv_lens))
+    return _shared(draw, ends, kv_ends, heads, False) | {
+        "query": draw.tensor(ends[-1], heads, HEAD),
+        "key": draw.tensor(kv_ends[-1], heads, HEAD),
+        "value": draw.tensor(kv_ends[-1], heads, HEAD),
+        "query_rope": draw.tensor(ends[-1], heads, ROPE),
+        "key_rope": draw.tensor(kv_ends[-1], heads, ROPE),
+        "num_key_value_heads": heads,
+        "scale": (HEAD + ROPE) ** -0.5,
+    }
+
+
+def _shared(
+    draw: RandomInputs, ends: list[int], kv_lens: list[int], heads: int, is_decodes: bool
+) -> dict[str, Any]:
+    mask = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
+    seen = {"sparse_mode": 0} if is_decodes else {"sparse_mode": 3, "atten_mask": mask}
+    return seen | {
+        "actual_seq_lengths": ends,
+        "actual_seq_lengths_kv": kv_lens,
+        "num_heads": heads,
+        "input_layout": "TND",
+    }
+
+
+def write(draw: RandomInputs) -> dict[str, Any]:
+    """Latents to be normed and rope keys to be turned, for places of any order."""
+    tokens, page_size = draw.number(1, 300), draw.one(16, 128)
+    num_pages = 2 + tokens // page_size
+    angles = 10 * torch.rand(tokens, ROPE // 2, generator=draw.generator)
+    both = torch.cat([angles, angles], -1)[:, None, None]
+    return {
+        "kv": draw.tensor(tokens, 1, 1, LATENT + ROPE),
+        "gamma": draw.tensor(LATENT),
+        "cos": both.cos().to(draw.dtype),
+        "sin": both.sin().to(draw.dtype),
+        "index": draw.order(num_pages * page_size)[:tokens],
+        "k_cache": draw.tensor(num_pages, page_size, 1, ROPE),
+        "ckv_cache": draw.tensor(num_pages, page_size, 1, LATENT),
+        "epsilon": 1e-6,
+        "cache_mode": "PA",
+    }
+
+
+def product(draw: RandomInputs) -> dict[str, Any]:
+    """Queries into the space of latents, or results out of it."""
+    heads, (inputs, outputs) = draw.one(1, 4, 16, 64), draw.one((HEAD, LATENT), (LATENT, HEAD))
+    return {
+        "input": draw.tensor(draw.number(1, 200), heads, inputs),
+        "weight": (draw.tensor(heads, inputs, outputs).float() / 16).to(draw.dtype),
+        "perm_x1": [1, 0, 2],
+        "perm_y": [1, 0, 2],
+    }
