@@ -50,10 +50,6 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
 
     normalizes = True
 
-    def expands(self, num_tokens: int) -> bool:
-        """Whether a span is too long for the operator in the space of latents."""
-        return num_tokens > MOST_LATENT_QUERIES
-
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
     ) -> FusedLatentMetadata:
@@ -111,14 +107,6 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             epsilon=eps,
             cache_mode="PA",
         )
-
-    def write(
-        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: Any
-    ) -> None:
-        """Write latents [T, 1, L] and rope keys [T, 1, R] that are normed and turned already."""
-        index = metadata.write_index[:, None]
-        torch_npu.npu_scatter_nd_update_(layer_keys.flatten(0, 1), index, key.contiguous())
-        torch_npu.npu_scatter_nd_update_(layer_values.flatten(0, 1), index, value.contiguous())
 
     def attend_heads(
         self,

@@ -197,7 +197,7 @@ class NpuOps(PlainNpuOps):
         if config.is_plain:
             weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=config.num_chosen)
             return self._shares(weights, config), chosen
-        sums = config.scores == "sigmoid"  # it divides by their sum, and only then
+        divides = config.scores == "sigmoid"  # by the sum of the weights, and only then
         weights, chosen, _ = torch_npu.npu_moe_gating_top_k(
             scores,
             config.num_chosen,
@@ -205,13 +205,13 @@ class NpuOps(PlainNpuOps):
             k_group=config.num_chosen_groups,
             group_count=config.num_groups,
             group_select_mode=config.group_best - 1,
-            norm_type=int(sums),
+            norm_type=int(divides),
+            routed_scaling_factor=config.scale,
         )
-        if sums and config.normalizes:
-            return weights if config.scale == 1 else weights * config.scale, chosen
-        if sums:  # what it divided is not to be had from it
-            weights = scores.sigmoid().gather(-1, chosen.long())
-        return self._shares(weights, config), chosen
+        if divides == config.normalizes:
+            return weights, chosen
+        scores = scores.sigmoid() if divides else scores.softmax(-1)
+        return self._shares(scores.gather(-1, chosen.long()), config), chosen
 
     @property
     def joins_experts(self) -> bool:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from attention.int8_pages import packed, unpacked
 from attention.latent import LatentAttention
+from attention.reference import AttentionMetadata
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape, LatentShape
 from kv_cache.storage import KVCache
 from models.ops.reference import Ops
 from tests.attention.planned import planned
-from tests.device_kinds import Kind, Way, on_each, operators
+from tests.device_kinds import Kind, Way, has_npu, on_each, operators
 
 Pair = tuple[Kind, Way]
 
@@ -185,3 +186,35 @@ def test_pages_hold_a_latent_and_a_rope_key() -> None:
     assert attention.new_pages(3).shape == (3, PAGE, 1, 32 + 4)
     assert attention.new_value_pages(3).shape == (3, PAGE, 1, 16 + 4)
     assert LatentAttention(SMALL).new_value_pages(2).shape == (2, PAGE, 1, 16)
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+def test_one_launch_writes_what_the_parts_of_it_write() -> None:
+    ops, attention = operators("npu", "fused", PUBLISHED)
+    assert isinstance(attention, LatentAttention)
+    made = Bench(ops, attention)
+    write_raw(made)
+    found = [pages[1, :3].cpu() for pages in (made.cache.keys[0], made.cache.values[0])]
+    kv, norm, cos, sin = raw(made)
+    pairs = kv[:, 512:]
+    halves = torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1)
+    rope_key = Ops().rotary_of_one(halves[:, None], cos, sin)
+    for ours, expected in zip(found, (Ops().rms_norm(kv[:, None, :512], norm, 1e-6), rope_key)):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def raw(made: Bench) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Latents and rope keys of three tokens, a norm, and angles."""
+    angles = torch.arange(3)[:, None] * torch.linspace(0.1, 3, 32).repeat(2)
+    made.rng = np.random.default_rng(8)
+    return made.random(3, 576), made.random(512), angles.cos(), angles.sin()
+
+
+def write_raw(made: Bench) -> None:
+    """Write them at the first places of page 1."""
+    device = made.attention.device
+    kv, norm, cos, sin = (each.to(device) for each in raw(made))
+    metadata = AttentionMetadata(16 + torch.arange(3, device=device), ())
+    pages = made.cache.keys[0], made.cache.values[0]
+    made.attention.write_raw(kv, norm, 1e-6, cos, sin, *pages, metadata)

@@ -28,7 +28,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention.test_atb import answering_as, atb
 from tests.attention.test_attention import Bench, shape
-from tests.attention.test_latent import PUBLISHED
+from tests.attention.test_latent import PUBLISHED, write_raw
 from tests.attention.test_latent import bench as latent_bench
 from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
 
@@ -302,6 +302,7 @@ def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
     ops, heads = NpuOps(product("310P", "")), torch.ones(3, 2, 16, device="npu:0")
     ops.rotary(heads, heads.clone(), heads[:, 0], heads[:, 0])
+    ops.rotary_of_one(heads, heads[:, 0], heads[:, 0])
     ops.swiglu(heads[..., :2].contiguous())
     _by_experts(ops, torch.ones(3, 32, dtype=torch.float16, device="npu:0"))
     bias = torch.ones(32, dtype=torch.float16, device="npu:0")
@@ -331,11 +332,16 @@ def _latent_steps() -> None:
     made = latent_bench(("npu", "fused"))
     made.step({0: 1, 1: 20})
     made.step({0: 1, 1: 1})
+    write_raw(made)
     zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
-    made.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
-    ops.pack_up(*(torch.ones(64, 8, 2048, device="npu:0") for _ in range(2))).raised(
-        torch.ones(3, 64, 8, device="npu:0").expand(3, 64, 8)
-    )
+    metadata = made.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
+    nope, rope = (torch.ones(2, 4, width, device="npu:0") for width in (128, 64))
+    pages = made.cache.keys[0], made.cache.values[0]
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        made.attention.attend_heads(nope, rope, made.packed[0], *pages, metadata, 0)
+    ops.rotary_of_one(rope, rope[:, 0], rope[:, 0])
+    wide = torch.ones(64, 1100, 2, device="npu:0")
+    ops.pack_up(wide, wide).raised(torch.ones(3, 64, 1100, device="npu:0"))
 
 
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:

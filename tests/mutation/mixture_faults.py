@@ -23,8 +23,8 @@ MIXTURE_FAULTS = (
     Fault(
         "weights_not_normalised",
         REFERENCE,
-        "if normalizes else weights",
-        "if not normalizes else weights",
+        "if config.normalizes:",
+        "if not config.normalizes:",
         "a token's experts add up to less than the model was trained with",
     ),
     Fault(
@@ -72,8 +72,8 @@ MIXTURE_FAULTS = (
     Fault(
         "joined_weights_not_normalised",
         FUSED,
-        "if normalizes else weights",
-        "if not normalizes else weights",
+        "return self._shares(weights, config), chosen\n        divides",
+        "return weights, chosen\n        divides",
         "on an NPU a token's experts add up to less than the model was trained with",
     ),
     Fault(
