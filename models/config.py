@@ -8,7 +8,7 @@ from typing import Literal
 
 from models.latent_config import LatentConfig
 from models.mixture_config import MLP_ROLES, MixtureConfig
-from models.quantization import Quantization
+from models.quantization import BlockScales, Quantization
 
 DType = Literal["float32", "bfloat16", "float16"]
 Form = Literal["plain", "int8", "quantize"]  # how a linear is stored; quantize: plain, then in int8
@@ -77,6 +77,7 @@ class DecoderConfig:
     int8_cache: bool = False  # keys and values in int8, with a float32 scale for each token and head
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
+    block_scales: BlockScales | None = None  # of weights that the checkpoint stores in 8-bit floats
     num_unread_layers: int = 0  # that a checkpoint may have behind its own, to predict further tokens
 
     def form(self, name: str) -> Form:

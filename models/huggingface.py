@@ -20,7 +20,7 @@ from models.config import (
 )
 from models.latent_config import LatentConfig
 from models.mixture_config import MixtureConfig
-from models.quantization import quantization
+from models.quantization import block_scales, quantization
 from models.shown import shown
 
 Windows = tuple[int | None, ...]
@@ -114,6 +114,7 @@ def decoder_config(
         quantization=quantization(hf),
         mixture=mixture,
         latent=latent,
+        block_scales=block_scales(hf),
         num_unread_layers=integer(hf, "num_nextn_predict_layers", 0, least=0),
     )
     check_fused(config)

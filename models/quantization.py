@@ -15,6 +15,8 @@ from typing import Any
 from models.shown import shown
 
 KEY = "quantization_config"
+FLOATS = "fp8"  # the method of 8-bit floats
+MOST_BLOCK = 2**16
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 MOST_IGNORED = 2**14  # names or patterns of linears that are left as they are
@@ -52,6 +54,43 @@ class Quantization:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class BlockScales:
+    """The rows and columns of a weight that share a scale, where a checkpoint stores it in 8-bit floats."""
+
+    rows: int
+    columns: int
+
+    def shape(self, weight: tuple[int, ...]) -> tuple[int, int]:
+        """Of the scales of a weight [out, in]."""
+        outputs, inputs = weight
+        return -(-outputs // self.rows), -(-inputs // self.columns)
+
+
+def block_scales(hf: Mapping[str, Any]) -> BlockScales | None:
+    """How a parsed config.json says that its weights are stored in 8-bit floats; ValueError for a form that
+    is not read.
+    """
+    said = hf.get(KEY)
+    if not isinstance(said, Mapping) or said.get("quant_method") != FLOATS:
+        return None
+    size: Any = said.get("weight_block_size")
+    is_pair = isinstance(size, list) and len(size) == 2
+    if not (is_pair and all(type(each) is int and 0 < each <= MOST_BLOCK for each in size)):
+        raise _not_read("weight_block_size", size, "a scale for each block of two sizes is read")
+    if said.get("fmt", "e4m3") != "e4m3":
+        raise _not_read("fmt", said["fmt"], "it must be e4m3")
+    rows, columns = size
+    return BlockScales(rows, columns)
+
+
+def _not_read(key: str, value: object, limit: str) -> ValueError:
+    return ValueError(
+        f"the model's configuration has {KEY}.{key}: {shown(value)}; of 8-bit floats {limit}: use another"
+        " checkpoint"
+    )
+
+
 def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     """How a parsed config.json says that its weights are quantised; ValueError for any way but W8A8."""
     if hf.get("compression_config"):
@@ -61,6 +100,8 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     said = hf[KEY]
     if not isinstance(said, Mapping):
         raise _refused(KEY, shown(said))
+    if said.get("quant_method") == FLOATS:  # it is read as if it were not quantised
+        return None
     for name, only in (("quant_method", "compressed-tensors"), ("format", "int-quantized")):
         if said.get(name) != only:
             raise _refused(f"{KEY}.{name}", shown(said.get(name)))

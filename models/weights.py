@@ -1,37 +1,34 @@
 """Which tensor of a checkpoint goes where?
 
-Checkpoints are Hugging Face directories of safetensors, one file or an index over shards. Each tensor is
-memory-mapped and copied directly to its place in the decoder's joined parameters; of several ranks, each
-reads the part that it holds.
+Each tensor is memory-mapped and copied directly to its place in the decoder's joined parameters; of several
+ranks, each reads the part that it holds.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.block_scales import STORED, SUFFIX, scaled
+from models.checkpoint import checkpoint_files, open_checkpoint
 from models.decoder import Decoder
-from models.file_bounds import check_regular, is_there
 from models.latent import UpProjection
 from models.linear import Linear
 from models.mixture import Mixture
+from models.quantization import BlockScales
 from models.share import Slices
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
 INTEGERS = {torch.int8: ("I8",), torch.int64: ("I64",)}
-MOST_NAMES = 20  # that one message lists
 MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping count as the process's memory
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -45,9 +42,18 @@ class Place:
     shape: tuple[int, ...]  # of the tensor
     slices: Slices  # what this rank reads of it
     order: Tensor | None = None  # of the rows that were read, as the room has them; None: as they are
+    scales: tuple[BlockScales, Tensor] | None = None  # of all its blocks, where it is stored with them
+
+    def scaled(self, tensor: Tensor) -> Tensor:
+        """What was read, as its scales say."""
+        if self.scales is None:
+            return tensor
+        blocks, scales = self.scales
+        first = [each.start or 0 for each in self.slices] + [0, 0]
+        return scaled(tensor, scales, blocks, (first[0], first[1]))
 
     def fill(self, tensor: Tensor) -> None:
-        """With what was read."""
+        """With what was read and scaled."""
         if self.order is not None:
             tensor = tensor[self.order]
         self.room[: len(tensor)].copy_(tensor)
@@ -62,6 +68,8 @@ def load(decoder: Decoder, path: str | Path) -> int:
     """
     path = Path(path)
     places, config = places_by_name(decoder), decoder.config
+    if config.block_scales is not None:
+        places = _with_scales(places, config.block_scales, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
     share = decoder.share
@@ -96,12 +104,30 @@ def fill(
             + "\nDownload the checkpoint again, or correct config.json."
         )
     num_bytes = 0
-    for file, names in found.items():
-        for name, tensor in _tensors(file, {name: places[name] for name in names if name in places}):
-            check_finite(file, name, tensor, places[name].room.dtype)
-            places[name].fill(tensor)
-            num_bytes += tensor.nbytes
+    of_scales = {name for name in places if name.endswith(SUFFIX)}
+    for some in (of_scales, places.keys() - of_scales):  # a weight may lie in an earlier file than its scales
+        for file, names in found.items():
+            for name, tensor in _tensors(file, {name: places[name] for name in names if name in some}):
+                place, numbers = places[name], places[name].scaled(tensor)
+                check_finite(file, name, numbers, place.room.dtype)
+                place.fill(numbers)
+                num_bytes += tensor.nbytes
     return found, num_bytes
+
+
+def _with_scales(places: dict[str, Place], blocks: BlockScales, path: Path) -> dict[str, Place]:
+    """The places of weights that the checkpoint stores with scales by block know these, which have places on
+    the host.
+    """
+    more = dict(places)
+    for file in checkpoint_files(path):
+        opened = open_checkpoint(file)
+        for name in opened.keys():  # noqa: SIM118 - no mapping
+            if name in places and opened.get_slice(name).get_dtype() == STORED:
+                room = torch.empty(blocks.shape(places[name].shape), dtype=torch.float32)
+                more[name] = replace(places[name], scales=(blocks, room))
+                more[name + SUFFIX] = Place(room, tuple(room.shape), ())
+    return more
 
 
 def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -219,46 +245,6 @@ def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple
             yield kind, joined.data.split(widths)
 
 
-def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory; raises ValueError where some are absent."""
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
-    if not is_there(path / INDEX):
-        raise ValueError(
-            f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
-            "convert the checkpoint, or set model.weights: random"
-        )
-    check_regular(path / INDEX)
-    try:
-        files = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        names = sorted(Path(file).name for file in files)  # all in this folder
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
-    absent = [name for name in names if not (path / name).is_file()]
-    if absent:
-        raise ValueError(f"{path} lacks {_first(absent)}, which {INDEX} lists; download what is missing")
-    return [path / name for name in names]
-
-
-def tensor_names(path: Path) -> set[str]:
-    """Of all tensors of a checkpoint directory; raises ValueError where files are absent or damaged."""
-    return {name for file in checkpoint_files(path) for name in open_checkpoint(file).keys()}  # noqa: SIM118
-
-
-def _first(names: list[str]) -> str:
-    """Some of many names, so that a message stays one that can be read."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(name[:100] for name in names[:MOST_NAMES]) + more
-
-
-def open_checkpoint(file: Path) -> Any:
-    """A safetensors file, mapped; raises ValueError where it is damaged or something else."""
-    try:
-        return safe_open(str(file), framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
-
-
 def _tensors(file: Path, places: dict[str, Place]) -> Iterator[tuple[str, Tensor]]:
     """What this rank reads of a file's tensors, mapped one after the other; each is valid until the next is
     asked for.
@@ -310,6 +296,7 @@ def _account(
 def _misfits(name: str, header: Any, place: Place) -> list[str]:
     faults = []
     shape, dtypes = list(place.shape), INTEGERS.get(place.room.dtype, FLOATS)
+    dtypes = dtypes if place.scales is None else (STORED,)
     if header.get_shape() != shape:
         faults.append(f"misshapen: {name} is {header.get_shape()}, the model needs {shape}")
     if header.get_dtype() not in dtypes:

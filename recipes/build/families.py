@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from models.checkpoint import tensor_names
 from models.config import DecoderConfig, DType
 from models.eagle3 import Eagle3Config
 from models.file_bounds import check_regular, is_there
 from models.quantization import Quantization
 from models.share import Share, check_ranks, check_stages
 from models.shown import shown
-from models.weights import tensor_names
 from recipes.deepseek.model import v2 as deepseek_v2
 from recipes.deepseek.model import v3 as deepseek_v3
 from recipes.llama.eagle3 import config as eagle3

@@ -9,14 +9,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from devices.int8 import quantize_rows
+from models.block_scales import SUFFIX, scaled
+from models.checkpoint import INDEX, checkpoint_files, open_checkpoint
+from models.config import DecoderConfig
+from models.dtypes import TORCH_DTYPES
 from models.quantization import KEY, Quantization
-from models.weights import INDEX, check_finite, checkpoint_files, open_checkpoint
+from models.weights import check_finite
 from recipes.build.families import config_in
 
+UP_PROJECTIONS = r"re:.*\.kv_b_proj$"  # of latent attention, which multiplies with them in the model's type
 ROUTERS = r"re:.*\.gate$"  # linears to whoever reads the checkpoint, and too small to be worth it
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # weights of any format: not copied
 
@@ -32,7 +38,12 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     config = config_in(source)
     if config.quantization is not None:
         raise ValueError(f"{source} is quantised already; name the original checkpoint")
-    scheme = Quantization() if config.mixture is None else Quantization(("lm_head", ROUTERS))
+    ignore = ["lm_head"]
+    if config.mixture is not None:
+        ignore.append(ROUTERS)
+    if config.latent is not None:
+        ignore.append(UP_PROJECTIONS)
+    scheme = Quantization(tuple(ignore))
     names = {f"{name}.weight" for name, *_ in config.linears() if scheme.covers(name)}
     files = checkpoint_files(source)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +53,7 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
         places: dict[str, str] = {}
         sizes = {"before": 0, "after": 0}
         for file in files:
-            tensors = dict(_quantized(file, names, sizes))
+            tensors = dict(_quantized(file, names, sizes, config, files))
             save_file(tensors, made / file.name, metadata={"format": "pt"})
             shutil.copymode(file, made / file.name)
             places |= dict.fromkeys(tensors, file.name)
@@ -60,19 +71,36 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     return sizes["before"], sizes["after"]
 
 
-def _quantized(file: Path, names: set[str], sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file as they are to be written."""
+def _quantized(
+    file: Path, names: set[str], sizes: dict[str, int], config: DecoderConfig, files: list[Path]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a file as they are to be written; what is stored in 8-bit floats, without its scales."""
     with open_checkpoint(file) as opened:
         for name in opened.keys():  # noqa: SIM118 - no mapping
             tensor = opened.get_tensor(name)
-            check_finite(file, name, tensor, tensor.dtype)
             sizes["before"] += tensor.nbytes
+            if config.block_scales is not None and name.endswith(SUFFIX):
+                continue
+            if config.block_scales is not None and tensor.dtype == torch.float8_e4m3fn:
+                scales = _found(name + SUFFIX, [file, *files])
+                tensor = scaled(tensor, scales, config.block_scales).to(TORCH_DTYPES[config.dtype])
+            check_finite(file, name, tensor, tensor.dtype)
             made = {name: tensor}
             if name in names:
                 weight, scale = quantize_rows(tensor)
                 made = {name: weight, f"{name}_scale": scale}
             sizes["after"] += sum(each.nbytes for each in made.values())
             yield from made.items()
+
+
+def _found(name: str, files: list[Path]) -> Tensor:
+    """A tensor that lies in one of these files, in the first as a rule."""
+    for file in files:
+        with open_checkpoint(file) as opened:
+            if name in opened.keys():  # noqa: SIM118 - no mapping
+                found: Tensor = opened.get_tensor(name)
+                return found
+    raise ValueError(f"{files[0].parent} lacks {name}; download it again")
 
 
 def _copy_the_rest(source: Path, target: Path, scheme: Quantization) -> None:

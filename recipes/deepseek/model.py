@@ -14,8 +14,18 @@ from models.mixture_config import MixtureConfig
 
 SHAPE = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 DEFAULTS = SHAPE | {"v_head_dim": 128, "moe_layer_freq": 1}
-V2 = DEFAULTS | {"max_position_embeddings": 2048, "n_routed_experts": 64, "moe_intermediate_size": 1407}
-V3 = DEFAULTS | {"max_position_embeddings": 4096, "n_routed_experts": 256, "moe_intermediate_size": 2048}
+V2 = DEFAULTS | {
+    "eos_token_id": 2,
+    "max_position_embeddings": 2048,
+    "n_routed_experts": 64,
+    "moe_intermediate_size": 1407,
+}
+V3 = DEFAULTS | {
+    "eos_token_id": 1,
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 2048,
+}
 V3 |= {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
 METHODS = ("greedy", "group_limited_greedy")
 

@@ -21,6 +21,11 @@ LLAMA = {
     "num_attention_heads": 4,
     "intermediate_size": 96,
 }
+UNKNOWN_TO_TRANSFORMERS = ("kimi_k2",)
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}  # what neither says
+DEEPSEEK = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3"}
+FAMILY_NAMES = ", ".join(FAMILIES)
 QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 
 
@@ -28,20 +33,43 @@ QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 def test_sizes_are_those_of_the_checkpoint(variant: Variant, tmp_path: Path) -> None:
     model, path = make(variant, tmp_path)
     config = decoder_config(read(path))
-    assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
+    corrections = [each for name, each in model.named_buffers() if name.endswith("correction_bias")]
+    assert config.num_parameters == sum(each.numel() for each in [*model.parameters(), *corrections])
     assert TORCH_DTYPES[config.dtype] == variant.saved_as
-    assert config.head_dim == model.model.layers[0].self_attn.head_dim
+    if config.latent is None:
+        assert config.head_dim == model.model.layers[0].self_attn.head_dim
+    else:
+        attention = model.model.layers[0].self_attn
+        assert (config.num_kv_heads, config.head_dim) == (1, attention.kv_lora_rank)
+        assert config.scale == pytest.approx(attention.scaling, rel=1e-12)
     assert config.rms_eps == model.config.rms_norm_eps
     assert config.tie_embeddings == model.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in UNKNOWN_TO_TRANSFORMERS])
 def test_what_a_file_leaves_out_is_as_in_transformers(family: str) -> None:
-    hf = LLAMA | {"num_attention_heads": 32}
+    hf = LLAMA | {"num_attention_heads": 32} | NEEDED.get(family, {})
     theirs = transformers.AutoConfig.for_model(family, **{key: hf[key] for key in hf if key != "model_type"})
     ours = decoder_config(hf | {"model_type": family})
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+    if ours.latent is None:
+        assert ours.num_kv_heads == theirs.num_key_value_heads
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+    else:
+        for ours_is, name in ((ours.latent.query_rank, "q_lora_rank"), (ours.latent.rank, "kv_lora_rank")):
+            assert ours_is == getattr(theirs, name)
+        assert ours.latent.query_dim == theirs.qk_nope_head_dim + theirs.qk_rope_head_dim
+        assert ours.latent.value_dim == theirs.v_head_dim
+        mixture = ours.mixture
+        assert mixture is not None
+        assert mixture.num_experts == theirs.n_routed_experts
+        assert mixture.num_chosen == theirs.num_experts_per_tok
+        assert mixture.inner_size == theirs.moe_intermediate_size
+        assert mixture.shared_size == theirs.moe_intermediate_size * theirs.n_shared_experts
+        assert mixture.scale == theirs.routed_scaling_factor
+        assert mixture.normalizes == theirs.norm_topk_prob
+        groups = (mixture.num_groups, mixture.num_chosen_groups)
+        assert groups == (theirs.n_group or 1, theirs.topk_group or 1)
+        assert sum(mixture.layers) == max(0, 2 - theirs.first_k_dense_replace)
     assert ours.rms_eps == theirs.rms_norm_eps
     assert ours.max_positions == theirs.max_position_embeddings
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
@@ -86,10 +114,19 @@ def test_windows_by_layer() -> None:
     [
         (
             {"model_type": "gpt2"},
-            "family is 'gpt2'; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe",
+            f"family is 'gpt2'; supported are {FAMILY_NAMES}",
         ),
-        ({"model_type": None}, "family is None; supported are llama"),
+        ({"model_type": None}, "family is None; supported are deepseek_v2"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'; it must be silu"),
+        (DEEPSEEK | {"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc'; supported are greedy and"),
+        (DEEPSEEK | {"norm_topk_prob": True}, "norm_topk_prob: True; .* must be false"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq: 2; it must be 1"),
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias: True; latent attention"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave: False; pairs must lie side by side"),
+        (DEEPSEEK | {"qk_rope_head_dim": 15}, "qk_rope_head_dim: 15; .* must be even"),
+        (DEEPSEEK_V3 | {"n_group": 7}, "n_group: 7; equal groups of 256 experts, of 2 at least"),
+        (DEEPSEEK_V3 | {"topk_group": 9}, "topk_group: 9; there are 8 groups"),
+        (DEEPSEEK_V3 | {"num_experts_per_tok": 129}, "num_experts_per_tok: 129; the chosen groups have"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None; .* int8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3; it must divide num_attention_heads"),
         ({"num_attention_heads": 5}, "hidden_size: 64; give head_dim"),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from devices.shapes import AttentionShape
 from models import weights
+from models.checkpoint import SINGLE
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.mixture import Mixture
@@ -215,10 +216,10 @@ def test_every_so_many_layers_have_experts_but_those_that_are_named_dense() -> N
 
 def test_an_expert_that_is_missing_and_a_tensor_of_all_experts_are_named(tmp_path: Path) -> None:
     path = checkpoint("qwen3_moe", tmp_path)
-    tensors = load_file(path / weights.SINGLE)
+    tensors = load_file(path / SINGLE)
     del tensors["model.layers.0.mlp.experts.7.up_proj.weight"]
     tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(8, 48, 48)
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     with pytest.raises(ValueError, match="weights in") as caught:
         loaded(path)
     assert "missing: model.layers.0.mlp.experts.7.up_proj.weight [24, 48]" in str(caught.value)

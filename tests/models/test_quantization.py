@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from devices.int8 import quantize_rows
 from devices.shapes import AttentionShape
 from models import weights
+from models.checkpoint import SINGLE
 from models.decoder import Decoder
 from models.ops.cpu import CpuOps
 from models.ops.reference import Ops
@@ -38,13 +39,13 @@ def checkpoint(name: str, root: Path) -> Path:
 
 def stored_in_int8(path: Path) -> None:
     """Quantise a checkpoint as its layout says, with a loop of its own for what is nearest."""
-    tensors = load_file(path / weights.SINGLE)
+    tensors = load_file(path / SINGLE)
     for name in [name for name in tensors if name.split(".")[-2] in LINEARS and name.endswith("weight")]:
         weight = tensors[name].double()
         scale = weight.abs().max(1, keepdim=True)[0].float() / 127
         tensors[name] = torch.round(weight.float() / scale).to(torch.int8)
         tensors[f"{name}_scale"] = scale
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": JSON}))
 
@@ -208,12 +209,12 @@ def held_bytes(decoder: Decoder) -> int:
 def test_a_checkpoint_is_accounted_for(tmp_path: Path) -> None:
     path = checkpoint("llama_biased", tmp_path)
     stored_in_int8(path)
-    tensors = load_file(path / weights.SINGLE)
+    tensors = load_file(path / SINGLE)
     name = "model.layers.1.mlp.down_proj.weight"
     tensors[name] = tensors[name].float()
     scale = tensors.pop("model.layers.0.self_attn.q_proj.weight_scale")
     tensors["model.layers.0.self_attn.q_proj.weight_zero_point"] = torch.zeros_like(scale)
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     with pytest.raises(ValueError, match="are not those of") as caught:
         weights.load(bare(decoder_config(read(path))), path)
     assert f"wrongly typed: {name} is F32, not one of I8" in str(caught.value)

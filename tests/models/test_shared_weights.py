@@ -14,6 +14,7 @@ from torch import Tensor
 from attention.reference import Attention
 from devices.shapes import AttentionShape
 from models import weights
+from models.checkpoint import SINGLE
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
@@ -66,7 +67,7 @@ def rows_of(decoders: list[Decoder], kind: int, which: int) -> Tensor:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_parts_make_up_the_checkpoint(name: str, size: int, tmp_path: Path) -> None:
     path = checkpoint(name, tmp_path, vocab_size=509)
-    theirs = {key: tensor.float() for key, tensor in load_file(path / weights.SINGLE).items()}
+    theirs = {key: tensor.float() for key, tensor in load_file(path / SINGLE).items()}
     decoders, _ = loaded(path, size)
     config = decoders[0].config
     for kind, ending in enumerate(("weight", "bias")):
@@ -109,7 +110,7 @@ def test_the_parts_make_up_the_checkpoint(name: str, size: int, tmp_path: Path) 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_reads_its_part_and_what_all_hold(name: str, size: int, tmp_path: Path) -> None:
     path = checkpoint(name, tmp_path, vocab_size=512)
-    tensors = load_file(path / weights.SINGLE)
+    tensors = load_file(path / SINGLE)
     _, read_bytes = loaded(path, size)
     on_all, on_first, of_heads, divided = 0, 0, 0, 0
     for key, tensor in tensors.items():
@@ -131,11 +132,11 @@ def test_a_rank_reads_its_part_and_what_all_hold(name: str, size: int, tmp_path:
 
 def test_every_rank_accounts_for_the_whole_checkpoint(tmp_path: Path) -> None:
     path = checkpoint("llama_biased", tmp_path)
-    tensors = load_file(path / weights.SINGLE)
+    tensors = load_file(path / SINGLE)
     name = f"{LAYER}mlp.down_proj.weight"
     tensors[name] = tensors[name][:, :40].contiguous()  # as wide as the part
     del tensors[f"{LAYER}self_attn.o_proj.bias"]
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     for rank in range(2):
         with pytest.raises(ValueError, match="are not those of") as caught:
             weights.load(part_of(decoder_config(read(path)), rank, 2), path)
@@ -145,14 +146,14 @@ def test_every_rank_accounts_for_the_whole_checkpoint(tmp_path: Path) -> None:
 
 def test_a_tied_head_is_compared_where_a_rank_holds_it(tmp_path: Path) -> None:
     path = checkpoint("qwen3", tmp_path, vocab_size=509)
-    tensors = load_file(path / weights.SINGLE)
+    tensors = load_file(path / SINGLE)
     head = tensors[weights.EMBEDDING].clone()
-    save_file(tensors | {weights.HEAD: head}, path / weights.SINGLE)
+    save_file(tensors | {weights.HEAD: head}, path / SINGLE)
     config = decoder_config(read(path))
     for rank in range(2):
         weights.load(part_of(config, rank, 2), path)
     head[508] += 1
-    save_file(tensors | {weights.HEAD: head}, path / weights.SINGLE)
+    save_file(tensors | {weights.HEAD: head}, path / SINGLE)
     weights.load(part_of(config, 0, 2), path)
     with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
         weights.load(part_of(config, 1, 2), path)

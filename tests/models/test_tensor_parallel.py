@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models import weights
+from models.checkpoint import SINGLE
 from models.decoder import Decoder
 from models.group import ALONE, Backend, hccl_timeouts, join
 from models.ops.reference import Ops, Packed
@@ -222,6 +222,6 @@ def test_ranks_draw_the_tokens_that_one_draws(name: str, cases: Cases, found: Fo
 def test_no_rank_reads_what_another_holds(cases: Cases, found: Found) -> None:
     for name in cases:
         ranks = found[name]
-        whole = (Path(cases[name]["path"]) / weights.SINGLE).stat().st_size
+        whole = (Path(cases[name]["path"]) / SINGLE).stat().st_size
         assert sum(rank["bytes"] for rank in ranks) < 1.35 * whole
         assert max(rank["bytes"] for rank in ranks) < 0.6 * whole

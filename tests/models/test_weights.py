@@ -15,6 +15,7 @@ from torch import Tensor
 from attention.reference import Attention
 from devices.shapes import AttentionShape
 from models import weights
+from models.checkpoint import INDEX, SINGLE
 from models.config import DecoderConfig, DType
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
@@ -43,13 +44,13 @@ def loaded(path: Path, dtype: DType | None = None) -> Decoder:
 def biased(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     """A checkpoint in one file with biases everywhere, and its tensors."""
     _, path = make(replace(VARIANT["llama_biased"], shard_size="5GB"), tmp_path)
-    return path, load_file(path / weights.SINGLE)
+    return path, load_file(path / SINGLE)
 
 
 @pytest.mark.parametrize("name", ["llama_biased", "qwen3_layer_types"])
 def test_shards_are_fused_in_place(name: str, tmp_path: Path) -> None:
     model, path = make(VARIANT[name], tmp_path)
-    assert (path / weights.INDEX).is_file(), "the checkpoint is to be sharded"
+    assert (path / INDEX).is_file(), "the checkpoint is to be sharded"
     theirs = model.state_dict()
     ours = loaded(path)
     attention, mlp = ours.layers[1].attention, ours.layers[1].mlp
@@ -71,7 +72,7 @@ def test_floats_are_converted_to_the_models_dtype(dtype: DType, tmp_path: Path) 
     path, tensors = biased(tmp_path)
     tensors[weights.EMBEDDING] = tensors[weights.EMBEDDING].double()
     tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     ours = loaded(path, dtype)
     assert torch.equal(ours.embedding.data, tensors[weights.EMBEDDING].to(TORCH_DTYPES[dtype]))
     assert torch.equal(ours.norm.data, tensors["model.norm.weight"].to(TORCH_DTYPES[dtype]))
@@ -87,7 +88,7 @@ def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
     tensors["score.weight"] = torch.zeros(3)
     tensors[LAYER + "mlp.up_proj.weight"] = torch.zeros(80, 47)
     tensors[LAYER + "input_layernorm.weight"] = torch.zeros(48, dtype=torch.int8)
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     with pytest.raises(ValueError, match="are not those of") as caught:
         loaded(path)
     faults = re.findall(r"^  (.*)$", str(caught.value), re.MULTILINE)
@@ -103,19 +104,19 @@ def test_saved_frequencies_are_passed_over(tmp_path: Path) -> None:
     path, tensors = biased(tmp_path)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
     tensors["model.rotary_emb.inv_freq"] = torch.zeros(6)
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     loaded(path)
 
 
 def test_a_tied_head_may_be_there_or_not_but_not_differ(tmp_path: Path) -> None:
     _, path = make(VARIANT["qwen3"], tmp_path)
-    tensors = load_file(path / weights.SINGLE)
+    tensors = load_file(path / SINGLE)
     assert weights.HEAD not in tensors
     ours = loaded(path)
     assert ours.head.packed[0].data_ptr() == ours.embedding.data_ptr()
-    save_file(tensors | {weights.HEAD: tensors[weights.EMBEDDING].clone()}, path / weights.SINGLE)
+    save_file(tensors | {weights.HEAD: tensors[weights.EMBEDDING].clone()}, path / SINGLE)
     loaded(path)
-    save_file(tensors | {weights.HEAD: tensors[weights.EMBEDDING] + 1}, path / weights.SINGLE)
+    save_file(tensors | {weights.HEAD: tensors[weights.EMBEDDING] + 1}, path / SINGLE)
     with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
         loaded(path)
 
@@ -123,7 +124,7 @@ def test_a_tied_head_may_be_there_or_not_but_not_differ(tmp_path: Path) -> None:
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
     path, tensors = biased(tmp_path)
     del tensors[weights.HEAD]
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     with pytest.raises(ValueError, match=r"missing: lm_head.weight \[160, 48\]"):
         loaded(path)
 
@@ -131,9 +132,9 @@ def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
 def test_a_tensor_in_two_shards_is_surplus(tmp_path: Path) -> None:
     _, path = make(VARIANT["llama_biased"], tmp_path)
     save_file({"model.norm.weight": torch.ones(48)}, path / "more.safetensors")
-    index = json.loads((path / weights.INDEX).read_text())
+    index = json.loads((path / INDEX).read_text())
     index["weight_map"]["more"] = "more.safetensors"
-    (path / weights.INDEX).write_text(json.dumps(index))
+    (path / INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"surplus: model.norm.weight is in two files"):
         loaded(path)
 
@@ -147,10 +148,10 @@ def test_files_that_are_absent_or_broken_are_named(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(ValueError, match=f"lacks {shard.name}, which"):
         loaded(path)
-    (path / weights.INDEX).write_text("{}")
+    (path / INDEX).write_text("{}")
     with pytest.raises(ValueError, match="is no index of safetensors"):
         loaded(path)
-    (path / weights.INDEX).unlink()
+    (path / INDEX).unlink()
     with pytest.raises(ValueError, match="only safetensors are read: convert"):
         loaded(path)
 
@@ -182,6 +183,6 @@ def test_a_value_that_would_spoil_every_answer_is_refused(
 ) -> None:
     path, tensors = biased(tmp_path)
     tensors["model.norm.weight"][-1] = value
-    save_file(tensors, path / weights.SINGLE)
+    save_file(tensors, path / SINGLE)
     with pytest.raises(ValueError, match=re.escape(words)):
         loaded(path, dtype)

@@ -150,7 +150,7 @@ def test_what_was_chosen_is_logged(caplog):
 
 
 def test_what_attention_cannot_do_is_refused_before_weights_are_made():
-    with pytest.raises(ValueError, match="'gpt2'; supported are llama"):
+    with pytest.raises(ValueError, match="'gpt2'; supported are deepseek_v2"):
         build(made(config={"model_type": "gpt2"}))
 
 

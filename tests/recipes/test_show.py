@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from recipes.__main__ import main
+from recipes.build.families import FAMILIES
 from recipes.schema import verb
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
@@ -58,7 +59,7 @@ def test_show_names_the_base_as_the_origin(capsys):
         ),
         (
             [LLAMA, "model.config.model_type=lama"],
-            "the model's family is 'lama'; supported are llama, mistral, mixtral, qwen2, qwen3, qwen3_moe\n",
+            f"the model's family is 'lama'; supported are {', '.join(FAMILIES)}\n",
         ),
         (
             [LLAMA, "scheduler.max_request_tokens=4096"],

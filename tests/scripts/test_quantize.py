@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from models.weights import INDEX, SINGLE
+from models.checkpoint import INDEX, SINGLE
 from recipes.build.int8_checkpoint import quantize
 from recipes.build.scoring import Score, score
 from recipes.schema.recipe import ROOT

@@ -19,7 +19,17 @@ SHARED = Path("/dev/shm")
 
 
 def left_behind() -> set[str]:
-    return {each.name for each in SHARED.glob("virtual-hccl-*")}
+    """Shared memory whose maker has ended; other tests may run ranks at the same time."""
+    return {each.name for each in SHARED.glob("virtual-hccl-*") if not runs(int(each.name.split("-")[2]))}
+
+
+def runs(process: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def ranks(folder: Path, size: int, mode: str, **environment: str) -> list[tuple[str, int]]:

@@ -1,0 +1,57 @@
+"""Which files does a checkpoint directory have, and which tensors are in them?
+
+Checkpoints are Hugging Face directories of safetensors, one file or an index over shards.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from models.file_bounds import check_regular, is_there
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_NAMES = 20  # that one message lists
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory; raises ValueError where some are absent."""
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    if not is_there(path / INDEX):
+        raise ValueError(
+            f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
+            "convert the checkpoint, or set model.weights: random"
+        )
+    check_regular(path / INDEX)
+    try:
+        files = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = sorted(Path(file).name for file in files)  # all in this folder
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        raise ValueError(f"{path} lacks {_first(absent)}, which {INDEX} lists; download what is missing")
+    return [path / name for name in names]
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Of all tensors of a checkpoint directory; raises ValueError where files are absent or damaged."""
+    return {name for file in checkpoint_files(path) for name in open_checkpoint(file).keys()}  # noqa: SIM118
+
+
+def _first(names: list[str]) -> str:
+    """Some of many names, so that a message stays one that can be read."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(name[:100] for name in names[:MOST_NAMES]) + more
+
+
+def open_checkpoint(file: Path) -> Any:
+    """A safetensors file, mapped; raises ValueError where it is damaged or something else."""
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error

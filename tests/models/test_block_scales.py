@@ -1,0 +1,162 @@
+"""Are weights read that a checkpoint stores in 8-bit floats, with a scale for each block?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attention.latent import LatentAttention
+from models import weights
+from models.block_scales import SUFFIX, scaled
+from models.checkpoint import INDEX, SINGLE
+from models.decoder import Decoder
+from models.ops.reference import Ops
+from models.quantization import BlockScales
+from models.share import Share
+from recipes.build.decoders import shape_of
+from recipes.build.families import config_in
+from recipes.build.int8_checkpoint import quantize
+from recipes.build.scoring import score
+from tests.models.families import VARIANTS, expected_logprobs, make
+from tests.models.test_shared_weights import Rank
+
+BLOCKS = BlockScales(16, 32)  # of sizes that divide no weight
+SAID = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCKS.rows, BLOCKS.columns],
+}
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    """Store a checkpoint's linears so, all scales in a file of their own; what they stand for, by name."""
+    tensors, scales, exact = load_file(path / SINGLE), {}, {}
+    for name, weight in tensors.items():
+        is_linear = name.endswith("_proj.weight")
+        exact[name] = weight
+        if is_linear:
+            rows, columns = BLOCKS.shape(tuple(weight.shape))
+            found = torch.rand(rows, columns) + 0.5
+            small = (weight / scaled(torch.ones_like(weight), found, BLOCKS)).to(torch.float8_e4m3fn)
+            tensors[name], scales[name + SUFFIX] = small, found
+            exact[name] = scaled(small, found, BLOCKS)
+    names = {"model-00001-of-00002.safetensors": tensors, "model-00002-of-00002.safetensors": scales}
+    for file, some in names.items():
+        save_file(some, path / file)
+    (path / SINGLE).unlink()
+    where = {name: file for file, some in names.items() for name in some}
+    (path / INDEX).write_text(json.dumps({"weight_map": where}))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": SAID}))
+    return exact
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> tuple[Any, Path]:
+    """Transformers' model of what is stored, and the directory."""
+    variant = next(each for each in VARIANTS if each.name == "deepseek_v3_one_group")
+    model, path = make(variant, tmp_path)
+    exact = stored(path)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in exact.items():
+            if name in named:
+                named[name].copy_(weight)
+            elif ".experts." in name:  # which transformers joins
+                _, _, expert, role, _ = name.rsplit(".", 4)
+                joined = named[name.split(".experts.")[0] + ".experts." + JOINED[role]]
+                half = joined.shape[1] // 2
+                rows = {"gate_proj": slice(half), "up_proj": slice(half, None)}.get(role, slice(None))
+                joined[int(expert), rows] = weight
+    return model, path
+
+
+JOINED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+
+
+def test_a_scale_belongs_to_its_block() -> None:
+    weight, scales = torch.ones(40, 70), torch.arange(9.0).view(3, 3)
+    whole = scaled(weight, scales, BLOCKS)
+    assert [whole[at].item() for at in ((0, 0), (15, 31), (16, 31), (15, 32), (39, 69))] == [0, 0, 3, 1, 8]
+    assert torch.equal(scaled(weight[20:30, 30:], scales, BLOCKS, (20, 30)), whole[20:30, 30:])
+
+
+def test_the_model_answers_as_with_the_numbers_that_are_stored(checkpoint: tuple[Any, Path]) -> None:
+    model, path = checkpoint
+    tokens = torch.arange(3, 60).tolist()
+    expected = expected_logprobs(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(score(path, [tokens]).logprobs, expected, rtol=0, atol=1e-4)
+
+
+def test_each_rank_scales_its_part(checkpoint: tuple[Any, Path]) -> None:
+    _, path = checkpoint
+    config = config_in(path)
+    whole = loaded(path, Share())
+    for rank in range(2):
+        part = loaded(path, Share(rank, 2))
+        down, own = (each.layers[0].mlp.shared.down.weight for each in (whole, part))
+        half = config.shared_size // 2
+        assert torch.equal(own, down[:, rank * half : (rank + 1) * half])
+
+
+def loaded(path: Path, share: Share) -> Decoder:
+    config = config_in(path)
+    group = Rank(share.tensor, share.tensors)
+    decoder = Decoder(config, Ops(), LatentAttention(shape_of(16, share.part(config))), group)
+    decoder.pack = lambda: None  # type: ignore[method-assign]
+    weights.load(decoder, path)
+    return decoder
+
+
+def test_it_can_be_stored_in_int8(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    """But for the up-projections of latents, which are multiplied in the model's type."""
+    _, path = checkpoint
+    quantize(path, tmp_path / "int8")
+    made = {}
+    for file in (tmp_path / "int8").glob("*.safetensors"):
+        made |= load_file(file)
+    assert not [name for name in made if name.endswith(SUFFIX)]
+    assert not [name for name, each in made.items() if each.dtype == torch.float8_e4m3fn]
+    types = {name.split(".")[-2]: each.dtype for name, each in made.items() if name.endswith("_proj.weight")}
+    assert types.pop("kv_b_proj") == torch.float32
+    assert set(types.values()) == {torch.int8}
+    tokens = list(range(3, 60))
+    assert score(path, [tokens]).distance(score(tmp_path / "int8", [tokens])) < 0.3
+    assert config_in(tmp_path / "int8").block_scales is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight_block_size": None}, "weight_block_size: None; of 8-bit floats a scale"),
+        ({"weight_block_size": [128]}, r"weight_block_size: \[128\]"),
+        ({"weight_block_size": [128, 0]}, r"weight_block_size: \[128, 0\]"),
+        ({"fmt": "e5m2"}, "fmt: 'e5m2'; of 8-bit floats it must be e4m3"),
+    ],
+)
+def test_another_form_is_refused(checkpoint: tuple[Any, Path], change: dict[str, Any], said: str) -> None:
+    _, path = checkpoint
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": SAID | change}))
+    with pytest.raises(ValueError, match=said):
+        config_in(path)
+
+
+def test_a_scale_that_is_missing_is_named(checkpoint: tuple[Any, Path]) -> None:
+    _, path = checkpoint
+    file = path / "model-00002-of-00002.safetensors"
+    scales = load_file(file)
+    name = next(iter(scales))
+    del scales[name]
+    save_file(scales, file)
+    with pytest.raises(ValueError, match=f"missing: {name}"):
+        score(path, [[3, 4, 5]])
+    with pytest.raises(ValueError, match=f"lacks {name}"):
+        quantize(path, path.parent / "int8")
