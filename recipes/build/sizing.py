@@ -103,8 +103,9 @@ def _with_pages(
 def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = None) -> int:
     """Bytes that the largest step takes beside weights and cache, for a plan without a loaded model.
 
-    They are all that one layer holds at once, the scores of the longest span that the budget allows, and the
-    logits of all slots as the sampler works on them: of `vocab_size` tokens, where `config` is a rank's part.
+    They are all that one layer holds at once, the scores of the longest span that the budget allows, what
+    plain attention makes of the longest request, and the logits of all slots as the sampler works on them: of
+    `vocab_size` tokens, where `config` is a rank's part.
     """
     num_tokens, num_slots = step_tokens(recipe, config), recipe.scheduler.num_slots
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -113,23 +114,43 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     if config.mixture is not None:  # a row for each choice, what experts make of it, and routing
         of_choices = config.mixture.num_chosen * (2 * config.hidden_size + 3 * config.mixture.inner_size)
         widths += max(8 * config.hidden_size, of_choices) + 8 * config.mixture.num_experts
-    span = min(num_tokens, max_positions(config))
-    scores = config.num_heads * min(span, SCORED_ROWS) * span * (8 + config.dtype_bytes)
+    is_plain = recipe.device.attention == "reference" or config.latent is not None
+    seen = min(num_tokens, max_positions(config))
+    if is_plain:  # of a request's keys and values, a span may see more than its own
+        seen = max(seen, _longest_cached(recipe, config))
+    scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
     item_bytes, dtype = config.dtype_bytes, TORCH_DTYPES[config.dtype]
     if recipe.device.kind == "cpu" and product_dtype(dtype) != dtype:
         item_bytes += torch.float32.itemsize  # rows are widened, and what comes of them lies beside
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
-    return STEP_BYTES + num_tokens * widths * item_bytes + scores + logits
+    read = _read_bytes(config, seen) if is_plain else 0
+    return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits
+
+
+def _read_bytes(config: DecoderConfig, num_tokens: int) -> int:
+    """Keys and values of one request as plain attention multiplies with them: gathered, and in float32; of
+    latents, expanded to those of each head.
+    """
+    width = 2 * config.num_kv_heads * config.head_dim
+    if config.latent is not None:
+        width = config.latent.token_width
+        width += config.num_heads * (2 * config.latent.query_dim + 2 * config.latent.value_dim)
+    return num_tokens * width * (config.dtype_bytes + torch.float32.itemsize)
 
 
 def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
     """The most tokens of a step; where the longest request sets it, the longest that can be is assumed."""
-    longest_tokens = recipe.scheduler.max_request_tokens or max_positions(config)
-    if recipe.cache.num_pages is not None:
-        longest_tokens = min(longest_tokens, (recipe.cache.num_pages - 1) * recipe.cache.page_size + 1)
-    num_tokens = completed(recipe.scheduler, longest_tokens).section.max_batch_tokens
+    num_tokens = completed(recipe.scheduler, _longest_cached(recipe, config)).section.max_batch_tokens
     assert num_tokens is not None, "only a policy of whole prompts can do without it"
     return num_tokens
+
+
+def _longest_cached(recipe: Recipe, config: DecoderConfig) -> int:
+    """The most tokens of a request, as far as it is known before the cache is planned."""
+    longest_tokens = recipe.scheduler.max_request_tokens or max_positions(config)
+    if recipe.cache.num_pages is None:
+        return longest_tokens
+    return min(longest_tokens, (recipe.cache.num_pages - 1) * recipe.cache.page_size + 1)
 
 
 def max_positions(config: DecoderConfig) -> int:
@@ -192,7 +213,7 @@ def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_toke
 
 def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: int) -> int:
     """Bytes of the token ids and page tables of all slots, and of the tables of rotary embeddings."""
-    rope_bytes = sum(longest_tokens * 2 * each.head_dim * each.dtype_bytes for each in configs)
+    rope_bytes = sum(longest_tokens * 2 * each.rope.dim * each.dtype_bytes for each in configs)
     return rope_bytes + recipe.scheduler.num_slots * 4 * (
         longest_tokens + -(-longest_tokens // recipe.cache.page_size)
     )

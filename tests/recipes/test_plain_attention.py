@@ -1,0 +1,83 @@
+"""Does the plan count what plain attention makes of a request that is longer than a step?"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attention.latent import LatentAttention, LatentUp
+from attention.reference import Attention
+from continuous_batching.batch import Batch
+from recipes.build.decoders import shape_of
+from recipes.build.families import model_config
+from recipes.build.sizing import STEP_BYTES, estimate
+from tests.attention.planned import planned
+from tests.recipes.test_sizing import made
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made while this is entered take at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                if storage._cdata not in self.sizes:
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.forget, storage._cdata)
+        self.most = max(self.most, self.now)
+        return made
+
+    def forget(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 2,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize("family", [{}, {"num_key_value_heads": 4}, DEEPSEEK])
+def test_the_last_chunk_of_a_long_prompt(family: dict[str, Any]) -> None:
+    """It reads what the chunks before it have written."""
+    recipe = made(family, pages=40, dtype="float32")
+    recipe = replace(recipe, device=replace(recipe.device, attention="reference"))
+    config, longest = model_config(recipe), 500
+    shape = shape_of(16, config)
+    attention = Attention(shape) if config.latent is None else LatentAttention(shape)
+    keys, values = attention.new_pages(40), attention.new_value_pages(40)
+    table = np.arange(1, 33, dtype=np.int32)[None]
+    nothing = np.empty(0, np.int64)
+    batch = Batch(np.array([0]), np.array([longest - 64]), np.array([longest]), nothing, nothing, nothing)
+    metadata = planned(attention, batch, table)
+    with PeakBytes() as peak:
+        if config.latent is None:
+            attention.attend(torch.ones(64, 4, config.head_dim), keys, values, metadata, 0)
+        else:
+            latent = config.latent
+            up = LatentUp(torch.ones(4, latent.nope_dim, 96), torch.ones(4, 96, latent.value_dim))
+            parts = torch.ones(64, 4, latent.nope_dim), torch.ones(64, 4, latent.rope_dim)
+            assert attention.expands(64)
+            attention.attend_heads(*parts, up, keys, values, metadata, 0)
+    assert STEP_BYTES + peak.most <= estimate(recipe, config)
+    assert peak.most > 500 * 4 * 64 * 4, "the scores alone"
