@@ -22,6 +22,7 @@ from benchmark.micro import draft_launches
 from benchmark.options import add_json, show
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from models.config import DecoderConfig
 from models.head import Head
 from recipes.build.engine import build
 from recipes.build.families import draft_config, model_config, read
@@ -59,7 +60,7 @@ COLUMNS = {
 
 def run(recipe: Recipe) -> dict[str, object]:
     """The counts of a decode step of the recipe's model, eager and captured, by way of sampling."""
-    num_layers = model_config(recipe).num_layers
+    num_layers, num_first = model_config(recipe).num_layers, _num_first(model_config(recipe))
     small = _narrow(recipe)
     machine = start(small.device)
     assert isinstance(machine, Npu), "a narrow recipe names an NPU"
@@ -77,7 +78,7 @@ def run(recipe: Recipe) -> dict[str, object]:
             with log.reading() as asked:
                 built.engine.step()
             greedy = greedy or _around(asked, in_graph=True)
-            steps.append({"step": f"{way}, {sampling}"} | _sums(asked, num_layers, greedy))
+            steps.append({"step": f"{way}, {sampling}"} | _sums(asked, num_layers, num_first, greedy))
             while built.engine.has_work:
                 built.engine.step()
     draft = draft_config(recipe, model_config(recipe))
@@ -88,7 +89,7 @@ def run(recipe: Recipe) -> dict[str, object]:
         _name_layers(layers, lambda place: setattr(log, "place", place))
         for way, asked in draft_launches.counted(drafter, built, machine):
             rest = _around(asked, in_graph=True)
-            steps.append({"step": f"{way}, a draft"} | _sums(asked, draft.num_layers, rest, len(layers)))
+            steps.append({"step": f"{way}, a draft"} | _sums(asked, draft.num_layers, 1, rest, len(layers)))
     return {"num_layers": num_layers, "steps": steps}
 
 
@@ -103,15 +104,25 @@ def _narrow(recipe: Recipe) -> Recipe:
     config = model_config(recipe)
     hf |= {**NARROW, "num_hidden_layers": LAYERS, "head_dim": config.head_dim}
     hf |= {key: value for key, value in NARROW_EXPERT.items() if key in hf}
+    if config.latent is not None:
+        hf["first_k_dense_replace"] = 1
+        hf["num_attention_heads"] = config.num_heads // recipe.parallel.tensor  # of many, products differ
     if isinstance(hf.get("layer_types"), list):
         hf["layer_types"] = hf["layer_types"][:LAYERS]
     model = replace(recipe.model, path=None, config=hf, weights="random")
     device = replace(recipe.device, virtual=True, graphs=ROWS)
     cache = replace(recipe.cache, num_pages=8, memory_gib=None, memory_fraction=None, host_gib=None)
-    scheduler = replace(recipe.scheduler, num_slots=ROWS, max_batch_tokens=64, record=None)
+    scheduler = replace(
+        recipe.scheduler, num_slots=ROWS, max_batch_tokens=64, max_request_tokens=None, record=None
+    )
     parts = {"model": model, "device": device, "cache": cache, "scheduler": scheduler}
     alone = {"speculation": SpeculationSection(), "parallel": ParallelSection()}  # collectives come on top
     return replace(recipe, **parts, **alone)
+
+
+def _num_first(config: DecoderConfig) -> int:
+    """How many layers are as the first: it alone, or all dense ones before the mixtures."""
+    return 1 if config.mixture is None else max(1, config.num_layers - config.num_mixtures)
 
 
 def _name_layers(layers: Iterable[Module], name: Callable[[str], None]) -> None:
@@ -137,13 +148,13 @@ def _around(asked: Sequence[Any], *, in_graph: bool) -> Counter[str]:
 
 
 def _sums(
-    asked: Sequence[Any], num_layers: int, greedy: Counter[str], num_narrow: int = LAYERS
+    asked: Sequence[Any], num_layers: int, num_first: int, greedy: Counter[str], num_narrow: int = LAYERS
 ) -> dict[str, object]:
     kinds = Counter(each.kind for each in asked)
     launches = [each for each in asked if each.kind == "launch"]
     layers = [Counter(each.name for each in launches if each.place == str(at)) for at in range(num_narrow)]
     assert layers[1:] == layers[-1:] * (num_narrow - 1), f"layers differ: {layers[1:]}"
-    depth = layers[0].total() + (num_layers - 1) * layers[-1].total()
+    depth = num_first * layers[0].total() + (num_layers - num_first) * layers[-1].total()
     outside, drawing = _around(asked, in_graph=False), _around(asked, in_graph=True) - greedy
     is_captured = any(each.in_graph for each in launches)
     return {

@@ -20,7 +20,7 @@ from devices.int8 import quantize_rows
 from models.mixture_config import MixtureConfig
 from models.ops.int8 import Int8Rows
 
-LEAST_SUM = 1e-20  # added to the scores of a token's experts, which may all be 0
+LEAST_SUM = 1e-20  # added to the scores of a token's experts where each is by itself: all may be 0
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
@@ -161,7 +161,8 @@ class Ops:
     def _shares(self, weights: Tensor, config: MixtureConfig) -> Tensor:
         """The scores of chosen experts [T, C] as their weights."""
         if config.normalizes:
-            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total if config.scores == "softmax" else total + LEAST_SUM)
         return weights if config.scale == 1 else weights * config.scale
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:

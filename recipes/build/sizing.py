@@ -114,7 +114,8 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     if config.mixture is not None:  # a row for each choice, what experts make of it, and routing
         of_choices = config.mixture.num_chosen * (2 * config.hidden_size + 3 * config.mixture.inner_size)
         widths += max(8 * config.hidden_size, of_choices) + 8 * config.mixture.num_experts
-    is_plain = recipe.device.attention == "reference" or config.latent is not None
+    is_latent, is_npu = config.latent is not None, recipe.device.kind == "npu"
+    is_plain = recipe.device.attention == "reference" or (is_latent and not is_npu)
     seen = min(num_tokens, max_positions(config))
     if is_plain:  # of a request's keys and values, a span may see more than its own
         seen = max(seen, _longest_cached(recipe, config))
@@ -123,19 +124,21 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     if recipe.device.kind == "cpu" and product_dtype(dtype) != dtype:
         item_bytes += torch.float32.itemsize  # rows are widened, and what comes of them lies beside
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
-    read = _read_bytes(config, seen) if is_plain else 0
+    read = 0
+    if is_plain or is_latent:
+        read = _read_bytes(config, _longest_cached(recipe, config), in_float32=is_plain)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits
 
 
-def _read_bytes(config: DecoderConfig, num_tokens: int) -> int:
+def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:
     """Keys and values of one request as plain attention multiplies with them: gathered, and in float32; of
-    latents, expanded to those of each head.
+    latents, expanded to those of each head, and copied to the order that fused attention takes.
     """
     width = 2 * config.num_kv_heads * config.head_dim
     if config.latent is not None:
         width = config.latent.token_width
         width += config.num_heads * (2 * config.latent.query_dim + 2 * config.latent.value_dim)
-    return num_tokens * width * (config.dtype_bytes + torch.float32.itemsize)
+    return num_tokens * width * (config.dtype_bytes + in_float32 * torch.float32.itemsize)
 
 
 def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:

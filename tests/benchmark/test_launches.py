@@ -16,6 +16,7 @@ from benchmark.micro import launches
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone
+from tests.recipes import published
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -41,6 +42,10 @@ QWEN3_MOE = (
     " num_experts_per_tok: 8, moe_intermediate_size: 768, norm_topk_prob: true, mlp_only_layers: [],"
     " decoder_sparse_step: 1}"
 )
+DEEPSEEK_V2_LITE, DEEPSEEK_V3 = (
+    yaml.safe_dump({key: each[key] for key in each if key != "quantization_config"}, default_flow_style=True)
+    for each in (published.DEEPSEEK_V2_LITE, published.DEEPSEEK_V3)
+)
 MODELS = {
     "Qwen3-8B, bfloat16": ("qwen3/qwen3_8b_910b", QWEN3),
     "Qwen3-8B, W8A8": ("qwen3/qwen3_8b_910b_w8a8", QWEN3),
@@ -48,6 +53,8 @@ MODELS = {
     "Qwen2.5-7B, W8A8": ("qwen2/qwen2.5_7b_910b_w8a8", QWEN2),
     "Qwen3-30B-A3B, bfloat16": ("qwen3_moe/qwen3_30b_a3b_910b_tp2", QWEN3_MOE),
     "Qwen3-30B-A3B, W8A8": ("qwen3_moe/qwen3_30b_a3b_910b_w8a8", QWEN3_MOE),
+    "DeepSeek-V2-Lite, bfloat16": ("deepseek/deepseek_v2_lite_910b", DEEPSEEK_V2_LITE),
+    "DeepSeek-V3, W8A8": ("deepseek/deepseek_v3_910b_tp16", DEEPSEEK_V3),
 }
 # Launches a layer, in the graph, in the graph that draws by top-k and top-p, and outside of both: greedy,
 # with top-p, with top-k and top-p, and by temperature alone
@@ -58,6 +65,8 @@ EXPECTED = {
     "Qwen2.5-7B, W8A8": (13, 379, 29, 0, 0, 0, 13),
     "Qwen3-30B-A3B, bfloat16": (20, 974, 29, 0, 0, 0, 13),
     "Qwen3-30B-A3B, W8A8": (23, 1119, 29, 0, 0, 0, 13),
+    "DeepSeek-V2-Lite, bfloat16": (22, 599, 29, 0, 0, 0, 13),
+    "DeepSeek-V3, W8A8": (29, 1754, 29, 0, 0, 0, 13),
 }
 
 
@@ -71,6 +80,7 @@ def counted(name: str, *overrides: str) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MODELS", "/models")
         chosen = ["model.path=null", f"model.config={config}", "model.weights=random", *overrides]
+        chosen += ["model.quantization=w8a8"] if name.endswith("W8A8") else []
         result: dict[str, Any] = launches.run(load(ROOT / f"recipes/{recipe}.yaml", chosen))
     return {each["step"]: each for each in result["steps"]}
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from devices.ascend_limits import product
-from devices.shapes import AttentionShape
 from models.dtypes import TORCH_DTYPES
 from models.graphs import ladder
 from recipes.__main__ import main
+from recipes.build.decoders import shape_of
 from recipes.build.families import share_of
 from recipes.build.memory_plan import GIB, report
 from recipes.build.sizing import plan_memory
@@ -70,10 +70,7 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
     recipe = load(str(path))
     whole, share = share_of(recipe, 0)
     config = share.part(whole)
-    shape = AttentionShape(
-        config.num_heads, config.num_kv_heads, config.head_dim, recipe.cache.page_size, 1.0,
-        TORCH_DTYPES[config.dtype], config.windows,
-    )  # fmt: skip
+    shape = shape_of(recipe.cache.page_size, config)
     named = product(recipe.device.product, "")
     if config.quantization is not None:
         named.check_int8(TORCH_DTYPES[config.dtype])

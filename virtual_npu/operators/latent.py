@@ -46,7 +46,7 @@ def _write(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _multiply(call: Call) -> Tensor:
     x: Tensor = call["input"].permute(tuple(call["perm_x1"] or (0, 1, 2)))
-    return torch.bmm(x.float(), call["weight"].float()).transpose(0, 1).to(x.dtype)
+    return torch.bmm(x.float(), call["weight"].float()).transpose(0, 1).to(x.dtype).contiguous()
 
 
 def _mode(call: Call) -> Iterator[Breach]:
