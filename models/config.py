@@ -44,6 +44,13 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    width: int = 0  # of a head, of which `dim` are turned
+    interleaved: bool = False  # whether a checkpoint has pairs that are turned side by side, not halves apart
+
+    @property
+    def num_fixed(self) -> int:
+        """Dimensions of a head that are not turned."""
+        return max(0, self.width - self.dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from models.mixture import Mixture
 from models.mlp import MLP
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops
-from models.rope import Rope
+from models.rope import Rope, head_order
 from models.share import Share
 from models.step import StepInputs
 
@@ -42,7 +42,8 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.head_dim = config.head_dim
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.head_order = config.head_dim, head_order(config.rope)
         self.eps = config.rms_eps
         self.ops, self.attention = ops, attention
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
@@ -66,8 +67,12 @@ class SelfAttention(nn.Module):
         """Its linears, and what of a checkpoint each of them joins."""
         return [(FUSED, self.qkv), (("o_proj",), self.output)]
 
-    def order(self, name: str) -> None:
-        """In which order the rows of a checkpoint's linear are held: in its own."""
+    def order(self, name: str) -> Tensor | None:
+        """In which order the rows of a checkpoint's linear, or norm, are held; None for its own."""
+        if self.head_order is None or name not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            return None
+        num_heads = {"q_proj": self.num_heads, "k_proj": self.num_kv_heads}.get(name, 1)
+        return torch.cat([head * self.head_dim + self.head_order for head in range(num_heads)])
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]; first writes the step's keys and values to the cache."""

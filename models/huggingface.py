@@ -6,7 +6,6 @@ cannot honour is refused by its key.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +35,7 @@ MOST = {
     "hidden_size": 2**24,
     "intermediate_size": 2**24,
     "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
     "kv_lora_rank": 2**14,
     "q_lora_rank": 2**24,
     "qk_nope_head_dim": 2**14,
@@ -70,8 +70,12 @@ def decoder_config(
     qk_norm: bool = False,
     mixture: MixtureConfig | None = None,
     latent: LatentConfig | None = None,
+    turned: float | None = None,
 ) -> DecoderConfig:
-    """The decoder of `hf`, a parsed config.json; the keywords are where families differ."""
+    """The decoder of `hf`, a parsed config.json; the keywords are where families differ.
+
+    `turned` is how much of a head is where the file does not say, in families that turn a part of it.
+    """
     if hf.get("hidden_act", "silu") != "silu":
         raise refused("hidden_act", hf["hidden_act"], "it must be silu")
     hidden_size = integer(hf, "hidden_size")
@@ -101,7 +105,7 @@ def decoder_config(
         head_dim=head_dim,
         intermediate_size=integer(hf, "intermediate_size"),
         rms_eps=number(hf, "rms_norm_eps", 1e-6),
-        rope=rope_config(hf, head_dim if latent is None else latent.rope_dim, max_positions),
+        rope=rope_config(hf, head_dim if latent is None else latent.rope_dim, max_positions, turned),
         windows=windows,
         tie_embeddings=boolean(hf, "tie_word_embeddings", False),
         attention_bias=attention_bias,
@@ -121,30 +125,9 @@ def decoder_config(
     return config
 
 
-def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
-    """Latent attention, as DeepSeek's files describe it."""
-    if boolean(hf, "attention_bias", False):
-        raise refused("attention_bias", True, "latent attention is supported without it")
-    if not boolean(hf, "rope_interleave", True):
-        raise refused("rope_interleave", False, "pairs must lie side by side: it must be true")
-    nope_dim, rope_dim = integer(hf, "qk_nope_head_dim"), integer(hf, "qk_rope_head_dim")
-    if rope_dim % 2:
-        raise refused("qk_rope_head_dim", rope_dim, "the rotary embedding turns pairs: it must be even")
-    rope = rope_config(hf, rope_dim, integer(hf, "max_position_embeddings"))
-    scale = (nope_dim + rope_dim) ** -0.5
-    if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
-        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
-    return LatentConfig(
-        query_rank=None if hf.get("q_lora_rank") is None else integer(hf, "q_lora_rank"),
-        rank=integer(hf, "kv_lora_rank"),
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        value_dim=integer(hf, "v_head_dim"),
-        scale=scale,
-    )
-
-
-def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
+def rope_config(
+    hf: Mapping[str, Any], head_dim: int, max_positions: int, turned: float | None = None
+) -> RopeConfig:
     """From `rope_scaling` beside `rope_theta`, or else from `rope_parameters`."""
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = hf.get(key) or {}
@@ -156,10 +139,7 @@ def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> Rop
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise refused(f"{key}.rope_type", kind, f"supported are {', '.join(ROPE_KINDS)}")
-    for place in (rope, hf):
-        if place.get("partial_rotary_factor") not in (None, 1, 1.0):
-            value = place["partial_rotary_factor"]
-            raise refused("partial_rotary_factor", value, "whole heads are turned: it must be 1")
+    dim = _turned_dim(hf, rope, head_dim, turned)
 
     original = max_positions
     if kind in ("llama3", "yarn"):
@@ -172,7 +152,7 @@ def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> Rop
         factor = number(rope, "factor")
     if factor < 1:
         raise refused(f"{key}.factor", factor, "it must be at least 1")
-    if kind == "dynamic" and head_dim <= 2:
+    if kind == "dynamic" and dim <= 2:
         raise refused("head_dim", head_dim, "dynamic rope needs more than 2")
     theta = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
     if theta <= 1:
@@ -185,7 +165,8 @@ def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> Rop
     return RopeConfig(
         kind=kind,
         theta=theta,
-        dim=head_dim,
+        dim=dim,
+        width=head_dim,
         factor=factor,
         original_max_positions=original,
         max_positions=max_positions,
@@ -198,6 +179,18 @@ def rope_config(hf: Mapping[str, Any], head_dim: int, max_positions: int) -> Rop
         mscale_all_dim=number(rope, "mscale_all_dim", 0.0) or None,
         truncate=boolean(rope, "truncate", True),
     )
+
+
+def _turned_dim(hf: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, turned: float | None) -> int:
+    """How many dimensions of a head are turned."""
+    place = rope if rope.get("partial_rotary_factor") is not None else hf
+    share = number(place, "partial_rotary_factor", turned or 1.0)
+    dim = int(head_dim * share)
+    if turned is None and share != 1:
+        raise refused("partial_rotary_factor", share, "whole heads are turned: it must be 1")
+    if not 0 < share <= 1 or dim < 2 or dim % 2:
+        raise refused("partial_rotary_factor", share, f"an even part of {head_dim} dimensions is turned")
+    return dim
 
 
 def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:
@@ -216,22 +209,6 @@ def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:
     if window is None and "sliding_attention" in types:
         raise refused("layer_types", types, "sliding layers need use_sliding_window: true and sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
-def experts(hf: Mapping[str, Any]) -> tuple[int, int]:
-    """How many experts a mixture has, and how many of them a token chooses.
-
-    Hub files of Qwen3 say num_experts, those of Mixtral and all that transformers 5 writes num_local_experts.
-    """
-    said = {key: hf[key] for key in ("num_experts", "num_local_experts") if hf.get(key) is not None}
-    if len(set(map(str, said.values()))) > 1:
-        other = shown(said["num_local_experts"])
-        raise refused("num_experts", said["num_experts"], f"num_local_experts says {other}: remove one")
-    num_experts = integer({"num_experts": next(iter(said.values()), None)}, "num_experts")
-    num_chosen = integer(hf, "num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
-    return num_experts, num_chosen
 
 
 def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:

@@ -22,7 +22,10 @@ class Rope:
 
     def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.device = config, torch.device(device)
-        self.frequencies, self.attention_factor = _frequencies(config)  # [D / 2], radians a position
+        frequencies, attention_factor = _frequencies(config)
+        fixed = (0, config.num_fixed // 2)  # pairs that are not turned
+        self.frequencies = F.pad(frequencies, fixed)  # [D / 2], radians a position
+        self.factors = F.pad(torch.full_like(frequencies, attention_factor), fixed, value=1.0)  # [D / 2]
         self._cos_sin: tuple[Tensor, Tensor] | None = None  # [positions, D]
         self._stretched: Tensor | None = None  # [lengths, D / 2], for "dynamic"
 
@@ -56,8 +59,9 @@ class Rope:
         angles = positions[:, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos(), angles.sin()
-        if self.attention_factor != 1:
-            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        if bool((self.factors != 1).any()):
+            factors = torch.cat((self.factors, self.factors))
+            cos, sin = cos * factors, sin * factors
         return cos.to(dtype), sin.to(dtype)
 
     def stretched(self, lens: Tensor) -> Tensor:
@@ -67,8 +71,18 @@ class Rope:
         growth = (factor * lens.clamp_min(original) / original) - (factor - 1)
         # In float32 the power is off by 3e-7, which becomes visible at positions of some hundreds
         base = self.config.theta * (growth.double() ** (dim / (dim - 2))).float()
-        stretched = 1.0 / base[:, None] ** _exponents(self.config)
+        stretched = F.pad(1.0 / base[:, None] ** _exponents(self.config), (0, self.config.num_fixed // 2))
         return torch.where((lens > original)[:, None], stretched, self.frequencies)
+
+
+def head_order(config: RopeConfig) -> Tensor | None:
+    """Where the dimensions of a head [D] lie in a checkpoint, so that pairs that are turned are halves apart,
+    and what is not turned lies behind the first and the second of them; None for as they are.
+    """
+    turned, fixed = torch.arange(config.dim), config.dim + torch.arange(config.num_fixed)
+    pairs = (turned[::2], turned[1::2]) if config.interleaved else turned.chunk(2)
+    order = torch.cat((pairs[0], fixed[: len(fixed) // 2], pairs[1], fixed[len(fixed) // 2 :]))
+    return None if torch.equal(order, torch.arange(len(order))) else order
 
 
 def _exponents(config: RopeConfig) -> Tensor:

@@ -203,6 +203,7 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
         whole[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
         for name, norm in attention.norms().items():
             whole[f"{prefix}self_attn.{name}.weight"] = norm
+            orders[f"{prefix}self_attn.{name}"] = attention.order(name)
         for names, linear in attention.joined():
             joined.append((f"{prefix}self_attn.", names, linear))
             orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in names}
@@ -225,7 +226,8 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
         places[EMBEDDING] = Place(decoder.embedding.data, embedding, share.slices(EMBEDDING, config))
     for name, tensor in whole.items():
         if tensor is not None:
-            places[name] = Place(tensor.data, tuple(tensor.shape), ())
+            order = orders.get(name.removesuffix(".weight"))
+            places[name] = Place(tensor.data, tuple(tensor.shape), (), order)
     for prefix, names, linear in joined:
         names = tuple(prefix + name for name in names)
         for kind, rooms in rooms_of(linear, [part[name] for name in names]):

@@ -216,7 +216,9 @@ def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_toke
 
 def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: int) -> int:
     """Bytes of the token ids and page tables of all slots, and of the tables of rotary embeddings."""
-    rope_bytes = sum(longest_tokens * 2 * each.rope.dim * each.dtype_bytes for each in configs)
+    rope_bytes = sum(
+        longest_tokens * 2 * max(each.rope.dim, each.rope.width) * each.dtype_bytes for each in configs
+    )
     return rope_bytes + recipe.scheduler.num_slots * 4 * (
         longest_tokens + -(-longest_tokens // recipe.cache.page_size)
     )

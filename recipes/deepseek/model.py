@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, integer, latent_config, number, refused
-from models.mixture_config import MixtureConfig
+from models.huggingface import boolean, decoder_config, integer, refused
+from models.huggingface_parts import grouped_experts, latent_config
 
 SHAPE = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 DEFAULTS = SHAPE | {"v_head_dim": 128, "moe_layer_freq": 1}
@@ -50,31 +50,9 @@ def v3(hf: Mapping[str, Any]) -> DecoderConfig:
     return _decoder({**V3, **hf}, "deepseek_v3", first_dense=3, num_shared=1, **more)
 
 
-def _decoder(
-    hf: Mapping[str, Any], family: str, *, first_dense: int, num_shared: int, **more: Any
-) -> DecoderConfig:
+def _decoder(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderConfig:
     if hf["moe_layer_freq"] != 1:
         raise refused("moe_layer_freq", hf["moe_layer_freq"], "it must be 1")
-    num_layers, size = integer(hf, "num_hidden_layers"), integer(hf, "moe_intermediate_size")
-    dense = integer(hf, "first_k_dense_replace", first_dense, least=0)
-    num_experts, num_groups = integer(hf, "n_routed_experts"), integer(hf, "n_group", 1)
-    num_chosen, num_chosen_groups = integer(hf, "num_experts_per_tok"), integer(hf, "topk_group", 1)
-    best = more.get("group_best", 1)
-    if num_experts % num_groups or num_experts // num_groups < best:
-        raise refused("n_group", num_groups, f"equal groups of {num_experts} experts, of {best} at least")
-    if not num_chosen_groups <= num_groups:
-        raise refused("topk_group", num_chosen_groups, f"there are {num_groups} groups")
-    if num_chosen > num_chosen_groups * (num_experts // num_groups):
-        raise refused("num_experts_per_tok", num_chosen, "the chosen groups have fewer experts")
-    mixture = MixtureConfig(
-        num_experts,
-        num_chosen,
-        inner_size=size,
-        layers=tuple(layer >= dense for layer in range(num_layers)),
-        num_groups=num_groups,
-        num_chosen_groups=num_chosen_groups,
-        scale=number(hf, "routed_scaling_factor", 1.0),
-        shared_size=size * integer(hf, "n_shared_experts", num_shared, least=0),
-        **{"normalizes": False} | more,
-    )
-    return decoder_config(hf, family, windows=(None,) * num_layers, mixture=mixture, latent=latent_config(hf))
+    windows = (None,) * integer(hf, "num_hidden_layers")
+    mixture, latent = grouped_experts(hf, **more), latent_config(hf)
+    return decoder_config(hf, family, windows=windows, mixture=mixture, latent=latent)

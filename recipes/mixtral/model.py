@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import DecoderConfig
-from models.huggingface import decoder_config, experts, integer
+from models.huggingface import decoder_config, integer
+from models.huggingface_parts import experts
 from models.mixture_config import MixtureConfig
 
 DEFAULTS = {

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, experts, integer
+from models.huggingface import boolean, decoder_config, integer
+from models.huggingface_parts import experts, sparse_layers
 from models.mixture_config import MixtureConfig
-from models.shown import shown
 
 DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -31,17 +31,12 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     if boolean(hf, "use_sliding_window", False) and hf.get("sliding_window", 4096) is not None:
         window = integer(hf, "sliding_window", 4096)
     num_experts, num_chosen = experts(hf)
-    step, dense = integer(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(each) is int for each in dense):
-        raise ValueError(
-            f"the model's configuration has mlp_only_layers: {shown(dense)}; it must be a list of layers"
-        )
     mixture = MixtureConfig(
         num_experts=num_experts,
         num_chosen=num_chosen,
         inner_size=integer(hf, "moe_intermediate_size"),
         normalizes=boolean(hf, "norm_topk_prob", False),
-        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        layers=sparse_layers(hf),
     )
     return decoder_config(
         hf,

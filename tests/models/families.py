@@ -207,6 +207,96 @@ VARIANTS = [
         shard_size="40KB",
     ),
     Variant(
+        "qwen2_moe",
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+        old=True,
+    ),
+    Variant(
+        "qwen2_moe_sparse",
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "decoder_sparse_step": 2,
+            "num_key_value_heads": 4,
+        },
+        _yarn(),
+        saved_as=torch.bfloat16,
+    ),
+    Variant(
+        "qwen2_moe_dense",
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 16,
+            "mlp_only_layers": [0, 2],
+            "tie_word_embeddings": True,
+        },
+        shard_size="60KB",
+    ),
+    Variant(
+        "glm4_moe",
+        "glm4_moe",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            "num_mtp_layers": 0,
+        },
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    Variant(
+        "glm4_moe_groups",
+        "glm4_moe",
+        {
+            "head_dim": 32,
+            "n_routed_experts": 12,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "num_key_value_heads": 1,
+            "num_mtp_layers": 0,
+        },
+        _yarn(partial_rotary_factor=0.25, attention_factor=1.3),
+        saved_as=torch.bfloat16,
+    ),
+    Variant(
+        "glm4_moe_whole",
+        "glm4_moe",
+        {
+            "head_dim": 24,
+            "use_qk_norm": True,
+            "tie_word_embeddings": True,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_mtp_layers": 0,
+        },
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        old=True,
+    ),
+    Variant(
         "deepseek_v2_lite",
         "deepseek_v2",
         LATENT
@@ -272,6 +362,8 @@ CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
 }
@@ -334,6 +426,8 @@ def _spell_old(path: Path) -> None:
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     config["torch_dtype"] = config.pop("dtype")

@@ -22,7 +22,7 @@ LLAMA = {
     "intermediate_size": 96,
 }
 UNKNOWN_TO_TRANSFORMERS = ("kimi_k2",)
-NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}  # what neither says
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 16}}  # what neither says
 DEEPSEEK = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3"}
 FAMILY_NAMES = ", ".join(FAMILIES)

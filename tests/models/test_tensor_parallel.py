@@ -38,6 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral_window": {"sliding_window": 7, "intermediate_size": 48},
     "deepseek_v2": {"vocab_size": 509, "q_lora_rank": None},
     "deepseek_v3": {},
+    "qwen2_moe": {"num_key_value_heads": 1},
+    "glm4_moe": {},
 }
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL = "llama_biased"

@@ -35,6 +35,7 @@ from tests.mutation.head_faults import HEAD_FAULTS, HEAD_TESTS_OF
 from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
 from tests.mutation.in_flight_faults import FLIGHT_FAULTS
 from tests.mutation.int8_faults import INT8_FAULTS, INT8_TESTS_OF
+from tests.mutation.latent_faults import LATENT_FAULTS, LATENT_TESTS_OF
 from tests.mutation.mixture_faults import MIXTURE_FAULTS, MIXTURE_TESTS_OF
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
 from tests.mutation.paging_faults import PAGING_FAULTS
@@ -71,6 +72,7 @@ FAULTS = (
     *RANK_FAULTS,
     *TENSOR_FAULTS,
     *MIXTURE_FAULTS,
+    *LATENT_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -136,6 +138,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **RANK_TESTS_OF,
     **TENSOR_TESTS_OF,
     **MIXTURE_TESTS_OF,
+    **LATENT_TESTS_OF,
 }
 
 

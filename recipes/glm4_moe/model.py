@@ -1,0 +1,41 @@
+"""Which decoder does a GLM-4.5 or GLM-4.6 checkpoint describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import DecoderConfig
+from models.huggingface import boolean, decoder_config, integer
+from models.huggingface_parts import grouped_experts
+
+DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. Half of each head is turned, and experts are chosen as DeepSeek-V3's."""
+    hf = {**DEFAULTS, **hf}
+    return decoder_config(
+        hf,
+        "glm4_moe",
+        windows=(None,) * integer(hf, "num_hidden_layers"),
+        attention_bias=boolean(hf, "attention_bias", False),
+        qk_norm=boolean(hf, "use_qk_norm", False),
+        mixture=grouped_experts(
+            hf,
+            first_dense=1,
+            num_shared=1,
+            scores="sigmoid",
+            group_best=2,
+            is_corrected=True,
+            normalizes=boolean(hf, "norm_topk_prob", True),
+        ),
+        turned=0.5,
+    )

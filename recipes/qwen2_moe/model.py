@@ -1,0 +1,43 @@
+"""Which decoder does a Qwen2-MoE checkpoint describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import DecoderConfig
+from models.huggingface import boolean, decoder_config, integer, refused
+from models.huggingface_parts import sparse_layers
+from models.mixture_config import MixtureConfig
+
+DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. As Qwen2, with experts, and one that computes every token by its gate."""
+    hf = {**DEFAULTS, **hf}
+    if boolean(hf, "use_sliding_window", False):
+        raise refused("use_sliding_window", True, "no published checkpoint has it: it must be false")
+    num_experts, num_chosen = integer(hf, "num_experts"), integer(hf, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
+    mixture = MixtureConfig(
+        num_experts,
+        num_chosen,
+        inner_size=integer(hf, "moe_intermediate_size"),
+        normalizes=boolean(hf, "norm_topk_prob", False),
+        layers=sparse_layers(hf),
+        shared_size=integer(hf, "shared_expert_intermediate_size"),
+        shared_block="shared_expert",
+        has_shared_gate=True,
+    )
+    windows = (None,) * integer(hf, "num_hidden_layers")
+    bias = boolean(hf, "qkv_bias", True)
+    return decoder_config(hf, "qwen2_moe", windows=windows, attention_bias=bias, mixture=mixture)
