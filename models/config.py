@@ -18,7 +18,7 @@ SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has, and
 
 ROUTER_BYTES = 4  # of one weight of a router, which is kept in float32
 FUSED = ("q_proj", "k_proj", "v_proj")
-UP = ".kv_b_proj"  # of latent attention, from latents to keys and values
+UP = ".kv_b_proj"  # of latent attention, which is held in the model's type however it is stored
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -93,8 +93,6 @@ class DecoderConfig:
         is_tied = name == "lm_head" and self.tie_embeddings
         if quantization is None or is_tied or not quantization.covers(name):
             return "plain"
-        if name.endswith(UP) and not quantization.is_stored:
-            return "plain"  # latent attention multiplies with it in the model's type
         return "int8" if quantization.is_stored else "quantize"
 
     def linears(self) -> Iterator[tuple[str, int, int]]:

@@ -78,27 +78,12 @@ def decoder_config(
     """
     if hf.get("hidden_act", "silu") != "silu":
         raise refused("hidden_act", hf["hidden_act"], "it must be silu")
-    hidden_size = integer(hf, "hidden_size")
-    num_heads = integer(hf, "num_attention_heads")
-    if latent is not None:  # keys that other families have mean nothing here
-        hf = {**hf, "num_key_value_heads": 1, "head_dim": latent.rank}
-    num_kv_heads = integer(hf, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise refused(
-            "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})"
-        )
-    if hf.get("head_dim") is None and hidden_size % num_heads:
-        raise refused(
-            "hidden_size", hidden_size, f"give head_dim, or a multiple of num_attention_heads ({num_heads})"
-        )
-    head_dim = integer(hf, "head_dim", hidden_size // num_heads)
-    if head_dim % 2:
-        raise refused("head_dim", head_dim, "the rotary embedding turns pairs: it must be even")
+    num_heads, num_kv_heads, head_dim = _heads(hf, latent)
     max_positions = integer(hf, "max_position_embeddings")
     config = DecoderConfig(
         family=family,
         vocab_size=integer(hf, "vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=integer(hf, "hidden_size"),
         num_layers=integer(hf, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -123,6 +108,27 @@ def decoder_config(
     )
     check_fused(config)
     return config
+
+
+def _heads(hf: Mapping[str, Any], latent: LatentConfig | None) -> tuple[int, int, int]:
+    """Query heads, key-value heads and the dimensions of each, as the cache has them."""
+    hidden_size = integer(hf, "hidden_size")
+    num_heads = integer(hf, "num_attention_heads")
+    if latent is not None:
+        return num_heads, 1, latent.rank
+    num_kv_heads = integer(hf, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise refused(
+            "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})"
+        )
+    if hf.get("head_dim") is None and hidden_size % num_heads:
+        raise refused(
+            "hidden_size", hidden_size, f"give head_dim, or a multiple of num_attention_heads ({num_heads})"
+        )
+    head_dim = integer(hf, "head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise refused("head_dim", head_dim, "the rotary embedding turns pairs: it must be even")
+    return num_heads, num_kv_heads, head_dim
 
 
 def rope_config(

@@ -256,7 +256,7 @@ def group(**changes: Any) -> dict[str, Any]:
     ("changes", "words"),
     [
         ({"quant_method": "gptq"}, "quantization_config.quant_method: 'gptq'"),
-        ({"quant_method": "fp8"}, "quantization_config.quant_method: 'fp8'"),
+        ({"quant_method": "awq"}, "quantization_config.quant_method: 'awq'"),
         ({"format": "pack-quantized"}, "quantization_config.format: 'pack-quantized'"),
         ({"format": "float-quantized"}, "quantization_config.format: 'float-quantized'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: {'num_bits': 8}"),

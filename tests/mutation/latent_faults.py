@@ -19,11 +19,11 @@ FILE, INT8_FILE = "models/huggingface_parts.py", "recipes/build/int8_checkpoint.
 TESTS = ("tests/models/test_deepseek.py", "tests/attention/test_latent.py")
 SCALED = ("tests/models/test_block_scales.py",)
 LATENT_TESTS_OF = {
-    **dict.fromkeys((ATTENTION, MODEL, CONFIG, ON_NPU, OPERATORS, GATING, DEEPSEEK, FILE), TESTS),
+    **dict.fromkeys((ATTENTION, MODEL, CONFIG, ON_NPU, OPERATORS, GATING, DEEPSEEK), TESTS),
     **dict.fromkeys((SCALES, INT8_FILE), SCALED),
     WEIGHTS: (*SCALED, *TESTS, *TENSOR_TESTS),
     SHARE: (*TESTS, *TENSOR_TESTS),
-    **{each: (*MIXTURE_TESTS_OF[each], *TESTS) for each in (OPS, NPU_OPS, MIXTURE, WHOLE)},
+    **{each: (*MIXTURE_TESTS_OF[each], *TESTS) for each in (OPS, NPU_OPS, MIXTURE, WHOLE, FILE)},
 }
 
 LATENT_FAULTS = (
@@ -103,13 +103,6 @@ LATENT_FAULTS = (
         "else self.latent.token_width",
         "else 2 * self.latent.rank",
         "a third of the cache stays unused",
-    ),
-    Fault(
-        "up_projection_in_int8",
-        WHOLE,
-        "if name.endswith(UP) and not quantization.is_stored:",
-        "if False:",
-        "the up-projection is quantised, and multiplied as if it were not",
     ),
     Fault(
         "heads_of_queries_cut_by_latents",

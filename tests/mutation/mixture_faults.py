@@ -6,16 +6,18 @@ from tests.mutation.fault import Fault
 from tests.mutation.int8_faults import INT8_TESTS_OF
 from tests.mutation.npu_faults import NPU_TESTS_OF
 
-MIXTURE, CONFIG, QWEN = "models/mixture.py", "models/config.py", "recipes/qwen3_moe/model.py"
+MIXTURE, CONFIG = "models/mixture.py", "models/config.py"
 REFERENCE, CPU, MIXTRAL = "models/ops/reference.py", "models/ops/cpu.py", "recipes/mixtral/model.py"
+EXPERTS_FILE = "models/huggingface_parts.py"
 FUSED, GROUPED = "models/ops/npu.py", "virtual_npu/operators/grouped_matmul.py"
 SWIGLU = "virtual_npu/operators/int8_fusions.py"
 MIXTURE_TESTS = ("tests/models/test_mixture.py", "tests/models/test_share.py")
 MIXTURE_TESTS_OF = {
-    **dict.fromkeys((MIXTURE, REFERENCE, CPU, QWEN, MIXTRAL), MIXTURE_TESTS),
+    **dict.fromkeys((MIXTURE, REFERENCE, CPU, MIXTRAL), MIXTURE_TESTS),
     FUSED: (*NPU_TESTS_OF[FUSED], *MIXTURE_TESTS),
     GROUPED: ("tests/virtual_npu/test_wrong_calls.py",),
     SWIGLU: ("tests/models/test_mixture.py",),
+    EXPERTS_FILE: ("tests/models/test_huggingface.py", *MIXTURE_TESTS),
     CONFIG: (*INT8_TESTS_OF[CONFIG], *MIXTURE_TESTS),
 }
 
@@ -113,14 +115,14 @@ MIXTURE_FAULTS = (
     ),
     Fault(
         "sparse_step_from_zero",
-        QWEN,
+        EXPERTS_FILE,
         "(layer + 1) % step == 0",
         "layer % step == 0",
         "the experts are looked for in the dense layers",
     ),
     Fault(
         "dense_layers_forgotten",
-        QWEN,
+        EXPERTS_FILE,
         "layer not in dense and ",
         "",
         "a checkpoint with dense layers cannot be loaded",

@@ -100,6 +100,17 @@ DEEPSEEK_V3 = {
     "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
     "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "eos_token_id": [151329, 151336, 151338],
+    "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 10944, "max_position_embeddings": 131072, "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_qk_norm": False,
+    "vocab_size": 151552,
+}  # fmt: skip
 IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # by python -m scripts.quantize
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
 MODELS: dict[str, dict[str, Any]] = {
@@ -112,6 +123,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen3-235B-A22B": QWEN3_235B_A22B,
     "Mixtral-8x7B-Instruct-v0.1": MIXTRAL_8X7B,
+    "GLM-4.5-Air": GLM_4_5_AIR,
     "DeepSeek-V2-Lite-Chat": DEEPSEEK_V2_LITE,
     "DeepSeek-V3-W8A8": DEEPSEEK_W8A8,
     "DeepSeek-R1-W8A8": DEEPSEEK_W8A8,
