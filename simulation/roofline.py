@@ -9,17 +9,30 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
-from models.config import DecoderConfig
+from models.config import ROUTER_BYTES, UP, DecoderConfig
 from simulation.device import SimulatedDevice
 
 OPERATORS = 10  # of a layer: norms, products, rotary, write, attention, gate, residuals, where they are fused
+MIXTURE_OPERATORS = 10  # more of a layer with experts: the router, its choice, and their shared one
 MOST_SIZES = 2**16  # of steps whose times are kept
 ACTIVATIONS = 12  # times a layer's hidden states are read or written between its products
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product of a layer. Devices that share the layer cut its outputs, or its inputs, after which a
+    sum over them follows; or each computes it whole.
+    """
+
+    inputs: int
+    outputs: int
+    cut: Literal["inputs", "outputs"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +131,13 @@ class Roofline:
     def _size(self, num_tokens: int, captured: int, num_sampled: int) -> _Size:
         config, device = self.config, self.device
         stage = self.stage or ModelPart(config.num_layers, has_head=True)
+        share = stage.num_layers / config.num_layers
         operators = stage.num_layers * (OPERATORS + (2 if self.tensor > 1 else 0)) + 4
+        operators += round(share * config.num_mixtures) * MIXTURE_OPERATORS
         hidden_bytes = num_tokens * config.hidden_size * config.dtype_bytes
         is_graph = num_tokens == captured <= self.graphs
         return _Size(
-            share=stage.num_layers / config.num_layers,
+            share=share,
             products_s=self._products_s(num_tokens, num_sampled if stage.has_head else 0, stage.num_layers),
             activations_s=stage.num_layers * ACTIVATIONS * hidden_bytes / device.bytes_per_s,
             all_reduce_s=2 * stage.num_layers * device.all_reduce_s(hidden_bytes, self.tensor),
@@ -132,26 +147,48 @@ class Roofline:
         )
 
     def _products_s(self, num_tokens: int, num_sampled: int, num_layers: int) -> float:
-        config = self.config
+        config, whole = self.config, self.config.num_layers
         own = config.dtype, config.dtype_bytes
-        dtype, weight_bytes = own if config.quantization is None else ("int8", 1)
-        layers_s = num_layers * sum(
-            self._product_s(
-                num_tokens,
-                inputs if splits else inputs / self.tensor,
-                outputs / self.tensor if splits else outputs,
-                dtype,
-                weight_bytes,
-            )
-            for inputs, outputs, splits in layer_products(config)
+        stored = own if config.quantization is None else ("int8", 1)
+        each_s = sum(self._cut_product_s(num_tokens, each, *stored) for each in attention_products(config))
+        num_mixtures = config.num_mixtures
+        sum_s = whole * each_s + (whole - num_mixtures) * sum(
+            self._cut_product_s(num_tokens, each, *stored)
+            for each in mlp_products(config.hidden_size, config.intermediate_size)
         )
+        if num_mixtures:
+            sum_s += num_mixtures * self._mixture_s(num_tokens, *stored)
+        layers_s = num_layers / whole * sum_s
         if not num_sampled:
             return layers_s
         return layers_s + self._product_s(
             num_sampled, config.hidden_size, config.vocab_size / self.tensor, *own
         )
 
-    def _product_s(self, rows: int, inputs: float, outputs: float, dtype: str, weight_bytes: int) -> float:
+    def _mixture_s(self, num_tokens: int, dtype: str, weight_bytes: int) -> float:
+        """Of one layer: the router, those experts that some token chooses, where all are chosen alike, and
+        the shared one.
+        """
+        mixture, hidden = self.config.mixture, self.config.hidden_size
+        assert mixture is not None, "the model has experts"
+        chosen, count = mixture.num_chosen, mixture.num_experts
+        num_used = count * (1 - (1 - chosen / count) ** num_tokens)
+        rows = num_tokens * chosen / num_used
+        one_s = sum(
+            self._cut_product_s(rows, each, dtype, weight_bytes)
+            for each in mlp_products(hidden, mixture.inner_size)
+        )
+        router_s = self._product_s(num_tokens, hidden, count, self.config.dtype, ROUTER_BYTES)
+        shared = mlp_products(hidden, mixture.shared_size) if mixture.shared_size else ()
+        shared_s = sum(self._cut_product_s(num_tokens, each, dtype, weight_bytes) for each in shared)
+        return router_s + num_used * one_s + shared_s
+
+    def _cut_product_s(self, rows: float, product: Product, dtype: str, weight_bytes: int) -> float:
+        inputs = product.inputs / (self.tensor if product.cut == "inputs" else 1)
+        outputs = product.outputs / (self.tensor if product.cut == "outputs" else 1)
+        return self._product_s(rows, inputs, outputs, dtype, weight_bytes)
+
+    def _product_s(self, rows: float, inputs: float, outputs: float, dtype: str, weight_bytes: int) -> float:
         height, width = self.device.tile
         operations = 2 * (-(-rows // height) * height) * inputs * (-(-outputs // width) * width)
         read = inputs * outputs * weight_bytes + rows * (inputs + outputs) * self.config.dtype_bytes
@@ -162,19 +199,39 @@ class Roofline:
         heads = -(-config.num_heads // self.tensor)
         kv_heads = -(-config.num_kv_heads // self.tensor)
         moved = kv_heads * config.kv_layer_bytes * (context + config.num_layers * num_tokens)
-        operations = 4 * heads * config.head_dim * pairs
+        operations = heads * attention_operations(config, context, pairs)
         return max(operations / device.flop_per_s(config.dtype), moved / device.bytes_per_s)
 
 
-def layer_products(config: DecoderConfig) -> tuple[tuple[int, int, bool], ...]:
-    """Inputs and outputs of a layer's matrix products, and whether tensor parallelism splits the outputs.
-
-    Otherwise it splits the inputs, and a sum over the devices follows.
+def attention_products(config: DecoderConfig) -> tuple[Product, ...]:
+    """Of a layer's attention. Those that read the hidden state are one, but for what every device computes
+    whole.
     """
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return (
-        (config.hidden_size, heads + 2 * kv_heads, True),
-        (heads, config.hidden_size, False),
-        (config.hidden_size, 2 * config.intermediate_size, True),
-        (config.intermediate_size, config.hidden_size, False),
+    if config.latent is None:
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return (
+            Product(config.hidden_size, heads + 2 * kv_heads, "outputs"),
+            Product(heads, config.hidden_size, "inputs"),
+        )
+    whole = ("q_a_proj", "kv_a_proj_with_mqa")
+    return tuple(
+        Product(inputs, outputs, None if name in whole else "inputs" if name == "o_proj" else "outputs")
+        for name, inputs, outputs in config.attention_linears()
+        if f".{name}" != UP  # part of attention itself
     )
+
+
+def mlp_products(hidden: int, inner: int) -> tuple[Product, ...]:
+    """Of a SwiGLU so wide."""
+    return Product(hidden, 2 * inner, "outputs"), Product(inner, hidden, "inputs")
+
+
+def attention_operations(config: DecoderConfig, context: float, pairs: float) -> float:
+    """What one head multiplies and adds; of latents the less of both ways."""
+    latent = config.latent
+    if latent is None:
+        return 4 * config.head_dim * pairs
+    up = latent.rank * (latent.nope_dim + latent.value_dim)
+    absorbed = 2 * (2 * latent.rank + latent.rope_dim) * pairs
+    expanded = 2 * (latent.query_dim + latent.value_dim) * pairs + 2 * up * context
+    return min(absorbed, expanded)

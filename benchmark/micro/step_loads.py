@@ -10,6 +10,7 @@ import numpy as np
 
 from models.config import DecoderConfig
 from recipes.schema.numbers import MOST_TOKENS, whole
+from simulation.roofline import attention_operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +72,6 @@ def operations(config: DecoderConfig, load: StepLoad) -> int:
             positions = np.arange(stop - length + 1, stop + 1)
             pairs += int(positions.sum() if window is None else np.minimum(positions, window).sum())
     spans = len(load.stops)
-    return 2 * (linears * sum(load.lens) + table * spans) + 4 * config.num_heads * config.head_dim * pairs
+    context = sum(load.stops) * len(config.windows)
+    scores = config.num_heads * attention_operations(config, context, pairs)
+    return 2 * (linears * sum(load.lens) + table * spans) + int(scores)

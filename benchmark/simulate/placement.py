@@ -108,11 +108,6 @@ def place(
 ) -> Placement:
     """The recipe on a profile's device, or on its own; raises ValueError if it cannot run there."""
     config = model_config(recipe)
-    if config.mixture is not None and fitted is None:
-        raise ValueError(
-            f"the model is a {config.family}; the roofline knows no mixtures of experts yet: name a dense"
-            " model, or fit step times to a recorded run"
-        )
     name = device_name(recipe, device)
     try:
         check_ranks(config, tensor)

@@ -1,0 +1,64 @@
+"""Does a simulated step of experts and latents take what it must read and multiply, and little more?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from models.config import DecoderConfig
+from recipes.build.families import decoder_config
+from simulation.device import SimulatedDevice
+from simulation.roofline import Roofline, attention_operations, attention_products
+from tests.recipes import published
+
+BARE = replace(SimulatedDevice.load("ascend910b"), host_us=0, graph_us=0, kernel_us=0, launch_us=0)
+MODELS = {name: getattr(published, name) for name in ("MIXTRAL_8X7B", "QWEN3_30B_A3B", "DEEPSEEK_V2_LITE")}
+
+
+def config_of(name: str) -> DecoderConfig:
+    return decoder_config(MODELS[name])
+
+
+def step_s(config: DecoderConfig, num_tokens: int, tensor: int = 1) -> float:
+    return Roofline(config, BARE, tensor, graphs=4096).time_s(num_tokens, num_tokens, num_tokens, 0, 0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_token_reads_its_own_experts(name: str) -> None:
+    config = config_of(name)
+    reads_s = config.step_weight_bytes / BARE.bytes_per_s
+    assert reads_s < step_s(config, 1) < 1.25 * reads_s
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_many_tokens_read_all_experts(name: str) -> None:
+    config = config_of(name)
+    assert step_s(config, 512) > 0.95 * config.weight_bytes / BARE.bytes_per_s
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_devices_that_share_experts_each_read_a_part(name: str) -> None:
+    config = config_of(name)
+    alone_s, shared_s = step_s(config, 1), step_s(config, 1, tensor=2)
+    assert alone_s / 2 < shared_s < alone_s
+
+
+def test_every_linear_of_attention_counts_once() -> None:
+    for hf in (published.QWEN3_8B, published.DEEPSEEK_V2_LITE, published.DEEPSEEK_V3):
+        config = decoder_config(hf)
+        counted = sum(each.inputs * each.outputs for each in attention_products(config))
+        whole = sum(
+            inputs * outputs for name, inputs, outputs in config.attention_linears() if name != "kv_b_proj"
+        )
+        assert counted == whole
+
+
+def test_latents_are_absorbed_by_decodes_and_expanded_by_prompts() -> None:
+    config = config_of("DEEPSEEK_V2_LITE")
+    assert attention_operations(config, 4000, 4000) == 2 * (2 * 512 + 64) * 4000
+    pairs = 4000 * 4001 / 2
+    assert attention_operations(config, 4000, pairs) == 2 * (192 + 128) * pairs + 2 * 512 * 256 * 4000
+    dense: Any = decoder_config(published.QWEN3_8B)
+    assert attention_operations(dense, 10, 10) == 4 * 128 * 10
