@@ -29,7 +29,7 @@ def step_s(config: DecoderConfig, num_tokens: int, tensor: int = 1) -> float:
 def test_one_token_reads_its_own_experts(name: str) -> None:
     config = config_of(name)
     reads_s = config.step_weight_bytes / BARE.bytes_per_s
-    assert reads_s < step_s(config, 1) < 1.3 * reads_s
+    assert reads_s < step_s(config, 1) < 1.35 * reads_s
 
 
 @pytest.mark.parametrize("name", MODELS)
