@@ -15,7 +15,7 @@ import numpy as np
 
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
-from models.config import ROUTER_BYTES, UP, DecoderConfig
+from models.config import ROUTER_BYTES, DecoderConfig
 from simulation.device import SimulatedDevice
 
 OPERATORS = 10  # of a layer: norms, products, rotary, write, attention, gate, residuals, where they are fused
@@ -217,7 +217,6 @@ def attention_products(config: DecoderConfig) -> tuple[Product, ...]:
     return tuple(
         Product(inputs, outputs, None if name in whole else "inputs" if name == "o_proj" else "outputs")
         for name, inputs, outputs in config.attention_linears()
-        if f".{name}" != UP  # part of attention itself
     )
 
 
@@ -227,7 +226,9 @@ def mlp_products(hidden: int, inner: int) -> tuple[Product, ...]:
 
 
 def attention_operations(config: DecoderConfig, context: float, pairs: float) -> float:
-    """What one head multiplies and adds; of latents the less of both ways."""
+    """What one head multiplies and adds; of latents the less of both ways, without bringing the step's own
+    tokens into their space or out of it.
+    """
     latent = config.latent
     if latent is None:
         return 4 * config.head_dim * pairs

@@ -29,7 +29,7 @@ def step_s(config: DecoderConfig, num_tokens: int, tensor: int = 1) -> float:
 def test_one_token_reads_its_own_experts(name: str) -> None:
     config = config_of(name)
     reads_s = config.step_weight_bytes / BARE.bytes_per_s
-    assert reads_s < step_s(config, 1) < 1.35 * reads_s
+    assert reads_s < step_s(config, 1) < 1.25 * reads_s
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,9 +49,7 @@ def test_every_linear_of_attention_counts_once() -> None:
     for hf in (published.QWEN3_8B, published.DEEPSEEK_V2_LITE, published.DEEPSEEK_V3):
         config = decoder_config(hf)
         counted = sum(each.inputs * each.outputs for each in attention_products(config))
-        whole = sum(
-            inputs * outputs for name, inputs, outputs in config.attention_linears() if name != "kv_b_proj"
-        )
+        whole = sum(inputs * outputs for _, inputs, outputs in config.attention_linears())
         assert counted == whole
 
 
