@@ -181,9 +181,9 @@ class Attention:
             rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
             output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
 
-    def graph_sizes(self, sizes: list[int], beside: int = 0) -> list[int]:
+    def graph_sizes(self, sizes: list[int], beside: int = 0, most_layers: int = 0) -> list[int]:
         """Which of these numbers of decodes are captured as graphs, the largest always among them, where so
-        many more graphs are held beside them.
+        many more graphs are held beside them, and another stage may have as many as `most_layers`.
 
         Raises ValueError where none can be.
         """

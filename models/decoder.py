@@ -228,7 +228,9 @@ class Decoder(nn.Module):
         return x[:num_tokens]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> logits [R, V], in the model's dtype."""
+        """Hidden states [R, hidden] -> logits [R, V], in the model's dtype; [R, 0] but in the last stage."""
+        if not self.share.is_last:
+            return hidden[:, :0]
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))
         logits = self.head(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps))[:num_rows]

@@ -119,7 +119,7 @@ class Drafter:
         if self.graphs is not None and int((piece.stops - piece.starts).max()) <= self._most_lag:
             short = replace(piece, num_drafts=piece.num_tokens - piece.num_spans)  # a row for each token
             if self.graphs.takes(short):
-                best = self.graphs.run(short, self._last).best
+                best = self.graphs.run(self.graphs.filled(short), self._last).best
                 return best.tokens[to_device(piece.yielding, self._device)]
         hidden = self.decoder(step_inputs(piece, self._slots, self.decoder, self.cache))
         if not len(piece.sampled):
@@ -135,7 +135,7 @@ class Drafter:
         each = np.arange(len(rows))
         step = Batch(rows, positions, positions + 1, each, rows, positions + 1, unknown=each)
         if self.graphs is not None and self.graphs.takes(step):
-            best = self.graphs.run(step, self._last).best
+            best = self.graphs.run(self.graphs.filled(step), self._last).best
             self._last.keep(best.chosen, rows)
             return best.tokens.clone()  # the next replay writes to the same place
         tokens, places = self._last.tokens, self._last.places(step)

@@ -78,13 +78,17 @@ def doubling(most: int) -> list[int]:
     return [*sizes, most] if sizes[-1:] != [most] and most else sizes
 
 
-def captured_sizes(attention: Attention, most: int, width: int) -> tuple[list[int], list[int]]:
-    """Numbers of rows to capture for steps of up to `most` tokens: of one token each, and of `width`.
+def captured_sizes(
+    attention: Attention, most: int, width: int, most_layers: int = 0
+) -> tuple[list[int], list[int]]:
+    """Numbers of rows to capture for steps of up to `most` tokens: of one token each, and of `width`. They
+    are the same in all stages, of which none has more than `most_layers`.
 
     Raises ValueError where the device holds too few graphs.
     """
     spans = doubling(most // width) if width > 1 and attention.captures_spans else []
-    return attention.graph_sizes(ladder(most, attention.shape.page_size), len(spans)), spans
+    wanted = ladder(most, attention.shape.page_size)
+    return attention.graph_sizes(wanted, len(spans), most_layers), spans
 
 
 def smallest(batch: Batch, sizes: list[int], span_rows: list[int], width: int) -> tuple[int, int]:
@@ -105,13 +109,23 @@ class CapturedStep:
     """One captured step."""
 
     graph: Any
-    inputs: list[GraphInputs]  # two, in pinned memory, which the host fills by turns
+    inputs: list[GraphInputs]  # in pinned memory, which the host fills by turns
     sent: Tensor  # the same on the device
     metadata: AttentionMetadata
     logits: Tensor  # [R * W, V], the tokens of the batch first
     best: Best
     draw: Any  # the graph that draws tokens; None where the device does not capture that
     drawn: Tensor | None  # int64 [R * W]
+
+
+@dataclass(frozen=True, slots=True)
+class FilledStep:
+    """A captured step with the inputs of a batch, which no device has read yet."""
+
+    batch: Batch
+    step: CapturedStep
+    inputs: GraphInputs
+    is_drawn: bool  # by the step itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +138,10 @@ class StepOutputs:
 
 
 class DecodeGraphs:
-    """Captured steps of decodes only, of up to `most` tokens; of spans, of up to `width` tokens each."""
+    """Captured steps of decodes only, of up to `most` tokens; of spans, of up to `width` tokens each.
+
+    Of `stages` of layers, none has more than `most_layers`; as many batches are in flight.
+    """
 
     def __init__(
         self,
@@ -135,10 +152,12 @@ class DecodeGraphs:
         slots: SlotPool,
         most: int,
         width: int,
+        stages: int = 1,
+        most_layers: int = 0,
     ) -> None:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
         self.sampler, self.width = sampler, width
-        self.sizes, self.span_rows = captured_sizes(attention, most, width)
+        self.sizes, self.span_rows = captured_sizes(attention, most, width, most_layers)
         wanted = ladder(most, slots.page_size)
         if self.sizes != wanted:
             log.warning(
@@ -148,7 +167,9 @@ class DecodeGraphs:
             )
         self.device = torch.get_device_module(attention.device)
         self.steps: dict[tuple[int, int], CapturedStep] = {}  # by rows, and tokens of each
-        self._turn = 0  # a step's inputs may be written while those of the step before are still being copied
+        # A step's inputs may be written while those of the step before are still being copied, and while
+        # those of all batches in flight wait for their stage
+        self._num_inputs, self._turn = max(2, stages), 0
         # The tokens that the step before chose [N], then what this step is sent: one gather reads either
         self._first_sent = -(-max(slots.num_slots, self.sizes[-1]) // ALIGNED) * ALIGNED
         sent = max(num_values(*step, slots.max_pages) for step in self._all())
@@ -193,21 +214,26 @@ class DecodeGraphs:
         self.steps.clear()
         self._held = None
 
-    def run(self, batch: Batch, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
-        """What comes of a batch that `takes` allows, where `last` has the tokens of the step before.
-
-        `drafts` [D] are those of the batch, where the device made them.
-        """
-        count = batch.num_tokens
+    def filled(self, batch: Batch) -> FilledStep:
+        """The step of a batch that `takes` allows, with its inputs as the slots are now."""
         step = self.steps[smallest(batch, self.sizes, self.span_rows, self.width)]
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % self._num_inputs
         inputs = step.inputs[self._turn]
         inputs.fill(batch)
         columns = None
         if batch.yields_all:
             columns = self.sampler.draw_columns(batch.owners, batch.targets, self.slots)
         if columns is not None:
-            inputs.columns[DRAW, :count] = columns
+            inputs.columns[DRAW, : batch.num_tokens] = columns
+        return FilledStep(batch, step, inputs, columns is not None)
+
+    def run(self, filled: FilledStep, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
+        """What comes of a step, where `last` has the tokens of the step before.
+
+        `drafts` [D] are those of the batch, where the device made them.
+        """
+        batch, step, inputs = filled.batch, filled.step, filled.inputs
+        count = batch.num_tokens
         if len(batch.unknown):
             inputs.read_from(batch, last.places(batch))
             if last.tokens is not self._held:  # they were chosen outside of a captured step
@@ -219,7 +245,7 @@ class DecodeGraphs:
         self.attention.replay(step.graph, step.metadata, inputs.kv_lens())
         best = Best(step.best.tokens[:count], step.best.chosen[:count])
         drawn = None
-        if columns is not None:
+        if filled.is_drawn:
             assert step.drawn is not None, "draws are captured for every size or none"
             step.draw.replay()
             drawn = step.drawn[:count]
@@ -228,7 +254,7 @@ class DecodeGraphs:
 
     def _captured(self, rows: int, width: int, pool: Any, scratch: KVCache) -> CapturedStep:
         size = num_values(rows, width, self.slots.max_pages)
-        pinned = torch.zeros(2, size, dtype=torch.int32, pin_memory=True)
+        pinned = torch.zeros(self._num_inputs, size, dtype=torch.int32, pin_memory=True)
         inputs = [GraphInputs(each, rows, width, self.slots, self._first_sent) for each in pinned]
         sent = self._table[self._first_sent :][:size]
         sent.copy_(pinned[0])

@@ -116,6 +116,9 @@ class StageLinks:
 
     def send(self, x: Tensor) -> None:
         """Begin to send `x` to the stage after, and do not wait for it; what was sent before has arrived."""
+        if x.device.type != "cpu":  # its stream waits, not the host, and a captured step has no other way
+            dist.send(x, self._after)
+            return
         for work, _ in self._sending:
             work.wait()
         work = dist.isend(x, self._after)

@@ -22,7 +22,7 @@ from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device, to_host
 from models.decoder import Decoder
 from models.drafter import Drafter
-from models.graphs import CapturedSampler, DecodeGraphs
+from models.graphs import CapturedSampler, DecodeGraphs, FilledStep
 from models.inputs import step_inputs
 from models.last_tokens import LastTokens
 from models.sampling import prompt_logprobs
@@ -70,7 +70,8 @@ class ModelRunner:
         `width` a row.
         """
         parts = self.decoder, self.cache, self.attention, self.sampler, self.slots
-        self.graphs = DecodeGraphs(*parts, most, width)
+        share = self.decoder.share
+        self.graphs = DecodeGraphs(*parts, most, width, share.stages, share.most_layers(self.config))
         self.graphs.capture()
         if self.drafter is not None:
             self.drafter.capture(self.graphs)
@@ -104,7 +105,7 @@ class ModelRunner:
         if self.slots.scoring[batch.slots].any():
             wanted = prompt_logprobs.wanted_of(batch, self.slots)
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
-            return self._replayed(batch, self.graphs, drafts)
+            return self._replayed(self.graphs, self.graphs.filled(batch), drafts)
         hidden = self.decoder(self._inputs(batch, drafts))
         if self.drafter is not None:
             self.drafter.finish()
@@ -136,8 +137,8 @@ class ModelRunner:
             self.slots.token_ids[batch.owners[guessed], batch.targets[guessed]] = arrived()
         return arrived
 
-    def _replayed(self, batch: Batch, graphs: DecodeGraphs, drafts: Tensor | None) -> Chosen:
-        step = graphs.run(batch, self._last, drafts)
+    def _replayed(self, graphs: DecodeGraphs, filled: FilledStep, drafts: Tensor | None) -> Chosen:
+        batch, step = filled.batch, graphs.run(filled, self._last, drafts)
         if self.drafter is not None:
             self.drafter.finish()
         arrived = None if drafts is None else self._arriving(batch, drafts)

@@ -51,6 +51,10 @@ class Share:
         first, stop = (each * config.num_layers // self.stages for each in (self.stage, self.stage + 1))
         return range(first, stop)
 
+    def most_layers(self, config: DecoderConfig) -> int:
+        """Of any stage: what all stages must do alike depends on no other."""
+        return -(-config.num_layers // self.stages)
+
     def holds_embedding(self, config: DecoderConfig) -> bool:
         """Whether this stage looks up tokens, or has a head that is tied to what does."""
         return self.is_first or (self.is_last and config.tie_embeddings)

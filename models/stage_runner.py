@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from continuous_batching.batch import Batch, Sampled
-from kv_cache.transfer import to_host
 from models.runner import ModelRunner
 from models.sampling import prompt_logprobs
 from models.sampling.sampler import Chosen
-from models.step import StepInputs
 
 
 class StageRunner(ModelRunner):
@@ -29,30 +26,27 @@ class StageRunner(ModelRunner):
     @torch.inference_mode()
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         """Begin a step, or make what the leader will begin it with: by then the slots may have changed."""
-        inputs = self._inputs(batch, None)
-        wanted = None
-        if self.slots.scoring[batch.slots].any() and self.decoder.share.is_last:
-            wanted = prompt_logprobs.wanted_of(batch, self.slots)
-        if self._is_leader:
-            return lambda: self._computed(batch, inputs, wanted).wait()
-        return self._computed(batch, inputs, wanted).wait
-
-    @property
-    def _is_leader(self) -> bool:
+        compute = self._prepared(batch)
         share = self.decoder.share
-        return share.is_last and share.tensor == 0
+        if share.is_last and share.tensor == 0:
+            return lambda: compute().wait()
+        return compute().wait
+
+    def _prepared(self, batch: Batch) -> Callable[[], Chosen]:
+        """What computes a batch. Whether that is a captured step, all stages decide alike: how many rows they
+        send each other depends on it.
+        """
+        wanted, graphs = None, self.graphs
+        if self.slots.scoring[batch.slots].any():
+            wanted = prompt_logprobs.wanted_of(batch, self.slots)
+        if graphs is not None and wanted is None and graphs.takes(batch):
+            filled = graphs.filled(batch)
+            return lambda: self._computed(batch, lambda: self._replayed(graphs, filled, None))
+        inputs, here = self._inputs(batch, None), wanted if self.decoder.share.is_last else None
+        return lambda: self._computed(batch, lambda: self._finished(batch, self.decoder(inputs), here))
 
     @torch.inference_mode()
-    def _computed(self, batch: Batch, inputs: StepInputs, wanted: prompt_logprobs.Wanted | None) -> Chosen:
+    def _computed(self, batch: Batch, compute: Callable[[], Chosen]) -> Chosen:
         if batch.copies:
             self.cache.apply(batch.copies)
-        hidden = self.decoder(inputs)
-        if self.decoder.share.is_last:
-            return self._finished(batch, hidden, wanted)
-        computed = to_host(hidden[:1, :1])
-
-        def wait() -> Sampled:
-            computed()
-            return Sampled(np.empty(0, np.int64))
-
-        return Chosen(self._last.tokens[:0], wait)
+        return compute()

@@ -42,8 +42,9 @@ class AscendAttention(Attention):
     def check_longest(self, num_tokens: int) -> None:
         self.product.check_longest(num_tokens)
 
-    def graph_sizes(self, sizes: list[int], beside: int = 0) -> list[int]:
-        return self.product.graph_sizes(sizes, len(self.shape.windows), self.shape.page_size, beside)
+    def graph_sizes(self, sizes: list[int], beside: int = 0, most_layers: int = 0) -> list[int]:
+        num_layers = max(len(self.shape.windows), most_layers)
+        return self.product.graph_sizes(sizes, num_layers, self.shape.page_size, beside)
 
     def cuts(self, batch: Batch) -> Iterator[tuple[slice, slice]]:
         """For each call, its spans and their rows of the packed query."""

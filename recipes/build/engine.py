@@ -144,7 +144,8 @@ def _loaded(
     if config.quantization is not None:
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.graphs:
-        captured_sizes(attention, *_captured(recipe))  # refused before weights are loaded
+        most_layers = share.most_layers(config)
+        captured_sizes(attention, *_captured(recipe), most_layers)  # refused before weights are loaded
     decoder = Decoder(config, ops, attention, group, share, stages)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)

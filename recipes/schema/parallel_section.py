@@ -43,9 +43,9 @@ class ParallelSection:
         return self.tensor * self.pipeline
 
 
-def stage_contradictions(section: ParallelSection, graphs: int, drafts: str) -> Iterator[RecipeError]:
-    """What cannot be where the layers are in several stages, or a head on several devices: values of
-    device.graphs and speculation.kind.
+def stage_contradictions(section: ParallelSection, drafts: str) -> Iterator[RecipeError]:
+    """What cannot be where the layers are in several stages, or a head on several devices, by the value
+    of speculation.kind.
     """
     if section.tensor > 1 and drafts == "eagle3":
         yield RecipeError(
@@ -54,22 +54,11 @@ def stage_contradictions(section: ParallelSection, graphs: int, drafts: str) -> 
             "take ngram, suffix or draft, or set parallel.tensor to 1",
             value=section.tensor,
         )
-    if section.pipeline == 1:
-        return
-    for key_name, value, is_wrong, why, fix in (
-        ("device.graphs", graphs, graphs > 0, "what goes from stage to stage is not captured", "set it to 0"),
-        (
-            "speculation.kind",
-            drafts,
-            drafts in ("draft", "eagle3"),
-            "the first stage would need the drafts that the last one makes",
-            "take ngram or suffix",
-        ),
-    ):
-        if is_wrong:
-            yield RecipeError(
-                (key_name, "parallel.pipeline"),
-                f"parallel.pipeline is {section.pipeline}, and {why}",
-                f"{fix}, or set parallel.pipeline to 1",
-                value=value,
-            )
+    if section.pipeline > 1 and drafts in ("draft", "eagle3"):
+        yield RecipeError(
+            ("speculation.kind", "parallel.pipeline"),
+            f"parallel.pipeline is {section.pipeline}, and the first stage would need the drafts that the"
+            " last one makes",
+            "take ngram or suffix, or set parallel.pipeline to 1",
+            value=drafts,
+        )

@@ -230,7 +230,7 @@ class Recipe:
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
-        yield from stage_contradictions(self.parallel, self.device.graphs, self.speculation.kind)
+        yield from stage_contradictions(self.parallel, self.speculation.kind)
         cache, longest = self.cache, self.scheduler.max_request_tokens
         if cache.num_pages is not None and longest is not None:
             capacity = (cache.num_pages - 1) * cache.page_size + 1  # the last token is never cached

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from continuous_batching.batch import NOT_FINITE
+from continuous_batching.batch import NOT_FINITE, Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation
+from models.graphs import DecodeGraphs
 from models.runner import ModelRunner
 from models.sampling import draw_columns
 from models.sampling.sampler import Sampler
@@ -194,3 +195,20 @@ def test_a_capture_that_cannot_begin_leaves_the_current_stream(monkeypatch: pyte
     with pytest.raises(RuntimeError, match="no room"):
         engine.runner.capture(4)  # type: ignore[attr-defined]
     assert torch.npu.current_stream() == before
+
+
+def test_as_many_captured_steps_as_there_are_stages_wait_with_inputs_of_their_own():
+    runner = engine_of(graphs=0, overlap=False).runner
+    parts = runner.decoder, runner.cache, runner.attention, runner.sampler, runner.slots
+    graphs = DecodeGraphs(*parts, 1, 1, stages=3)
+    graphs.capture()
+    made = requests(["greedy"] * 3)
+    rows = []
+    for number, request in enumerate(made):
+        request.number = number
+        rows.append(runner.slots.take(request))
+    filled = []
+    for row in rows:
+        span = np.array([row])
+        filled.append(graphs.filled(Batch(span, span * 0, span * 0 + 1, span * 0, span, span * 0 + 1)))
+    assert [int(each.inputs.columns[0, 0]) for each in filled] == [request.prompt[0] for request in made]

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from attention.npu.ascend_attention import AscendAttention
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
+from devices.ascend_limits import product
+from devices.shapes import AttentionShape
 from models.graph_inputs import PLACE, SOURCE, GraphInputs, num_values, split
-from models.graphs import doubling, ladder, smallest
+from models.graphs import captured_sizes, doubling, ladder, smallest
+from models.share import Share
+from tests.models.test_share import WHOLE
+
+
+def sizes_of(share: Share, num_layers: int, most: int) -> list[int]:
+    """What a stage of a 910B captures."""
+    config = replace(WHOLE, num_layers=num_layers, windows=(None,) * num_layers)
+    shape = AttentionShape(8, 4, 16, 128, 0.25, torch.float32, share.part(config).windows)
+    attention = AscendAttention(shape, "cpu", product("910B", ""))
+    return captured_sizes(attention, most, 1, share.most_layers(config))[0]
+
+
+def test_stages_of_unlike_numbers_of_layers_capture_the_same_sizes():
+    shares = [Share(stage=stage, stages=2) for stage in range(2)]
+    assert len(sizes_of(shares[0], 48, 60 * 128)) == 67, "all of 24 layers"
+    shorter, longer = (sizes_of(share, 49, 60 * 128) for share in shares)
+    assert shorter == longer
+    assert len(longer) == 66, "25 layers have too many streams for all"
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 128])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.fault import Fault
+from tests.mutation.graph_faults import GRAPHS
 
 ENGINE = "continuous_batching/engine.py"
 SCHEDULER = "continuous_batching/scheduling/scheduler.py"
@@ -11,10 +12,12 @@ RECORDER, LISTENERS, FOLLOWER = (
 )
 BUILT = "recipes/build/engine.py"
 IN_FLIGHT, SHARE = "continuous_batching/scheduling/in_flight.py", "models/share.py"
+STAGE_RUNNER = "models/stage_runner.py"
 RANK_TESTS = ("tests/continuous_batching/test_follower.py",)
 BUILT_RANK_TESTS = ("tests/recipes/test_tensor_ranks.py",)
 RANK_TESTS_OF = dict.fromkeys((ENGINE, RECORDER, LISTENERS, FOLLOWER), RANK_TESTS) | {
     BUILT: BUILT_RANK_TESTS,
+    STAGE_RUNNER: ("tests/models/test_stage_runner.py",),
 }
 
 RANK_FAULTS = (
@@ -109,8 +112,8 @@ RANK_FAULTS = (
     Fault(
         "layer_of_two_stages",
         SHARE,
-        "for each in (self.stage, self.stage + 1))\n        return range(first, stop)\n\n    def holds",
-        "for each in (self.stage, self.stage + 1))\n        return range(first, stop + 1)\n\n    def holds",
+        "for each in (self.stage, self.stage + 1))\n        return range(first, stop)\n\n    def most",
+        "for each in (self.stage, self.stage + 1))\n        return range(first, stop + 1)\n\n    def most",
         "a layer is computed twice",
     ),
     Fault(
@@ -126,5 +129,40 @@ RANK_FAULTS = (
         "            windows=config.windows[layers.start : layers.stop],\n",
         "            windows=config.windows[: len(layers)],\n",
         "layers of the last stage see as far as those of the first",
+    ),
+    Fault(
+        "captured_where_the_last_stage_launches",
+        STAGE_RUNNER,
+        "        if self.slots.scoring[batch.slots].any():\n",
+        "        if self.slots.scoring[batch.slots].any() and self.decoder.share.is_last:\n",
+        "a stage sends as many rows as are captured, and the next receives as many as there are",
+    ),
+    Fault(
+        "inputs_of_a_later_table",
+        STAGE_RUNNER,
+        "        compute = self._prepared(batch)\n",
+        "        compute = lambda: self._prepared(batch)()\n",
+        "the leader reads pages that were moved for a batch after this one",
+    ),
+    Fault(
+        "leader_waits_for_its_neighbours",
+        STAGE_RUNNER,
+        "        if share.is_last and share.tensor == 0:\n",
+        "        if False:\n",
+        "stages compute one batch after the other",
+    ),
+    Fault(
+        "sizes_of_own_layers",
+        GRAPHS,
+        "attention.graph_sizes(wanted, len(spans), most_layers)",
+        "attention.graph_sizes(wanted, len(spans))",
+        "a shorter stage captures a size that the longer has no streams for",
+    ),
+    Fault(
+        "inputs_for_two_batches",
+        GRAPHS,
+        "self._num_inputs, self._turn = max(2, stages), 0",
+        "self._num_inputs, self._turn = 2, 0",
+        "with three stages, the third batch takes the place of the first, which nobody has computed",
     ),
 )

@@ -179,9 +179,20 @@ def on_one_npu(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, list
         (TENSOR, "scheduler.overlap=true"),
         pytest.param((TENSOR,), marks=pytest.mark.slow),
         pytest.param((TENSOR, "device.graphs=0"), marks=pytest.mark.slow),
+        (STAGES,),
         pytest.param((STAGES, "device.graphs=0"), marks=pytest.mark.slow),
+        pytest.param(("parallel.pipeline=3",), marks=pytest.mark.slow),
+        pytest.param((STAGES, TENSOR), marks=pytest.mark.slow),
     ],
-    ids=["captured, overlapping", "captured", "eager", "stages"],
+    ids=[
+        "captured, overlapping",
+        "captured",
+        "eager",
+        "captured stages",
+        "eager stages",
+        "uneven stages",
+        "stages of two",
+    ],
 )
 def test_two_npus_give_the_texts_of_one(
     changes: tuple[str, ...], on_one_npu: list[tuple[str, list[int]]], tmp_path: Path
@@ -196,10 +207,6 @@ def test_two_npus_give_the_texts_of_one(
         (
             (STAGES, *DRAFT),
             "speculation.kind: parallel.pipeline is 2, and the first stage would",
-        ),
-        (
-            (STAGES, "device.kind=npu", "device.virtual=true", "device.graphs=4", "device.threads=null"),
-            "device.graphs: parallel.pipeline is 2, and what goes from stage to stage is not captured",
         ),
     ],
 )
