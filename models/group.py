@@ -103,7 +103,12 @@ ALONE = Alone()
 
 
 class StageLinks:
-    """The way of activations from stage to stage: this rank's neighbours among all ranks, if it has any."""
+    """The way of activations from stage to stage: this rank's neighbours among all ranks, if it has any.
+
+    `inside` is as a group's.
+    """
+
+    inside = ""
 
     def __init__(self, before: int | None = None, after: int | None = None) -> None:
         self._before, self._after = before, after
@@ -111,18 +116,22 @@ class StageLinks:
 
     def receive(self, x: Tensor) -> Tensor:
         """What the stage before has sent, in `x`."""
+        self.inside = "receive"
         dist.recv(x, self._before)
+        self.inside = ""
         return x
 
     def send(self, x: Tensor) -> None:
         """Begin to send `x` to the stage after, and do not wait for it; what was sent before has arrived."""
+        self.inside = "send"
         if x.device.type != "cpu":  # its stream waits, not the host, and a captured step has no other way
             dist.send(x, self._after)
-            return
-        for work, _ in self._sending:
-            work.wait()
-        work = dist.isend(x, self._after)
-        self._sending = [] if work is None else [(work, x)]
+        else:
+            for work, _ in self._sending:
+                work.wait()
+            work = dist.isend(x, self._after)
+            self._sending = [] if work is None else [(work, x)]
+        self.inside = ""
 
 
 NO_LINKS = StageLinks()

@@ -84,6 +84,8 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
             group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, limit_s)
             beats.inside = lambda: group.inside
             built = assemble(recipe, group, limit_s=limit_s)
+            decoder = built.runner.decoder
+            beats.inside = lambda: decoder.group.inside or decoder.stages.inside
             gc.collect()
             gc.freeze()
         except Exception as error:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from attention.reference import Attention
@@ -143,3 +144,16 @@ def test_a_stage_before_the_last_sends_at_once_what_it_has_computed_and_has_no_l
     assert sent.shape == (2, LEN, WHOLE.hidden_size)
     assert not len(wait().tokens)
     assert runner.decoder.logits(sent[0]).shape == (LEN, 0)
+
+
+def test_the_leader_hears_that_a_stage_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    links, seen = StageLinks(before=1, after=0), []
+
+    def waits(*_: object) -> None:
+        seen.append(links.inside)
+
+    monkeypatch.setattr(dist, "recv", waits)
+    monkeypatch.setattr(dist, "isend", waits)
+    links.send(links.receive(torch.zeros(1)))
+    assert seen == ["receive", "send"]
+    assert not links.inside

@@ -17,14 +17,14 @@ import pytest
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.thorough import cases
 
-TWO_RANKS = (
-    TINY,
-    "parallel.tensor=2",
+TENSOR, STAGES = "parallel.tensor=2", "parallel.pipeline=2"
+OPTIONS = (
     "device.compile=false",
     "device.threads=1",
-    "server.step_timeout_s=300",
     "cache.prefix_sharing=false",
 )
+NO_LIMIT = "server.step_timeout_s=300"
+TWO_RANKS = (TINY, TENSOR, *OPTIONS, NO_LIMIT)
 FOLLOWER = "recipes.build.follower_process"
 
 
@@ -69,9 +69,9 @@ def stream(client: httpx.Client, prompt: str, max_tokens: int) -> Iterator[dict[
                 yield json.loads(line.removeprefix("data: "))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    served = Server(*TWO_RANKS).ready()
+@pytest.fixture(scope="module", params=[TENSOR, pytest.param(STAGES, marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    served = Server(TINY, request.param, *OPTIONS, NO_LIMIT).ready()
     yield served
     assert served.close() == 0
 
@@ -139,9 +139,9 @@ def test_a_rank_that_ends_while_the_next_engine_is_built_is_followed_by_another(
     assert ask(server) == "19"
 
 
-def test_a_rank_that_is_stopped_is_named() -> None:
-    *others, _, _ = TWO_RANKS
-    server = Server(*others, "server.step_timeout_s=3").ready()
+@pytest.mark.parametrize("way", [TENSOR, pytest.param(STAGES, marks=pytest.mark.slow)])
+def test_a_rank_that_is_stopped_is_named(way: str) -> None:
+    server = Server(TINY, way, *OPTIONS, "server.step_timeout_s=3").ready()
     try:
         (follower,) = followers(server.engine_pid)
         told = lose(server, signal.SIGSTOP)
