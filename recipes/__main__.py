@@ -56,7 +56,7 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     _print_columns(_rows(loaded, plan.longest_tokens))
     print()
     decided = machine.decided(loaded.recipe.device)
-    _print_columns([*memory_plan.report(loaded.recipe, config, plan), *decided])
+    _print_columns([*memory_plan.report(loaded.recipe, config, plan, share), *decided])
 
 
 def _rows(loaded: LoadedRecipe, longest_tokens: int | None) -> Iterator[tuple[str, str, str]]:

@@ -241,7 +241,7 @@ def _captured(recipe: Recipe) -> tuple[int, int]:
 
 def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, decoder: Decoder) -> None:
     ops, attention = decoder.ops, decoder.attention
-    lines = dict(report(recipe, config, memory))
+    lines = dict(report(recipe, config, memory, decoder.share))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
     log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])
     if memory.host_because:

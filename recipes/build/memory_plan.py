@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.config import DecoderConfig
 from models.eagle3 import Eagle3Config
+from models.share import Share
 from recipes.build.families import draft_config
 from recipes.schema.recipe import Recipe
 
 GIB = 2**30
+WHOLE = Share()  # one rank, which holds everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,17 @@ class MemoryPlan:
         return self.beside_bytes + self.cache_bytes
 
 
-def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tuple[str, str]]:
-    """The plan as a table, in words."""
+def report(
+    recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan, share: Share = WHOLE
+) -> list[tuple[str, str]]:
+    """The plan of the rank with this share as a table, in words."""
     page_size, num_slots = recipe.cache.page_size, recipe.scheduler.num_slots
     pages_each = -(-(sizing.longest_tokens - 1) // page_size)
     wanted = num_slots * pages_each
     how = "measured" if sizing.is_measured else "estimated"
     memory = in_gib(sizing.memory_bytes)
     draft = draft_config(recipe, config)
-    num_layers, beside = config.num_layers, []
+    num_layers, beside = len(share.layers(config)), []
     if draft is not None:
         num_layers += draft.num_layers
         beside = [("head" if isinstance(draft, Eagle3Config) else "draft model", _model(draft))]
@@ -77,6 +81,7 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
         ("model", _model(config)),
         *_mixture(config),
         *of_a_rank,
+        *_stages(config, share),
         *beside,
         ("weights", in_gib(sizing.weight_bytes)),
         (
@@ -97,6 +102,14 @@ def report(recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan) -> list[tu
             f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
         ),
     ]
+
+
+def _stages(config: DecoderConfig, share: Share) -> list[tuple[str, str]]:
+    if share.stages == 1:
+        return []
+    shares = [replace(share, stage=stage) for stage in range(share.stages)]
+    counts = " and ".join(str(len(each.layers(config))) for each in shares)
+    return [("stages", f"{share.stages}, of {counts} layers; what follows is of number {share.stage + 1}")]
 
 
 def _model(config: DecoderConfig) -> str:

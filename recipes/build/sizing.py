@@ -15,12 +15,11 @@ from models.share import Share
 from recipes.build.families import draft_config
 from recipes.build.machine import host_memory_bytes, start
 from recipes.build.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
-from recipes.build.memory_plan import GIB, MemoryPlan, in_gib
+from recipes.build.memory_plan import GIB, WHOLE, MemoryPlan, in_gib
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
-WHOLE = Share()  # one rank, which holds everything
 SCORED_ROWS = 256  # queries whose scores live at once
 LOGIT_BYTES = 16  # beside the logits themselves: float32 scores, weights, and what choosing from them takes
 STEP_BYTES = 16 * 2**20  # what operators keep however small a step is

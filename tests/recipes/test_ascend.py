@@ -42,7 +42,7 @@ def row(path: Path) -> str:
     config, share = share_of(recipe, 0)
     assert recipe.device.memory_gib is not None, "it is sized without its device"
     sizing = plan_memory(recipe, config, int(recipe.device.memory_gib * GIB), share=share)
-    said = dict(report(recipe, config, sizing))
+    said = dict(report(recipe, config, sizing, share))
     page = said["a page"].split(", ", 1)[1].partition(" over")[0]
     cells = [said["weights"], page, f"{sizing.num_pages:,}", f"{sizing.cache_tokens - 1:,}", said["sum"]]
     return f"| [{path.name}]({path.name}) | " + " | ".join(cells) + " |"

@@ -257,3 +257,12 @@ def test_the_plan_of_a_rank_is_of_what_it_holds(capsys: pytest.CaptureFixture[st
     assert "ranks" not in alone
     assert of_two["ranks"] == "2; what follows is of each, with a device of its own"
     assert (alone["weights"], of_two["weights"]) == ("8.3 MiB", "4.5 MiB")
+
+
+def test_the_plan_of_stages_is_of_the_last_which_has_the_most_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show(TINY, ["parallel.pipeline=3"])
+    shown = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
+    assert shown["stages"].strip() == "3, of 1 and 1 and 2 layers; what follows is of number 3"
+    assert shown["a page"].endswith(" over 2 layers")
