@@ -8,27 +8,20 @@ rank, from the call to its end on the device; bandwidth counts the bytes that ea
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from benchmark.micro.in_ranks import in_ranks
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
-from models.group import BACKENDS, Group, join
+from models.group import Group
 from recipes.build import versions
 from recipes.build.machine import start
-from recipes.build.rank_process import VISIBLE
-from recipes.build.ranks import devices_of, recipe_of_a_rank
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
 from recipes.schema.reader import load
@@ -65,26 +58,12 @@ def times_us(
             yield name, size, statistics.median(rounds)
 
 
-def run_rank(
-    recipe: Recipe,
-    rank: int,
-    device: str | None,
-    port: int,
-    sizes: list[int],
-    repeats: int,
-    found: Connection,
-) -> None:
-    """In a process of its own."""
-    if device is not None:
-        os.environ[VISIBLE[recipe.device.kind]] = device
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def body(
+    recipe: Recipe, group: Group, sizes: list[int], repeats: int
+) -> tuple[str, list[tuple[str, int, float]]]:
+    """What a rank finds."""
     machine = start(recipe.device)
-    timeout_s = recipe.parallel.connect_timeout_s
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, timeout_s)
-    rows = list(times_us(group, machine.device, sizes, repeats))
-    found.send((machine.name, rows))
-    dist.destroy_process_group()
+    return machine.name, list(times_us(group, machine.device, sizes, repeats))
 
 
 def measure(recipe: Recipe, sizes: list[int], repeats: int) -> dict[str, Any]:
@@ -92,45 +71,7 @@ def measure(recipe: Recipe, sizes: list[int], repeats: int) -> dict[str, Any]:
     ranks = recipe.parallel.ranks
     if ranks < 2:
         raise RecipeError("parallel.tensor", "one rank waits for nobody", "set it to 2 or more", value=ranks)
-    devices, recipe = devices_of(recipe, ranks), recipe_of_a_rank(recipe, ranks)
-    context = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        timeout = timedelta(seconds=recipe.parallel.connect_timeout_s)
-        store = dist.TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=server.detach(),
-        )
-    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-    processes = [
-        context.Process(
-            target=run_rank,
-            args=(recipe, rank, devices[rank], port, sizes, repeats, pipes[rank][1]),
-            daemon=True,
-        )
-        for rank in range(ranks)
-    ]
-    for process, (_, ours) in zip(processes, pipes):
-        process.start()
-        ours.close()  # so that its end is seen
-    try:
-        name, rows = pipes[0][0].recv()
-        for rank, (pipe, _) in enumerate(pipes[1:], 1):
-            pipe.recv()
-            processes[rank].join()
-    except EOFError:
-        ended = [
-            f"rank {rank} ({each.exitcode})" for rank, each in enumerate(processes) if not each.is_alive()
-        ]
-        raise OSError(f"a rank has ended: {', '.join(ended) or 'see its log'}") from None
-    finally:
-        for process in processes:
-            process.kill()
-        del store
+    (name, rows), *_ = in_ranks(recipe, body, sizes, repeats)
     figures = [
         {"method": method, "bytes": size, "us": round(us, 1), "gb_per_s": round(size / us / 1e3, 3)}
         for method, size, us in rows

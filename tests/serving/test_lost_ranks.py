@@ -123,7 +123,10 @@ def test_an_idle_engine_is_lost_with_a_rank(server: Server) -> None:
     assert ask(server) == "19"
 
 
-def test_a_rank_that_ends_while_the_next_engine_is_built_is_followed_by_another(server: Server) -> None:
+@pytest.mark.parametrize("_", range(cases(1, 20)))
+def test_a_rank_that_ends_while_the_next_engine_is_built_is_followed_by_another(
+    server: Server, _: int
+) -> None:
     engine, since = server.engine_pid, len(server.log)
     os.kill(engine, signal.SIGKILL)
     server.wait_for("ended by signal 9", since)
@@ -139,8 +142,9 @@ def test_a_rank_that_ends_while_the_next_engine_is_built_is_followed_by_another(
     assert ask(server) == "19"
 
 
+@pytest.mark.parametrize("_", range(cases(1, 20)))
 @pytest.mark.parametrize("way", [TENSOR, pytest.param(STAGES, marks=pytest.mark.slow)])
-def test_a_rank_that_is_stopped_is_named(way: str) -> None:
+def test_a_rank_that_is_stopped_is_named(way: str, _: int) -> None:
     server = Server(TINY, way, *OPTIONS, "server.step_timeout_s=3").ready()
     try:
         (follower,) = followers(server.engine_pid)

@@ -1,0 +1,88 @@
+"""How does a benchmark compute something in each rank of a recipe, without an engine that leads them?"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from models.group import BACKENDS, join
+from recipes.build.machine import start
+from recipes.build.rank_process import VISIBLE
+from recipes.build.ranks import devices_of, recipe_of_a_rank
+from recipes.schema.recipe import Recipe
+
+Body = Callable[..., Any]  # of the recipe of a rank, the group of all ranks, and what else it is given
+
+
+def in_ranks(recipe: Recipe, body: Body, *rest: Any) -> list[Any]:
+    """What `body`, a function of a module, returns in a process for each rank; raises OSError where one ends
+    before.
+    """
+    ranks = recipe.parallel.ranks
+    devices, recipe = devices_of(recipe, ranks), recipe_of_a_rank(recipe, ranks)
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        timeout = timedelta(seconds=recipe.parallel.connect_timeout_s)
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=server.detach(),
+        )
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        context.Process(
+            target=_rank,
+            args=(recipe, rank, devices[rank], port, pipes[rank][1], body, rest),
+            daemon=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process, (_, ours) in zip(processes, pipes):
+        process.start()
+        ours.close()  # so that its end is seen
+    try:
+        found = [pipe.recv() for pipe, _ in pipes]
+        for process in processes:
+            process.join()
+    except EOFError:
+        ended = [
+            f"rank {rank} ({each.exitcode})" for rank, each in enumerate(processes) if not each.is_alive()
+        ]
+        raise OSError(f"a rank has ended: {', '.join(ended) or 'see its log'}") from None
+    finally:
+        for process in processes:
+            process.kill()
+        del store
+    return found
+
+
+def _rank(
+    recipe: Recipe,
+    rank: int,
+    device: str | None,
+    port: int,
+    found: Connection,
+    body: Body,
+    rest: tuple[Any, ...],
+) -> None:
+    """In a process of its own."""
+    if device is not None:
+        os.environ[VISIBLE[recipe.device.kind]] = device
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    start(recipe.device)  # which brings the library that its collectives are in
+    timeout_s = recipe.parallel.connect_timeout_s
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, timeout_s)
+    found.send(body(recipe, group, *rest))
+    dist.destroy_process_group()
