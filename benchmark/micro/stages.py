@@ -1,7 +1,7 @@
 """How long do the stages of a recipe wait for each other, and does the simulation say so?
 
 Each stage decides the same schedule by itself, and hears from the last that a batch is done, with its tokens.
-What the steps of each stage took in a first round gives the simulation the costs for the others. A wait is
+What the steps of each stage took in one round gives the simulation the costs for the next. A wait is
 that between two batches of a stage: PB1 where both have prompts, PB2 where one has, PB3 where none has
 (Sarathi, 2023).
 """
@@ -137,11 +137,10 @@ def body(recipe: Recipe, world: Group, num_requests: int) -> list[dict[str, Any]
                 "simulated_waited_s": runner.simulated.bubbles_s if runner.simulated else {},
             }
         )
-        if not costs:
-            texts: list[str] = [""] * world.size
-            dist.all_gather_object(texts, fit(runner.steps).in_json())
-            first_of_each = reversed(texts[:: recipe.parallel.tensor])  # the last stage has the first ranks
-            costs = [Fitted.from_json(each.encode(), "a stage") for each in first_of_each]
+        texts: list[str] = [""] * world.size
+        dist.all_gather_object(texts, fit(runner.steps).in_json())
+        first_of_each = reversed(texts[:: recipe.parallel.tensor])  # the last stage has the first ranks
+        costs = [Fitted.from_json(each.encode(), "a stage") for each in first_of_each]
     return found[1:]
 
 

@@ -12,12 +12,13 @@ RECORDER, LISTENERS, FOLLOWER = (
 )
 BUILT = "recipes/build/engine.py"
 IN_FLIGHT, SHARE = "continuous_batching/scheduling/in_flight.py", "models/share.py"
-STAGE_RUNNER = "models/stage_runner.py"
+STAGE_RUNNER, WAITS = "models/stage_runner.py", "benchmark/micro/stages.py"
 RANK_TESTS = ("tests/continuous_batching/test_follower.py",)
 BUILT_RANK_TESTS = ("tests/recipes/test_tensor_ranks.py",)
 RANK_TESTS_OF = dict.fromkeys((ENGINE, RECORDER, LISTENERS, FOLLOWER), RANK_TESTS) | {
     BUILT: BUILT_RANK_TESTS,
     STAGE_RUNNER: ("tests/models/test_stage_runner.py",),
+    WAITS: ("tests/benchmark/test_stages.py",),
 }
 
 RANK_FAULTS = (
@@ -164,5 +165,26 @@ RANK_FAULTS = (
         "self._num_inputs, self._turn = max(2, stages), 0",
         "self._num_inputs, self._turn = 2, 0",
         "with three stages, the third batch takes the place of the first, which nobody has computed",
+    ),
+    Fault(
+        "wait_of_the_later_batch",
+        WAITS,
+        "self.waited_s[KINDS[has_prompt + self._had_prompt]]",
+        "self.waited_s[KINDS[2 * has_prompt]]",
+        "a wait between a prompt and decodes counts as one between prompts",
+    ),
+    Fault(
+        "wait_counted_as_computing",
+        WAITS,
+        " - (self._links.waited_s - since_s)",
+        "",
+        "the simulation learns that a stage computes while it waits",
+    ),
+    Fault(
+        "receive_without_a_name",
+        "models/group.py",
+        '        self.inside = "receive"\n',
+        "",
+        "a stage that waits for another is said to be behind",
     ),
 )
