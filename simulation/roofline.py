@@ -25,7 +25,7 @@ ACTIVATIONS = 12  # times a layer's hidden states are read or written between it
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class LayerProduct:
     """A matrix product of a layer. Devices that share the layer cut its outputs, or its inputs, after which a
     sum over them follows; or each computes it whole.
     """
@@ -183,7 +183,7 @@ class Roofline:
         shared_s = sum(self._cut_product_s(num_tokens, each, dtype, weight_bytes) for each in shared)
         return router_s + num_used * one_s + shared_s
 
-    def _cut_product_s(self, rows: float, product: Product, dtype: str, weight_bytes: int) -> float:
+    def _cut_product_s(self, rows: float, product: LayerProduct, dtype: str, weight_bytes: int) -> float:
         inputs = product.inputs / (self.tensor if product.cut == "inputs" else 1)
         outputs = product.outputs / (self.tensor if product.cut == "outputs" else 1)
         return self._product_s(rows, inputs, outputs, dtype, weight_bytes)
@@ -203,26 +203,26 @@ class Roofline:
         return max(operations / device.flop_per_s(config.dtype), moved / device.bytes_per_s)
 
 
-def attention_products(config: DecoderConfig) -> tuple[Product, ...]:
+def attention_products(config: DecoderConfig) -> tuple[LayerProduct, ...]:
     """Of a layer's attention. Those that read the hidden state are one, but for what every device computes
     whole.
     """
     if config.latent is None:
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         return (
-            Product(config.hidden_size, heads + 2 * kv_heads, "outputs"),
-            Product(heads, config.hidden_size, "inputs"),
+            LayerProduct(config.hidden_size, heads + 2 * kv_heads, "outputs"),
+            LayerProduct(heads, config.hidden_size, "inputs"),
         )
     whole = ("q_a_proj", "kv_a_proj_with_mqa")
     return tuple(
-        Product(inputs, outputs, None if name in whole else "inputs" if name == "o_proj" else "outputs")
+        LayerProduct(inputs, outputs, None if name in whole else "inputs" if name == "o_proj" else "outputs")
         for name, inputs, outputs in config.attention_linears()
     )
 
 
-def mlp_products(hidden: int, inner: int) -> tuple[Product, ...]:
+def mlp_products(hidden: int, inner: int) -> tuple[LayerProduct, ...]:
     """Of a SwiGLU so wide."""
-    return Product(hidden, 2 * inner, "outputs"), Product(inner, hidden, "inputs")
+    return LayerProduct(hidden, 2 * inner, "outputs"), LayerProduct(inner, hidden, "inputs")
 
 
 def attention_operations(config: DecoderConfig, context: float, pairs: float) -> float:
