@@ -29,7 +29,8 @@ from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, on_each, settings
-from tests.models.families import LLAMA3, VOCABULARY, Variant, make, wide
+from tests.models.families import VOCABULARY, Variant, make, wide
+from tests.models.variants import LLAMA3
 from tests.thorough import cases
 
 MOST_CAPTURED = 7  # drafts of a row

@@ -27,8 +27,9 @@ from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, on_each, settings, stand_in_alone
-from tests.models.families import LLAMA3, VOCABULARY, Variant, expected_logprobs, make, wide
+from tests.models.families import VOCABULARY, Variant, expected_logprobs, make, wide
 from tests.models.test_draft_identity import FORMS
+from tests.models.variants import LLAMA3
 from tests.thorough import cases
 
 NUM_REQUESTS, NUM_NEW, LONGEST = cases(10, 60), 24, 70

@@ -22,8 +22,9 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind
 from tests.models.eagle3_heads import Published, check_head_drafts, head_for, target_of
-from tests.models.families import LLAMA3, Variant
+from tests.models.families import Variant
 from tests.models.test_draft_model import Watched, serve, settings_of, tokens_of
+from tests.models.variants import LLAMA3
 
 LLAMA = Variant("llama_target", "llama", {"num_key_value_heads": 2}, LLAMA3)
 QWEN3 = Variant("qwen3_target", "qwen3", {"head_dim": 16})
