@@ -13,6 +13,9 @@ from serving.api.logprobs import as_content, by_token
 from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text
+from serving.tools.definitions import FIELDS as TOOLS
+from serving.tools.definitions import tool_use
+from serving.tools.parsing import CallDelta, Parsed, ToolParser
 
 
 class ChatRoute:
@@ -49,28 +52,74 @@ class ChatFormat:
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_token_ids = bool(body.return_token_ids)
         self._begun: set[int] = set()
+        use = tool_use(body.model_dump(include={*TOOLS}))
+        self._names = () if use is None else tuple(use.schemas)
+        self._parsers: dict[int, ToolParser] = {}  # by the choice's index
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """A whole choice."""
-        choice = self._choice(delta, index, {"message": {"role": "assistant", "content": delta.text}})
+        message: Json = {"role": "assistant"}
+        parsed = self._parsed(delta, index)
+        message["content"] = parsed.content if parsed.content or not parsed.calls else None
+        if parsed.calls:
+            message["tool_calls"] = [
+                {
+                    "id": self._call_id(),
+                    "type": "function",
+                    "function": {"name": each.name, "arguments": each.arguments},
+                }
+                for each in parsed.calls
+            ]
+        choice = self._choice(delta, index, {"message": message})
         if self._with_prompt_logprobs:
             choice["prompt_logprobs"] = by_token(self._text, self._answer.prompt_logprobs)
         return choice
 
     def event(self, delta: AnswerDelta, index: int) -> Json:
         """A piece of a choice; the role comes with the first token, because clients time the first event."""
-        message: Json = {"content": delta.text}
+        parsed = self._parsed(delta, index)
+        message: Json = {"content": parsed.content} if parsed.content or not parsed.calls else {}
+        if parsed.calls:
+            message["tool_calls"] = [self._call_event(each) for each in parsed.calls]
         if index not in self._begun:
             self._begun.add(index)
             message = {"role": "assistant", **message}
         return self._choice(delta, index, {"delta": message})
 
+    def _parsed(self, delta: AnswerDelta, index: int) -> Parsed:
+        """What is new of a choice, told apart."""
+        form = None if self._text is None else self._text.tool_format
+        if form is None or not self._names:
+            return Parsed(delta.text)
+        parser = self._parsers.setdefault(index, ToolParser(form, self._names))
+        parsed = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            rest = parser.finish()
+            parsed.content += rest.content
+        return parsed
+
+    def _call_event(self, call: CallDelta) -> Json:
+        """The first piece of a call has its id and name."""
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        name = self._call_id()
+        return {"index": call.index, "id": name, "type": "function", "function": function}
+
+    def _call_id(self) -> str:
+        """A new one for each call, which nothing can be told from."""
+        form = None if self._text is None else self._text.tool_format
+        assert form is not None, "a call without a format"
+        return uuid.uuid4().hex[: form.id_length]
+
     def _choice(self, delta: AnswerDelta, index: int, message: Json) -> Json:
+        parser = self._parsers.get(index)
+        is_called = delta.finish_reason == "stop" and parser is not None and parser.num_calls > 0
         choice = {
             "index": index,
             **message,
             "logprobs": as_content(self._text, delta.logprobs) if self._with_logprobs else None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": "tool_calls" if is_called else delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         return choice | {"token_ids": delta.tokens} if self._with_token_ids else choice

@@ -37,8 +37,8 @@ class ToolFormat:
 
     @property
     def trigger(self) -> str:
-        """What a call cannot be without, and other text does not hold."""
-        return next(iter((self.opening + self.head).split()), "").partition("{")[0]
+        """What a call begins with and other text does not hold; empty for formats that are `is_whole`."""
+        return "" if self.is_whole else next(iter(self.marks), (self.opening + self.head).split()[0])
 
 
 HERMES = ToolFormat(
