@@ -23,6 +23,10 @@ class ServerSection:
         " refused",
         default="none",
     )
+    reasoning: Literal["none", "think"] = key(
+        "how the model writes what it only thinks; think: from <think> to </think>, before the answer",
+        default="none",
+    )
     max_requests: int = key(
         "the most requests in the server at once, each sample counted; further ones are asked to try again"
         " later",

@@ -6,13 +6,14 @@ from tests.mutation.fault import Fault
 
 TOOLS = "serving/tools/"
 PARSING, GRAMMAR, DEFINITIONS = (TOOLS + name for name in ("parsing.py", "grammar.py", "definitions.py"))
-CHAT = "serving/api/chat.py"
+CHAT, REASONING = "serving/api/chat.py", TOOLS + "reasoning.py"
 SERVED = "tests/serving/test_tools.py"
 TOOL_TESTS_OF = {
     PARSING: ("tests/serving/test_tool_parsing.py",),
     GRAMMAR: ("tests/serving/test_tool_grammars.py",),
     DEFINITIONS: ("tests/serving/test_tool_grammars.py",),
     CHAT: (SERVED,),
+    REASONING: ("tests/serving/test_reasoning.py",),
 }
 
 TOOL_FAULTS = (
@@ -78,5 +79,26 @@ TOOL_FAULTS = (
         'is_called = delta.finish_reason == "stop"',
         'is_called = delta.finish_reason == "length"',
         "an agent takes the answer for its last",
+    ),
+    Fault(
+        "cut_end_of_thoughts_is_shown",
+        REASONING,
+        "kept = next((size for size in sizes if self._held.endswith(END[:size])), 0)",
+        "kept = 0 * len(sizes)",
+        "vLLM #32152: an end mark in two deltas leaves the whole answer in the thoughts",
+    ),
+    Fault(
+        "thoughts_begin_anywhere",
+        REASONING,
+        "if not begun.startswith(BEGIN):",
+        "if BEGIN not in begun:",
+        "an answer that only speaks of the mark is cut at it",
+    ),
+    Fault(
+        "opened_thoughts_are_an_answer",
+        CHAT,
+        "return end.rstrip().endswith(BEGIN)",
+        "return end.rstrip() == BEGIN",
+        "vLLM #53284: where the template opens the block, thoughts are shown as the answer",
     ),
 )

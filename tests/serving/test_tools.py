@@ -32,7 +32,7 @@ NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Server]:
-    server = Server(TINY, "server.tool_format=hermes").ready()
+    server = Server(TINY, "server.tool_format=hermes", "server.reasoning=think").ready()
     yield server
     assert server.close() == 0
 
@@ -152,3 +152,23 @@ def test_what_cannot_be_called_is_refused(client: openai.OpenAI, fields: dict[st
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="tiny", messages=QUESTION, **fields)
     assert said in str(refused.value.message)
+
+
+def test_what_the_prompt_opened_is_thought(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
+    open_ended = {"add_generation_prompt": False, "continue_final_message": True}
+    messages: list[Any] = [*QUESTION, {"role": "assistant", "content": "<think>"}]
+    whole = (
+        client.chat.completions.create(messages=messages, extra_body=open_ended, **asked).choices[0].message
+    )
+    assert whole.content is None
+    thoughts = whole.model_extra
+    assert thoughts is not None
+    assert thoughts["reasoning_content"] == thoughts["reasoning"] != ""
+    streamed, content = "", ""
+    events = client.chat.completions.create(messages=messages, extra_body=open_ended, stream=True, **asked)
+    for event in events:
+        delta = event.choices[0].delta
+        streamed += (delta.model_extra or {}).get("reasoning_content", "")
+        content += delta.content or ""
+    assert (streamed, content) == (thoughts["reasoning_content"], "")
