@@ -62,7 +62,8 @@ class ChatFormat:
         self._names = () if use is None else tuple(use.schemas)
         self._parsers: dict[int, ToolParser] = {}  # by the choice's index
         self._thoughts: dict[int, ReasoningParser] = {}
-        is_held = answer.request.params.grammar is not None  # to a form, which has no place for thoughts
+        has_text = use is not None and bool(use.schemas) and not use.must_call
+        is_held = answer.request.params.grammar is not None and not has_text  # there is no place for thoughts
         self._thinks = thinks and not is_held
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:

@@ -165,6 +165,7 @@ def test_what_the_prompt_opened_is_thought(client: openai.OpenAI) -> None:
     thoughts = whole.model_extra
     assert thoughts is not None
     assert thoughts["reasoning_content"] == thoughts["reasoning"] != ""
+    asked["tools"] = [ADD]  # its grammar lets text come first
     streamed, content = "", ""
     events = client.chat.completions.create(messages=messages, extra_body=open_ended, stream=True, **asked)
     for event in events:
