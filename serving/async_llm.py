@@ -63,7 +63,7 @@ class AsyncLLM:
         stats: ServerStats | None = None,
     ) -> None:
         self.recipe = load(recipe, overrides, profile)
-        self.text = Text.load(self.recipe.model.path) if self.recipe.model.path else None
+        self.text = Text.load(self.recipe.model.path, self.recipe.server.tool_format)
         self.stats = stats or ServerStats()
         self.limits = ServerLimits(self.recipe.server, self.stats.rejected)
         chosen = [] if profile is None else ["--profile", profile]
@@ -159,7 +159,7 @@ class AsyncLLM:
         answer = AnswerStream(
             request,
             self.text,
-            text_options(fields),
+            text_options(fields, self.text),
             num_answers=fields.get("n") or 1,
             max_unread_tokens=self.recipe.server.max_unread_tokens,
             group=group,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from recipes.schema.keys import key
 
@@ -16,6 +17,15 @@ class ServerSection:
     model_names: tuple[str, ...] = key(
         "further names that clients may call the model by, such as one that their programs have built in",
         default=(),
+    )
+    tool_format: Literal["none", "hermes", "llama3_json", "mistral", "deepseek", "pythonic"] = key(
+        "how the model writes that it calls tools; none: it was not trained to, and requests that let it are"
+        " refused",
+        default="none",
+    )
+    reasoning: Literal["none", "think"] = key(
+        "how the model writes what it only thinks; think: from <think> to </think>, before the answer",
+        default="none",
     )
     max_requests: int = key(
         "the most requests in the server at once, each sample counted; further ones are asked to try again"

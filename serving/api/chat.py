@@ -13,6 +13,12 @@ from serving.api.logprobs import as_content, by_token
 from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text
+from serving.tools.definitions import FIELDS as TOOLS
+from serving.tools.definitions import tool_use
+from serving.tools.parsing import CallDelta, Parsed, ToolParser
+from serving.tools.reasoning import BEGIN, ReasoningParser
+
+_END_TOKENS = 16  # of a prompt: more than "<think>" and a line break take
 
 
 class ChatRoute:
@@ -33,7 +39,8 @@ class ChatRoute:
             names["max_tokens"] = "max_completion_tokens"
         with fields_as_sent(names):
             answers = await generation.ask([asked], name, request, fill=True)
-            form = ChatFormat(generation.llm.text, answers[0], body)
+            thinks = generation.llm.recipe.server.reasoning == "think"
+            form = ChatFormat(generation.llm.text, answers[0], body, thinks=thinks)
             return await generation.respond(answers, form, body, request)
 
 
@@ -42,35 +49,114 @@ class ChatFormat:
 
     whole, piece = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, text: Text | None, answer: AnswerStream, body: ChatBody) -> None:
+    def __init__(
+        self, text: Text | None, answer: AnswerStream, body: ChatBody, *, thinks: bool = False
+    ) -> None:
         self._text = text
         self._answer = answer
         self._with_logprobs = bool(body.logprobs)
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._with_token_ids = bool(body.return_token_ids)
         self._begun: set[int] = set()
+        use = tool_use(body.model_dump(include={*TOOLS}))
+        self._names = () if use is None else tuple(use.schemas)
+        self._parsers: dict[int, ToolParser] = {}  # by the choice's index
+        self._thoughts: dict[int, ReasoningParser] = {}
+        has_text = use is not None and bool(use.schemas) and not use.must_call
+        is_held = answer.request.params.grammar is not None and not has_text  # there is no place for thoughts
+        self._thinks = thinks and not is_held
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """A whole choice."""
-        choice = self._choice(delta, index, {"message": {"role": "assistant", "content": delta.text}})
+        message: Json = {"role": "assistant"}
+        parsed, thoughts = self._parsed(delta, index)
+        message["content"] = parsed.content if parsed.content or not (parsed.calls or thoughts) else None
+        message |= _of_thoughts(thoughts)
+        if parsed.calls:
+            message["tool_calls"] = [
+                {
+                    "id": self._call_id(),
+                    "type": "function",
+                    "function": {"name": each.name, "arguments": each.arguments},
+                }
+                for each in parsed.calls
+            ]
+        choice = self._choice(delta, index, {"message": message})
         if self._with_prompt_logprobs:
             choice["prompt_logprobs"] = by_token(self._text, self._answer.prompt_logprobs)
         return choice
 
     def event(self, delta: AnswerDelta, index: int) -> Json:
         """A piece of a choice; the role comes with the first token, because clients time the first event."""
-        message: Json = {"content": delta.text}
+        parsed, thoughts = self._parsed(delta, index)
+        message: Json = _of_thoughts(thoughts)
+        if parsed.content or not (parsed.calls or thoughts):
+            message["content"] = parsed.content
+        if parsed.calls:
+            message["tool_calls"] = [self._call_event(each) for each in parsed.calls]
         if index not in self._begun:
             self._begun.add(index)
             message = {"role": "assistant", **message}
         return self._choice(delta, index, {"delta": message})
 
+    def _parsed(self, delta: AnswerDelta, index: int) -> tuple[Parsed, str]:
+        """What is new of a choice, and of its thoughts."""
+        text, thoughts = delta.text, ""
+        if self._thinks:
+            reasoning = self._thoughts.setdefault(index, ReasoningParser(is_open=self._opens_thoughts()))
+            thoughts, text = reasoning.push(text)
+            if delta.finish_reason is not None:
+                more_thoughts, more = reasoning.finish()
+                thoughts, text = thoughts + more_thoughts, text + more
+        return self._with_calls(text, index, is_last=delta.finish_reason is not None), thoughts
+
+    def _opens_thoughts(self) -> bool:
+        """Whether the prompt ends within a think block: some chat templates begin it."""
+        if self._text is None:
+            return False
+        end = self._text.decode(
+            self._answer.request.prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False
+        )
+        return end.rstrip().endswith(BEGIN)
+
+    def _with_calls(self, text: str, index: int, *, is_last: bool) -> Parsed:
+        form = None if self._text is None else self._text.tool_format
+        if form is None or not self._names:
+            return Parsed(text)
+        parser = self._parsers.setdefault(index, ToolParser(form, self._names))
+        parsed = parser.push(text)
+        if is_last:
+            rest = parser.finish()
+            parsed.content += rest.content
+        return parsed
+
+    def _call_event(self, call: CallDelta) -> Json:
+        """The first piece of a call has its id and name."""
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        name = self._call_id()
+        return {"index": call.index, "id": name, "type": "function", "function": function}
+
+    def _call_id(self) -> str:
+        """A new one for each call, which nothing can be told from."""
+        form = None if self._text is None else self._text.tool_format
+        assert form is not None, "a call without a format"
+        return uuid.uuid4().hex[: form.id_length]
+
     def _choice(self, delta: AnswerDelta, index: int, message: Json) -> Json:
+        parser = self._parsers.get(index)
+        is_called = delta.finish_reason == "stop" and parser is not None and parser.num_calls > 0
         choice = {
             "index": index,
             **message,
             "logprobs": as_content(self._text, delta.logprobs) if self._with_logprobs else None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": "tool_calls" if is_called else delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         return choice | {"token_ids": delta.tokens} if self._with_token_ids else choice
+
+
+def _of_thoughts(thoughts: str) -> Json:
+    """By the name that DeepSeek gave it, and by that of newer clients."""
+    return {"reasoning_content": thoughts, "reasoning": thoughts} if thoughts else {}

@@ -54,10 +54,6 @@ def _prediction(given: Any, _: Fields) -> bool:
     return isinstance(given, dict) and given.keys() == {"type", "content"} and given["type"] == "content"
 
 
-def _choice(given: Any, beside: Fields) -> bool:
-    return given == "none" or (given == "auto" and not beside.get("tools"))
-
-
 _STRING = f"a string of at most {LONGEST_NAME} characters"
 _NOTES = f"up to {MOST_NOTES} strings of {LONGEST_NOTE} characters, by names of {LONGEST_NOTE_NAME}"
 # What may be sent, and in words; empty where nothing may
@@ -68,7 +64,6 @@ IGNORED: dict[str, tuple[Callable[[Any, Fields], bool], str]] = {
     "metadata": (_notes, _NOTES),
     "modalities": (_one_of(["text"]), '["text"]'),
     "moderation": (_never, ""),
-    "parallel_tool_calls": (_one_of(True, False), "true or false"),
     "prediction": (_prediction, '{"type": "content", "content": ...}'),
     "prompt_cache_key": (_label, _STRING),
     "prompt_cache_options": (_never, ""),
@@ -77,8 +72,6 @@ IGNORED: dict[str, tuple[Callable[[Any, Fields], bool], str]] = {
     "safety_identifier": (_label, _STRING),
     "store": (_one_of(True, False), "true or false"),
     "suffix": (_one_of(""), '""'),
-    "tool_choice": (_choice, '"none", or "auto" without tools'),
-    "tools": (_unused("tool_choice"), f'up to {MOST_TOOLS} beside tool_choice: "none"'),
     "verbosity": (_one_of("low", "medium", "high"), '"low", "medium" or "high"'),
     "web_search_options": (_never, ""),
 }

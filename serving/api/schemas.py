@@ -228,6 +228,11 @@ class ChatBody(GenerationBody, Conversation):
 
     messages: list[Any] = Field(description='each {"role": ..., "content": ...}')
     max_completion_tokens: int | None = Field(None, description="in place of max_tokens")
+    tools: list[Any] | None = Field(None, description="functions that the answer may call")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto, required, or the function that must be called; null: auto"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="several calls in one answer; null: true")
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

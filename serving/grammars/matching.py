@@ -32,7 +32,7 @@ _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 # Between the parts of a JSON value: nothing, a space, or a new line with its indentation. Without a bound a
 # model may write spaces for ever.
 _WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
-_JSON_OPTIONS = {
+JSON_OPTIONS = {
     "whitespace_pattern": _WHITESPACE,
     "whitespace_flexible": True,
     "coerce_one_of": False,
@@ -235,7 +235,9 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if kind == "json":
-        return f"{_NO_FORCING}start: %json {json.dumps(asked | {'x-guidance': _JSON_OPTIONS})}"
+        return f"{_NO_FORCING}start: %json {json.dumps(asked | {'x-guidance': JSON_OPTIONS})}"
+    if kind == "lark":
+        return f"{_NO_FORCING}{asked}"
     if kind == "regex":
         (written,) = json.loads(LLMatcher.grammar_from_regex(asked))["grammars"]
         return f"{_NO_FORCING}{written['lark_grammar']}"
@@ -254,6 +256,7 @@ _NAMES = {
     "regex": "the regular expression",
     "choice": "the list of choices",
     "grammar": "the grammar",
+    "lark": "a schema",
 }
 
 

@@ -35,6 +35,7 @@ class ChatOptions:
     add_generation_prompt: bool = True  # the prompt ends where the assistant begins to speak
     continue_final_message: bool = False  # the prompt ends within the last message, which goes on
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
+    tools: Sequence[Mapping[str, Any]] = ()  # as the OpenAI API has them
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
@@ -47,7 +48,7 @@ class ChatOptions:
         _check_kwargs(self.chat_template_kwargs)
 
 
-def with_end_marked(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with a mark behind the text of the last, which a template may write more than once, and
     whose words may stand in the template, too. Raises BadRequest where that text is empty.
     """

@@ -20,9 +20,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from continuous_batching.refusal import BadRequest
+from serving.text.chat_messages import Message
 from serving.text.chat_options import ChatOptions, up_to_mark, with_end_marked
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _FAILURES = (
     jinja2.TemplateError,
     TypeError,
@@ -36,8 +36,6 @@ _AS_USUAL = ChatOptions()
 _MOST_S = 5.0  # of processor time to render a conversation
 
 _CHECK_TIME = "_check_the_time"
-
-Message = dict[str, str]
 
 
 class ChatTemplate:
@@ -79,7 +77,7 @@ class ChatTemplate:
                 {_CHECK_TIME: check_time},
                 **self._tokens,
                 messages=messages,
-                tools=None,
+                tools=options.tools or None,
                 documents=None,
                 add_generation_prompt=options.add_generation_prompt,
                 **options.chat_template_kwargs,
@@ -88,52 +86,6 @@ class ChatTemplate:
             given = "messages and chat_template_kwargs" if options.chat_template_kwargs else "messages"
             problem = f"refuses these {given}: {_line(error)}"
             raise BadRequest("messages", problem, subject="the chat template") from error
-
-
-def check_messages(messages: object) -> list[Message]:
-    """Messages as a template takes them: a role and plain text each.
-
-    Content may also be a list of text parts, which become lines. Raises BadRequest for anything else.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages", 'must be a list of at least one {"role": ..., "content": ...}')
-    return [_check_message(f"[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _check_message(place: str, message: object) -> Message:
-    if not isinstance(message, dict):
-        raise _wrong(place, 'must be an object {"role": ..., "content": ...}')
-    given = {key for key, value in message.items() if value is not None and value != []}
-    unknown = sorted(given - {"role", "content", "name"})
-    if unknown:
-        raise _wrong(f"{place}.{unknown[0]}", "is not supported; a message has role, content and name")
-    if message.get("role") not in ROLES:
-        raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}")
-    checked = {"role": message["role"], "content": _text_of(f"{place}.content", message.get("content"))}
-    if message.get("name") is not None:
-        checked["name"] = _check_text(f"{place}.name", message["name"])
-    return checked
-
-
-def _text_of(place: str, content: object) -> str:
-    if not isinstance(content, list):
-        return _check_text(place, content)
-    parts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise _wrong(f"{place}[{index}]", 'must be {"type": "text", "text": ...}; this model reads text')
-        parts.append(_check_text(f"{place}[{index}].text", part.get("text")))
-    return "\n".join(parts)
-
-
-def _check_text(place: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _wrong(place, "must be a string")
-    return value
-
-
-def _wrong(place: str, problem: str) -> BadRequest:
-    return BadRequest("messages", problem, place=place)
 
 
 def _tojson(

@@ -145,6 +145,24 @@ FIELDS = (
         default="any",
     ),
     RequestField(
+        ("tools",),
+        "functions that the answer may call (docs/tools.md); needs `messages`",
+        allowed="a list of up to 128 `{type, function}`",
+        default="none",
+    ),
+    RequestField(
+        ("tool_choice",),
+        "whether it may call any of them, must, or must call a named one",
+        allowed="`none`, `auto`, `required`, or `{type, function: {name}}`",
+        default="auto",
+    ),
+    RequestField(
+        ("parallel_tool_calls",),
+        "one answer may call several, or one several times",
+        allowed="true or false",
+        default="true",
+    ),
+    RequestField(
         ("seed",),
         "with it, the same request gets the same tokens, whatever else runs",
         0,

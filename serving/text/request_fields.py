@@ -23,6 +23,8 @@ from serving.text.bad_words import spellings
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text, TextOptions
 from serving.text.truncation import truncated
+from serving.tools.definitions import FIELDS as TOOLS
+from serving.tools.definitions import ToolUse, tool_use
 
 MOST_SAMPLES = 128  # each takes a slot: more samples of one request would crowd out the others
 _SHORT = 500  # characters, or tokens
@@ -30,6 +32,7 @@ _LONG = (  # these may take longer to read
     *("messages", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
     *("n", "best_of"),
     *STRUCTURED,
+    *TOOLS,
 )
 
 
@@ -55,7 +58,11 @@ def parse_request(
         raise BadRequest("tenant", "and user are two names of one field; give one of them")
     if "stop" in values and text is None:
         raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
-    prompt = np.array(_prompt(values, text), dtype=np.int32)
+    tools = tool_use(values)
+    if tools is not None and tools.schemas and text is not None and text.tool_format is None:
+        problem = "are not supported: the recipe names no server.tool_format for this model"
+        raise BadRequest("tools", problem, fix='leave them out, or send tool_choice: "none"')
+    prompt = np.array(_prompt(values, text, tools), dtype=np.int32)
     asked = values.get("truncate_prompt_tokens")
     if asked is not None:
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
@@ -73,15 +80,18 @@ def parse_request(
             arrival_s=values.get("arrival_s", 0.0),
             timeout_s=values.get("timeout_s"),
         )
-        for index, params in enumerate(_samples(values, text))
+        for index, params in enumerate(_samples(values, text, tools))
     )
     leader.followers = followers
     return leader
 
 
-def text_options(fields: Mapping[str, Any]) -> TextOptions:
+def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOptions:
     """How the answers to a request that `parse_request` accepted become text."""
     given = {name: fields[name] for name in _SHOWING if fields.get(name) is not None}
+    form = None if text is None else text.tool_format
+    if text is not None and form is not None and fields.get("tools") and text.control_tokens(form.marks):
+        given.setdefault("skip_special_tokens", False)  # calls are found by them
     is_chat = fields.get("messages") is not None
     is_turn = is_chat and not fields.get("continue_final_message")
     return TextOptions(is_chat=is_chat, start=is_turn, **given)
@@ -106,13 +116,15 @@ def is_short(fields: Mapping[str, Any]) -> bool:
     return len(prompt) <= _SHORT and not any(fields.get(name) for name in _LONG)
 
 
-def _prompt(values: dict[str, Any], text: Text | None) -> list[int]:
+def _prompt(values: dict[str, Any], text: Text | None, tools: ToolUse | None) -> list[int]:
     forms = [name for name in ("prompt", "messages", "prompt_token_ids") if name in values]
     if len(forms) != 1:
         found = " and ".join(forms) if forms else "none of them"
         problem = f"exactly one of prompt, messages and prompt_token_ids must be given, not {found}"
         raise BadRequest(None, problem)
     options = {name: values[name] for name in _CHAT if name in values}
+    if tools is not None:
+        options["tools"] = tools.tools
     if options and forms[0] != "messages":
         raise BadRequest(next(iter(options)), "needs messages; a prompt goes through no chat template")
     prompt = values[forms[0]]
@@ -133,7 +145,7 @@ def _least_answer(values: dict[str, Any], *, fills: bool) -> int:
     return int(given)
 
 
-def _params(values: dict[str, Any], text: Text | None) -> SamplingParams:
+def _params(values: dict[str, Any], text: Text | None, tools: ToolUse | None) -> SamplingParams:
     named = {name: values[name] for name in _SAMPLING if name in values}
     if "max_completion_tokens" in values:
         named["max_tokens"] = values["max_completion_tokens"]
@@ -143,10 +155,16 @@ def _params(values: dict[str, Any], text: Text | None) -> SamplingParams:
     if grammar is not None and text is None:
         asked = next(name for name in STRUCTURED if name in values)
         raise BadRequest(asked, "needs a tokenizer, and this model has none; use allowed_token_ids")
+    if tools is not None and text is not None and text.tool_format is not None:
+        called = tools.grammar(text.tool_format, text.control_tokens(text.tool_format.marks))
+        if called is not None and grammar is not None:
+            asked = next(name for name in STRUCTURED if name in values)
+            raise BadRequest(asked, "and the tools both say which form the answer has; give one of them")
+        grammar = grammar or called
     return SamplingParams(**named, logprobs=_logprobs(values), grammar=grammar)
 
 
-def _samples(values: dict[str, Any], text: Text | None) -> list[SamplingParams]:
+def _samples(values: dict[str, Any], text: Text | None, tools: ToolUse | None) -> list[SamplingParams]:
     """The parameters of each sample of the prompt: `best_of` of them, or `n`, each with its own seed.
 
     A beam search is one request, and its `n` best hypotheses are the answers.
@@ -157,7 +175,7 @@ def _samples(values: dict[str, Any], text: Text | None) -> list[SamplingParams]:
         raise types.wrong("n", num_answers, f"from 1 to {MOST_SAMPLES}")
     if not num_answers <= num_samples <= MOST_SAMPLES:
         raise types.wrong("best_of", num_samples, f"from n ({num_answers}) to {MOST_SAMPLES}")
-    params = _params(values, text)
+    params = _params(values, text, tools)
     if params.beam_width:
         if "best_of" in values:
             raise types.wrong("best_of", num_samples, "left out beside beam_width")
@@ -233,6 +251,7 @@ _READERS: dict[str, types.Reader] = {
     **_SAMPLING,
     **_SHOWING,
     **dict.fromkeys(STRUCTURED, types.anything),  # grammar_of checks them
+    **dict.fromkeys(TOOLS, types.anything),  # tool_use checks them
     "max_completion_tokens": types.integer,
     "n": types.integer,
     "best_of": types.integer,

@@ -17,8 +17,9 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
+from serving.text.chat_messages import check_messages
 from serving.text.chat_options import ChatOptions, strings_in, with_strings
-from serving.text.chat_template import ChatTemplate, check_messages
+from serving.text.chat_template import ChatTemplate
 from serving.text.tokenizer_settings import SPECIAL_KEYS
 from serving.text.vocabulary import (
     SentencePieceVocabulary,
@@ -27,6 +28,7 @@ from serving.text.vocabulary import (
     read_tokenizer_files,
     token_text,
 )
+from serving.tools.formats import TOOL_FORMATS, ToolFormat
 
 _AS_USUAL = ChatOptions()
 
@@ -39,7 +41,14 @@ class Text:
     configuration may name more. `longest_token` is in bytes: no token stands for more characters.
     """
 
-    def __init__(self, vocabulary: Vocabulary, settings: dict[str, Any], template: str | None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        settings: dict[str, Any],
+        template: str | None,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        self.tool_format = tool_format
         self._vocabulary = vocabulary
         self._settings = settings
         self._source = template
@@ -58,14 +67,20 @@ class Text:
         self.longest_token = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.size))
 
     @staticmethod
-    def load(path: str | Path) -> Text | None:
+    def load(path: str | Path | None, tool_format: str = "none") -> Text | None:
         """The tokenizer in a Hugging Face directory: tokenizer.json, else tokenizer.model.
 
-        None if it holds neither. Raises ValueError for files that cannot be used.
+        None if it holds neither, or there is no directory; `tool_format` is a recipe's.
+        Raises ValueError for files that cannot be used.
         """
+        if path is None:
+            return None
         try:
             files = read_tokenizer_files(Path(path))
-            return None if files is None else Text(files.vocabulary, files.settings, files.template)
+            if files is None:
+                return None
+            form = TOOL_FORMATS.get(tool_format)
+            return Text(files.vocabulary, files.settings, files.template, form)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a file of another shape
             raise ValueError(
                 f"the tokenizer in {path} cannot be used ({error}); download it again"
@@ -78,6 +93,10 @@ class Text:
     def describe(self) -> dict[str, Any]:
         """What a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
         return {**self._settings, **self._names, "chat_template": self._source, "vocab_size": self.vocab_size}
+
+    def control_tokens(self, names: Iterable[str]) -> dict[str, int]:
+        """Those of the names that are control tokens, and their ids."""
+        return {name: self._vocabulary.control[name] for name in names if name in self._vocabulary.control}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a prompt; with `add_special_tokens` it begins as the tokenizer's configuration says.
@@ -107,14 +126,20 @@ class Text:
             raise BadRequest(
                 "messages", "has no chat template; send prompt instead of messages", subject="this model"
             )
-        checked = check_messages(messages)
+        is_text = self.tool_format is not None and self.tool_format.text_arguments
+        checked = check_messages(messages, text_arguments=is_text)
         for index, message in enumerate(checked):
             for key, value in message.items():
-                check_unicode("messages", value, place=f"[{index}].{key}")
+                for each in strings_in(value):
+                    check_unicode("messages", each, place=f"[{index}].{key}")
+        for each in strings_in(list(options.tools)):
+            check_unicode("tools", each)
         for each in strings_in(options.chat_template_kwargs):
             check_unicode("chat_template_kwargs", each)
-        (shielded, kwargs), spelt = _shield([checked, options.chat_template_kwargs], self._vocabulary.control)
-        rendered = self._template.render(shielded, replace(options, chat_template_kwargs=kwargs))
+        given = [checked, options.chat_template_kwargs, list(options.tools)]
+        (shielded, kwargs, tools), spelt = _shield(given, self._vocabulary.control)
+        options = replace(options, chat_template_kwargs=kwargs, tools=tools)
+        rendered = self._template.render(shielded, options)
         parts = any_of(spelt).split(rendered)
         literally = {mark: self._vocabulary.encode_literally(name) for mark, name in spelt.items()}
         ids: list[int] = []

@@ -46,6 +46,7 @@ from tests.mutation.rank_faults import RANK_FAULTS, RANK_TESTS_OF
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
+from tests.mutation.tool_faults import TOOL_FAULTS, TOOL_TESTS_OF
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = (
@@ -65,6 +66,7 @@ FAULTS = (
     *NPU_FAULTS,
     *ACLOP_FAULTS,
     *GRAMMAR_FAULTS,
+    *TOOL_FAULTS,
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
     *INT8_FAULTS,
@@ -131,6 +133,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **NPU_TESTS_OF,
     **ACLOP_TESTS_OF,
     **GRAMMAR_TESTS_OF,
+    **TOOL_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
     **INT8_TESTS_OF,

@@ -150,8 +150,9 @@ def test_a_token_id_out_of_range_is_refused(http: httpx.Client, body: dict[str, 
         ("guided_jsons", {}, 'unknown field "guided_jsons"; did you mean guided_json?'),
         (
             "tools",
-            [{"type": "function"}],
-            'tools is not supported; only up to 128 beside tool_choice: "none" is accepted: leave it out',
+            [{"type": "function", "function": {"name": "f"}}],
+            "tools are not supported: the recipe names no server.tool_format for this model: leave them out, "
+            'or send tool_choice: "none"',
         ),
         ("audio", {}, "audio is not supported: leave it out"),
     ],

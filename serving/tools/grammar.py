@@ -1,0 +1,88 @@
+"""To which grammar is an answer held that must call tools, or must call them right?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from serving.grammars.matching import JSON_OPTIONS
+from serving.tools.formats import ToolFormat
+
+
+def lark_of(
+    form: ToolFormat,
+    schemas: Mapping[str, Any],
+    *,
+    must_call: bool,
+    is_single: bool,
+    mark: Mapping[str, int],
+) -> str:
+    """A grammar of calls, of which each has arguments by its schema; a text may come first, or stand alone,
+    unless there `must_call`. It is in the form of `SamplingParams.grammar`.
+    """
+    is_plain = not form.is_whole and form.trigger not in mark  # text may hold what calls begin with
+    dropped = len(form.trigger) if is_plain and not must_call else 0  # a text before calls ends with it
+    more = "" if is_single else f" ({_literal(form.between, mark)} call)*"
+    rules = [f"calls: first{more} {_literal(form.closing, mark)}"]
+    for rule, opening, start in (("first", form.opening, dropped), ("call", "", 0)):
+        bodies = " | ".join(f"{rule}_{index}" for index in range(len(schemas)))
+        rules.append(f"{rule}: {bodies}")
+        for index, name in enumerate(schemas):
+            head = _literal((opening + form.head + name + form.middle)[start:], mark)
+            rules.append(f"{rule}_{index}: {head} arguments_{index} {_literal(form.tail, mark)}")
+    for index, schema in enumerate(schemas.values()):
+        rules += _arguments(form, index, schema)
+    start_rules = ["start: calls"] if must_call else _with_text(form, is_plain)
+    return json.dumps(["tools", "lark", "\n".join([*start_rules, *rules])], ensure_ascii=False)
+
+
+def _with_text(form: ToolFormat, is_plain: bool) -> list[str]:
+    """The beginning of an answer that may call nothing."""
+    if form.is_whole:
+        begin = re.escape((form.opening + form.head)[0])
+        return ["start: calls | TEXT?", f"TEXT: /[^{begin}\\s](?s:.*)/"]
+    if not is_plain:
+        return ["start: TEXT? calls?", "TEXT: /(?s:.+)/"]
+    trigger = re.escape(form.trigger).replace("/", "\\/")
+    return [
+        "start: TEXT? | before calls",
+        f"before[lazy]: /(?s:.*){trigger}/",
+        f"TEXT: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/",
+    ]
+
+
+def _arguments(form: ToolFormat, index: int, schema: Any) -> list[str]:
+    name = f"arguments_{index}"
+    if form.arguments == "json":
+        return [f"{name}: {_json(schema)}"]
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = set(schema.get("required", []))
+    rules = [f"{name}: {name}_first_0"]
+    properties = [*schema.get("properties", {}).items()]
+    for at, (each, value) in enumerate(properties):
+        value = {**value, **shared} if isinstance(value, Mapping) else value
+        rules.append(f"{name}_item_{at}: {_quoted(each + '=')} {_json(value)}")
+        for place, before in (("first", ""), ("rest", '", " ')):
+            skip = "" if each in required else f" | {name}_{place}_{at + 1}"
+            rules.append(f"{name}_{place}_{at}: {before}{name}_item_{at} {name}_rest_{at + 1}{skip}")
+    rules += [f'{name}_{place}_{len(properties)}: ""' for place in ("first", "rest")]
+    return rules
+
+
+def _json(schema: Any) -> str:
+    options = {"x-guidance": JSON_OPTIONS}
+    return "%json " + json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)
+
+
+def _literal(text: str, mark: Mapping[str, int]) -> str:
+    """A text as the grammar has it, where control tokens are their own."""
+    if not mark:
+        return _quoted(text)
+    parts = re.split(f"({'|'.join(map(re.escape, mark))})", text)
+    return " ".join(f"<[{mark[part]}]>" if part in mark else _quoted(part) for part in parts if part) or '""'
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,104 @@
+"""Is what a format's grammar takes what its parser finds, in every format?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from continuous_batching.refusal import BadRequest
+from serving.tools.definitions import ToolUse, tool_use
+from serving.tools.formats import TOOL_FORMATS, ToolFormat
+from tests.serving import test_tool_parsing
+from tests.serving.test_tool_parsing import parsed
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"enum": ["a", "b"]}, "z": {"type": "boolean"}},
+    "required": ["y"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def written(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """As the grammar has it: JSON's values, in Python's keywords too."""
+    text = test_tool_parsing.written(form, calls)
+    return text.replace("'", '"').replace("True", "true")
+
+
+def asked(**fields: Any) -> ToolUse:
+    use = tool_use({"tools": [tool("add", parameters=SCHEMA, strict=True), tool("get_weather")], **fields})
+    assert use is not None
+    return use
+
+
+def takes(use: ToolUse, name: str, answer: str) -> bool:
+    grammar = use.grammar(TOOL_FORMATS[name], {})
+    assert grammar is not None
+    _, kind, lark = json.loads(grammar)
+    assert kind == "lark"
+    matcher = LLMatcher(LLTokenizer("byte"), '%llguidance {"no_forcing": true}\n' + lark, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    data = list(answer.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_required_call_is_all_of_the_answer(name: str) -> None:
+    form, use = TOOL_FORMATS[name], asked(tool_choice="required")
+    right = [("add", {"x": 1, "y": "a"}), ("add", {"y": "b", "z": True}), ("get_weather", {})]
+    answer = written(form, right)
+    assert takes(use, name, answer)
+    assert len(parsed(form, [answer])[1]) == 3
+    for wrong in ([("add", {"x": 1})], [("add", {"y": "c"})], [("other", {})], [("get_weather", {"a": 1})]):
+        assert not takes(use, name, written(form, wrong))
+    assert not takes(use, name, "")
+    assert not takes(use, name, f"So: {answer}")
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_named_call_is_one_of_that_function(name: str) -> None:
+    form, use = TOOL_FORMATS[name], asked(tool_choice=tool("add"))
+    one = ("add", {"y": "a"})
+    assert takes(use, name, written(form, [one]))
+    assert not takes(use, name, written(form, [one, one]))
+    assert not takes(use, name, written(form, [("get_weather", {})]))
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_strict_tool_is_called_right_or_not_at_all(name: str) -> None:
+    form, use = TOOL_FORMATS[name], asked()
+    right, wrong = ("add", {"y": "a"}), ("add", {"y": "c"})
+    assert takes(use, name, "")
+    assert takes(use, name, "It is 天气 <b>.")
+    assert takes(use, name, written(form, [right, right]))
+    assert not takes(use, name, written(form, [wrong]))
+    if not form.is_whole:
+        assert takes(use, name, f"I look.\n{written(form, [right])}")
+        assert not takes(use, name, f"I look.\n{written(form, [wrong])}")
+    assert not takes(asked(parallel_tool_calls=False), name, written(form, [right, right]))
+
+
+def test_control_tokens_are_no_text() -> None:
+    form = TOOL_FORMATS["mistral"]
+    for choice in ("required", "auto"):
+        grammar = asked(tool_choice=choice).grammar(form, {"[TOOL_CALLS]": 300})
+        assert grammar is not None
+        assert "<[300]>" in grammar
+        assert "TOOL_CALLS" not in grammar
+
+
+def test_nothing_is_held_where_nothing_was_asked_for() -> None:
+    loose = [tool("add", parameters={"not": {}})]
+    for fields in ({"tools": loose}, {"tools": loose, "tool_choice": "none", "parallel_tool_calls": False}):
+        use = tool_use(fields)
+        assert use is not None
+        assert use.grammar(TOOL_FORMATS["hermes"], {}) is None
+    with pytest.raises(BadRequest, match='keyword "not"'):
+        tool_use({"tools": [tool("add", parameters={"not": {}}, strict=True)]})

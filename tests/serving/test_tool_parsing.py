@@ -1,0 +1,161 @@
+"""Does a parser find the same calls in an answer however it was cut, and lose no word of it?"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from serving.tools.formats import TOOL_FORMATS, ToolFormat
+from serving.tools.parsing import MOST_SPACE, ToolParser
+
+NAMES = ("get_weather", "add", "mcp.files-read")
+Calls = list[tuple[str, str]]
+
+
+def written(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    """As a model of this format writes calls."""
+
+    def arguments(values: dict[str, Any]) -> str:
+        if form.arguments == "keywords":
+            return ", ".join(f"{name}={value!r}" for name, value in values.items())
+        return json.dumps(values, ensure_ascii=False)
+
+    each = (form.head + name + form.middle + arguments(values) + form.tail for name, values in calls)
+    return form.opening + form.between.join(each) + form.closing
+
+
+def parsed(form: ToolFormat, pieces: list[str]) -> tuple[str, Calls]:
+    """The sum of what a parser gives for these pieces; each call's name comes first, and once."""
+    parser, content, calls = ToolParser(form, NAMES), "", list[list[str]]()
+    for each in [*map(parser.push, pieces), parser.finish()]:
+        content += each.content
+        for delta in each.calls:
+            if delta.name is not None:
+                assert delta.index == len(calls), "a name comes first, and once"
+                calls.append([delta.name, ""])
+            assert delta.index == len(calls) - 1, "calls come one after the other"
+            calls[delta.index][1] += delta.arguments
+    assert parser.num_calls == len(calls)
+    return content, [(name, text) for name, text in calls]
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    """The text in pieces, some of one character and some of many."""
+    pieces = []
+    while text:
+        size = rng.choice((1, 1, 2, 3, 5, 8, 40))
+        pieces.append(text[:size])
+        text = text[size:]
+    return pieces
+
+
+def made(form: ToolFormat, rng: random.Random) -> str:
+    """An answer: text, calls, and calls that are spoilt, in any order."""
+    words = [
+        "Let me see. ",
+        "\n\n",
+        "{",
+        "[1] ",
+        "<tool",
+        form.opening,
+        form.head,
+        form.trigger,
+        "}]",
+        "天气 ",
+    ]
+    values: list[Any] = ["a", 'q"}', "]) \\", -1.5, True, None, {"b": [1, {"c": "}"}]}, [[]], "é天"]
+    parts = [rng.choice(["", "", *words])]
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        calls = [
+            (
+                rng.choice((*NAMES, *NAMES, "unknown")),
+                {f"p{n}": rng.choice(values) for n in range(rng.randrange(4))},
+            )
+            for _ in range(rng.choice((1, 1, 2, 3)))
+        ]
+        text = written(form, calls)
+        parts.append(text if rng.random() < 0.7 else text[: rng.randrange(len(text))])
+        parts.append(rng.choice(["", "", *words]))
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_no_way_to_cut_an_answer_changes_what_is_found(name: str) -> None:
+    rng, form, num_calls = random.Random(19), TOOL_FORMATS[name], 0
+    for _ in range(1000):
+        answer = made(form, rng)
+        whole = parsed(form, [answer])
+        num_calls += len(whole[1])
+        assert parsed(form, list(answer)) == whole, answer
+        assert parsed(form, cut(answer, rng)) == whole, answer
+    assert num_calls > 100
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_calls_are_found_with_all_their_arguments(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    calls = [
+        ("get_weather", {"city": 'Bei"jing})]', "days": [1, {"a": None}]}),
+        ("add", {}),
+        ("add", {"x": True}),
+    ]
+    content, found = parsed(form, [written(form, calls)])
+    assert content == ""
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_what_only_begins_like_a_call_is_given_back(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    known = written(form, [("add", {"x": 1})])
+    for answer in (
+        written(form, [("unknown", {"x": 1})]),
+        known[: known.index("add") + 1],
+        "{ [ <tool_call [TOOL_CALLS",
+        form.opening + form.head,
+        " \n",
+    ):
+        assert parsed(form, [answer]) == (answer, [])
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
+def test_text_stands_before_and_behind_calls(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    answer = f"I look.\n{written(form, [('add', {'x': 1})])}\nDone."
+    content, found = parsed(form, [answer])
+    assert (content, found) == ("I look.\n\nDone.", [("add", '{"x": 1}')])
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if form.is_whole])
+def test_calls_without_a_mark_stand_alone(name: str) -> None:
+    form = TOOL_FORMATS[name]
+    answer = f"I look. {written(form, [('add', {'x': 1})])}"
+    assert parsed(form, [answer]) == (answer, [])
+    assert parsed(form, [answer.removeprefix("I look.")])[1] == [("add", '{"x": 1}')]
+
+
+def test_white_space_may_be_another_but_not_without_end() -> None:
+    form = TOOL_FORMATS["hermes"]
+    call = '<tool_call> { "name" :"add" , "arguments":\n{} }</tool_call>'
+    assert parsed(form, [call]) == ("", [("add", "{}")])
+    too_wide = call.replace(" {", " " * (MOST_SPACE + 1) + "{")
+    assert parsed(form, [too_wide]) == (too_wide, [])
+
+
+def test_arguments_leave_before_they_are_complete() -> None:
+    parser = ToolParser(TOOL_FORMATS["hermes"], NAMES)
+    first = parser.push('<tool_call>\n{"name": "add", "arguments": {"x"')
+    assert [(each.name, each.arguments) for each in first.calls] == [("add", '{"x"')]
+    assert [each.arguments for each in parser.push(": 1").calls] == [": 1"]
+    assert parser.finish().content == ""
+
+
+def test_keywords_that_are_no_plain_values_stay_text() -> None:
+    for answer in ("[add(x=open('/etc/passwd'))]", "[add(1)]", "[add(**{})]", "[add(x=)]", "[add(x=1"):
+        assert parsed(TOOL_FORMATS["pythonic"], [answer]) == (answer, [])
+    assert parsed(TOOL_FORMATS["pythonic"], ["[add(x=true, y=None)]"])[1] == [
+        ("add", '{"x": true, "y": null}')
+    ]
