@@ -103,8 +103,7 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
 @stand_in_alone
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_serves_the_tiny_model_on_the_stand_in(path: Path) -> None:
-    small = ["cache.num_pages=64", "scheduler.max_request_tokens=null"]
-    small += [f"parallel.tensor={min(2, load(str(path)).parallel.tensor)}"]
+    small = ["cache.num_pages=64", f"parallel.tensor={min(2, load(str(path)).parallel.tensor)}"]
     done = subprocess.run(
         [sys.executable, "-m", "scripts.generate", str(path), "model.path=recipes/tiny/weights", *small,
          "device.virtual=true", "--prompt", "348+275=", "--max-tokens", "6"],
