@@ -27,8 +27,8 @@ class Matcher(Protocol):
         """Why it can say nothing more, such as a grammar that grew too complex; empty while it can."""
         ...
 
-    def mask(self) -> Mask:
-        """The tokens that may come now; the model's end tokens where the answer may end."""
+    def mask(self) -> Mask | None:
+        """The tokens that may come now, None for all; the model's end tokens where the answer may end."""
         ...
 
     def consume(self, token: int) -> bool:

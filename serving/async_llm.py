@@ -63,7 +63,7 @@ class AsyncLLM:
         stats: ServerStats | None = None,
     ) -> None:
         self.recipe = load(recipe, overrides, profile)
-        self.text = Text.load(self.recipe.model.path, self.recipe.server.tool_format)
+        self.text = Text.of(self.recipe)
         self.stats = stats or ServerStats()
         self.limits = ServerLimits(self.recipe.server, self.stats.rejected)
         chosen = [] if profile is None else ["--profile", profile]

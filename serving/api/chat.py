@@ -63,7 +63,8 @@ class ChatFormat:
         self._parsers: dict[int, ToolParser] = {}  # by the choice's index
         self._thoughts: dict[int, ReasoningParser] = {}
         has_text = use is not None and bool(use.schemas) and not use.must_call
-        is_held = answer.request.params.grammar is not None and not has_text  # there is no place for thoughts
+        has_place = has_text or (text is not None and len(text.think_marks) == 2)  # for thoughts
+        is_held = answer.request.params.grammar is not None and not has_place
         self._thinks = thinks and not is_held
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:

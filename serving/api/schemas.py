@@ -233,6 +233,7 @@ class ChatBody(GenerationBody, Conversation):
         None, description="none, auto, required, or the function that must be called; null: auto"
     )
     parallel_tool_calls: bool | None = Field(None, description="several calls in one answer; null: true")
+    thinking_token_budget: int | None = Field(None, description="the most tokens of thoughts; null: any")
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

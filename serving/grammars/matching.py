@@ -21,6 +21,7 @@ import numpy as np
 from continuous_batching.constraints import Constraint, Mask, Matcher
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
+from serving.grammars.thinking import KIND, Thinking, ThinkingMatcher, reader
 
 if TYPE_CHECKING:
     import llguidance
@@ -109,6 +110,9 @@ class Grammars:
 
         They share a lexer, in which states are found once: what explodes in one request ends no other.
         """
+        _, kind, asked = json.loads(grammar)
+        if kind == KIND:
+            return self._with_thoughts(reader(asked), asked["then"])
         tokenizer = self._ready()
         started_s = time.perf_counter()
         try:
@@ -122,6 +126,11 @@ class Grammars:
         ends = frozenset(self._eos_token_ids)
         cut = self._tokens_of
         return lambda: _Matcher(beginning.deep_copy(), ends, cut, self.counters)
+
+    def _with_thoughts(self, thinking: Thinking, grammar: str | None) -> Callable[[], Matcher]:
+        start = None if grammar is None else self._compiled(grammar)
+        ends = frozenset(self._eos_token_ids)
+        return lambda: ThinkingMatcher(thinking, None if start is None else start(), ends, self._vocab_size)
 
     def _tokens_of(self, spelt: bytes) -> list[int]:
         """Tokens that spell a text, or its beginning, as it would usually be cut."""

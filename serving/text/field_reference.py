@@ -163,6 +163,14 @@ FIELDS = (
         default="true",
     ),
     RequestField(
+        ("thinking_token_budget",),
+        "so many tokens of thoughts, and then their block ends; needs `messages`, and `server.reasoning` of "
+        "the recipe",
+        0,
+        2**31 - 1,
+        default="any number",
+    ),
+    RequestField(
         ("seed",),
         "with it, the same request gets the same tokens, whatever else runs",
         0,

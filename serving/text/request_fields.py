@@ -7,6 +7,7 @@ guessed: an unknown field, a wrong type and a value out of range are refused by 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import MOST_LOGPROBS, Request, SamplingParams
 from continuous_batching.scheduling.validation import too_long
+from kv_cache.pages import Index
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import grammar_of
 from serving.text import field_types as types
@@ -80,7 +82,7 @@ def parse_request(
             arrival_s=values.get("arrival_s", 0.0),
             timeout_s=values.get("timeout_s"),
         )
-        for index, params in enumerate(_samples(values, text, tools))
+        for index, params in enumerate(_samples(values, text, tools, prompt))
     )
     leader.followers = followers
     return leader
@@ -145,7 +147,9 @@ def _least_answer(values: dict[str, Any], *, fills: bool) -> int:
     return int(given)
 
 
-def _params(values: dict[str, Any], text: Text | None, tools: ToolUse | None) -> SamplingParams:
+def _params(
+    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: Index
+) -> SamplingParams:
     named = {name: values[name] for name in _SAMPLING if name in values}
     if "max_completion_tokens" in values:
         named["max_tokens"] = values["max_completion_tokens"]
@@ -161,10 +165,32 @@ def _params(values: dict[str, Any], text: Text | None, tools: ToolUse | None) ->
             asked = next(name for name in STRUCTURED if name in values)
             raise BadRequest(asked, "and the tools both say which form the answer has; give one of them")
         grammar = grammar or called
+    grammar = _after_thoughts(grammar, values, text, prompt)
     return SamplingParams(**named, logprobs=_logprobs(values), grammar=grammar)
 
 
-def _samples(values: dict[str, Any], text: Text | None, tools: ToolUse | None) -> list[SamplingParams]:
+def _after_thoughts(
+    grammar: str | None, values: dict[str, Any], text: Text | None, prompt: Index
+) -> str | None:
+    """The grammar behind the thoughts that an answer of a chat may begin with."""
+    budget = values.get(BUDGET)
+    if budget is not None and budget < 0:
+        raise types.wrong(BUDGET, budget, "at least 0")
+    if budget is not None and (text is None or len(text.think_marks) != 2):
+        problem = (
+            "is not supported: the recipe does not say server.reasoning, or the model has no think marks"
+        )
+        raise BadRequest(BUDGET, problem, fix="leave it out")
+    if text is None or "messages" not in values or (grammar is None and budget is None):
+        return grammar
+    thinking = text.thinking(prompt.tolist(), budget)
+    field = BUDGET if grammar is None else json.loads(grammar)[0]
+    return grammar if thinking is None else thinking.before(grammar, field)
+
+
+def _samples(
+    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: Index
+) -> list[SamplingParams]:
     """The parameters of each sample of the prompt: `best_of` of them, or `n`, each with its own seed.
 
     A beam search is one request, and its `n` best hypotheses are the answers.
@@ -175,7 +201,7 @@ def _samples(values: dict[str, Any], text: Text | None, tools: ToolUse | None) -
         raise types.wrong("n", num_answers, f"from 1 to {MOST_SAMPLES}")
     if not num_answers <= num_samples <= MOST_SAMPLES:
         raise types.wrong("best_of", num_samples, f"from n ({num_answers}) to {MOST_SAMPLES}")
-    params = _params(values, text, tools)
+    params = _params(values, text, tools, prompt)
     if params.beam_width:
         if "best_of" in values:
             raise types.wrong("best_of", num_samples, "left out beside beam_width")
@@ -209,6 +235,7 @@ def _unknown(name: object) -> BadRequest:
     return BadRequest(str(name), f"{shown(name)}; {rest}", subject="unknown field")
 
 
+BUDGET = "thinking_token_budget"
 _SAMPLING: dict[str, types.Reader] = {
     "max_tokens": types.integer,
     "min_tokens": types.integer,
@@ -253,6 +280,7 @@ _READERS: dict[str, types.Reader] = {
     **dict.fromkeys(STRUCTURED, types.anything),  # grammar_of checks them
     **dict.fromkeys(TOOLS, types.anything),  # tool_use checks them
     "max_completion_tokens": types.integer,
+    BUDGET: types.integer,
     "n": types.integer,
     "best_of": types.integer,
     "logprobs": types.count_or_boolean,

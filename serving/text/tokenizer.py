@@ -17,6 +17,8 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
+from recipes.schema.recipe import Recipe
+from serving.grammars.thinking import Thinking
 from serving.text.chat_messages import check_messages
 from serving.text.chat_options import ChatOptions, strings_in, with_strings
 from serving.text.chat_template import ChatTemplate
@@ -29,7 +31,9 @@ from serving.text.vocabulary import (
     token_text,
 )
 from serving.tools.formats import TOOL_FORMATS, ToolFormat
+from serving.tools.reasoning import BEGIN, END
 
+_END_TOKENS = 16  # of a prompt: more than "<think>" and a line break take
 _AS_USUAL = ChatOptions()
 
 
@@ -47,8 +51,12 @@ class Text:
         settings: dict[str, Any],
         template: str | None,
         tool_format: ToolFormat | None = None,
+        *,
+        thinks: bool = False,
     ) -> None:
         self.tool_format = tool_format
+        marks = [vocabulary.find(each) if thinks else None for each in (BEGIN, END)]
+        self.think_marks = tuple(each for each in marks if each is not None)  # both, or none that can be used
         self._vocabulary = vocabulary
         self._settings = settings
         self._source = template
@@ -67,10 +75,15 @@ class Text:
         self.longest_token = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.size))
 
     @staticmethod
-    def load(path: str | Path | None, tool_format: str = "none") -> Text | None:
+    def of(recipe: Recipe) -> Text | None:
+        """The tokenizer of a recipe's model, with the forms of its answers."""
+        return Text.load(recipe.model.path, recipe.server.tool_format, recipe.server.reasoning)
+
+    @staticmethod
+    def load(path: str | Path | None, tool_format: str = "none", reasoning: str = "none") -> Text | None:
         """The tokenizer in a Hugging Face directory: tokenizer.json, else tokenizer.model.
 
-        None if it holds neither, or there is no directory; `tool_format` is a recipe's.
+        None if it holds neither, or there is no directory; `tool_format` and `reasoning` are a recipe's.
         Raises ValueError for files that cannot be used.
         """
         if path is None:
@@ -80,7 +93,8 @@ class Text:
             if files is None:
                 return None
             form = TOOL_FORMATS.get(tool_format)
-            return Text(files.vocabulary, files.settings, files.template, form)
+            thinks = reasoning == "think"
+            return Text(files.vocabulary, files.settings, files.template, form, thinks=thinks)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a file of another shape
             raise ValueError(
                 f"the tokenizer in {path} cannot be used ({error}); download it again"
@@ -93,6 +107,17 @@ class Text:
     def describe(self) -> dict[str, Any]:
         """What a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
         return {**self._settings, **self._names, "chat_template": self._source, "vocab_size": self.vocab_size}
+
+    def thinking(self, prompt: Sequence[int], budget: int | None = None) -> Thinking | None:
+        """How an answer to this prompt may begin with thoughts; None where the model has none, or the prompt
+        has closed them.
+        """
+        if len(self.think_marks) != 2:
+            return None
+        end = self.decode(prompt[-_END_TOKENS:], skip_special_tokens=False).rstrip()
+        if end.endswith(END):
+            return None
+        return Thinking(*self.think_marks, is_open=end.endswith(BEGIN), budget=budget)
 
     def control_tokens(self, names: Iterable[str]) -> dict[str, int]:
         """Those of the names that are control tokens, and their ids."""

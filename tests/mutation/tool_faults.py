@@ -8,7 +8,9 @@ TOOLS = "serving/tools/"
 PARSING, GRAMMAR, DEFINITIONS = (TOOLS + name for name in ("parsing.py", "grammar.py", "definitions.py"))
 CHAT, REASONING = "serving/api/chat.py", TOOLS + "reasoning.py"
 SERVED = "tests/serving/test_tools.py"
+THINKING = "serving/grammars/thinking.py"
 TOOL_TESTS_OF = {
+    THINKING: ("tests/serving/test_thinking.py",),
     PARSING: ("tests/serving/test_tool_parsing.py",),
     GRAMMAR: ("tests/serving/test_tool_grammars.py",),
     DEFINITIONS: ("tests/serving/test_tool_grammars.py",),
@@ -17,6 +19,41 @@ TOOL_TESTS_OF = {
 }
 
 TOOL_FAULTS = (
+    Fault(
+        "thoughts_without_a_bound",
+        THINKING,
+        "self._num_thoughts >= budget",
+        "self._num_thoughts > budget",
+        "a budget of thoughts is not kept",
+    ),
+    Fault(
+        "thoughts_counted_that_were_taken_back",
+        THINKING,
+        'self._num_thoughts -= taken.count("thought")',
+        "pass",
+        "guesses that were wrong use up the budget",
+    ),
+    Fault(
+        "an_answer_ends_in_its_thoughts",
+        THINKING,
+        "return None if self._follows is None else ~self._of(sorted(self._end_tokens))",
+        "return None",
+        "an answer that is to be JSON may end before it begins",
+    ),
+    Fault(
+        "form_before_the_thoughts",
+        THINKING,
+        "        wide[: self._num_words] |= self._of([self._thinking.begin])\n",
+        "",
+        "a model that would think first must answer at once",
+    ),
+    Fault(
+        "form_forgets_what_was_taken_back",
+        THINKING,
+        "            self._follows.rollback(num_answer)\n",
+        "            pass\n",
+        "behind a wrong guess the form goes on elsewhere",
+    ),
     Fault(
         "undecided_call_is_shown",
         PARSING,

@@ -1,0 +1,215 @@
+"""Does a form begin behind the thoughts of an answer, and do thoughts end where they must?"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from continuous_batching.constraints import Constraint, Mask
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from serving.api.chat import ChatFormat
+from serving.grammars.matching import Grammars
+from serving.grammars.thinking import Thinking, ThinkingMatcher
+from serving.text.request_fields import parse_request
+from serving.text.tokenizer import Text
+from tests.serving.test_constrained_schedules import PLAIN, RECIPE, WAYS
+
+FORM = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 9999}, "is_even": {"type": "boolean"}},
+    "required": ["sum", "is_even"],
+    "additionalProperties": False,
+}
+VOCABULARY, BEGIN, END, EOS = 70, 65, 66, 2
+
+
+class Counting:
+    """A form of tokens below 10, any number of them; the end token ends it behind the third."""
+
+    error = ""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def mask(self) -> Mask:
+        return np.array([0b1111111000 | (len(self.seen) >= 3) << EOS], dtype=np.int32)
+
+    def consume(self, token: int) -> bool:
+        if not 3 <= token < 10:
+            return False
+        self.seen.append(token)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        del self.seen[len(self.seen) - num_tokens :]
+
+    def num_possible(self, tokens: list[int]) -> int:
+        return next((at for at, token in enumerate(tokens) if not 3 <= token < 10), len(tokens))
+
+    def forced(self) -> list[int]:
+        return [7]
+
+
+def allowed(tokens: list[int], is_open: bool, budget: int | None, has_form: bool) -> set[int]:
+    """What may follow these tokens, by the definition alone."""
+    everything = set(range(VOCABULARY))
+    block = tokens if is_open else tokens[1:] if tokens[:1] == [BEGIN] else None
+    if block is not None and END not in block:
+        if budget is not None and len(block) >= budget:
+            return {END}
+        return everything - {EOS} if has_form else everything
+    if not has_form:
+        return everything
+    answer = tokens if block is None else block[block.index(END) + 1 :]
+    form = set(range(3, 10)) | ({EOS} if len(answer) >= 3 else set())
+    return form | ({BEGIN} if not tokens and not is_open else set())
+
+
+def unpacked(mask: Mask | None) -> set[int]:
+    if mask is None:
+        return set(range(VOCABULARY))
+    words = [int(word) & 0xFFFFFFFF for word in mask]
+    return {
+        token
+        for token in range(VOCABULARY)
+        if token // 32 < len(words) and words[token // 32] >> token % 32 & 1
+    }
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("budget", [None, 0, 4])
+@pytest.mark.parametrize("has_form", [True, False])
+def test_what_may_come_is_what_the_definition_says(is_open: bool, budget: int | None, has_form: bool) -> None:
+    """Along 200 random answers, with guesses that are taken back on the way."""
+    draw = random.Random(3)
+    thinking = Thinking(BEGIN, END, is_open, budget)
+    for _ in range(200):
+        matcher = ThinkingMatcher(thinking, Counting() if has_form else None, frozenset({EOS}), VOCABULARY)
+        tokens: list[int] = []
+        for _ in range(12):
+            assert unpacked(matcher.mask()) == allowed(tokens, is_open, budget, has_form)
+            guesses = [draw.choice([BEGIN, END, EOS, 3, 5, 40]) for _ in range(draw.randrange(5))]
+            possible = 0
+            while possible < len(guesses):
+                token = guesses[possible]
+                if token == EOS or token not in allowed(
+                    tokens + guesses[:possible], is_open, budget, has_form
+                ):
+                    break
+                possible += 1
+            assert matcher.num_possible(guesses) == possible
+            assert all(matcher.consume(token) for token in guesses[:possible])
+            matcher.rollback(possible)
+            token = draw.choice([BEGIN, END, 3, 4, 40])
+            may = token in allowed(tokens, is_open, budget, has_form)
+            assert matcher.consume(token) == may
+            tokens += [token] * may
+
+
+def test_the_end_is_forced_and_then_what_the_form_forces() -> None:
+    matcher = ThinkingMatcher(Thinking(BEGIN, END, True, 1), Counting(), frozenset({EOS}), VOCABULARY)
+    assert matcher.forced() == []
+    assert matcher.consume(40)
+    assert matcher.forced() == [END]
+    assert matcher.consume(END)
+    assert matcher.forced() == [7]
+
+
+def text_with_marks() -> Text:
+    """The tiny model's tokenizer, in which "+" and "=" stand around thoughts: it writes both."""
+    text = Text.load(ROOT / "recipes/tiny/weights", reasoning="think")
+    assert text is not None
+    assert text.think_marks == (), "it has no such tokens of its own"
+    tokens = text.encode("506+3=509", add_special_tokens=False)
+    text.think_marks = tuple(token for token in tokens if text.decode([token]) in ("+", "="))
+    assert len(text.think_marks) == 2
+    return text
+
+
+def asked(text: Text) -> list[Request]:
+    question = "Ben has 506 books and gets 3 more. How many books does Ben have now?"
+    messages = [{"role": "user", "content": question}]
+    fields = {"messages": messages, "max_tokens": 160, "temperature": 0, "guided_json": FORM}
+    return [
+        parse_request({"id": f"{number}", **fields, **each}, text)
+        for number, each in enumerate([{}, {"thinking_token_budget": 2}, {"temperature": 1.5, "seed": 3}])
+    ]
+
+
+def answered(way: str, text: Text, opened: bool) -> list[list[int]]:
+    built = build(load(RECIPE, [*PLAIN, *WAYS.get(way, ())]))
+    scheduler = built.engine.scheduler
+    grammars = Grammars(lambda: text, scheduler.vocab_size, scheduler.eos_token_ids)
+    requests = asked(text)
+    for request in requests:
+        grammar = json.loads(request.params.grammar or "null")
+        grammar[2]["is_open"] = opened
+        request.params = replace(request.params, grammar=json.dumps(grammar))
+        grammars.constrain(request)
+        built.engine.add(request)
+    while built.engine.has_work:
+        built.engine.step()
+    assert all(isinstance(each.constraint, Constraint) for each in requests)
+    assert {each.finish_reason for each in requests} <= {"stop", "length"}
+    return [each.answer.tolist() for each in requests]
+
+
+def test_a_form_begins_behind_the_thoughts_whatever_the_schedule() -> None:
+    text = text_with_marks()
+    _, end = text.think_marks
+    alone = answered("", text, opened=True)
+    for tokens, budget in zip(alone, (None, 2, None)):
+        at = tokens.index(end) if end in tokens else len(tokens)
+        assert budget is None or at <= budget
+        if tokens[-1] in text.eos_token_ids:
+            jsonschema.validate(json.loads(text.decode(tokens[at + 1 : -1])), FORM)
+    assert sum(tokens[-1] in text.eos_token_ids for tokens in alone) >= 2
+    assert alone[0][: alone[0].index(end)] == text.encode("506+3", add_special_tokens=False)
+    for way in ("overlap", "ngram", "few pages"):
+        assert answered(way, text, opened=True) == alone, way
+
+
+def test_a_prompt_says_whether_thoughts_are_open() -> None:
+    text = text_with_marks()
+
+    def said(prompt: str) -> Thinking | None:
+        return text.thinking(text.encode(prompt), 5)
+
+    begin, end = text.think_marks
+    assert said("12<think>\n") == Thinking(begin, end, is_open=True, budget=5)
+    assert said("<think> 12") == Thinking(begin, end, is_open=False, budget=5)
+    assert said("<think>\n\n</think>\n\n") is None
+    text.think_marks = ()
+    assert said("12<think>") is None
+
+
+def test_a_budget_is_refused_where_no_thoughts_are_known() -> None:
+    text = Text.load(ROOT / "recipes/tiny/weights")
+    fields = {"id": "0", "messages": [{"role": "user", "content": "1"}]}
+    with pytest.raises(BadRequest, match="thinking_token_budget is not supported: the recipe does not say"):
+        parse_request(fields | {"thinking_token_budget": 3}, text)
+    with pytest.raises(BadRequest, match=r"thinking_token_budget.* at least 0"):
+        parse_request(fields | {"thinking_token_budget": -1}, text_with_marks())
+    plain = parse_request({"id": "0", "prompt": "1", "guided_json": FORM}, text_with_marks())
+    assert json.loads(plain.params.grammar or "")[1] == "json", "a prompt of one's own has no turns"
+
+
+def test_thoughts_before_a_form_are_told_apart() -> None:
+    text = text_with_marks()
+    (request, *_) = asked(text)
+    stream: Any = type("Stream", (), {"request": request})()
+    body: Any = type("Body", (), {"logprobs": None, "prompt_logprobs": None, "return_token_ids": None})()
+    body.model_dump = lambda include: {}
+    assert ChatFormat(text, stream, body, thinks=True)._thinks
+    text.think_marks = ()
+    assert not ChatFormat(text, stream, body, thinks=True)._thinks
