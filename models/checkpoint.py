@@ -6,10 +6,13 @@ Checkpoints are Hugging Face directories of safetensors, one file or an index ov
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from models.file_bounds import check_regular, is_there
 
@@ -55,3 +58,21 @@ def open_checkpoint(file: Path) -> Any:
         return safe_open(str(file), framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
+
+
+def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError for a tensor that `dtype` cannot hold; a single NaN would spoil every answer."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    least, most = (each.item() for each in tensor.aminmax())
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+    if not (math.isfinite(least) and math.isfinite(most)):  # NaN is both the least and the most
+        raise ValueError(f"{file} is damaged: {name} holds NaN or infinity; download it again")
+    if max(-least, most) > largest:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{file}: {name} holds {max(-least, most):.3g}, and {kind} reaches {largest:.3g}; set"
+            " model.dtype: bfloat16 or float32"
+        )
+    if name.endswith(".weight_scale") and least < 0:
+        raise ValueError(f"{file} is damaged: {name} holds {least:.3g}, and no scale is negative")

@@ -18,6 +18,7 @@ SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has, and
 
 ROUTER_BYTES = 4  # of one weight of a router, which is kept in float32
 FUSED = ("q_proj", "k_proj", "v_proj")
+QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # how a checkpoint calls linears that it stores as one
 UP = ".kv_b_proj"  # of latent attention, which is held in the model's type however it is stored
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -85,6 +86,8 @@ class DecoderConfig:
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
     block_scales: BlockScales | None = None  # of weights that the checkpoint stores in 8-bit floats
+    stored_joined: tuple[str, ...] = ()  # QKV, GATE_UP: linears that the checkpoint stores as one
+    post_norms: bool = False  # of what attention and MLP made, before it is added
     num_unread_layers: int = 0  # that a checkpoint may have behind its own, to predict further tokens
 
     def form(self, name: str) -> Form:
@@ -267,7 +270,8 @@ class DecoderConfig:
         """Weights of the whole decoder, each tied one counted once."""
         attention_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = sum(inputs * outputs for _, inputs, outputs in self.attention_linears())
-        layer += 2 * self.hidden_size + (0 if self.latent is None else self.latent.norm_width)
+        layer += (4 if self.post_norms else 2) * self.hidden_size
+        layer += 0 if self.latent is None else self.latent.norm_width
         layer += self.attention_bias * (attention_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
         layer += self.qk_norm * 2 * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size

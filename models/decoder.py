@@ -114,6 +114,11 @@ class DecoderLayer(nn.Module):
         else:
             self.attention = SelfAttention(config, layer, name, ops, attention, group)
         self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
+        self.attention_post_norm: nn.Parameter | None = None
+        self.mlp_post_norm: nn.Parameter | None = None
+        if config.post_norms:
+            self.attention_post_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
+            self.mlp_post_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.mlp: MLP | Mixture
         if config.mixture_of(layer) is None:
             (names,) = config.mlp_names(layer, name)
@@ -130,11 +135,16 @@ class DecoderLayer(nn.Module):
         else:
             x, residual = self._add_norm(x, residual, self.input_norm, self.attention.qkv)
         x = self.attention(x, cos, sin, step)
+        if self.attention_post_norm is not None:
+            x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
         x, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp.gate_up)
         if isinstance(self.mlp, Mixture):  # no expert computes the rows that were added to fill up the step
             num_tokens, num_rows = len(step.token_ids), len(residual)
             return pad_rows(self.mlp(x[:num_tokens]), num_rows), residual
-        return self.mlp(x), residual
+        x = self.mlp(x)
+        if self.mlp_post_norm is not None:
+            x = self.ops.rms_norm(x, self.mlp_post_norm, self.eps)
+        return x, residual
 
     def _add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, reader: Linear | None

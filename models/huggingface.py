@@ -7,6 +7,7 @@ cannot honour is refused by its key.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from models.config import (
@@ -71,11 +72,16 @@ def decoder_config(
     mixture: MixtureConfig | None = None,
     latent: LatentConfig | None = None,
     turned: float | None = None,
+    interleaved: bool = False,
+    post_norms: bool = False,
+    stored_joined: tuple[str, ...] = (),
 ) -> DecoderConfig:
     """The decoder of `hf`, a parsed config.json; the keywords are where families differ.
 
     `turned` is how much of a head is where the file does not say, in families that turn a part of it.
     """
+    if stored_joined and hf.get("quantization_config"):
+        raise refused("quantization_config", "one", "linears that are stored joined are read as they are")
     if hf.get("hidden_act", "silu") != "silu":
         raise refused("hidden_act", hf["hidden_act"], "it must be silu")
     num_heads, num_kv_heads, head_dim = _heads(hf, latent)
@@ -90,7 +96,10 @@ def decoder_config(
         head_dim=head_dim,
         intermediate_size=integer(hf, "intermediate_size"),
         rms_eps=number(hf, "rms_norm_eps", 1e-6),
-        rope=rope_config(hf, head_dim if latent is None else latent.rope_dim, max_positions, turned),
+        rope=replace(
+            rope_config(hf, head_dim if latent is None else latent.rope_dim, max_positions, turned),
+            interleaved=interleaved,
+        ),
         windows=windows,
         tie_embeddings=boolean(hf, "tie_word_embeddings", False),
         attention_bias=attention_bias,
@@ -104,6 +113,8 @@ def decoder_config(
         mixture=mixture,
         latent=latent,
         block_scales=block_scales(hf),
+        stored_joined=stored_joined,
+        post_norms=post_norms,
         num_unread_layers=integer(hf, "num_nextn_predict_layers", 0, least=0),
     )
     check_fused(config)

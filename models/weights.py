@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from models.block_scales import STORED, SUFFIX, scaled
-from models.checkpoint import checkpoint_files, open_checkpoint
+from models.checkpoint import check_finite, checkpoint_files, open_checkpoint
+from models.config import FUSED, GATE_UP, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.latent import UpProjection
 from models.linear import Linear
 from models.mixture import Mixture
+from models.mixture_config import MLP_ROLES
 from models.quantization import BlockScales
-from models.share import Slices
+from models.share import Share, Slices
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
@@ -43,6 +45,14 @@ class Place:
     slices: Slices  # what this rank reads of it
     order: Tensor | None = None  # of the rows that were read, as the room has them; None: as they are
     scales: tuple[BlockScales, Tensor] | None = None  # of all its blocks, where it is stored with them
+    ranges: tuple[slice, ...] = ()  # of rows that this rank reads one after the other, in place of `slices`
+
+    def part(self, whole: Any) -> Tensor:
+        """What this rank reads of a tensor, or of the header of one in a file."""
+        if self.ranges:
+            return torch.cat([whole[rows] for rows in self.ranges])
+        found: Tensor = whole[self.slices]
+        return found
 
     def scaled(self, tensor: Tensor) -> Tensor:
         """What was read, as its scales say."""
@@ -130,24 +140,6 @@ def _with_scales(places: dict[str, Place], blocks: BlockScales, path: Path) -> d
     return more
 
 
-def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError for a tensor that `dtype` cannot hold; a single NaN would spoil every answer."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
-    least, most = (each.item() for each in tensor.aminmax())
-    largest = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
-    if not (math.isfinite(least) and math.isfinite(most)):  # NaN is both the least and the most
-        raise ValueError(f"{file} is damaged: {name} holds NaN or infinity; download it again")
-    if max(-least, most) > largest:
-        kind = str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{file}: {name} holds {max(-least, most):.3g}, and {kind} reaches {largest:.3g}; set"
-            " model.dtype: bfloat16 or float32"
-        )
-    if name.endswith(".weight_scale") and least < 0:
-        raise ValueError(f"{file} is damaged: {name} holds {least:.3g}, and no scale is negative")
-
-
 def random(decoder: Decoder, seed: int) -> None:
     """Fill the decoder with seeded random weights of a scale that keeps logits near one, and pack it.
 
@@ -174,7 +166,7 @@ def random(decoder: Decoder, seed: int) -> None:
         whole.uniform_(-bound, bound, generator=generator)
         if not is_held:
             for place, rows in zip(places, whole.split(num_rows)):
-                place.fill(rows[place.slices])
+                place.fill(place.part(rows))
     decoder.pack()
 
 
@@ -201,6 +193,8 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
         attention, mlp = layer.attention, layer.mlp
         whole[prefix + "input_layernorm.weight"] = layer.input_norm
         whole[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
+        whole[prefix + "post_self_attn_layernorm.weight"] = layer.attention_post_norm
+        whole[prefix + "post_mlp_layernorm.weight"] = layer.mlp_post_norm
         for name, norm in attention.norms().items():
             whole[f"{prefix}self_attn.{name}.weight"] = norm
             orders[f"{prefix}self_attn.{name}"] = attention.order(name)
@@ -230,6 +224,11 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
             places[name] = Place(tensor.data, tuple(tensor.shape), (), order)
     for prefix, names, linear in joined:
         names = tuple(prefix + name for name in names)
+        stored = _stored_as(names, config)
+        if stored is not None:
+            assert isinstance(linear, Linear), "an up-projection is stored by itself"
+            places[f"{stored}.weight"] = _joined_place(linear, names, sizes, share, orders, config)
+            continue
         for kind, rooms in rooms_of(linear, [part[name] for name in names]):
             for name, room in zip(names, rooms):
                 outputs, inputs = sizes[name]
@@ -237,6 +236,35 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
                 slices = share.slices(f"{name}.{kind}", config)
                 places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name))
     return places
+
+
+def _stored_as(names: tuple[str, ...], config: DecoderConfig) -> str | None:
+    """How the checkpoint calls these linears where it stores them as one."""
+    block, _, role = names[0].rpartition(".")
+    joined = {FUSED[0]: QKV, MLP_ROLES[0]: GATE_UP}.get(role)
+    return f"{block}.{joined}" if len(names) > 1 and joined in config.stored_joined else None
+
+
+def _joined_place(
+    linear: Linear,
+    names: tuple[str, ...],
+    sizes: dict[str, tuple[int, int]],
+    share: Share,
+    orders: dict[str, Tensor | None],
+    config: DecoderConfig,
+) -> Place:
+    """Where a tensor goes that joins these linears: a rank reads its rows of each of them."""
+    assert linear.weight is not None, "places are found before it is packed"
+    ranges, order, first, held = [], [], 0, 0
+    for name in names:
+        outputs, inputs = sizes[name]
+        (rows,) = share.slices(f"{name}.weight", config) or (slice(0, outputs),)
+        ranges.append(slice(first + rows.start, first + rows.stop))
+        own = orders.get(name)
+        own = torch.arange(rows.stop - rows.start) if own is None else own
+        order.append(held + own)
+        first, held = first + outputs, held + len(own)
+    return Place(linear.weight.data, (first, inputs), (), torch.cat(order), ranges=tuple(ranges))
 
 
 def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
@@ -263,9 +291,9 @@ def _tensors(file: Path, places: dict[str, Place]) -> Iterator[tuple[str, Tensor
 
 def _read(mapped: Any, name: str, place: Place) -> Tensor:
     """What this rank reads of a tensor of a mapped file."""
-    if not place.slices:
+    if not (place.slices or place.ranges):
         return mapped.get_tensor(name)
-    return mapped.get_slice(name)[place.slices]
+    return place.part(mapped.get_slice(name))
 
 
 def _account(

@@ -17,11 +17,13 @@ from models.share import Share, check_ranks, check_stages
 from models.shown import shown
 from recipes.deepseek.model import v2 as deepseek_v2
 from recipes.deepseek.model import v3 as deepseek_v3
+from recipes.glm4.model import config as glm4
 from recipes.glm4_moe.model import config as glm4_moe
 from recipes.llama.eagle3 import config as eagle3
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
 from recipes.mixtral.model import config as mixtral
+from recipes.phi3.model import config as phi3
 from recipes.qwen2.model import config as qwen2
 from recipes.qwen2_moe.model import config as qwen2_moe
 from recipes.qwen3.model import config as qwen3
@@ -33,11 +35,13 @@ Auto = Literal["auto"]
 FAMILIES = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "glm4": glm4,
     "glm4_moe": glm4_moe,
     "kimi_k2": deepseek_v3,
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "phi3": phi3,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,

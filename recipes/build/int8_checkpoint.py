@@ -15,11 +15,10 @@ from torch import Tensor
 
 from devices.int8 import quantize_rows
 from models.block_scales import SUFFIX, scaled
-from models.checkpoint import INDEX, checkpoint_files, open_checkpoint
+from models.checkpoint import INDEX, check_finite, checkpoint_files, open_checkpoint
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
 from models.quantization import KEY, Quantization
-from models.weights import check_finite
 from recipes.build.families import config_in
 
 UP_PROJECTIONS = r"re:.*\.kv_b_proj$"  # of latent attention, which multiplies with them in the model's type
@@ -38,6 +37,9 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     config = config_in(source)
     if config.quantization is not None:
         raise ValueError(f"{source} is quantised already; name the original checkpoint")
+    if config.stored_joined:
+        joined = " and ".join(config.stored_joined)
+        raise ValueError(f"{source} stores linears joined ({joined}); set model.quantization: w8a8 instead")
     ignore = ["lm_head"]
     if config.mixture is not None:
         ignore.append(ROUTERS)

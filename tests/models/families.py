@@ -26,6 +26,8 @@ CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
@@ -45,11 +47,13 @@ def make(variant: Variant, root: Path) -> tuple[Any, Path]:
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "bos_token_id": None,
+        "pad_token_id": None,
         "eos_token_id": None,
     }
     config_class, model_class = CLASSES[variant.family]
     config = config_class(**options | variant.options, rope_parameters=dict(variant.rope))
     config._attn_implementation = "eager"
+    config.eos_token_id = None  # a family's default may lie beyond this vocabulary
     model = model_class(config).eval()
     _fill(model, seed=len(variant.name))
     model.to(variant.saved_as)

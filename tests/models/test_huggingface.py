@@ -23,9 +23,15 @@ LLAMA = {
     "intermediate_size": 96,
 }
 UNKNOWN_TO_TRANSFORMERS = ("kimi_k2",)
-NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 16}}  # what neither says
+NEEDED = {  # what neither says, or what transformers says only where its own vocabulary is meant
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4": {"eos_token_id": 5},
+    "glm4_moe": {"head_dim": 16},
+    "phi3": {"eos_token_id": 5, "pad_token_id": None},
+}
 DEEPSEEK = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3"}
+PHI3 = LLAMA | {"model_type": "phi3"}
 FAMILY_NAMES = ", ".join(FAMILIES)
 QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 
@@ -128,6 +134,11 @@ def test_windows_by_layer() -> None:
         (DEEPSEEK_V3 | {"n_group": 7}, "n_group: 7; equal groups of 256 experts, of 2 at least"),
         (DEEPSEEK_V3 | {"topk_group": 9}, "topk_group: 9; there are 8 groups"),
         (DEEPSEEK_V3 | {"num_experts_per_tok": 129}, "num_experts_per_tok: 129; the chosen groups have"),
+        (PHI3 | {"quantization_config": {"bits": 4}}, "quantization_config: 'one'; linears that are stored"),
+        (PHI3 | {"rope_scaling": {"type": "longrope"}}, "rope_type: 'longrope'; supported are default"),
+        (PHI3 | {"partial_rotary_factor": 0.1}, "partial_rotary_factor: 0.1; an even part of 16"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5; an even part of 16"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5; whole heads are turned"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method: None; .* int8"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3; it must divide num_attention_heads"),
         ({"num_attention_heads": 5}, "hidden_size: 64; give head_dim"),
@@ -171,6 +182,6 @@ def test_every_family_stands_in_the_table_of_supported_models() -> None:
     page = (ROOT / "docs/models.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| [`")]
     assert {name for row in rows for name in row.split("`")[1::2]} == set(FAMILIES)
-    words = {11: "Eleven"}
+    words = {13: "Thirteen"}
     assert f"{words[len(FAMILIES)]} kinds of `model_type`" in page
     assert f"{len(FAMILIES)} kinds of models](docs/models.md)" in (ROOT / "README.md").read_text()

@@ -40,6 +40,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "qwen2_moe": {"num_key_value_heads": 1},
     "glm4_moe": {},
+    "glm4": {},
+    "phi3_part": {"vocab_size": 509},
 }
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL = "llama_biased"

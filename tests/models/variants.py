@@ -54,6 +54,7 @@ PUBLISHED_LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+HALF_TURNED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 HALF = ["full_attention", "sliding_attention", "full_attention"]
 
 VARIANTS = [
@@ -197,6 +198,30 @@ VARIANTS = [
         "mixtral",
         {"num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 20, "tie_word_embeddings": True},
         shard_size="40KB",
+    ),
+    Variant("glm4", "glm4", {"head_dim": 16}, {**HALF_TURNED}),
+    Variant(
+        "glm4_unbiased",
+        "glm4",
+        {"head_dim": 32, "attention_bias": False, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        _yarn(partial_rotary_factor=0.25),
+        saved_as=torch.bfloat16,
+    ),
+    Variant("glm4_old", "glm4", {"head_dim": 24, "rms_norm_eps": 1e-3}, {**HALF_TURNED}, old=True),
+    Variant("phi3", "phi3", {"num_key_value_heads": 4}),
+    Variant(
+        "phi3_window",
+        "phi3",
+        {"sliding_window": 37, "tie_word_embeddings": True},
+        old=True,
+    ),
+    Variant(
+        "phi3_part",
+        "phi3",
+        {"head_dim": 16, "num_key_value_heads": 1},
+        {**HALF_TURNED},
+        saved_as=torch.float16,
+        shard_size="60KB",
     ),
     Variant(
         "qwen2_moe",
