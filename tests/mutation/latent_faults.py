@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.fault import Fault
 from tests.mutation.mixture_faults import MIXTURE_TESTS_OF
-from tests.mutation.tensor_faults import TENSOR_TESTS
+from tests.mutation.tensor_faults import TENSOR_TESTS, TENSOR_TESTS_OF
 
 ATTENTION, MODEL, CONFIG = "attention/latent.py", "models/latent.py", "models/latent_config.py"
 ON_NPU, OPERATORS = "attention/npu/latent_attention.py", "virtual_npu/operators/latent.py"
@@ -17,16 +17,55 @@ OPS, NPU_OPS, MIXTURE = "models/ops/reference.py", "models/ops/npu.py", "models/
 WHOLE, SHARE, WEIGHTS = "models/config.py", "models/share.py", "models/weights.py"
 FILE, INT8_FILE = "models/huggingface_parts.py", "recipes/build/int8_checkpoint.py"
 TESTS = ("tests/models/test_deepseek.py", "tests/attention/test_latent.py")
+ROPE, DECODER = "models/rope.py", "models/decoder.py"
+STORED = ("tests/models/test_stored_otherwise.py",)
 SCALED = ("tests/models/test_block_scales.py",)
 LATENT_TESTS_OF = {
     **dict.fromkeys((ATTENTION, MODEL, CONFIG, ON_NPU, OPERATORS, GATING, DEEPSEEK), TESTS),
     **dict.fromkeys((SCALES, INT8_FILE), SCALED),
-    WEIGHTS: (*SCALED, *TESTS, *TENSOR_TESTS),
+    WEIGHTS: (*SCALED, *STORED, *TESTS, *TENSOR_TESTS),
+    ROPE: (*STORED, "tests/models/test_rope.py"),
+    DECODER: (*STORED, *TENSOR_TESTS_OF[DECODER]),
     SHARE: (*TESTS, *TENSOR_TESTS),
     **{each: (*MIXTURE_TESTS_OF[each], *TESTS) for each in (OPS, NPU_OPS, MIXTURE, WHOLE, FILE)},
 }
 
 LATENT_FAULTS = (
+    Fault(
+        "pairs_side_by_side_as_halves",
+        ROPE,
+        "(turned[::2], turned[1::2]) if config.interleaved else turned.chunk(2)",
+        "turned.chunk(2)",
+        "GLM-4's heads are turned in other pairs than they were trained in",
+    ),
+    Fault(
+        "what_is_not_turned_vanishes",
+        ROPE,
+        "fixed, value=1.0)",
+        "fixed)",
+        "the part of a head that is not turned becomes zero",
+    ),
+    Fault(
+        "joined_rows_of_the_first_linear",
+        WEIGHTS,
+        "slice(first + rows.start, first + rows.stop)",
+        "slice(rows.start, rows.stop)",
+        "keys and values are read from the rows of queries",
+    ),
+    Fault(
+        "norms_of_heads_in_the_order_of_the_checkpoint",
+        WEIGHTS,
+        '            orders[f"{prefix}self_attn.{name}"] = attention.order(name)\n',
+        "",
+        "norms of queries and keys weigh other dimensions",
+    ),
+    Fault(
+        "attention_not_normed_after",
+        DECODER,
+        "if self.attention_post_norm is not None:",
+        "if False:",
+        "GLM-4 adds what it should norm first",
+    ),
     Fault(
         "queries_without_positions",
         ATTENTION,

@@ -1,0 +1,95 @@
+"""Are checkpoints read as they are meant that turn a part of each head, or store several linears as one?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention.reference import Attention
+from models import weights
+from models.config import RopeConfig
+from models.decoder import Decoder
+from models.linear import Linear
+from models.ops.reference import Ops
+from models.rope import Rope, head_order
+from models.share import Share
+from recipes.build.decoders import shape_of
+from recipes.build.families import config_in
+from recipes.build.int8_checkpoint import quantize
+from recipes.build.scoring import score
+from tests.models.families import VARIANTS, Variant, expected_logprobs, make
+from tests.models.test_shared_weights import Rank
+
+FAMILIES = ("glm4", "glm4_moe", "phi3")
+TOKENS = torch.randint(0, 160, (90,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.mark.parametrize(
+    "variant", [each for each in VARIANTS if each.family in FAMILIES], ids=lambda v: v.name
+)
+def test_a_prompt_scores_as_in_transformers(variant: Variant, tmp_path: Path) -> None:
+    model, path = make(replace(variant, saved_as=torch.float32), tmp_path)
+    expected = expected_logprobs(model, TOKENS)[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    torch.testing.assert_close(score(path, [TOKENS]).logprobs, expected, rtol=0, atol=1e-4)
+
+
+def decoder(path: Path, rank: int = 0, size: int = 1) -> Decoder:
+    config, share = config_in(path), Share(rank, size)
+    made = Decoder(config, Ops(), Attention(shape_of(16, share.part(config))), Rank(rank, size))
+    made.pack = lambda: None  # type: ignore[method-assign]
+    weights.load(made, path)
+    return made
+
+
+def linears(made: Decoder, layer: int) -> list[Linear]:
+    return [made.layers[layer].attention.qkv, made.layers[layer].mlp.gate_up]
+
+
+@pytest.mark.parametrize("name", ["glm4", "phi3_part", "phi3"])
+def test_ranks_read_their_rows_of_each_linear(name: str, tmp_path: Path) -> None:
+    path = make(next(each for each in VARIANTS if each.name == name), tmp_path)[1]
+    config = config_in(path)
+    whole, *parts = (decoder(path, rank, size) for rank, size in ((0, 1), (0, 2), (1, 2)))
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    kv_part = kv_heads if config.num_kv_heads == 1 else kv_heads // 2  # one head is held by both
+    joined = (
+        ((heads, kv_heads, kv_heads), (heads // 2, kv_part, kv_part)),
+        ((inner, inner), (inner // 2, inner // 2)),
+    )
+    for at, (widths, sizes) in enumerate(joined):
+        expected = linears(whole, 1)[at].weight
+        own = [linears(part, 1)[at].weight for part in parts]
+        assert expected is not None
+        for number, rows in enumerate(expected.split(widths)):
+            is_shared = widths[number] == sizes[number]
+            held = [each.split(sizes)[number] for each in own]
+            assert torch.equal(held[0] if is_shared else torch.cat(held), rows)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [4, 6, 8])
+def test_every_dimension_of_a_head_has_one_place(dim: int, interleaved: bool) -> None:
+    config = RopeConfig("default", 100.0, dim, width=8, interleaved=interleaved)
+    order = head_order(config)
+    found = list(range(8)) if order is None else order.tolist()
+    assert sorted(found) == list(range(8))
+    turned = set(range(dim))
+    pairs = [(found[at], found[at + 4]) for at in range(4)]
+    assert all((one in turned) == (other in turned) for one, other in pairs)
+    together = [{2 * at, 2 * at + 1} if interleaved else {at, at + dim // 2} for at in range(dim // 2)]
+    assert [{*pair} for pair in pairs if pair[0] in turned] == together
+    rope = Rope(config)
+    rope.tabulate(20, torch.float32)
+    cos, sin = rope.cos_sin(torch.arange(20), None, torch.float32)
+    assert bool((cos[:, dim // 2 : 4] == 1).all())
+    assert bool((sin[:, dim // 2 : 4] == 0).all())
+
+
+def test_what_is_stored_joined_is_not_quantised_offline(tmp_path: Path) -> None:
+    path = make(next(each for each in VARIANTS if each.name == "phi3"), tmp_path)[1]
+    with pytest.raises(ValueError, match=r"stores linears joined \(qkv_proj and gate_up_proj\); set"):
+        quantize(path, tmp_path / "int8")
