@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.build.families import FAMILIES
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference
@@ -273,3 +274,12 @@ def test_the_chinese_readme_says_the_same() -> None:
     assert sorted(set(links[0]) - {"README.md"}) == sorted(set(links[1]) - {"README.zh.md"})
     levels = [re.findall("^(#+) ", read(path), re.MULTILINE) for path in (CHINESE, README)]
     assert levels[0] == levels[1]
+
+
+def test_every_family_stands_in_the_table_of_supported_models() -> None:
+    page = (ROOT / "docs/models.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| [`")]
+    assert {name for row in rows for name in row.split("`")[1::2]} == set(FAMILIES)
+    words = {13: "Thirteen"}
+    assert f"{words[len(FAMILIES)]} kinds of `model_type`" in page
+    assert f"{len(FAMILIES)} kinds of models](docs/models.md)" in (ROOT / "README.md").read_text()
