@@ -25,6 +25,8 @@ from models.shown import shown
 
 Windows = tuple[int | None, ...]
 
+UNQUANTISED = "linears that are stored joined are read unquantised: use the original checkpoint"
+
 # Far above every published model, and low enough that what is derived from them can be computed and planned
 MOST = {
     "num_hidden_layers": 2**12,
@@ -80,8 +82,9 @@ def decoder_config(
 
     `turned` is how much of a head is where the file does not say, in families that turn a part of it.
     """
-    if stored_joined and hf.get("quantization_config"):
-        raise refused("quantization_config", "one", "linears that are stored joined are read as they are")
+    said = hf.get("quantization_config")
+    if stored_joined and said and isinstance(said, Mapping):
+        raise refused("quantization_config.quant_method", said.get("quant_method"), UNQUANTISED)
     if hf.get("hidden_act", "silu") != "silu":
         raise refused("hidden_act", hf["hidden_act"], "it must be silu")
     num_heads, num_kv_heads, head_dim = _heads(hf, latent)
