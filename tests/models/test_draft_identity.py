@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.slots import SlotPool
@@ -22,7 +21,7 @@ from continuous_batching.speculation.ngram import NGram
 from continuous_batching.speculation.proposer import Guesses, Proposer
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index
-from models.graphs import StepOutputs
+from models.graphs import FilledStep, StepOutputs
 from models.last_tokens import LastTokens
 from models.runner import ModelRunner
 from recipes.build.engine import build
@@ -167,9 +166,9 @@ def test_nor_do_they_in_captured_steps(pair: tuple[Kind, str], tmp_path: Path) -
     drafted: list[bool] = []  # of each captured step, whether it had drafts
     replayed = runner.graphs.run
 
-    def run(batch: Batch, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
-        drafted.append(batch.num_drafts > 0)
-        return replayed(batch, last, drafts)
+    def run(filled: FilledStep, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
+        drafted.append(filled.batch.num_drafts > 0)
+        return replayed(filled, last, drafts)
 
     runner.graphs.run = run  # type: ignore[method-assign]
     check(engine, most=MOST_CAPTURED)

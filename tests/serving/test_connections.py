@@ -15,6 +15,7 @@ from serving.api import generation, protocol
 from tests.serving.faults import Served
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.serving.test_faults import SMALL
+from tests.thorough import cases
 
 # Slots and pages for all: nobody waits, and nobody is preempted
 ROOM = ("scheduler.num_slots=256", "scheduler.max_batch_tokens=512", "cache.num_pages=6144")
@@ -138,7 +139,7 @@ def test_a_connection_outlives_a_pause(served: Served) -> None:
             time.sleep(pause_s)
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [4, pytest.param(cases(60, 200), marks=pytest.mark.slow)])
 def test_who_does_not_read_is_cut_off(served: Served, number: int) -> None:
     body = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 5}
     cut = served.llm.stats.aborts["slow_reader"]
