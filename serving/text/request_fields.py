@@ -174,8 +174,8 @@ def _after_thoughts(
 ) -> str | None:
     """The grammar behind the thoughts that an answer of a chat may begin with."""
     budget = values.get(BUDGET)
-    if budget is not None and budget < 0:
-        raise types.wrong(BUDGET, budget, "at least 0")
+    if budget is not None and not 0 <= budget < 2**31:
+        raise types.wrong(BUDGET, budget, "at least 0 and below 2**31")
     if budget is not None and (text is None or len(text.think_marks) != 2):
         problem = (
             "is not supported: the recipe does not say server.reasoning, or the model has no think marks"

@@ -8,8 +8,9 @@ import math
 import pytest
 
 from serving.text.field_reference import FIELDS, RequestField
+from serving.text.request_fields import BUDGET, parse_request
 from serving.text.request_fields import FIELDS as KNOWN
-from serving.text.request_fields import parse_request
+from tests.serving.test_thinking import text_with_marks
 
 RANGES = [
     pytest.param(each, name, id=name) for each in FIELDS if each.least is not None for name in each.names
@@ -18,7 +19,8 @@ BESIDE = {"length_penalty": {"beam_width": 2}, "best_of": {"n": 1}}
 
 
 def parsed(name: str, value: float) -> None:
-    parse_request({"id": "a", "prompt_token_ids": [1], **BESIDE.get(name, {}), name: value}, None)
+    text = text_with_marks() if name == BUDGET else None
+    parse_request({"id": "a", "prompt_token_ids": [1], **BESIDE.get(name, {}), name: value}, text)
 
 
 def beyond(value: float, towards: float) -> float:
