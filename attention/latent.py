@@ -90,16 +90,19 @@ class LatentAttention(Attention):
         whole = super().plan(batch, page_table, write_index)
         lens = batch.stops - batch.starts
         is_long = np.array([self.expands(each) for each in lens.tolist()], dtype=bool)
-        first_rows = np.cumsum(lens) - lens
-        rows = ragged_ranges(first_rows[~is_long], (first_rows + lens)[~is_long])
         taken_rows = np.cumsum(lens[~is_long]) - lens[~is_long]  # of each short span, among these rows
         short = [span for span, long in zip(whole.spans, is_long) if not long]
         return LatentMetadata(
             whole.write_index,
             tuple(replace(span, first_row=row) for span, row in zip(short, taken_rows.tolist())),
-            to_device(rows, self.device),
+            self._rows(lens, ~is_long),
             tuple(span for span, long in zip(whole.spans, is_long) if long),
         )
+
+    def _rows(self, lens: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Tensor:
+        """The rows of the packed query that chosen spans of these lengths have, int64."""
+        first_rows = np.cumsum(lens) - lens
+        return to_device(ragged_ranges(first_rows[chosen], (first_rows + lens)[chosen]), self.device)
 
     def write_raw(
         self,

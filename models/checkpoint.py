@@ -43,7 +43,7 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 def tensor_names(path: Path) -> set[str]:
     """Of all tensors of a checkpoint directory; raises ValueError where files are absent or damaged."""
-    return {name for file in checkpoint_files(path) for name in open_checkpoint(file).keys()}  # noqa: SIM118
+    return {name for file in checkpoint_files(path) for name in names_in(open_checkpoint(file))}
 
 
 def _first(names: list[str]) -> str:
@@ -58,6 +58,11 @@ def open_checkpoint(file: Path) -> Any:
         return safe_open(str(file), framework="pt", device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
+
+
+def names_in(opened: Any) -> list[str]:
+    """Of the tensors of a file that `open_checkpoint` opened, which is no mapping."""
+    return list(opened.keys())
 
 
 def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:

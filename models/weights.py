@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.block_scales import STORED, SUFFIX, scaled
-from models.checkpoint import check_finite, checkpoint_files, open_checkpoint
+from models.checkpoint import check_finite, checkpoint_files, names_in, open_checkpoint
 from models.config import FUSED, GATE_UP, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.latent import UpProjection
@@ -132,7 +132,7 @@ def _with_scales(places: dict[str, Place], blocks: BlockScales, path: Path) -> d
     more = dict(places)
     for file in checkpoint_files(path):
         opened = open_checkpoint(file)
-        for name in opened.keys():  # noqa: SIM118 - no mapping
+        for name in names_in(opened):
             if name in places and opened.get_slice(name).get_dtype() == STORED:
                 room = torch.empty(blocks.shape(places[name].shape), dtype=torch.float32)
                 more[name] = replace(places[name], scales=(blocks, room))
@@ -306,7 +306,7 @@ def _account(
     seen = set()
     for file in files:
         opened = open_checkpoint(file)
-        names = [name for name in opened.keys() if not HARMLESS.fullmatch(name)]  # noqa: SIM118 - no mapping
+        names = [name for name in names_in(opened) if not HARMLESS.fullmatch(name)]
         for name in names:
             if name in seen:
                 faults.append(f"surplus: {name} is in two files")

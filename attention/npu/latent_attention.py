@@ -75,10 +75,6 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             )
         return FusedLatentMetadata(index, (), parts, short_rows=short_rows, long=long)
 
-    def _rows(self, lens: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Tensor:
-        first_rows = np.cumsum(lens) - lens
-        return to_device(ragged_ranges(first_rows[chosen], (first_rows + lens)[chosen]), self.device)
-
     def plan_static(self, decodes: StaticDecodes) -> FusedLatentMetadata:
         """As `plan`, for a captured step; `replay` gives the lengths on the host."""
         made = super().plan_static(decodes)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from devices.int8 import quantize_rows
 from models.block_scales import SUFFIX, scaled
-from models.checkpoint import INDEX, check_finite, checkpoint_files, open_checkpoint
+from models.checkpoint import INDEX, check_finite, checkpoint_files, names_in, open_checkpoint
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
 from models.quantization import KEY, Quantization
@@ -78,7 +78,7 @@ def _quantized(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file as they are to be written; what is stored in 8-bit floats, without its scales."""
     with open_checkpoint(file) as opened:
-        for name in opened.keys():  # noqa: SIM118 - no mapping
+        for name in names_in(opened):
             tensor = opened.get_tensor(name)
             sizes["before"] += tensor.nbytes
             if config.block_scales is not None and name.endswith(SUFFIX):
@@ -99,7 +99,7 @@ def _found(name: str, files: list[Path]) -> Tensor:
     """A tensor that lies in one of these files, in the first as a rule."""
     for file in files:
         with open_checkpoint(file) as opened:
-            if name in opened.keys():  # noqa: SIM118 - no mapping
+            if name in names_in(opened):
                 found: Tensor = opened.get_tensor(name)
                 return found
     raise ValueError(f"{files[0].parent} lacks {name}; download it again")

@@ -130,9 +130,9 @@ class Bench:
         return torch.einsum("hts,shv->thv", weights, values)
 
 
-def bench(pair: Pair, seed: int = 0, **changes: object) -> Bench:
+def bench(pair: Pair, seed: int = 0, int8_pages: bool = False) -> Bench:
     shape = PUBLISHED if pair == ("npu", "fused") else SMALL
-    ops, attention = operators(*pair, replace(shape, **changes))  # type: ignore[arg-type]
+    ops, attention = operators(*pair, replace(shape, int8_pages=int8_pages))
     assert isinstance(attention, LatentAttention)
     return Bench(ops, attention, seed)
 
