@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import defaultdict
 
 from fastapi import Request
 from starlette.responses import Response
@@ -16,9 +17,7 @@ from serving.text.tokenizer import Text
 from serving.tools.definitions import FIELDS as TOOLS
 from serving.tools.definitions import tool_use
 from serving.tools.parsing import CallDelta, Parsed, ToolParser
-from serving.tools.reasoning import BEGIN, ReasoningParser
-
-_END_TOKENS = 16  # of a prompt: more than "<think>" and a line break take
+from serving.tools.reasoning import ReasoningParser
 
 
 class ChatRoute:
@@ -61,11 +60,12 @@ class ChatFormat:
         use = tool_use(body.model_dump(include={*TOOLS}))
         self._names = () if use is None else tuple(use.schemas)
         self._parsers: dict[int, ToolParser] = {}  # by the choice's index
-        self._thoughts: dict[int, ReasoningParser] = {}
         has_text = use is not None and bool(use.schemas) and not use.must_call
         has_place = has_text or (text is not None and len(text.think_marks) == 2)  # for thoughts
         is_held = answer.request.params.grammar is not None and not has_place
         self._thinks = thinks and not is_held
+        is_open = self._thinks and text is not None and text.opens_thoughts(answer.request.prompt)
+        self._thoughts = defaultdict[int, ReasoningParser](lambda: ReasoningParser(is_open=is_open))
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """A whole choice."""
@@ -104,27 +104,20 @@ class ChatFormat:
         """What is new of a choice, and of its thoughts."""
         text, thoughts = delta.text, ""
         if self._thinks:
-            reasoning = self._thoughts.setdefault(index, ReasoningParser(is_open=self._opens_thoughts()))
+            reasoning = self._thoughts[index]
             thoughts, text = reasoning.push(text)
             if delta.finish_reason is not None:
                 more_thoughts, more = reasoning.finish()
                 thoughts, text = thoughts + more_thoughts, text + more
         return self._with_calls(text, index, is_last=delta.finish_reason is not None), thoughts
 
-    def _opens_thoughts(self) -> bool:
-        """Whether the prompt ends within a think block: some chat templates begin it."""
-        if self._text is None:
-            return False
-        end = self._text.decode(
-            self._answer.request.prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False
-        )
-        return end.rstrip().endswith(BEGIN)
-
     def _with_calls(self, text: str, index: int, *, is_last: bool) -> Parsed:
         form = None if self._text is None else self._text.tool_format
         if form is None or not self._names:
             return Parsed(text)
-        parser = self._parsers.setdefault(index, ToolParser(form, self._names))
+        if index not in self._parsers:
+            self._parsers[index] = ToolParser(form, self._names)
+        parser = self._parsers[index]
         parsed = parser.push(text)
         if is_last:
             rest = parser.finish()

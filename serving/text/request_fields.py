@@ -183,7 +183,7 @@ def _after_thoughts(
         raise BadRequest(BUDGET, problem, fix="leave it out")
     if text is None or "messages" not in values or (grammar is None and budget is None):
         return grammar
-    thinking = text.thinking(prompt.tolist(), budget)
+    thinking = text.thinking(prompt, budget)
     field = BUDGET if grammar is None else json.loads(grammar)[0]
     return grammar if thinking is None else thinking.before(grammar, field)
 

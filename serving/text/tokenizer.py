@@ -17,6 +17,7 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
+from kv_cache.pages import Index
 from recipes.schema.recipe import Recipe
 from serving.grammars.thinking import Thinking
 from serving.text.chat_messages import check_messages
@@ -108,16 +109,22 @@ class Text:
         """What a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
         return {**self._settings, **self._names, "chat_template": self._source, "vocab_size": self.vocab_size}
 
-    def thinking(self, prompt: Sequence[int], budget: int | None = None) -> Thinking | None:
+    def opens_thoughts(self, prompt: Index) -> bool:
+        """Whether a prompt ends within a think block: some chat templates begin it."""
+        return self._end_of(prompt).endswith(BEGIN)
+
+    def _end_of(self, prompt: Index) -> str:
+        return self.decode(prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
+
+    def thinking(self, prompt: Index, budget: int | None = None) -> Thinking | None:
         """How an answer to this prompt may begin with thoughts; None where the model has none, or the prompt
         has closed them.
         """
         if len(self.think_marks) != 2:
             return None
-        end = self.decode(prompt[-_END_TOKENS:], skip_special_tokens=False).rstrip()
-        if end.endswith(END):
+        if self._end_of(prompt).endswith(END):
             return None
-        return Thinking(*self.think_marks, is_open=end.endswith(BEGIN), budget=budget)
+        return Thinking(*self.think_marks, is_open=self.opens_thoughts(prompt), budget=budget)
 
     def control_tokens(self, names: Iterable[str]) -> dict[str, int]:
         """Those of the names that are control tokens, and their ids."""

@@ -7,6 +7,7 @@ from tests.mutation.fault import Fault
 TOOLS = "serving/tools/"
 PARSING, GRAMMAR, DEFINITIONS = (TOOLS + name for name in ("parsing.py", "grammar.py", "definitions.py"))
 CHAT, REASONING = "serving/api/chat.py", TOOLS + "reasoning.py"
+TOKENIZER = "serving/text/tokenizer.py"
 SERVED = "tests/serving/test_tools.py"
 THINKING = "serving/grammars/thinking.py"
 TOOL_TESTS_OF = {
@@ -15,6 +16,7 @@ TOOL_TESTS_OF = {
     GRAMMAR: ("tests/serving/test_tool_grammars.py",),
     DEFINITIONS: ("tests/serving/test_tool_grammars.py",),
     CHAT: (SERVED,),
+    TOKENIZER: (SERVED, "tests/serving/test_reasoning.py"),
     REASONING: ("tests/serving/test_reasoning.py",),
 }
 
@@ -133,9 +135,9 @@ TOOL_FAULTS = (
     ),
     Fault(
         "opened_thoughts_are_an_answer",
-        CHAT,
-        "return end.rstrip().endswith(BEGIN)",
-        "return end.rstrip() == BEGIN",
+        TOKENIZER,
+        "return self._end_of(prompt).endswith(BEGIN)",
+        "return self._end_of(prompt) == BEGIN",
         "vLLM #53284: where the template opens the block, thoughts are shown as the answer",
     ),
 )

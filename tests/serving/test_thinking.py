@@ -183,7 +183,7 @@ def test_a_prompt_says_whether_thoughts_are_open() -> None:
     text = text_with_marks()
 
     def said(prompt: str) -> Thinking | None:
-        return text.thinking(text.encode(prompt), 5)
+        return text.thinking(np.array(text.encode(prompt)), 5)
 
     begin, end = text.think_marks
     assert said("12<think>\n") == Thinking(begin, end, is_open=True, budget=5)
