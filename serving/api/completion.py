@@ -12,6 +12,7 @@ from starlette.responses import Response
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream
+from serving.api.choices import Choices
 from serving.api.generation import Generation, fields_as_sent
 from serving.api.logprobs import TextOffset, as_lists, by_token
 from serving.api.pieces import Json, items
@@ -45,7 +46,10 @@ class CompletionRoute:
                 [{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)], name, request
             )
             form = CompletionFormat(generation.llm.text, answers, prompts, body)
-            return await generation.respond(answers, form, body, request, hides_tokens=is_hidden)
+            choices = Choices(
+                answers, form, generation.head(body), body.stream_options, hides_tokens=is_hidden
+            )
+            return await generation.respond(answers, choices, request, is_streamed=bool(body.stream))
 
 
 def hides_answer(body: CompletionBody) -> bool:

@@ -1,6 +1,6 @@
 """How do requests travel to the engine, and answers back to a client, at once or as they are made?
 
-What completions and chats have in common. The status of a stream is decided by its first event, so that a
+What all forms of an answer have in common. The status of a stream is decided by its first event, so that a
 request which the engine refuses, or which finds no engine, gets its status and not a stream that breaks. A
 client that goes away ends its request.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -20,11 +19,10 @@ from starlette.types import Receive
 from continuous_batching.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.api_keys import Client
-from serving.api.errors import body_of
 from serving.api.model_names import ModelNames
-from serving.api.pieces import PIECE_BYTES, Json, gathered, is_short, object_around, to_json
+from serving.api.pieces import PIECE_BYTES, gathered
 from serving.api.schemas import GenerationBody
-from serving.api.streamed import DONE, StreamedResponse, gone
+from serving.api.streamed import StreamedResponse, gone
 from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
 from serving.failures import ClientGone, Failure
@@ -51,18 +49,23 @@ def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
         raise bad.of_field(names[bad.field]) from None
 
 
-class ResponseFormat(Protocol):
-    """How choices are written, which differs between completions and chats."""
+class ResponseForm(Protocol):
+    """How the answers to one request are written, as bytes; a long piece comes in several."""
 
-    whole: str  # the type of a whole answer
-    piece: str  # the type of a stream's event
-
-    def choice(self, delta: AnswerDelta, index: int) -> Json:
-        """A whole choice."""
+    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
+        """All answers, as one JSON object."""
         ...
 
-    def event(self, delta: AnswerDelta, index: int) -> Json:
-        """A piece of a choice."""
+    def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
+        """The events for what is new, each with the index of its answer."""
+        ...
+
+    def end(self) -> bytes:
+        """What ends a stream whose answers are all written."""
+        ...
+
+    def failed(self, failure: Failure | BadRequest) -> bytes:
+        """What ends a stream that cannot go on."""
         ...
 
 
@@ -111,48 +114,34 @@ class Generation:
         """Send all of these to the engine, or none; `group` is the id of the one response to `request`."""
         return await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
 
+    def head(self, body: GenerationBody) -> dict[str, str]:
+        """What every answer to a request says."""
+        head = {"model": self._names.asked(body.model), "system_fingerprint": self._fingerprint}
+        return head if body.service_tier is None else head | {"service_tier": "default"}
+
     async def respond(
-        self,
-        answers: Sequence[AnswerStream],
-        form: ResponseFormat,
-        body: GenerationBody,
-        request: Request,
-        *,
-        hides_tokens: bool = False,
+        self, answers: Sequence[AnswerStream], form: ResponseForm, request: Request, *, is_streamed: bool
     ) -> Response:
         """The response to one request: whole, or a stream of events."""
-        head = {"model": self._names.asked(body.model), "system_fingerprint": self._fingerprint}
-        if body.service_tier is not None:
-            head["service_tier"] = "default"
-        writer = _Writer(self.llm, self._turns, answers, form, head, hides_tokens)
-        return await writer.stream(request, body) if body.stream else await writer.whole(request)
+        writer = _Writer(self.llm, self._turns, answers, form)
+        return await writer.stream(request) if is_streamed else await writer.whole(request)
 
 
 class _Writer:
     """Writes the answers to the prompts of one request."""
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        turns: Turns,
-        answers: Sequence[AnswerStream],
-        form: ResponseFormat,
-        head: dict[str, str],
-        hides_tokens: bool,
+        self, llm: AsyncLLM, turns: Turns, answers: Sequence[AnswerStream], form: ResponseForm
     ) -> None:
         self._llm = llm
         self._turns = turns
         self._answers = answers
         self._form = form
-        self._hides_tokens = hides_tokens
-        self._head = {"id": answers[0].group, "created": int(time.time()), **head}
 
     async def whole(self, request: Request) -> Response:
         """All of it as one JSON object, which leaves in parts if it is long."""
         deltas = await self._unless_gone(request.receive, self._collect())
-        head = {"object": self._form.whole, **self._head}
-        choices = (self._form.choice(each, index) for index, each in enumerate(deltas))
-        pieces = gathered(object_around(head, choices, {"usage": self._usage()}))
+        pieces = gathered(self._form.whole(deltas))
         try:
             first = next(pieces)
         except BaseException:
@@ -173,11 +162,8 @@ class _Writer:
             await self._turns.next()
             piece = next(pieces, None)
 
-    async def stream(self, request: Request, body: GenerationBody) -> Response:
+    async def stream(self, request: Request) -> Response:
         """Server-sent events, once there is a first one; raises the failure that came before it."""
-        options = body.stream_options
-        show_usage = bool(options and options.include_usage)
-        always_usage = bool(options and options.continuous_usage_stats)
         news = self._news()
         first = await self._unless_gone(request.receive, anext(news))
 
@@ -185,7 +171,7 @@ class _Writer:
             deltas = first
             async with contextlib.aclosing(news):
                 while True:
-                    pieces = gathered(self._events(deltas, always_usage))
+                    pieces = gathered(self._form.events(deltas))
                     ready = next(pieces)
                     while len(ready) >= PIECE_BYTES:
                         yield ready
@@ -199,31 +185,13 @@ class _Writer:
                     try:
                         deltas = await anext(news, [])
                     except (Failure, BadRequest) as failure:
-                        yield b"data: " + body_of(failure) + b"\n\n" + DONE
+                        yield self._form.failed(failure)
                         return
                     if not deltas:
                         break
-            yield ready + (self._event([], True) if show_usage else b"") + DONE
+            yield ready + self._form.end()
 
         return StreamedResponse(events(), self._end, self._cut_off)
-
-    def _events(self, deltas: Sequence[tuple[int, AnswerDelta]], with_usage: bool) -> Iterator[bytes]:
-        """An event for each piece of a choice, and a long one in pieces."""
-        for index, delta in deltas:
-            choice = self._form.event(delta, index)
-            if is_short(choice):
-                yield self._event([choice], with_usage)
-                continue
-            head = {"object": self._form.piece, **self._head}
-            yield b"data: "
-            yield from object_around(head, iter([choice]), {"usage": self._usage()} if with_usage else {})
-            yield b"\n\n"
-
-    def _event(self, choices: list[Json], with_usage: bool) -> bytes:
-        event = {"object": self._form.piece, **self._head, "choices": choices}
-        if with_usage:
-            event["usage"] = self._usage()
-        return b"data: " + to_json(event) + b"\n\n"
 
     def _end(self) -> None:
         for answer in self._answers:
@@ -269,17 +237,6 @@ class _Writer:
             for index, delta in deltas:
                 collect(known[index // size], (delta,))
         return [each[index] for each in known for index in sorted(each)]
-
-    def _usage(self) -> Json:
-        num_prompt = sum(each.request.num_prompt_tokens for each in self._answers)
-        num_answer = 0 if self._hides_tokens else sum(each.num_tokens for each in self._answers)
-        num_cached = sum(each.num_cached_tokens for each in self._answers)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_answer,
-            "total_tokens": num_prompt + num_answer,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-        }
 
     async def _unless_gone(self, receive: Receive, work: Awaitable[Value]) -> Value:
         """The result; raises ClientGone if the client goes away first, and ends the answers then."""

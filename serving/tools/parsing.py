@@ -34,17 +34,33 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Parsed:
-    """What is new of an answer."""
+    """What is new of an answer, in the order of its text; each call has one entry."""
 
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    parts: list[str | CallDelta] = field(default_factory=list)
+    thoughts: str = ""  # before all of it
+
+    @property
+    def content(self) -> str:
+        """All that is no call."""
+        return "".join(each for each in self.parts if isinstance(each, str))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """The calls."""
+        return [each for each in self.parts if isinstance(each, CallDelta)]
+
+    def say(self, text: str) -> None:
+        """Add content."""
+        if text:
+            self.parts.append(text)
 
     def add(self, delta: CallDelta) -> None:
-        """Add to the calls, of which each has one entry."""
-        if self.calls and self.calls[-1].index == delta.index:
-            self.calls[-1].arguments += delta.arguments
+        """Add to the calls."""
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, CallDelta) and last.index == delta.index:
+            last.arguments += delta.arguments
         else:
-            self.calls.append(delta)
+            self.parts.append(delta)
 
 
 class ToolParser:
@@ -73,11 +89,11 @@ class ToolParser:
         """The rest, when no more text comes."""
         parsed, held = Parsed(), self._held
         if self._place == self._in_keywords:
-            parsed.content = self._lead + self._scan.text + held
+            parsed.say(self._lead + self._scan.text + held)
         elif self._place == self._in_content:
-            parsed.content = held if held.strip() or not self.num_calls else ""
+            parsed.say(held if held.strip() or not self.num_calls else "")
         elif self._place == self._behind_call and held.strip() and not self._may_close(held):
-            parsed.content = held
+            parsed.say(held)
         self._held = ""
         return parsed
 
@@ -94,7 +110,7 @@ class ToolParser:
         name, end = self._begun(self._form.opening + self._form.head, held, at)
         shown = at + 1 if end == _NO else at
         if shown > blank:
-            parsed.content += held[:shown]
+            parsed.say(held[:shown])
             self._is_blank = False
             blank = 0
             self._held = held[shown:]
@@ -171,7 +187,7 @@ class ToolParser:
             return True
         arguments = _as_json(self._scan.text)
         if arguments is None:
-            parsed.content += self._lead + self._scan.text
+            parsed.say(self._lead + self._scan.text)
             self._resume()
             return True
         parsed.add(CallDelta(self.num_calls, self._name, arguments))

@@ -10,10 +10,13 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Parses one answer; `is_open`: its prompt ends with the beginning of the block."""
+    """Parses one answer; `is_open`: its prompt ends with the beginning of the block, and later, the text so
+    far ends within it. `has_ended`: its end has been found.
+    """
 
     def __init__(self, *, is_open: bool) -> None:
-        self._is_open = is_open
+        self.is_open = is_open
+        self.has_ended = False
         self._has_begun = is_open
         self._is_blank = True  # white space around the block, and at its beginning, is no text
         self._held = ""
@@ -29,14 +32,14 @@ class ReasoningParser:
             if not begun.startswith(BEGIN):
                 self._is_blank = False
             else:
-                self._is_open, self._held = True, begun.removeprefix(BEGIN)
-        thoughts = self._thoughts() if self._is_open else ""
-        return thoughts, "" if self._is_open else self._shown(len(self._held))
+                self.is_open, self._held = True, begun.removeprefix(BEGIN)
+        thoughts = self._thoughts() if self.is_open else ""
+        return thoughts, "" if self.is_open else self._shown(len(self._held))
 
     def finish(self) -> tuple[str, str]:
         """The rest, when no more text comes."""
         held, self._held = self._held, ""
-        if self._is_open:
+        if self.is_open:
             return ("" if self._is_blank else held.rstrip()), ""
         return "", "" if self._is_blank and self._has_begun else held
 
@@ -46,7 +49,8 @@ class ReasoningParser:
         if at >= 0:
             thoughts = self._held[:at].rstrip()
             thoughts = thoughts.lstrip() if self._is_blank else thoughts
-            self._held, self._is_open, self._is_blank = self._held[at + len(END) :], False, True
+            self._held, self._is_blank = self._held[at + len(END) :], True
+            self.is_open, self.has_ended = False, True
             return thoughts
         sizes = range(min(len(END) - 1, len(self._held)), 0, -1)
         kept = next((size for size in sizes if self._held.endswith(END[:size])), 0)

@@ -80,8 +80,8 @@ TOOL_FAULTS = (
     Fault(
         "spoilt_keywords_are_lost",
         PARSING,
-        "parsed.content += self._lead + self._scan.text",
-        "parsed.content += self._scan.text",
+        "parsed.say(self._lead + self._scan.text)\n            self._resume()",
+        "parsed.say(self._scan.text)\n            self._resume()",
         "what only looked like a call loses its beginning",
     ),
     Fault(

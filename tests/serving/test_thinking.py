@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from typing import Any
 
 import jsonschema
 import numpy as np
@@ -17,7 +16,7 @@ from continuous_batching.request import Request
 from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from serving.api.chat import ChatFormat
+from serving.api.spoken import Spoken
 from serving.grammars.matching import Grammars
 from serving.grammars.thinking import Thinking, ThinkingMatcher
 from serving.text.request_fields import parse_request
@@ -207,9 +206,6 @@ def test_a_budget_is_refused_where_no_thoughts_are_known() -> None:
 def test_thoughts_before_a_form_are_told_apart() -> None:
     text = text_with_marks()
     (request, *_) = asked(text)
-    stream: Any = type("Stream", (), {"request": request})()
-    body: Any = type("Body", (), {"logprobs": None, "prompt_logprobs": None, "return_token_ids": None})()
-    body.model_dump = lambda include: {}
-    assert ChatFormat(text, stream, body, thinks=True)._thinks
+    assert Spoken(text, request, {}, thinks=True).thinks
     text.think_marks = ()
-    assert not ChatFormat(text, stream, body, thinks=True)._thinks
+    assert not Spoken(text, request, {}, thinks=True).thinks

@@ -1,0 +1,90 @@
+"""What do the answers to a conversation say: thoughts, text, calls of tools?"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from continuous_batching.request import Request
+from serving.answers.answers import AnswerDelta
+from serving.text.tokenizer import Text
+from serving.tools.definitions import tool_use
+from serving.tools.parsing import Parsed, ToolParser
+from serving.tools.reasoning import ReasoningParser
+
+
+class Spoken:
+    """Reads the answers to one request, of which each has an index.
+
+    `fields` has the request's tools, as `tool_use` reads them; `thinks`: the recipe says that answers may
+    begin with thoughts. Those that are held to a form, without a place for thoughts, have none.
+    """
+
+    def __init__(
+        self, text: Text | None, request: Request, fields: Mapping[str, Any], *, thinks: bool
+    ) -> None:
+        self._form = None if text is None else text.tool_format
+        use = tool_use(fields)
+        self._names = () if use is None else tuple(use.schemas)
+        has_text = use is not None and bool(use.schemas) and not use.must_call
+        has_place = has_text or (text is not None and len(text.think_marks) == 2)  # for thoughts
+        is_held = request.params.grammar is not None and not has_place
+        self.thinks = thinks and not is_held
+        self._end_mark = text.think_marks[-1] if text is not None and text.think_marks else -1
+        is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
+        self._thoughts = defaultdict[int, ReasoningParser](lambda: ReasoningParser(is_open=is_open))
+        self._tools: dict[int, ToolParser] = {}
+        self._num_tokens = Counter[int]()  # of each answer,
+        self._num_thought = Counter[int]()  # and of its thoughts with their marks
+
+    def push(self, index: int, delta: AnswerDelta) -> Parsed:
+        """What is new of an answer."""
+        is_last = delta.finish_reason is not None
+        thoughts, text = self._after_thoughts(index, delta, is_last) if self.thinks else ("", delta.text)
+        parsed = self._with_calls(index, text, is_last=is_last)
+        parsed.thoughts = thoughts
+        return parsed
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Of all answers."""
+        return self._num_thought.total()
+
+    def num_calls(self, index: int) -> int:
+        """How many an answer has begun."""
+        return self._tools[index].num_calls if index in self._tools else 0
+
+    def call_id(self) -> str:
+        """A new one for each call, which nothing can be told from."""
+        assert self._form is not None, "a call without a format"
+        return uuid.uuid4().hex[: self._form.id_length]
+
+    def _after_thoughts(self, index: int, delta: AnswerDelta, is_last: bool) -> tuple[str, str]:
+        """The thoughts, and what is behind them."""
+        reasoning = self._thoughts[index]
+        had_ended, tokens = reasoning.has_ended, delta.tokens
+        thoughts, text = reasoning.push(delta.text)
+        if reasoning.is_open:
+            self._num_thought[index] = self._num_tokens[index] + len(tokens)
+        elif reasoning.has_ended and not had_ended:
+            size = tokens.index(self._end_mark) + 1 if self._end_mark in tokens else len(tokens)
+            self._num_thought[index] = self._num_tokens[index] + size
+        self._num_tokens[index] += len(tokens)
+        if is_last:
+            more_thoughts, more = reasoning.finish()
+            thoughts, text = thoughts + more_thoughts, text + more
+        return thoughts, text
+
+    def _with_calls(self, index: int, text: str, *, is_last: bool) -> Parsed:
+        if self._form is None or not self._names:
+            parsed = Parsed()
+            parsed.say(text)
+            return parsed
+        if index not in self._tools:
+            self._tools[index] = ToolParser(self._form, self._names)
+        parsed = self._tools[index].push(text)
+        if is_last:
+            parsed.parts += self._tools[index].finish().parts
+        return parsed
