@@ -61,6 +61,7 @@ class AscendProduct:
     prefetches: bool = (
         False  # fetching a weight while attention runs gains (off by default in vllm-ascend too)
     )
+    sums_products: bool = False  # the product of a prompt's rows and the ranks' sum of it gain in one launch
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -25,6 +27,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 # (https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/envref_07_0078.html)
 HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 7200)}
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of a machine, also in its containers
 HCCL_FIRST_S = 10.0  # torch_npu's watchdog lets HCCL say first, and in its log, what it waits for
 
 
@@ -39,6 +42,7 @@ class Group:
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self._ranks = ranks
         self.rank, self.size = ranks.rank(), ranks.size()
+        self._hccl_name: str | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, on each of them, in place where `x` is contiguous."""
@@ -71,6 +75,19 @@ class Group:
         dist.broadcast(x, group_src=root, group=self._ranks)
         self.inside = ""
         return x
+
+    @property
+    def hccl_name(self) -> str:
+        """What HCCL calls these ranks, for operators that communicate themselves; empty where they are on
+        several machines. All must ask for the first time together, since that makes the communicator, and
+        not while a graph is captured.
+        """
+        if self._hccl_name is None:
+            device, here = torch.device("npu"), zlib.crc32(_BOOT.read_bytes()) >> 1
+            is_near = self.least(here, device) == -self.least(-here, device)
+            backend = self._ranks._get_backend(device)
+            self._hccl_name = backend.get_hccl_comm_name(self.rank) if is_near else ""
+        return self._hccl_name
 
     def least(self, value: int, device: torch.device) -> int:
         """The least of all ranks' values of at most 31 bits, on the host of each of them."""

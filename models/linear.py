@@ -118,7 +118,10 @@ class SummedLinear(Linear):
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""
-        return self.group.all_reduce(self.part(x))
+        if self.is_int8:
+            return self.group.all_reduce(self.part(x))
+        assert self.packed is not None, "pack the decoder before its first step"
+        return self.ops.linear_summed(x, self.packed, self.group)
 
     def part(self, x: Tensor | Int8Rows) -> Tensor:
         """What this rank adds to it."""

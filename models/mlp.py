@@ -37,7 +37,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, hidden] -> [T, hidden]; `x` as for a linear."""
-        return self.group.all_reduce(self.part(x))
+        if self.gate_up.is_int8 and self.down.is_int8:
+            return self.group.all_reduce(self.part(x))
+        return self.down(self.ops.swiglu(self.gate_up(x)))
 
     def part(self, x: Tensor | Int8Rows) -> Tensor:
         """What this rank of the group adds to it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -33,14 +33,27 @@ class ContractError(ValueError):
         )
 
 
+class Communicators(Protocol):
+    """The communicators of this process, by their names."""
+
+    def size(self, name: str) -> int:
+        """How many ranks it has; 0 where there is none of that name."""
+        ...
+
+    def add_up(self, name: str, tensor: Tensor) -> Tensor:
+        """The sum of its ranks' tensors; waits for all of them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """What a call depends on beside its arguments.
 
     `held` returns the pages that requests hold, `on_device` whether a tensor lies in the device's memory
-    (where they are None nothing is known, and the rules that need them are skipped). `fp32` admits float32 in
-    the rules on dtype, and changes nothing else. With `faithful` calls that the hardware is known to compute
-    wrongly are computed as wrongly, where they are otherwise refused.
+    (where they are None nothing is known, and the rules that need them are skipped); without `communicators`
+    this process is the only rank. `fp32` admits float32 in the rules on dtype, and changes nothing else. With
+    `faithful` calls that the hardware is known to compute wrongly are computed as wrongly, where they are
+    otherwise refused.
     """
 
     product: Product = A2
@@ -49,6 +62,7 @@ class Conditions:
     capture: Callable[[], Capture] = lambda: "none"
     held: Callable[[], Collection[int]] | None = None
     on_device: Callable[[Tensor], bool] | None = None
+    communicators: Communicators | None = None
 
 
 @dataclass(frozen=True, slots=True)

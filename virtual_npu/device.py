@@ -18,6 +18,7 @@ import torch
 from virtual_npu import libraries
 from virtual_npu.contract import Capture, Conditions
 from virtual_npu.deferred_calls import CAPTURED, DeferredCalls
+from virtual_npu.joined_ranks import JoinedRanks
 from virtual_npu.kernels import Kernels
 from virtual_npu.launch_log import LaunchLog
 from virtual_npu.memory import Memory
@@ -108,6 +109,7 @@ def start(
             held=held,
             capture=device.capture,
             on_device=device.memory.holds,
+            communicators=JoinedRanks(device.library),
         )
     )
     log.warning(

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmark.micro.in_ranks import in_ranks
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from models.group import Group
 from recipes.build import versions
+from recipes.build.in_ranks import in_ranks
 from recipes.build.machine import start
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole, wholes

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmark.micro.in_ranks import in_ranks
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.batch import Batch, Sampled
@@ -30,6 +29,7 @@ from kv_cache.pages import PageCopy
 from models.group import Group, StageLinks
 from recipes.build import versions
 from recipes.build.engine import assemble
+from recipes.build.in_ranks import in_ranks
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import load

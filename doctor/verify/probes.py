@@ -2,8 +2,9 @@
 
     python -m doctor.verify.probes recipes/tiny/npu.yaml [key=value ...] [--answers DIR]
 
-Each probe asks the recipe's device one question. The answers are written to a file for the product and the
-version of CANN, which recipes follow from then on. Status 0: every question has an answer, yes or no.
+Each probe asks the recipe's device one question, or those of all its ranks. The answers are written to a file
+for the product and the version of CANN, which recipes follow from then on. Status 0: every question has an
+answer, yes or no.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from devices.ascend_answers import answers_file, write_answers
 from doctor.verify.npu.questions import PROBES, Probe
+from doctor.verify.npu.rank_questions import of_ranks
 from recipes.build.machine import ANSWERS, Npu, one_line, start
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
@@ -36,7 +38,7 @@ def answer(probe: Probe, machine: Npu) -> Answer:
     """Ask; what the device refuses is a no."""
     try:
         found, said = probe.ask(machine)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         found, said = False, one_line(error)[:500]
     return Answer(probe.name, probe.question, found, said)
 
@@ -51,10 +53,13 @@ def main(argv: list[str]) -> int:
     add_recipe(parser)
     parser.add_argument("--answers", type=Path, default=ANSWERS, metavar="DIR", help="where they are kept")
     options = parser.parse_intermixed_args(argv)
-    machine = start(load(options.recipe, options.overrides, options.profile).device)
+    recipe = load(options.recipe, options.overrides, options.profile)
+    machine = start(recipe.device)
     found: list[Answer] = []
     if isinstance(machine, Npu):
-        found = [answer(each, machine) for each in PROBES if each.applies(machine.product)]
+        found = [
+            answer(each, machine) for each in (*PROBES, *of_ranks(recipe)) if each.applies(machine.product)
+        ]
         path = answers_file(
             options.answers, machine.product.name, machine.cann, virtual=machine.asked.virtual
         )

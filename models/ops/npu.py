@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from attention.latent import LatentUp
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from models.group import Group
 from models.mixture_config import MixtureConfig
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Filled, Ops, Packed, Widths
@@ -26,6 +27,8 @@ from models.ops.reference import Filled, Ops, Packed, Widths
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 PREFETCHED_BYTES = 18 * 2**20  # of a weight, as vllm-ascend's weight_prefetch: more would drive out the cache
 MOST_PRODUCT_ROW = 65535  # heads x width of what npu_transpose_batchmatmul takes by rows
+# npu_mm_all_reduce_base is documented for prompts, not for decodes, on the fully linked devices of a machine
+SUMMED_RANKS, LEAST_SUMMED_ROWS = (2, 4, 8), 256
 FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in float32, five times
 
 
@@ -88,6 +91,15 @@ class NpuOps(PlainNpuOps):
         if bias is None or self.product.adds_to_tiles:
             return super().linear(x, packed)
         return super().linear(x, (weight, None)).add_(bias)
+
+    def linear_summed(self, x: Tensor, packed: Packed, group: Group) -> Tensor:
+        """As Ops.linear_summed; of a prompt's rows in one launch, where that is faster."""
+        weight, bias = packed
+        takes = x.dtype in self.product.dtypes and bias is None and group.size in SUMMED_RANKS
+        takes = takes and self.product.sums_products and len(x) >= LEAST_SUMMED_ROWS
+        if not takes or not group.hccl_name:
+            return super().linear_summed(x, packed, group)
+        return torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.t(), group.hccl_name)
 
     def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
         """A weight [in, width] for each width, since npu_grouped_matmul takes them so."""

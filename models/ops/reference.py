@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from attention.latent import LatentUp
 from devices.int8 import quantize_rows
+from models.group import Group
 from models.mixture_config import MixtureConfig
 from models.ops.int8 import Int8Rows
 
@@ -49,6 +50,10 @@ class Ops:
         """[T, in] -> [T, out]."""
         weight, bias = packed
         return F.linear(x, weight, bias)
+
+    def linear_summed(self, x: Tensor, packed: Packed, group: Group) -> Tensor:
+        """[T, in], of which each rank of the group has its part, -> [T, out], the sum of their products."""
+        return group.all_reduce(self.linear(x, packed))
 
     def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
         """As `pack`, for a linear whose outputs are read apart: the first widths[0] of them, and so on."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,11 @@ from torch import Tensor
 from devices.ascend_answers import PROBED
 from devices.ascend_limits import FRACTAL_NZ, PRODUCTS, product
 from doctor.verify import probes
+from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer
 from recipes.build import machine as machines
 from recipes.build.machine import Npu, start
+from recipes.schema.reader import load
 from tests.attention.test_atb import answering_as
 from tests.attention.test_attention import shape
 from tests.device_kinds import section, stand_in_alone
@@ -66,15 +70,16 @@ def ask(name: str, npu: Npu) -> bool:
 
 
 def test_every_answer_is_asked_for_and_of_some_product() -> None:
-    assert [each.name for each in PROBES] == list(PROBED)
+    probes = [*PROBES, *of_ranks(load("recipes/tiny/npu.yaml", ["parallel.tensor=2"]))]
+    assert [each.name for each in probes] == list(PROBED)
     asked = {
-        name: [each.name for each in PROBES if each.applies(product(name, ""))] for name in ("310P", "910B")
+        name: [each.name for each in probes if each.applies(product(name, ""))] for name in ("310P", "910B")
     }
     assert set(asked["310P"]) | set(asked["910B"]) == set(PROBED)
     assert "packs_float16" not in asked["310P"]
 
 
-@pytest.mark.parametrize("name", PROBED)
+@pytest.mark.parametrize("name", [each.name for each in PROBES])
 def test_a_right_device_is_found_right(name: str, npu: Npu) -> None:
     expected = getattr(npu.product, name)
     assert ask(name, npu) == expected
@@ -221,3 +226,20 @@ def test_a_machine_without_an_npu_has_no_questions(capsys: pytest.CaptureFixture
         == 0
     )
     assert json.loads(capsys.readouterr().out) == []
+
+
+@stand_in_alone
+@pytest.mark.parametrize(("name", "asked"), [("910B", ["sums_products"]), ("910C", [])])
+def test_what_takes_several_ranks_is_asked_of_all_of_them(
+    name: str, asked: list[str], tmp_path: Path
+) -> None:
+    recipe = ["recipes/tiny/npu.yaml", "device.virtual=true", f"device.product={name}", "parallel.tensor=2"]
+    code = "from doctor.verify import probes; probes.PROBES = (); import sys; probes.main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *recipe, "--answers", str(tmp_path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    assert [(each["name"], each["answer"], each["said"].split(",")[0]) for each in told] == [
+        (each, False, "right") for each in asked
+    ]

@@ -159,6 +159,20 @@ def tokens_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
     return torch.from_numpy(np.array([wait().tokens for wait in waits]))
 
 
+def joined_sums(decoder: Decoder) -> int:
+    """From now on products are added up in one launch; returns how often, of all that `logits_of` asks."""
+    from models.ops import npu
+
+    npu.LEAST_SUMMED_ROWS = 2  # the decodes of two rows, too
+    ops, log = decoder.ops, machine("npu").launch_log
+    assert isinstance(ops, npu.NpuOps), "it is an operator of NPUs"
+    assert log is not None, "the stand-in counts"
+    ops.product = replace(ops.product, sums_products=True)
+    with log.reading() as asked:
+        logits_of(decoder)
+    return sum(each.name == "npu::npu_mm_all_reduce_base" for each in asked)
+
+
 def held(decoder: Decoder) -> dict[str, Any]:
     """What each linear was packed to."""
     return {name: each.packed for name, each in decoder.named_modules() if hasattr(each, "packed")}
@@ -205,9 +219,12 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     group = join(backend, store, rank, size, PATIENCE_S)
     torch.save(collectives(group, device), folder / f"collectives.{rank}.pt")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
-        graphs = case.pop("graphs", False)
+        graphs, joins = case.pop("graphs", False), case.pop("joins", False)
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
-        found = {"bytes": num_bytes, "logits": logits_of(decoder, graphs=graphs)}
+        found: dict[str, Any] = {"bytes": num_bytes}
+        if joins:
+            found["joined"] = joined_sums(decoder)
+        found["logits"] = logits_of(decoder, graphs=graphs)
         found["tokens"] = tokens_of(decoder, graphs=graphs)
         if kind == "cpu" and decoder.config.quantization is not None:
             found["held"] = held(decoder)

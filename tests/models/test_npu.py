@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
+from models.group import ALONE, join
 from models.mixture_config import MixtureConfig
 from models.ops.reference import Ops
 from recipes.build.engine import build
@@ -362,6 +364,16 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
     ops.joined_mixture(rows, *routed, packed)
 
 
+def _adding_up(ops: Ops, rows: torch.Tensor) -> None:
+    """Multiply rows of a prompt as a rank of two does, which is alone here."""
+    group = join("hccl", dist.HashStore(), 0, 1, 60.0)
+    group.size = 2
+    try:
+        assert torch.equal(ops.linear_summed(rows, (rows, None), group), rows @ rows.t())
+    finally:
+        dist.destroy_process_group()
+
+
 def _fetching(ops: Ops, rows: torch.Tensor) -> None:
     """Capture a product whose weight is fetched before it."""
     with torch.npu.graph(torch.npu.NPUGraph()):
@@ -400,6 +412,9 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         _in_int8(ops, rows)
         _by_experts(ops, rows)
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
+        ops.linear_summed(rows, (rows, None), ALONE)
+        prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
+        _adding_up(NpuOps(replace(ops.product, sums_products=True)), prompt)  # type: ignore[attr-defined]
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
         _latent_steps()

@@ -34,7 +34,13 @@ def checkpoints(folder: Path) -> Cases:
             cases[variant.name] = {"path": str(make(changed, folder)[1])}
     captured = {f"{name}_captured": case | {"graphs": True} for name, case in cases.items()}
     int8 = cases["llama_biased"] | {"int8_at_load": True, "dtype": "bfloat16"}
-    return cases | captured | {"int8": int8, "int8_captured": int8 | {"graphs": True}}
+    apart = cases["qwen3_layer_types"] | {"dtype": "bfloat16"}
+    sums = {
+        "apart": apart,
+        "joined": apart | {"joins": True},
+        "biased": int8 | {"int8_at_load": False, "joins": True},
+    }
+    return cases | captured | sums | {"int8": int8, "int8_captured": int8 | {"graphs": True}}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -60,6 +66,17 @@ def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dic
         tokens.tolist(),
         *([[]] * NUM_DRAWN for _ in others),
     ]
+
+
+def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(found: dict[str, Any]) -> None:
+    (_, apart), (_, joined), (_, biased) = (found[name] for name in ("apart", "joined", "biased"))
+    num_layers, num_steps = 3, 10
+    # Down alone: the output projection has a bias here, and where one would be added is not said
+    assert {rank["joined"] for rank in joined} == {num_layers * num_steps}
+    assert {rank["joined"] for rank in biased} == {0}
+    for one, other in zip(apart, joined):
+        assert torch.equal(one["logits"], other["logits"])
+        assert torch.equal(one["tokens"], other["tokens"])
 
 
 @pytest.mark.parametrize("name", ["int8", "int8_captured"])

@@ -30,6 +30,20 @@ HCCL_FAULTS = (
         "every rank gets the first rank's part of a sum",
     ),
     Fault(
+        "sum_of_a_product_is_its_own",
+        COLLECTIVES,
+        "    if (!call.communicator) return refuse(",
+        "    if (call.communicator) return 0;\n    if (!call.communicator) return refuse(",
+        "each rank goes on with its own part of a product",
+    ),
+    Fault(
+        "sums_of_a_bias",
+        "models/ops/npu.py",
+        "x.dtype in self.product.dtypes and bias is None and",
+        "x.dtype in self.product.dtypes and",
+        "the bias of a linear is lost",
+    ),
+    Fault(
         "nobody_is_gone",
         RANKS,
         "    if (is_gone(communicator, rank)) return say_gone(communicator, rank);\n",

@@ -38,7 +38,12 @@ RULE_TESTS = tuple(
 GRAPH_TESTS = tuple(f"tests/virtual_npu/test_{name}.py" for name in ("graphs", "task_groups"))
 NPU_TESTS_OF = {
     **dict.fromkeys((NPU, ASCEND), CALLS),
-    FUSED: (*CALLS, "tests/models/test_quantization.py", "tests/models/test_prefetch.py"),
+    FUSED: (
+        *CALLS,
+        "tests/models/test_quantization.py",
+        "tests/models/test_prefetch.py",
+        "tests/models/test_tensor_parallel_npu.py",
+    ),
     **dict.fromkeys((ATB, PRODUCTS), ATB_CALLS),
     **dict.fromkeys((ARGUMENTS, SHAPES, PAGING, SPANS, WRITES, ATB_RULES), RULE_TESTS),
     DEFERRED: (*GRAPH_TESTS, "tests/models/test_npu.py"),

@@ -76,8 +76,8 @@ TENSOR_FAULTS = (
     Fault(
         "int8_parts_not_added",
         MLP,
-        '`x` as for a linear."""\n        return self.group.all_reduce(self.part(x))\n',
-        '`x` as for a linear."""\n        return self.part(x)\n',
+        "            return self.group.all_reduce(self.part(x))\n",
+        "            return self.part(x)\n",
         "what joins both products of an MLP in int8 goes past the sum",
     ),
     Fault(

@@ -131,6 +131,29 @@ def groups() -> None:
     same(mine, torch.tensor([float(sum(range(RANK % 2, SIZE, 2)))]))
 
 
+def multiplied() -> None:
+    """Each rank has a part of the inner axis; the device's own queue may hold the call back, or a graph."""
+    import torch_npu
+
+    world = dist.group.WORLD
+    assert world is not None, "this rank has joined"
+    name = world._get_backend(torch.device("npu")).get_hccl_comm_name(RANK)
+    rows, parts = zip(
+        *((of(rank, 3 * 8, torch.float32), of(9 + rank, 8 * 5, torch.float32)) for rank in range(SIZE))
+    )
+    expected = sum((one.view(3, 8) @ other.view(8, 5) for one, other in zip(rows, parts)), torch.zeros(3, 5))
+    x1, x2 = here(rows[RANK].view(3, 8)).bfloat16(), here(parts[RANK].view(8, 5)).bfloat16()
+    same(torch_npu.npu_mm_all_reduce_base(x1, x2, name), expected.bfloat16())
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = torch_npu.npu_mm_all_reduce_base(x1, x2, name)
+    x1.mul_(2)
+    graph.replay()
+    torch.npu.synchronize()
+    same(y, 2 * expected.bfloat16())
+    graph.reset()
+
+
 def refused(call: Callable[[], object]) -> None:
     """Print why a call is refused."""
     began_s = time.monotonic()
@@ -153,6 +176,15 @@ def differs_in_kind() -> None:
     refused(lambda: dist.broadcast(one, 0) if RANK else dist.all_reduce(one))
 
 
+def differs_in_product() -> None:
+    import torch_npu
+
+    world, one = dist.group.WORLD, torch.ones(4, 4, device="npu:0").bfloat16()
+    assert world is not None, "this rank has joined"
+    name = world._get_backend(torch.device("npu")).get_hccl_comm_name(RANK)
+    refused(lambda: dist.all_reduce(one) if RANK else torch_npu.npu_mm_all_reduce_base(one, one, name))
+
+
 def killed() -> None:
     dist.all_reduce(torch.ones(1, device="npu:0"))
     if RANK == SIZE - 1:
@@ -171,7 +203,7 @@ def right() -> None:
     for dtype in DTYPES:
         for count in LENS if dtype == torch.float32 else LENS[:2]:
             collectives(count, dtype)
-    for case in (uneven, passed_on, captured, groups):
+    for case in (uneven, passed_on, captured, groups, *((multiplied,) if SIZE == 2 else ())):
         case()
     dist.barrier()
     print("all right", flush=True)
@@ -180,6 +212,6 @@ def right() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("hccl", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=SIZE)
-    modes = (right, differs, differs_in_kind, killed, stopped)
+    modes = (right, differs, differs_in_kind, differs_in_product, killed, stopped)
     {each.__name__: each for each in modes}[MODE]()
     os._exit(0)  # the group's watchdog may wait for ranks that are gone

@@ -76,6 +76,13 @@ def test_ranks_that_call_different_kinds_are_named(tmp_path: Path) -> None:
     assert "rank 1 calls broadcast of 4 x float32 with root 0, and rank 0 calls all_reduce" in other
 
 
+@pytest.mark.slow
+def test_a_product_that_is_added_up_and_a_plain_sum_are_named(tmp_path: Path) -> None:
+    (one, _), (other, _) = ranks(tmp_path, 2, "differs_in_product")
+    assert "rank 0 calls mm_all_reduce of 16 x bfloat16 by sum, and rank 1 calls all_reduce" in one
+    assert "rank 1 calls all_reduce of 16 x bfloat16 by sum, and rank 0 calls mm_all_reduce" in other
+
+
 def test_a_rank_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
     before = left_behind()
     (one, _), (_, status) = ranks(tmp_path, 2, "killed")

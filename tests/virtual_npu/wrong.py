@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.right_calls import Arguments
+from tests.virtual_npu.right_mixture_calls import Arguments
 
 Change = Callable[[Arguments], Arguments]
 

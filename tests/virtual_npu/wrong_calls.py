@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.virtual_npu import wrong_latent_calls
+from tests.virtual_npu import summed_calls, wrong_latent_calls
 from tests.virtual_npu.right_calls import Arguments, compressed, hidden
 from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
 from virtual_npu.operators.atb_call import in_tiles
@@ -347,6 +347,7 @@ FAMILIES = {
     "npu_quant_matmul": MATMUL,
     "npu_dynamic_quant": QUANT,
     "npu_grouped_matmul": GROUPED,
+    "npu_mm_all_reduce_base": summed_calls.WRONG,
     "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
     "npu_dequant_swiglu_quant": SWIGLU_QUANT,
     "npu_moe_gating_top_k_softmax": GATING,
@@ -362,6 +363,7 @@ FAMILIES = {
 WANTED = {
     "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
     "npu_quant_matmul": lambda call: "offset" not in call,
+    "npu_mm_all_reduce_base": lambda call: call["x1"].dtype == torch.float16,
     "npu_grouped_matmul": lambda call: call["group_type"] == -1,
     "npu_transpose_batchmatmul": lambda call: len(set(call["weight"].shape)) == 3,
     "npu_dequant_swiglu_quant": lambda call: "group_index" not in call,

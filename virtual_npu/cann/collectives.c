@@ -152,7 +152,8 @@ static void take(struct communicator *c, const struct call *call, uint64_t at, s
     size_t size = width(said->type);
     char *to = (char *)call->target + at * size;
     switch (said->operation) {
-    case ALL_REDUCE: reduce(c, said, 0, count, to); break;
+    case ALL_REDUCE:
+    case MATMUL_ALL_REDUCE: reduce(c, said, 0, count, to); break;
     case REDUCE:
         if (c->rank == said->root) reduce(c, said, 0, count, to);
         break;
@@ -255,4 +256,18 @@ int perform_call(void *argument) {
     int code = collective(c, call);
     end_call(c);
     return code;
+}
+
+/* Of a communicator; 0 where there is none of that name */
+int virtual_npu_ranks(const char *name) {
+    struct communicator *communicator = communicator_of(name);
+    return communicator ? (int)communicator->size : 0;
+}
+
+/* What an operator adds up that has multiplied: `count` elements of each rank, in place. Who calls it holds no lock */
+int virtual_npu_add_up(const char *name, void *data, uint64_t count, HcclDataType type) {
+    struct call call = {.communicator = communicator_of(name), .source = data, .target = data};
+    call.said = (struct said){MATMUL_ALL_REDUCE, type, HCCL_REDUCE_SUM, 0, count};
+    if (!call.communicator) return refuse(ACL_ERROR_RT_PARAM_INVALID, "no communicator is called %s", name);
+    return perform_call(&call);
 }

@@ -15,9 +15,11 @@
 
 #define SHARED_FOLDER "/dev/shm"
 
+static struct communicator *joined; /* the first; under the lock */
+
 static const char *const operations[] = {"nothing",        "init",       "all_reduce", "broadcast", "all_gather",
                                          "reduce_scatter", "all_to_all", "reduce",     "scatter",   "send",
-                                         "recv"};
+                                         "recv",           "mm_all_reduce"};
 static const struct {
     const char *name;
     size_t width;
@@ -31,7 +33,8 @@ const char *in_words(const struct said *said, char *text, size_t room) {
     int length = snprintf(text, room, "%s", operations[said->operation]);
     if (said->operation >= ALL_REDUCE)
         length += snprintf(text + length, room - length, " of %lu x %s", said->count, types[said->type].name);
-    if (said->operation == ALL_REDUCE || said->operation == REDUCE_SCATTER || said->operation == REDUCE)
+    if (said->operation == ALL_REDUCE || said->operation == REDUCE_SCATTER || said->operation == REDUCE ||
+        said->operation == MATMUL_ALL_REDUCE)
         length += snprintf(text + length, room - length, " by %s", reductions[said->reduction]);
     if (said->operation == BROADCAST || said->operation == REDUCE || said->operation == SCATTER)
         length += snprintf(text + length, room - length, " with root %u", said->root);
@@ -176,10 +179,27 @@ HcclResult join(const char *object, uint32_t size, uint32_t rank, double limit_s
         }
     }
     if (code) return leave_communicator(made), code;
+    pthread_mutex_lock(&lock);
+    made->next = joined;
+    joined = made;
+    pthread_mutex_unlock(&lock);
     return *result = made, HCCL_SUCCESS;
 }
 
+struct communicator *communicator_of(const char *name) {
+    pthread_mutex_lock(&lock);
+    struct communicator *each = joined;
+    while (each && strcmp(each->name, name)) each = each->next;
+    pthread_mutex_unlock(&lock);
+    return each;
+}
+
 void leave_communicator(struct communicator *communicator) {
+    pthread_mutex_lock(&lock);
+    struct communicator **place = &joined;
+    while (*place && *place != communicator) place = &(*place)->next;
+    if (*place) *place = communicator->next;
+    pthread_mutex_unlock(&lock);
     if (communicator->shared) munmap(communicator->shared, communicator->num_bytes);
     if (communicator->file >= 0) close(communicator->file);
     free(communicator);

@@ -33,7 +33,7 @@ enum {
 enum { MAX_RANKS = 16, MOST_WINDOW_BYTES = 1 << 20, ALL_WINDOWS_BYTES = 8 << 20, BOX_BYTES = 32 << 10 };
 
 enum operation { NOTHING, JOIN, ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE, SCATTER, SEND,
-                 RECEIVE };
+                 RECEIVE, MATMUL_ALL_REDUCE };
 
 /* What a rank calls; where ranks meet, all of them must say the same */
 struct said {
@@ -76,6 +76,7 @@ struct communicator {
     uint64_t num_meetings;
     double limit_s; /* of waiting for a rank */
     HcclResult failed;
+    struct communicator *next; /* of this process */
 };
 
 /* communicator.c */
@@ -83,6 +84,7 @@ size_t width(HcclDataType type);
 const char *in_words(const struct said *said, char *text, size_t room);
 HcclResult join(const char *object, uint32_t size, uint32_t rank, double limit_s, struct communicator **made);
 void leave_communicator(struct communicator *communicator);
+struct communicator *communicator_of(const char *name); /* of this process; NULL where there is none */
 void forget_stale(void); /* shared memory that processes left which ended while they joined */
 char *window(struct communicator *communicator, uint32_t rank);
 struct box *box(struct communicator *communicator, uint32_t from, uint32_t to);

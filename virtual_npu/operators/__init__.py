@@ -19,13 +19,14 @@ from virtual_npu.operators import (
     rotary,
     sampling,
     scatter,
+    summed_matmul,
 )
 
 OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
         *(attention, atb, cache, scatter, latent, norm, rotary, activation, matmul),
-        *(grouped_matmul, gating, mixture, int8_fusions, sampling, prefetch),
+        *(grouped_matmul, summed_matmul, gating, mixture, int8_fusions, sampling, prefetch),
     )
     for operator in room.OPERATORS
 )

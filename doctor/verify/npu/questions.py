@@ -75,8 +75,8 @@ def bares_decodes(machine: Npu) -> Found:
     dtype, lens = machine.product.dtypes[0], [(1, 1), (1, 128), (1, 700), (1, 2000)]
     apart = max(_attention_apart(machine, dtype, lens, kv_heads, bare=True) for kv_heads in (HEADS, 2))
     call, _ = _attention(machine, dtype, lens, 2)
-    masked_us = _us(machine, call)
-    bare_us = _us(machine, partial(call, sparse_mode=0, atten_mask=None))
+    masked_us = time_us(machine, call)
+    bare_us = time_us(machine, partial(call, sparse_mode=0, atten_mask=None))
     said = f"{apart:.2g} from float32; {bare_us:.0f} us without a mask, {masked_us:.0f} us with it"
     return apart <= NEAR[dtype], said
 
@@ -98,7 +98,9 @@ def tiles_weights(machine: Npu) -> Found:
         apart = float((found.float() - wanted.float()).abs().max())
         if not apart <= NEAR[dtype]:
             return False, f"{apart:.2g} from the product of rows"
-        times.append((_us(machine, partial(F.linear, x, tiles)), _us(machine, partial(F.linear, x, weight))))
+        times.append(
+            (time_us(machine, partial(F.linear, x, tiles)), time_us(machine, partial(F.linear, x, weight)))
+        )
     said = ", ".join(f"{nz:.0f} us against {nd:.0f}" for nz, nd in times)
     if machine.asked.virtual:  # whose times mean nothing
         return machine.product.tiles_weights, "right, and as it was: a stand-in has no times"
@@ -188,7 +190,7 @@ def prefetches(machine: Npu) -> Found:
     graph.replay()
     if not torch.equal(found, wanted):
         return False, "a product after a prefetch is another in a graph"
-    plain_us, fetched_us = (_us(machine, partial(step, fetches)) for fetches in (False, True))
+    plain_us, fetched_us = (time_us(machine, partial(step, fetches)) for fetches in (False, True))
     if machine.asked.virtual:  # whose times mean nothing
         return machine.product.prefetches, "right, and as it was: a stand-in has no times"
     return fetched_us < plain_us, f"{fetched_us:.0f} us against {plain_us:.0f} us"
@@ -282,7 +284,7 @@ def _attention(
     return call, torch.cat(wanted)
 
 
-def _us(machine: Npu, call: Callable[[], object]) -> float:
+def time_us(machine: Npu, call: Callable[[], object]) -> float:
     """Microseconds of one of CALLS calls after another; of a stand-in, those of a single call."""
     num_calls = 1 if machine.asked.virtual else CALLS
     call()

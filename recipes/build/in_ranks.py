@@ -1,4 +1,4 @@
-"""How does a benchmark compute something in each rank of a recipe, without an engine that leads them?"""
+"""How is something computed in each rank of a recipe, without an engine that leads them?"""
 
 from __future__ import annotations
 
