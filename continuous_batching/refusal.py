@@ -58,7 +58,7 @@ class BadRequest(ValueError):
             limit=self.limit,
             fix=self.fix,
             place=self.place,
-            subject=self.subject,
+            subject=self.subject.replace(self.field, field) if self.field else self.subject,
             code=self.code,
         )
 

@@ -18,6 +18,7 @@ from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.generation import Generation
 from serving.api.model_names import ModelNames
+from serving.api.responses import ResponsesRoute
 from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
 
@@ -45,6 +46,7 @@ def application(
     for path, answer in (
         ("/v1/completions", CompletionRoute(generation).complete),
         ("/v1/chat/completions", ChatRoute(generation).chat),
+        ("/v1/responses", ResponsesRoute(generation).respond),
     ):
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     app.include_router(operations.router(llm, names))

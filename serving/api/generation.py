@@ -21,7 +21,7 @@ from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.api_keys import Client
 from serving.api.model_names import ModelNames
 from serving.api.pieces import PIECE_BYTES, gathered
-from serving.api.schemas import GenerationBody
+from serving.api.schemas import SamplingBody
 from serving.api.streamed import StreamedResponse, gone
 from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
@@ -30,10 +30,7 @@ from serving.text.request_fields import MOST_SAMPLES
 
 Value = TypeVar("Value")
 
-_ONLY_HTTP = {
-    *("model", "stream", "stream_options", "prompt", "messages", "echo", "return_token_ids", "user"),
-    "service_tier",
-}
+_ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
 _LAST_S = 5.0  # that a client which is cut off has to read why
 
@@ -78,10 +75,10 @@ class Generation:
         self._fingerprint = system_fingerprint
         self._turns = turns
 
-    def fields(self, body: GenerationBody, request: Request) -> dict[str, Any]:
+    def fields(self, body: SamplingBody, request: Request) -> dict[str, Any]:
         """What `parse_request` reads besides the prompt; raises NotFound for another model."""
         self._names.asked(body.model)
-        fields = body.model_dump(exclude=_ONLY_HTTP, exclude_none=True)
+        fields = body.model_dump(exclude=_ONLY_HTTP | body.apart, exclude_none=True)
         client: Client = request.state.client
         tenant = client.tenant_for(request.headers.get(_TENANT_HEADER) or body.tenant, body.user)
         if tenant:
@@ -114,7 +111,7 @@ class Generation:
         """Send all of these to the engine, or none; `group` is the id of the one response to `request`."""
         return await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
 
-    def head(self, body: GenerationBody) -> dict[str, str]:
+    def head(self, body: SamplingBody) -> dict[str, str]:
         """What every answer to a request says."""
         head = {"model": self._names.asked(body.model), "system_fingerprint": self._fingerprint}
         return head if body.service_tier is None else head | {"service_tier": "default"}
@@ -172,7 +169,7 @@ class _Writer:
             async with contextlib.aclosing(news):
                 while True:
                     pieces = gathered(self._form.events(deltas))
-                    ready = next(pieces)
+                    ready = next(pieces, b"")  # what is new may still be nothing to write
                     while len(ready) >= PIECE_BYTES:
                         yield ready
                         await self._turns.next()

@@ -30,6 +30,10 @@ def _label(given: Any, _: Fields) -> bool:
     return isinstance(given, str) and len(given) <= LONGEST_NAME
 
 
+def _count(given: Any, _: Fields) -> bool:
+    return type(given) is int and given > 0
+
+
 def _notes(given: Any, _: Fields) -> bool:
     return (
         isinstance(given, dict)
@@ -56,8 +60,10 @@ def _prediction(given: Any, _: Fields) -> bool:
 
 _STRING = f"a string of at most {LONGEST_NAME} characters"
 _NOTES = f"up to {MOST_NOTES} strings of {LONGEST_NOTE} characters, by names of {LONGEST_NOTE_NAME}"
+_NOTHING_IS_KEPT = "no response is kept; send the items of earlier ones in input"
 # What may be sent, and in words; empty where nothing may
-IGNORED: dict[str, tuple[Callable[[Any, Fields], bool], str]] = {
+Ignored = Mapping[str, tuple[Callable[[Any, Fields], bool], str]]
+IGNORED: Ignored = {
     "audio": (_never, ""),
     "function_call": (_one_of("none"), '"none"'),
     "functions": (_unused("function_call"), f'up to {MOST_TOOLS} beside function_call: "none"'),
@@ -77,10 +83,32 @@ IGNORED: dict[str, tuple[Callable[[Any, Fields], bool], str]] = {
 }
 
 
-def problem_of(name: str, fields: Fields) -> str | None:
+IN_RESPONSES: Ignored = {
+    **{
+        name: IGNORED[name]
+        for name in (
+            *("metadata", "moderation", "prompt_cache_key", "prompt_cache_options"),
+            *("prompt_cache_retention", "safety_identifier", "store"),
+        )
+    },
+    "access_programs": (_never, ""),
+    "background": (_one_of(False), "false"),
+    "background_options": (_never, ""),
+    "context_management": (_never, ""),
+    "conversation": (_never, ""),
+    "image": (_never, ""),
+    "max_tool_calls": (_count, "1 or more, of built-in tools, of which there are none"),
+    "previous_response_id": (_never, ""),
+    "prompt": (_never, ""),
+    "truncation": (_one_of("disabled"), '"disabled"'),
+}
+_FIXES = {"previous_response_id": _NOTHING_IS_KEPT, "conversation": _NOTHING_IS_KEPT}
+
+
+def problem_of(name: str, fields: Fields, ignored: Ignored = IGNORED) -> str | None:
     """Why one of these fields cannot be accepted as it was sent; None if it can."""
-    allows, allowed = IGNORED[name]
+    allows, allowed = ignored[name]
     if fields[name] is None or allows(fields[name], fields):
         return None
     accepted = f"; only {allowed} is accepted" if allowed else ""
-    return f"{name} is not supported{accepted}: leave it out"
+    return f"{name} is not supported{accepted}: {_FIXES.get(name, 'leave it out')}"

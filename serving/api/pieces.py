@@ -24,6 +24,17 @@ class Items:
         self.entries = entries
 
 
+class Parts(Items):
+    """A list whose entries may hold `Items` themselves: each is written by itself."""
+
+    __slots__ = ()
+
+
+def parts(entries: list[Json]) -> Parts | list[Json]:
+    """The entries, which may hold `Items`."""
+    return entries if all(map(is_short, entries)) else Parts(entries)
+
+
 def items(entries: Iterable[Any], length: int) -> Items | list[Any]:
     """The entries, made now if they are few; `length` says how many they are."""
     return list(entries) if length <= LONGEST_LIST else Items(entries)
@@ -32,13 +43,18 @@ def items(entries: Iterable[Any], length: int) -> Items | list[Any]:
 def is_short(value: Json) -> bool:
     """Whether an object holds no list that is written in pieces."""
     return not any(
-        type(each) is Items or (type(each) is dict and not is_short(each)) for each in value.values()
+        isinstance(each, Items) or (type(each) is dict and not is_short(each)) for each in value.values()
     )
 
 
 def pieces_of(value: Any) -> Iterator[bytes]:
     """The JSON of a value, of which objects and their fields may be `Items`."""
-    if isinstance(value, Items):
+    if isinstance(value, Parts):
+        for index, each in enumerate(value.entries):
+            yield b"," if index else b"["
+            yield from pieces_of(each)
+        yield b"]"
+    elif isinstance(value, Items):
         yield from _list(value)
     elif isinstance(value, dict) and not is_short(value):
         before = b"{"

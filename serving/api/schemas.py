@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serving.api.errors import whole
-from serving.api.ignored_fields import IGNORED, problem_of
+from serving.api.ignored_fields import IGNORED, Ignored, problem_of
 from serving.text.field_types import LONGEST_NAME, MOST_ALLOWED
 
 _MOST_BIASES = 1024  # as in SamplingParams
@@ -89,7 +89,7 @@ Allowed = Annotated[list[int], BeforeValidator(_all(int)), BeforeValidator(_few)
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 
-def _refused(field: str, message: str) -> PydanticCustomError:
+def refused(field: str, message: str) -> PydanticCustomError:
     """The error of a whole body, with the field that it is about."""
     return PydanticCustomError("refused", "{message}", {"message": message, "field": field})
 
@@ -98,37 +98,42 @@ class StrictBody(BaseModel):
     """A JSON object with these fields and no others."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    ignored: ClassVar[Ignored] = IGNORED
 
     @model_validator(mode="before")
     @classmethod
     def _names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        for name in given.keys() - cls.model_fields.keys():
-            if name in IGNORED:
-                if (problem := problem_of(name, given)) is not None:
-                    raise _refused(name, problem)
-                continue
+        for name in given.keys() & cls.ignored.keys():
+            if (problem := problem_of(name, given, cls.ignored)) is not None:
+                raise refused(name, problem)
+        for name in given.keys() - cls.model_fields.keys() - cls.ignored.keys():
             shown = whole(name if len(name) <= 60 else f"{name[:57]}...")
             near = difflib.get_close_matches(shown, cls.model_fields, n=1)
             hint = f"did you mean {near[0]}?" if near else "leave it out"
-            raise _refused(shown, f'unknown field "{shown}"; {hint}')
+            raise refused(shown, f'unknown field "{shown}"; {hint}')
         return {name: value for name, value in given.items() if name in cls.model_fields}
 
 
-class StreamOptions(StrictBody):
+class PaddingOptions(StrictBody):
+    """Whether the events of a stream are all of one size."""
+
+    include_obfuscation: Literal[False] | None = Field(None, description="events are never padded")
+
+
+class StreamOptions(PaddingOptions):
     """What a stream has besides answers."""
 
     include_usage: bool | None = Field(None, description="a last event has the numbers of tokens")
     continuous_usage_stats: bool | None = Field(None, description="every event has those so far")
-    include_obfuscation: Literal[False] | None = Field(None, description="events are never padded")
 
 
-class GenerationBody(StrictBody):
-    """What completions and chats have in common."""
+class SamplingBody(StrictBody):
+    """What all requests for an answer have in common. `apart`: fields that `parse_request` does not read."""
 
+    apart: ClassVar[frozenset[str]] = frozenset()
     model: str | None = Field(None, description="a name of `/v1/models`; null: the one that is served")
-    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -141,21 +146,37 @@ class GenerationBody(StrictBody):
     logit_bias: Biases | None = Field(None, description="by token id, what to add to its logit")
     allowed_token_ids: Allowed | None = Field(None, description="no other tokens may be chosen")
     bad_words: Strings | None = Field(None, description="the answer never holds the tokens of these words")
+    stop: str | Strings | None = None
+    stop_token_ids: Integers | None = None
+    ignore_eos: bool | None = None
+    max_draft_tokens: int | None = Field(
+        None, description="guesses of the answer that one step checks, at most; 0: no speculation"
+    )
+    stream: bool | None = None
+    service_tier: Literal["auto", "default"] | None = Field(None, description="there is one: the default")
+    user: Name | None = None
+    tenant: Name | None = Field(
+        None, description="whose share it counts against; only without keys, or with a gateway's"
+    )
+    priority: int | None = Field(None, description="larger goes first, if the recipe's queue is ordered so")
+    cache_salt: Name | None = Field(None, description="only requests of the same salt share pages")
+    timeout_s: float | None = Field(None, description="after so long the answer ends, complete or not")
+
+
+class GenerationBody(SamplingBody):
+    """What completions and chats have in common."""
+
+    apart = frozenset({"stream_options", "prompt", "messages", "echo", "return_token_ids"})
+    max_tokens: int | None = None
     truncate_prompt_tokens: int | None = Field(
         None, description="keep only so many of the prompt's last tokens; -1: as many as fit"
     )
-    stop: str | Strings | None = None
-    stop_token_ids: Integers | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
     n: int | None = None
     beam_width: int | None = Field(None, description="search for the answers by so many beams")
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    max_draft_tokens: int | None = Field(
-        None, description="guesses of the answer that one step checks, at most; 0: no speculation"
-    )
     response_format: dict[str, Any] | None = Field(
         None, description="text, json_object or json_schema: the form of the answer"
     )
@@ -166,16 +187,7 @@ class GenerationBody(StrictBody):
     guided_regex: str | None = Field(None, description="the whole answer matches it")
     guided_choice: Strings | None = Field(None, description="the answer is one of these")
     guided_grammar: str | None = Field(None, description="a grammar of the answer, as Lark or GBNF")
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    service_tier: Literal["auto", "default"] | None = Field(None, description="there is one: the default")
-    user: Name | None = None
-    tenant: Name | None = Field(
-        None, description="whose share it counts against; only without keys, or with a gateway's"
-    )
-    priority: int | None = Field(None, description="larger goes first, if the recipe's queue is ordered so")
-    cache_salt: Name | None = Field(None, description="only requests of the same salt share pages")
-    timeout_s: float | None = Field(None, description="after so long the answer ends, complete or not")
     return_token_ids: bool | None = Field(None, description="show the ids of the answer's tokens")
     prompt_logprobs: int | None = Field(
         None, description="log-probabilities of the prompt's tokens and of the likeliest"
@@ -184,9 +196,9 @@ class GenerationBody(StrictBody):
     @model_validator(mode="after")
     def _fits_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise _refused("stream_options", "stream_options needs stream: true")
+            raise refused("stream_options", "stream_options needs stream: true")
         if self.prompt_logprobs is not None and self.stream:
-            raise _refused("prompt_logprobs", "prompt_logprobs needs stream: false")
+            raise refused("prompt_logprobs", "prompt_logprobs needs stream: false")
         return self
 
 
@@ -203,13 +215,13 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _tells_prompts_once(self) -> CompletionBody:
         if self.echo and self.truncate_prompt_tokens is not None:
-            raise _refused("echo", "echo must be left out beside truncate_prompt_tokens")
+            raise refused("echo", "echo must be left out beside truncate_prompt_tokens")
         if not self.echo or self.logprobs is None:
             return self
         if self.prompt_logprobs is not None:
-            raise _refused("echo", "echo with logprobs tells what prompt_logprobs asks for")
+            raise refused("echo", "echo with logprobs tells what prompt_logprobs asks for")
         if self.beam_width:
-            raise _refused("echo", "echo with logprobs must be left out beside beam_width")
+            raise refused("echo", "echo with logprobs must be left out beside beam_width")
         return self
 
 

@@ -43,6 +43,7 @@ from tests.mutation.prefix_faults import PREFIX_FAULTS
 from tests.mutation.prompt_logprob_faults import FOLLOWERS, PROMPT_FAULTS, PROMPTS, REQUEST
 from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from tests.mutation.rank_faults import RANK_FAULTS, RANK_TESTS_OF
+from tests.mutation.response_faults import RESPONSE_FAULTS, RESPONSE_TESTS_OF
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
@@ -67,6 +68,7 @@ FAULTS = (
     *ACLOP_FAULTS,
     *GRAMMAR_FAULTS,
     *TOOL_FAULTS,
+    *RESPONSE_FAULTS,
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
     *INT8_FAULTS,
@@ -134,6 +136,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **ACLOP_TESTS_OF,
     **GRAMMAR_TESTS_OF,
     **TOOL_TESTS_OF,
+    **RESPONSE_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
     **INT8_TESTS_OF,

@@ -152,6 +152,7 @@ def server() -> Iterator[Server]:
 
 
 WHOLE = {"max_tokens": 2, "prompt": "1+", "messages": [{"role": "user", "content": "1+"}], "tokens": [5, 6]}
+WHOLE |= {"max_output_tokens": 2, "input": "1+"}
 
 
 def random_body(draw: random.Random, names: list[str]) -> str:
@@ -172,7 +173,7 @@ def fuzz_bodies(server: Server, num_inputs: int, seed: int) -> Counter[int]:
     draw, statuses = random.Random(seed), Counter[int]()
     schemas = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()["components"]["schemas"]
     routes = {"/v1/completions": "CompletionBody", "/v1/chat/completions": "ChatBody"}
-    routes |= {"/tokenize": "TokenizeBody", "/detokenize": "DetokenizeBody"}
+    routes |= {"/v1/responses": "ResponsesBody", "/tokenize": "TokenizeBody", "/detokenize": "DetokenizeBody"}
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
         for _ in range(num_inputs):
             path, name = draw.choice(list(routes.items()))

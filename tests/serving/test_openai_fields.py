@@ -13,11 +13,13 @@ import openai
 import pytest
 from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
+from openai.resources.responses import Responses
 
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving import fingerprint
 from serving.api.ignored_fields import IGNORED, problem_of
+from serving.api.responses import ResponsesBody
 from serving.api.schemas import ChatBody, CompletionBody
 from serving.failures import ClientGone, CutOff, ShutDown
 from tests.serving.server import PATIENCE_S, TINY, Server
@@ -27,10 +29,13 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-@pytest.mark.parametrize(("create", "body"), [(ChatCompletions, ChatBody), (Completions, CompletionBody)])
+@pytest.mark.parametrize(
+    ("create", "body"),
+    [(ChatCompletions, ChatBody), (Completions, CompletionBody), (Responses, ResponsesBody)],
+)
 def test_no_field_of_openai_s_client_is_unknown(create: Any, body: Any) -> None:
     sent = set(inspect.signature(create.create).parameters) - OWN
-    assert not sent - body.model_fields.keys() - IGNORED.keys()
+    assert not sent - body.model_fields.keys() - body.ignored.keys()
 
 
 @pytest.mark.parametrize(

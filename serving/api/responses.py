@@ -1,0 +1,225 @@
+"""How is a response made: `POST /v1/responses`, OpenAI's other form of a chat?
+
+The same request and the same answer as of a chat, written otherwise. Nothing is kept: a client sends the
+items of earlier turns again.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from fastapi import Request
+from pydantic import Field, model_validator
+from starlette.responses import Response
+
+from continuous_batching.refusal import BadRequest
+from serving.answers.answers import AnswerDelta, AnswerStream
+from serving.api.errors import whole
+from serving.api.generation import Generation, fields_as_sent
+from serving.api.ignored_fields import IN_RESPONSES, Ignored
+from serving.api.pieces import Json, parts, pieces_of
+from serving.api.responses_input import messages_of, response_format_of, tool_choice_of, tools_of
+from serving.api.responses_items import OutputItems, Status
+from serving.api.schemas import PaddingOptions, SamplingBody, Strings, refused
+from serving.api.spoken import Spoken
+from serving.failures import Failure
+from serving.text.tokenizer import Text
+
+_LOGPROBS = "message.output_text.logprobs"
+_AS_SENT = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+}
+_REASONS = {"length": "max_output_tokens"}  # why a response is incomplete, by the answer's finish_reason
+
+
+class ResponsesBody(SamplingBody):
+    """`POST /v1/responses`."""
+
+    ignored: ClassVar[Ignored] = IN_RESPONSES
+    apart = frozenset(
+        {
+            *("input", "instructions", "max_output_tokens", "text", "reasoning", "tools", "tool_choice"),
+            *("include", "metadata", "stream_options"),
+        }
+    )
+    input: str | list[Any] = Field(description="a text, or items: messages, calls, their results, thoughts")
+    instructions: str | None = Field(None, description="a system message before all others")
+    max_output_tokens: int | None = Field(None, description="of thoughts and all else; null: as many as fit")
+    text: dict[str, Any] | None = Field(None, description="`format`: the form of the answer")
+    reasoning: dict[str, Any] | None = Field(None, description="nothing of it is supported but null")
+    tools: list[Any] | None = Field(None, description="functions that the answer may call")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto, required, or the function that must be called; null: auto"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="several calls in one answer; null: true")
+    include: Strings | None = Field(None, description=f"{_LOGPROBS}, and nothing else")
+    top_logprobs: int | None = Field(None, description="how many likeliest tokens; with `include`")
+    metadata: dict[str, str] | None = Field(None, description="sent back as it came")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
+    thinking_token_budget: int | None = Field(None, description="the most tokens of thoughts; null: any")
+    stream_options: PaddingOptions | None = None
+
+    @model_validator(mode="after")
+    def _includes_what_there_is(self) -> ResponsesBody:
+        for index, name in enumerate(self.include or ()):
+            if name != _LOGPROBS:
+                problem = f'include[{index}] is "{whole(name[:60])}", which no answer here has'
+                raise refused("include", f"{problem}: leave it out")
+        if self.top_logprobs is not None and _LOGPROBS not in (self.include or ()):
+            raise refused("top_logprobs", f'top_logprobs needs "{_LOGPROBS}" in include')
+        return self
+
+    def fields(self) -> dict[str, Any]:
+        """What is asked for, as fields of a chat; raises BadRequest."""
+        fields = {
+            "messages": messages_of(self.input, self.instructions),
+            "max_tokens": self.max_output_tokens,
+            "response_format": None if self.text is None else response_format_of(self.text),
+            "tools": None if self.tools is None else tools_of(self.tools),
+            "tool_choice": None if self.tool_choice is None else tool_choice_of(self.tool_choice),
+            "logprobs": True if self.include else None,
+        }
+        for name, value in (self.reasoning or {}).items():
+            if value is not None:
+                raise BadRequest("reasoning", "is not supported", fix="leave it out", place=f".{name}")
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class ResponsesRoute:
+    """The route."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    async def respond(self, body: ResponsesBody, request: Request) -> Response:
+        """Answer a conversation; without a limit the answer may be as long as the model's context."""
+        generation = self._generation
+        name = f"resp_{uuid.uuid4().hex}"
+        fields = {"id": name, **generation.fields(body, request), **body.fields()}
+        with fields_as_sent(_AS_SENT):
+            (answer,) = await generation.ask([fields], name, request, fill=True)
+            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning == "think"
+            spoken = Spoken(text, answer.request, fields, thinks=thinks)
+            form = ResponseObject(text, answer, spoken, body, generation.head(body)["model"])
+            return await generation.respond([answer], form, request, is_streamed=bool(body.stream))
+
+
+class ResponseObject:
+    """How a response is written, as `ResponseForm` has it."""
+
+    def __init__(
+        self, text: Text | None, answer: AnswerStream, spoken: Spoken, body: ResponsesBody, model: str
+    ) -> None:
+        self._answer = answer
+        self._spoken = spoken
+        self._with_logprobs = bool(body.include)
+        self._items = OutputItems(text, spoken.call_id)
+        self._num_events = 0
+        params = answer.request.params
+        self._head: Json = {
+            "id": answer.group,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+        }
+        self._asked: Json = {
+            "background": False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": params.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "user": body.user,
+        }
+
+    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
+        """All of it, from the one answer that there is."""
+        (delta,) = deltas
+        for _ in self._grown(delta):
+            pass
+        yield from pieces_of(self._ended(delta))
+
+    def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
+        """The events for what is new."""
+        if not self._num_events:
+            for kind in ("created", "in_progress"):
+                yield from self._event(
+                    {"type": f"response.{kind}", "response": self._response("in_progress")}
+                )
+        for _, delta in deltas:
+            for event in self._grown(delta):
+                yield from self._event(event)
+            if delta.finish_reason is not None:
+                response = self._ended(delta)
+                yield from self._event({"type": f"response.{response['status']}", "response": response})
+
+    def end(self) -> bytes:
+        """Nothing: the last event has said that the response has ended."""
+        return b""
+
+    def failed(self, failure: Failure | BadRequest) -> bytes:
+        """The last event of a response that cannot be completed."""
+        code = "invalid_prompt" if isinstance(failure, BadRequest) else "server_error"
+        error = {"code": code, "message": whole(str(failure))}
+        for _ in self._items.end("incomplete"):
+            pass
+        response = self._response("failed", error=error, output=parts(self._items.written()))
+        return b"".join(self._event({"type": "response.failed", "response": response}))
+
+    def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
+        said = self._spoken.push(delta.index, delta)
+        yield from self._items.push(said, delta.logprobs if self._with_logprobs else ())
+        if delta.finish_reason is not None:
+            yield from self._items.end(_status(delta))
+
+    def _ended(self, delta: AnswerDelta) -> Json:
+        status = _status(delta)
+        why = {"reason": _REASONS.get(delta.finish_reason or "", delta.finish_reason)}
+        return self._response(
+            status,
+            incomplete_details=None if status == "completed" else why,
+            output=parts(self._items.written()),
+            usage=self._usage(),
+        )
+
+    def _response(self, status: str, **changed: Any) -> Json:
+        fields: Json = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+        return {**self._head, "status": status, **self._asked, **fields, **changed}
+
+    def _event(self, event: Json) -> Iterator[bytes]:
+        kind: str = event["type"]
+        yield b"event: " + kind.encode() + b"\ndata: "
+        yield from pieces_of({"type": kind, "sequence_number": self._num_events, **event})
+        yield b"\n\n"
+        self._num_events += 1
+
+    def _usage(self) -> Json:
+        num_prompt, num_answer = self._answer.request.num_prompt_tokens, self._answer.num_tokens
+        cached = {"cached_tokens": self._answer.num_cached_tokens, "cache_write_tokens": 0}
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": cached,
+            "output_tokens": num_answer,
+            "output_tokens_details": {"reasoning_tokens": self._spoken.num_thought_tokens},
+            "total_tokens": num_prompt + num_answer,
+        }
+
+
+def _status(delta: AnswerDelta) -> Status:
+    return "completed" if delta.finish_reason == "stop" else "incomplete"

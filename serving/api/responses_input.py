@@ -1,0 +1,190 @@
+"""What do the fields of `POST /v1/responses` mean as those of a chat?
+
+A list of items, each a message, a call, its result or thoughts, becomes messages: what an assistant thought,
+said and called in a row is one message of its own. Raises BadRequest with the place of what cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from continuous_batching.refusal import BadRequest, shown
+from serving.api.pieces import Json
+from serving.text.tokenizer import check_unicode
+
+_EVERY = {"type", "id", "status"}  # of an item; that of ours may be sent back as it came
+_KNOWN = {
+    "message": {"role", "content"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+    "reasoning": {"summary", "content"},
+}
+_PARTS = {"input_text", "output_text"}
+_OF_PARTS = {"type", "text", "annotations", "logprobs", "parsed"}
+_VERBOSITIES = (None, "low", "medium", "high")
+
+
+def messages_of(given: str | Sequence[Any], instructions: str | None) -> list[Json]:
+    """The conversation, from `input` and `instructions`."""
+    turns = _Turns()
+    if instructions is not None:
+        turns.messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not given:
+        raise BadRequest("input", "is empty; it must hold at least one item")
+    for index, item in enumerate(given):
+        turns.add(f"[{index}]", item)
+    return turns.messages
+
+
+class _Turns:
+    """The messages so far."""
+
+    def __init__(self) -> None:
+        self.messages: list[Json] = []
+        self._turn: Json | None = None  # the last message, while it is an assistant's
+
+    def add(self, place: str, item: object) -> None:
+        """One more item."""
+        if not isinstance(item, Mapping):
+            raise _wrong(place, item, "an object")
+        kind = item.get("type", "message")
+        if not isinstance(kind, str) or kind not in _KNOWN:
+            raise _wrong(f"{place}.type", kind, f"one of {', '.join(_KNOWN)}")
+        given = {name: each for name, each in item.items() if each is not None and each != []}
+        _check_names(place, given, _KNOWN[kind] | _EVERY)
+        if kind == "message":
+            self._message(place, given)
+        elif kind == "function_call":
+            self._call(place, given)
+        elif kind == "function_call_output":
+            self._turn = None
+            content = _text(f"{place}.output", given.get("output", ""))
+            named = {"tool_call_id": _string(f"{place}.call_id", given.get("call_id"))}
+            self.messages.append({"role": "tool", "content": content, **named})
+        else:
+            self._thoughts(place, given)
+
+    def _message(self, place: str, given: Mapping[str, Any]) -> None:
+        message = {"role": given.get("role"), "content": _text(f"{place}.content", given.get("content", ""))}
+        if message["role"] not in ("user", "system", "developer", "assistant"):
+            raise _wrong(f"{place}.role", message["role"], "user, system, developer or assistant")
+        if message["role"] != "assistant":
+            self._turn = None
+            self.messages.append(message)
+            return
+        if self._turn is not None and (self._turn["content"] or "tool_calls" in self._turn):
+            self._turn = None
+        self._spoken().update(message)
+
+    def _call(self, place: str, given: Mapping[str, Any]) -> None:
+        name, arguments = (_string(f"{place}.{each}", given.get(each)) for each in ("name", "arguments"))
+        try:
+            json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise BadRequest("input", f"is no JSON: {error}", place=f"{place}.arguments") from error
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        call["id"] = _string(f"{place}.call_id", given.get("call_id"))
+        self._spoken().setdefault("tool_calls", []).append(call)
+
+    def _thoughts(self, place: str, given: Mapping[str, Any]) -> None:
+        if "summary" in given and "content" not in given:
+            problem = "is a summary alone, which no model here reads"
+            raise BadRequest("input", problem, fix="send the item's content", place=place)
+        thoughts = []
+        for index, part in enumerate(given.get("content", ())):
+            at = f"{place}.content[{index}]"
+            if not isinstance(part, Mapping) or part.get("type") != "reasoning_text":
+                raise _wrong(at, part, '{"type": "reasoning_text", "text": ...}')
+            thoughts.append(_string(f"{at}.text", part.get("text")))
+        self._turn = None
+        self._spoken()["reasoning_content"] = "\n".join(thoughts)
+
+    def _spoken(self) -> Json:
+        """The assistant's message that is open; a new one, if there is none."""
+        if self._turn is None:
+            self._turn = {"role": "assistant", "content": ""}
+            self.messages.append(self._turn)
+        return self._turn
+
+
+def tools_of(tools: Sequence[Any]) -> list[Any]:
+    """Functions as chats have them; what is none is left for `tool_use` to refuse."""
+    made = []
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            made.append(tool)
+            continue
+        given = {name: each for name, each in tool.items() if each is not None and name != "type"}
+        known = {"name", "description", "parameters", "strict"}
+        _check_names(f"[{index}]", given, known | {"type"}, field="tools")
+        made.append({"type": "function", "function": given})
+    return made
+
+
+def tool_choice_of(choice: str | Mapping[str, Any]) -> Any:
+    """A choice as chats have it."""
+    if isinstance(choice, Mapping) and choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def response_format_of(text: Mapping[str, Any]) -> Any:
+    """The form of the answer as chats have it; None: any text."""
+    _check_names("", text, {"format", "verbosity"}, field="text")
+    if text.get("verbosity") not in _VERBOSITIES:
+        raise _wrong(".verbosity", text["verbosity"], "low, medium or high", field="text")
+    form = text.get("format")
+    if form is None:
+        return None
+    if not isinstance(form, Mapping):
+        raise _wrong(".format", form, 'an object, such as {"type": "json_object"}', field="text")
+    known = {"type", "name", "description", "schema", "strict"}
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise _wrong(".format.type", kind, "text, json_object or json_schema", field="text")
+    _check_names(".format", form, known if kind == "json_schema" else {"type"}, field="text")
+    if kind != "json_schema":
+        return form
+    if form.get("schema") is None:
+        raise BadRequest("text", "is missing", fix="give the schema", place=".format.schema")
+    named = {name: each for name, each in form.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": named}
+
+
+def _text(place: str, content: object) -> Any:
+    """A text, or its parts as chats have them."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return _string(place, content)
+    parts = []
+    for index, part in enumerate(content):
+        at = f"{place}[{index}]"
+        if not isinstance(part, Mapping) or part.get("type") not in _PARTS:
+            raise _wrong(at, part, '{"type": "input_text" or "output_text", "text": ...}')
+        given = {name: each for name, each in part.items() if each is not None}
+        _check_names(at, given, _OF_PARTS)
+        parts.append({"type": "text", "text": _string(f"{at}.text", part.get("text"))})
+    return parts
+
+
+def _string(place: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong(place, value, "a string")
+    check_unicode("input", value, place=place)
+    return value
+
+
+def _check_names(
+    place: str, given: Mapping[str, Any], known: Collection[str], *, field: str = "input"
+) -> None:
+    for name in given:
+        if name not in known:
+            problem = f"has no {shown(name)}; it may have {', '.join(sorted(known))}"
+            raise BadRequest(field, problem, place=place)
+
+
+def _wrong(place: str, value: object, limit: str, *, field: str = "input") -> BadRequest:
+    return BadRequest(field, value=value, limit=limit, place=place)

@@ -1,0 +1,199 @@
+"""Do the events of a response add up to it, however its text was cut, and do items become messages?"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request, SamplingParams
+from recipes.schema.recipe import ROOT
+from serving.answers.answers import AnswerDelta, AnswerStream
+from serving.api.responses import ResponseObject, ResponsesBody
+from serving.api.responses_input import messages_of
+from serving.api.spoken import Spoken
+from serving.failures import RequestFailed
+from serving.text.chat_messages import check_messages
+from serving.text.tokenizer import Text, TextOptions
+from serving.tools.formats import HERMES
+from tests.serving.test_tool_parsing import cut, written
+
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+TOOLS: list[Any] = [{"type": "function", "name": name, "parameters": {}} for name in ("add", "get_weather")]
+CALLS: list[tuple[str, dict[str, Any]]] = [("add", {"a": 1}), ("get_weather", {"city": '"}天'})]
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    loaded = Text.load(ROOT / "recipes/tiny/weights", "hermes", "think")
+    assert loaded is not None
+    return loaded
+
+
+def response_of(text: Text) -> ResponseObject:
+    """The form of a response whose answer no engine makes."""
+    request = Request("resp_1", np.array([1, 2], dtype=np.int32), SamplingParams())
+    answer = AnswerStream(request, text, TextOptions(), num_answers=1, max_unread_tokens=10)
+    fields = {"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]}
+    spoken = Spoken(text, request, fields, thinks=True)
+    return ResponseObject(text, answer, spoken, ResponsesBody(input="a", tools=TOOLS), "tiny")
+
+
+def deltas(pieces: list[str], reason: str) -> list[AnswerDelta]:
+    made = [AnswerDelta(0, each, [5]) for each in pieces] or [AnswerDelta(0, "", [5])]
+    made[-1].finish_reason = reason
+    return made
+
+
+def events_of(text: Text, pieces: list[str], reason: str) -> list[dict[str, Any]]:
+    form = response_of(text)
+    sent = b"".join(part for each in deltas(pieces, reason) for part in form.events([(0, each)]))
+    assert form.end() == b""
+    lines = sent.decode().split("\n\n")
+    assert lines.pop() == ""
+    return [json.loads(line.partition("\ndata: ")[2]) for line in lines]
+
+
+def bare(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what is drawn."""
+    return [{name: value for name, value in each.items() if name not in ("id", "call_id")} for each in items]
+
+
+def accumulated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What OpenAI's helper makes of the deltas alone: each item as it is before it is done."""
+    state: Any = ResponseStreamState(input_tools=[], text_format=openai.omit)
+    for each in events:
+        state.handle_event(EVENTS.validate_python(each))
+    return [each.to_dict() for each in state._output_items.values()]
+
+
+def test_every_way_to_cut_an_answer_gives_the_same_response(text: Text) -> None:
+    rng = random.Random(5)
+    words = [
+        "<think>",
+        "So.",
+        "</think>",
+        "\n",
+        "It is ",
+        "42.",
+        written(HERMES, CALLS),
+        "<tool_call>",
+        "天气",
+    ]
+    for _ in range(200):
+        answer = "".join(rng.choice(words) for _ in range(rng.randrange(7)))
+        reason = rng.choice(["stop", "length"])
+        whole = json.loads(b"".join(response_of(text).whole(deltas([answer], reason))))
+        for pieces in ([answer], list(answer), cut(answer, rng)):
+            events = events_of(text, pieces, reason)
+            response = events[-1]["response"]
+            assert bare(response["output"]) == bare(whole["output"]), answer
+            assert (
+                response["status"] == whole["status"] == ("completed" if reason == "stop" else "incomplete")
+            )
+            assert [each["sequence_number"] for each in events] == [*range(len(events))]
+            check_order(events)
+            for grown, item in zip(accumulated(events), response["output"], strict=True):
+                if item["type"] == "function_call":
+                    assert grown["arguments"] == item["arguments"]
+                elif item["type"] == "message":
+                    assert grown["content"][0]["text"] == item["content"][0]["text"]
+
+
+def check_order(events: list[dict[str, Any]]) -> None:
+    """Each item is added, told in pieces that add up to it, and done, before the next one is added."""
+    kinds = [each["type"].removeprefix("response.") for each in events]
+    assert kinds[:2] == ["created", "in_progress"]
+    assert kinds[-1] == events[-1]["response"]["status"]
+    at = 2
+    for index, item in enumerate(events[-1]["response"]["output"]):
+        count = kinds[at:].index("output_item.done") + 1
+        own, at = events[at : at + count], at + count
+        assert {each["output_index"] for each in own} == {index}
+        told = "".join(each.get("delta", "") for each in own)
+        if item["type"] == "function_call":
+            shape, text = ["function_call_arguments.done", "output_item.done"], item["arguments"]
+            begins = 1
+        else:
+            part = item["content"][0]
+            shape, text = [f"{part['type']}.done", "content_part.done", "output_item.done"], part["text"]
+            begins = 2
+        assert told == text
+        assert own[-1]["item"] == item
+        assert [each["type"].removeprefix("response.") for each in own[-len(shape) :]] == shape
+        first = ["output_item.added", "content_part.added"][:begins]
+        assert [each["type"].removeprefix("response.") for each in own[:begins]] == first
+        assert all(each["type"].endswith(".delta") for each in own[begins : -len(shape)])
+    assert at == len(events) - 1
+
+
+def test_thoughts_text_and_calls_are_items(text: Text) -> None:
+    pieces = [
+        "<think>So.",
+        "</think>",
+        "Let me see. ",
+        *(written(HERMES, [each]) for each in CALLS),
+        " Well.",
+    ]
+    response = events_of(text, pieces, "stop")[-1]["response"]
+    kinds = ["reasoning", "message", "function_call", "function_call", "message"]
+    assert [each["type"] for each in response["output"]] == kinds
+    assert response["output"][0]["content"] == [{"type": "reasoning_text", "text": "So."}]
+    assert [json.loads(each["arguments"]) for each in response["output"][2:4]] == [each for _, each in CALLS]
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    assert len({each["call_id"] for each in response["output"][2:4]}) == 2
+
+
+def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
+    form = response_of(text)
+    sent = b"".join(form.events([(0, AnswerDelta(0, "It", [5]))]))
+    last = form.failed(RequestFailed("the engine was lost"))
+    assert sent.count(b"sequence_number") == 5
+    event = EVENTS.validate_json(last.decode().partition("\ndata: ")[2])
+    assert (event.type, event.sequence_number, event.response.status) == ("response.failed", 5, "failed")
+    assert (event.response.error.code, event.response.error.message) == (
+        "server_error",
+        "the engine was lost",
+    )
+    assert event.response.output_text == "It"
+
+
+def test_items_become_the_messages_of_their_turns(text: Text) -> None:
+    pieces = ["<think>So.</think>", "Let me see. ", *(written(HERMES, [each]) for each in CALLS)]
+    output = events_of(text, pieces, "stop")[-1]["response"]["output"]
+    results = [
+        {"type": "function_call_output", "call_id": each["call_id"], "output": "1"} for each in output[2:]
+    ]
+    messages = messages_of([{"role": "user", "content": "a"}, *output, *results], "Be kind.")
+    assert [each["role"] for each in messages] == ["system", "user", "assistant", "tool", "tool"]
+    turn = check_messages(messages)[2]
+    assert (turn["content"], turn["reasoning_content"]) == ("Let me see. ", "So.")
+    assert [each["function"]["arguments"] for each in turn["tool_calls"]] == [each for _, each in CALLS]
+    assert [each["tool_call_id"] for each in messages[3:]] == [each["call_id"] for each in output[2:]]
+    said = {"role": "assistant", "content": "b"}
+    assert messages_of([said, said], None) == [said, said], "two messages are two turns"
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (1, r"input\[0\] is 1; it must be an object"),
+        ({"type": "function_call_output", "output": "1"}, r"input\[0\].call_id is null"),
+        ({"type": "reasoning", "encrypted_content": "x"}, r'input\[0\] has no "encrypted_content"'),
+        ({"type": "reasoning", "summary": [{"text": "x"}]}, r"input\[0\] is a summary alone"),
+        ({"type": "reasoning", "content": ["x"]}, r"input\[0\].content\[0\] is"),
+        ({"role": "user", "content": "\ud800"}, r"input\[0\].content is not Unicode text"),
+        ({"role": "user", "content": 1}, r"input\[0\].content is 1; it must be a string"),
+    ],
+)
+def test_an_item_that_cannot_be_read_is_named(item: Any, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        messages_of([item], None)

@@ -1,0 +1,246 @@
+"""Does OpenAI's client get its responses, at once and as they are made, and can it answer them?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from openai.lib._parsing._responses import type_to_text_format_param
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from tests.serving.server import PATIENCE_S, TINY, Server
+
+ADD: Any = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds two numbers.",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": [30]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+NAMED: Any = {"type": "function", "name": "add"}
+EVENTS: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+
+
+class Sum(BaseModel):
+    left: Literal[12]
+    right: Literal[30]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Server]:
+    server = Server(TINY, "server.tool_format=hermes", "server.reasoning=think").ready()
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture
+def client(served: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
+    ) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, given: Any = "What is 12+30?", **fields: Any) -> Response:
+    return client.responses.create(model="tiny", input=given, temperature=0, **fields)
+
+
+def test_a_response_is_the_answer_of_a_chat(client: openai.OpenAI) -> None:
+    system, user = ({"role": each, "content": "What is 12+30?"} for each in ("system", "user"))
+    fields: dict[str, Any] = {"model": "tiny", "temperature": 0}
+    chat = client.chat.completions.create(messages=[system, user], **fields)
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "What is 12+30?"}]}]
+    first = ask(client, instructions="What is 12+30?", metadata={"a": "b"}, store=True)
+    for each in (first, ask(client, parts, instructions="What is 12+30?")):
+        assert each.output_text == chat.choices[0].message.content
+        assert (each.status, each.model, each.error) == ("completed", "tiny", None)
+        assert chat.usage is not None
+        assert each.usage is not None
+        assert each.usage.input_tokens == chat.usage.prompt_tokens
+        assert each.usage.output_tokens == chat.usage.completion_tokens
+    assert first.metadata == {"a": "b"}
+    assert first.instructions == "What is 12+30?"
+
+
+def test_what_is_sent_is_what_the_client_s_types_say(served: Server) -> None:
+    """By pydantic's strict reading, which the client itself leaves out."""
+    body: dict[str, Any] = {"model": "tiny", "input": "What is 12+30?", "temperature": 0}
+    body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    url = f"{served.url}/v1/responses"
+    whole = httpx.post(url, json=body, timeout=PATIENCE_S).json()
+    response = Response.model_validate(whole)
+    told = response.output[0].content[0].logprobs  # type: ignore[union-attr, index]
+    assert told is not None
+    assert "".join(each.token for each in told).removesuffix("</s>").strip() == response.output_text
+    assert {len(each.top_logprobs) for each in told} == {2}
+    lines = httpx.post(url, json=body | {"stream": True}, timeout=PATIENCE_S).text.split("\n\n")
+    assert lines.pop() == ""
+    events = []
+    for line in lines:
+        kind, _, data = line.partition("\n")
+        events.append(EVENTS.validate_json(data.removeprefix("data: ")))
+        assert kind == f"event: {events[-1].type}"
+    assert [each.sequence_number for each in events] == [*range(len(events))]
+    last: Any = events[-1]
+    assert last.response.output_text == response.output_text
+    streamed = [one for each in events if each.type == "response.output_text.delta" for one in each.logprobs]
+    assert [each.token for each in streamed] == [each.token for each in told][: len(streamed)]
+
+
+def test_a_stream_tells_of_an_item_in_the_documented_order(client: openai.OpenAI) -> None:
+    stream = client.responses.create(model="tiny", input="Hello", temperature=0, stream=True)
+    events = list(stream)
+    kinds = [each.type.removeprefix("response.") for each in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    first, last = events[0], events[-1]
+    assert first.type == "response.created"
+    assert (first.response.status, first.response.output, first.response.usage) == ("in_progress", [], None)
+    assert last.type == "response.completed"
+    assert last.response.id == first.response.id
+    told = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+    assert told == last.response.output_text == ask(client, "Hello").output_text
+
+
+def test_a_cut_answer_is_incomplete(client: openai.OpenAI) -> None:
+    whole = ask(client, max_output_tokens=3)
+    assert whole.status == whole.output[-1].status == "incomplete"  # type: ignore[union-attr]
+    assert whole.incomplete_details is not None
+    assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 3
+    asked: dict[str, Any] = {"model": "tiny", "input": "What is 12+30?", "temperature": 0}
+    last = list(client.responses.create(stream=True, max_output_tokens=3, **asked))[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == whole.output_text
+
+
+def test_the_clients_helpers_parse_a_form(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "What is 12+30?", "temperature": 0}
+    parsed = client.responses.parse(text_format=Sum, **asked)
+    assert parsed.output_parsed == Sum(left=12, right=30)
+    with client.responses.stream(text_format=Sum, **asked) as stream:
+        kinds = {each.type for each in stream}
+        assert stream.get_final_response().output_parsed == Sum(left=12, right=30)
+    assert "response.output_text.delta" in kinds
+    free = ask(client, text={"format": {"type": "json_object"}}, max_output_tokens=200)
+    assert free.output_text.startswith("{")
+
+
+def test_an_agent_calls_and_answers(client: openai.OpenAI) -> None:
+    given: list[Any] = [{"role": "user", "content": "What is 12+30?"}]
+    first = ask(client, given, tools=[ADD], tool_choice=NAMED)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert (call.name, call.status) == ("add", "completed")
+    values = json.loads(call.arguments)
+    given += first.output
+    result = str(values["a"] + values["b"])
+    given.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+    given.append({"role": "user", "content": "What is 12+30?"})
+    last = ask(client, given, tools=[ADD], tool_choice="none")
+    assert last.output_text
+    assert [each.type for each in last.output] == ["message"]
+    with client.responses.stream(
+        model="tiny", input=given[:1], tools=[ADD], tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        kinds = [each.type.removeprefix("response.") for each in stream]
+        (streamed,) = stream.get_final_response().output
+    assert kinds[2] == "output_item.added"
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
+    assert streamed.type == "function_call"
+    assert isinstance(streamed.parsed_arguments, dict)
+    assert streamed.parsed_arguments["b"] == 30
+
+
+def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
+    first = client.responses.parse(model="tiny", input="Hello", text_format=Sum)
+    given: list[Any] = [{"role": "user", "content": "Hello"}, *first.output]
+    assert ask(client, [*given, {"role": "user", "content": "Hello"}]).status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "send the items of earlier ones in input", None),
+        ({"conversation": "conv_1"}, "conversation is not supported", None),
+        ({"background": True}, "background is not supported; only false is accepted", None),
+        ({"truncation": "auto"}, 'only "disabled" is accepted', None),
+        ({"include": ["reasoning.encrypted_content"]}, 'include[0] is "reasoning.encrypted_content"', None),
+        ({"top_logprobs": 2}, "top_logprobs needs", None),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary is not supported", None),
+        ({"input": []}, "input is empty", None),
+        (
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            'input[0].type is "item_reference"',
+            "input",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
+            "input[0].content[0]",
+            None,
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
+            "input[0].arguments is no JSON",
+            "input",
+        ),
+        ({"input": [{"role": "user", "text": "a"}]}, 'input[0] has no "text"', "input"),
+        ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "input"),
+        ({"text": {"format": {"type": "xml"}}}, 'text.format.type is "xml"', None),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
+            'the JSON schema in text uses the keyword "not"',
+            "text",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] is", "tools"),
+        ({"tools": [ADD | {"defer_loading": True}]}, 'tools[0] has no "defer_loading"', "tools"),
+        ({"max_output_tokens": 10**6}, "maximum context length", "max_output_tokens"),
+        ({"max_tokens": 3}, "unknown field", None),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(
+    client: openai.OpenAI, fields: dict[str, Any], said: str, param: str | None
+) -> None:
+    body = {"model": "tiny", "input": "Hello"} | fields
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.post("/responses", body=body, cast_to=object)
+    assert said in refusal.value.message
+    assert refusal.value.param == (param or next(iter(fields)))
+
+
+def test_what_asks_for_nothing_is_accepted(client: openai.OpenAI) -> None:
+    response = ask(
+        client,
+        "Hello",
+        store=False,
+        background=False,
+        truncation="disabled",
+        service_tier="auto",
+        user="a",
+        safety_identifier="b",
+        prompt_cache_key="c",
+        max_tool_calls=3,
+        max_output_tokens=2,
+        text={"verbosity": "low", "format": {"type": "text"}},
+        reasoning={"effort": None},
+        previous_response_id=None,
+    )
+    assert (response.service_tier, response.truncation, response.user) == ("default", "disabled", "a")
+
+
+def test_a_form_s_name_is_what_the_client_makes_of_a_type(client: openai.OpenAI) -> None:
+    again = ask(client, text={"format": type_to_text_format_param(Sum)})
+    assert Sum.model_validate_json(again.output_text)
