@@ -74,7 +74,6 @@ IGNORED: Ignored = {
     "prompt_cache_key": (_label, _STRING),
     "prompt_cache_options": (_never, ""),
     "prompt_cache_retention": (_one_of("in_memory", "in-memory", "24h"), '"in_memory" or "24h"'),
-    "reasoning_effort": (_one_of("none"), '"none"'),
     "safety_identifier": (_label, _STRING),
     "store": (_one_of(True, False), "true or false"),
     "suffix": (_one_of(""), '""'),

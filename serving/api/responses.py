@@ -33,7 +33,8 @@ _AS_SENT = {
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
-    "response_format": "text",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 _REASONS = {"length": "max_output_tokens"}  # why a response is incomplete, by the answer's finish_reason
 
@@ -52,7 +53,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = Field(None, description="a system message before all others")
     max_output_tokens: int | None = Field(None, description="of thoughts and all else; null: as many as fit")
     text: dict[str, Any] | None = Field(None, description="`format`: the form of the answer")
-    reasoning: dict[str, Any] | None = Field(None, description="nothing of it is supported but null")
+    reasoning: dict[str, Any] | None = Field(None, description="`effort`: how hard to think")
     tools: list[Any] | None = Field(None, description="functions that the answer may call")
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="none, auto, required, or the function that must be called; null: auto"
@@ -84,9 +85,10 @@ class ResponsesBody(SamplingBody):
             "tools": None if self.tools is None else tools_of(self.tools),
             "tool_choice": None if self.tool_choice is None else tool_choice_of(self.tool_choice),
             "logprobs": True if self.include else None,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         for name, value in (self.reasoning or {}).items():
-            if value is not None:
+            if value is not None and name != "effort":
                 raise BadRequest("reasoning", "is not supported", fix="leave it out", place=f".{name}")
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -135,7 +137,7 @@ class ResponseObject:
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,

@@ -233,6 +233,7 @@ class Conversation(StrictBody):
         None, description="the answer continues the last message; needs add_generation_prompt: false"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
+    reasoning_effort: str | None = Field(None, description="how hard to think, if the template has a word")
 
 
 class ChatBody(GenerationBody, Conversation):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from continuous_batching.refusal import BadRequest
+from serving.text.effort import check_effort
 from serving.text.vocabulary import SPECIAL_KEYS
 
 MOST_KWARGS = 32
@@ -36,6 +37,7 @@ class ChatOptions:
     continue_final_message: bool = False  # the prompt ends within the last message, which goes on
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
     tools: Sequence[Mapping[str, Any]] = ()  # as the OpenAI API has them
+    reasoning_effort: str | None = None  # None: the template's own
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
@@ -46,6 +48,8 @@ class ChatOptions:
                 fix="set add_generation_prompt to false",
             )
         _check_kwargs(self.chat_template_kwargs)
+        if self.reasoning_effort is not None:
+            check_effort(self.reasoning_effort)
 
 
 def with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from continuous_batching.refusal import BadRequest
 from serving.text.chat_messages import Message
 from serving.text.chat_options import ChatOptions, up_to_mark, with_end_marked
+from serving.text.effort import variables_for
 
 _FAILURES = (
     jinja2.TemplateError,
@@ -39,23 +40,31 @@ _CHECK_TIME = "_check_the_time"
 
 
 class ChatTemplate:
-    """A compiled template; `tokens` are the control tokens that it may name: bos_token, eos_token, ..."""
+    """A compiled template; `tokens` are the control tokens that it may name: bos_token, eos_token, ...
 
-    def __init__(self, source: str, tokens: Mapping[str, str], *, most_s: float = _MOST_S) -> None:
+    `thinks`: the model thinks unless it is told not to.
+    """
+
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], *, thinks: bool = False, most_s: float = _MOST_S
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
+            tree = environment.parse(source)
+            self._variables = {each.name for each in tree.find_all(nodes.Name)}
             self._template = jinja2.Template.from_code(
                 environment,
-                environment.compile(_with_time_limit(environment.parse(source))),
+                environment.compile(_with_time_limit(tree)),
                 environment.make_globals(None),
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {_line(error)}") from error
         self._tokens = dict(tokens)
+        self._thinks = thinks
         self._most_s = most_s
 
     def render(self, messages: Sequence[Message], options: ChatOptions = _AS_USUAL) -> str:
@@ -65,6 +74,9 @@ class ChatTemplate:
         return self._rendered(messages, options)
 
     def _rendered(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        kwargs, effort = options.chat_template_kwargs, options.reasoning_effort
+        if effort is not None:
+            kwargs = {**kwargs, **variables_for(effort, self._variables, kwargs, thinks=self._thinks)}
         until_s = time.thread_time() + self._most_s
 
         def check_time() -> str:
@@ -80,10 +92,10 @@ class ChatTemplate:
                 tools=options.tools or None,
                 documents=None,
                 add_generation_prompt=options.add_generation_prompt,
-                **options.chat_template_kwargs,
+                **kwargs,
             )
         except _FAILURES as error:
-            given = "messages and chat_template_kwargs" if options.chat_template_kwargs else "messages"
+            given = "messages and chat_template_kwargs" if kwargs else "messages"
             problem = f"refuses these {given}: {_line(error)}"
             raise BadRequest("messages", problem, subject="the chat template") from error
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 
 from continuous_batching.request import SamplingParams
 from recipes.schema import verb
+from serving.text.effort import EFFORTS
+from serving.text.effort import FIELD as EFFORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,13 @@ FIELDS = (
         "variables for the template, such as `enable_thinking`; none that the server itself gives it",
         allowed="an object of up to 32 names, 16384 characters and 8 levels",
         default="none",
+    ),
+    RequestField(
+        (EFFORT,),
+        "how hard the model thinks: the template's variable `reasoning_effort`, or for `none` and `minimal` "
+        "its `enable_thinking` or `thinking`; a template without a word for it refuses; needs `messages`",
+        allowed=f"{', '.join(EFFORTS)}; none also where the model never thinks",
+        default="the template's",
     ),
     RequestField(("arrival_s",), "seconds from the start until it arrives", 0, default="0"),
     RequestField(

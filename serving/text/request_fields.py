@@ -23,6 +23,7 @@ from serving.grammars.structured_output import grammar_of
 from serving.text import field_types as types
 from serving.text.bad_words import spellings
 from serving.text.chat_options import ChatOptions
+from serving.text.effort import FIELD as EFFORT
 from serving.text.tokenizer import Text, TextOptions
 from serving.text.truncation import truncated
 from serving.tools.definitions import FIELDS as TOOLS
@@ -263,6 +264,7 @@ _CHAT: dict[str, types.Reader] = {
     "add_generation_prompt": types.boolean,
     "continue_final_message": types.boolean,
     "chat_template_kwargs": types.mapping,
+    EFFORT: types.string,
 }
 _SHOWING: dict[str, types.Reader] = {
     "skip_special_tokens": types.boolean,

@@ -62,7 +62,7 @@ class Text:
         self._settings = settings
         self._source = template
         self._names = tokens = {key: token_text(settings[key]) for key in SPECIAL_KEYS if settings.get(key)}
-        self._template = None if template is None else ChatTemplate(template, tokens)
+        self._template = None if template is None else ChatTemplate(template, tokens, thinks=thinks)
         self._bos_token_id = vocabulary.find(tokens.get("bos_token", ""))
         eos = vocabulary.find(tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)

@@ -6,7 +6,11 @@ from tests.mutation.fault import Fault
 
 ITEMS, INPUT, OBJECT = (f"serving/api/responses{name}.py" for name in ("_items", "_input", ""))
 _TESTS = ("tests/serving/test_response_items.py",)
-RESPONSE_TESTS_OF = {ITEMS: _TESTS, INPUT: _TESTS, OBJECT: _TESTS, "serving/api/spoken.py": _TESTS}
+EFFORT, SPOKEN = "serving/text/effort.py", "serving/api/spoken.py"
+RESPONSE_TESTS_OF = {
+    **dict.fromkeys((ITEMS, INPUT, OBJECT, SPOKEN), _TESTS),
+    EFFORT: ("tests/serving/test_effort.py",),
+}
 
 RESPONSE_FAULTS = (
     Fault(
@@ -39,9 +43,16 @@ RESPONSE_FAULTS = (
     ),
     Fault(
         "all_tokens_are_thoughts",
-        "serving/api/spoken.py",
+        SPOKEN,
         "elif reasoning.has_ended and not had_ended:",
         "elif reasoning.has_ended:",
         "what the answer takes is counted as thoughts",
+    ),
+    Fault(
+        "effort_nobody_is_told",
+        EFFORT,
+        'elif effort != "none" or thinks:',
+        'elif effort != "none" and thinks:',
+        "a model that always thinks is asked not to, and nobody says that it will",
     ),
 )

@@ -47,7 +47,7 @@ def test_no_field_of_openai_s_client_is_unknown(create: Any, body: Any) -> None:
         {"verbosity": "low"},
         {"prediction": {"type": "content", "content": "Hello"}},
         {"functions": [{"name": "f"}], "function_call": "none"},
-        {"modalities": ["text"], "reasoning_effort": "none"},
+        {"modalities": ["text"]},
         dict.fromkeys(IGNORED),
     ],
 )
@@ -70,7 +70,6 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
         ("functions", [TOOL] * 129, {"function_call": "none"}),
         ("function_call", "auto", {}),
         ("modalities", ["text", "audio"], {}),
-        ("reasoning_effort", "low", {}),
         ("prediction", "Hello", {}),
         ("web_search_options", {}, {}),
         ("audio", {}, {}),

@@ -181,6 +181,8 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
         ({"include": ["reasoning.encrypted_content"]}, 'include[0] is "reasoning.encrypted_content"', None),
         ({"top_logprobs": 2}, "top_logprobs needs", None),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary is not supported", None),
+        ({"reasoning": {"effort": "high"}}, 'reasoning.effort is "high"; it must be', "reasoning.effort"),
+        ({"reasoning": {"effort": 1}}, "reasoning.effort is 1; it must be a string", "reasoning.effort"),
         ({"input": []}, "input is empty", None),
         (
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
@@ -202,8 +204,8 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
         ({"text": {"format": {"type": "xml"}}}, 'text.format.type is "xml"', None),
         (
             {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
-            'the JSON schema in text uses the keyword "not"',
-            "text",
+            'the JSON schema in text.format uses the keyword "not"',
+            "text.format",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0] is", "tools"),
         ({"tools": [ADD | {"defer_loading": True}]}, 'tools[0] has no "defer_loading"', "tools"),

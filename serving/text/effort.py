@@ -1,0 +1,42 @@
+"""How does a model learn how hard to think? By variables of its chat template, if that has any for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from continuous_batching.refusal import BadRequest
+
+FIELD = "reasoning_effort"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_LEAST = ("none", "minimal")
+_SWITCHES = ("enable_thinking", "thinking")  # Qwen3 and GLM-4.5; DeepSeek-V3.1 and Granite
+
+
+def check_effort(effort: object) -> None:
+    """Raise BadRequest for what is no effort."""
+    if effort not in EFFORTS:
+        raise BadRequest(FIELD, value=effort, limit=f"one of {', '.join(EFFORTS)}")
+
+
+def variables_for(
+    effort: str, variables: Collection[str], given: Mapping[str, Any], *, thinks: bool
+) -> dict[str, Any]:
+    """What a template with these variables is told, besides what a request has `given` it itself.
+
+    A model that does not think (`thinks` false) needs no word to think nothing. Raises BadRequest where the
+    template has no word for the effort.
+    """
+    switch = next((each for each in _SWITCHES if each in variables), None)
+    told: dict[str, Any] = {}
+    if switch is not None and effort in _LEAST:
+        told = {switch: False}
+    elif FIELD in variables:
+        told = {FIELD: effort}
+    elif effort != "none" or thinks:
+        limit = "none or minimal" if switch else "left out" if thinks else "none"
+        raise BadRequest(FIELD, value=effort, limit=f"{limit}: this model's chat template knows no other")
+    for name in told:
+        if name in given:
+            raise BadRequest(FIELD, f"and chat_template_kwargs both set {name}", fix="give one of them")
+    return told
