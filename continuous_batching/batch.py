@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.request import Request, TokenLogprobs
+from continuous_batching.request import Request, TokenLogprobs, Vector
 from kv_cache.pages import Index, PageCopy
 
 
@@ -115,6 +115,8 @@ class Sampled:
     candidates: dict[int, Candidates] = field(default_factory=dict)  # for beams, by index into tokens
     # By row, of those that asked: each prompt token that follows one of the batch, but those known before
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # By row, of those that pool: the sum over those of the batch's tokens that count
+    pooled: dict[int, Vector] = field(default_factory=dict)
     # The guesses of a batch that makes its own, in the order of `Batch.is_draft`
     drafts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
@@ -128,6 +130,7 @@ class Sampled:
             {index_of[old]: each for old, each in self.logprobs.items() if old in index_of},
             {index_of[old]: each for old, each in self.candidates.items() if old in index_of},
             self.prompt_logprobs,
+            self.pooled,
         )
 
 

@@ -14,6 +14,7 @@ from continuous_batching.refusal import BadRequest
 
 TokenIds = NDArray[np.int32]
 TokenSequence = tuple[int, ...]
+Vector = NDArray[np.float32]
 MOST_LOGPROBS = 20  # of the likeliest tokens at a place
 
 
@@ -40,6 +41,7 @@ class SamplingParams:
     grammar: str | None = None  # that the answer follows, as serving/grammars writes it; None: none
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
+    pooling: Literal["last", "mean"] | None = None  # the prompt's embedding, of which tokens; None: off
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -87,6 +89,7 @@ class SamplingParams:
         longest = max(map(len, self.stop), default=0)
         _check("stop", longest, longest <= _LONGEST_STOP, f"strings of at most {_LONGEST_STOP} characters")
         self._check_beams()
+        self._check_pooling()
         if self.grammar is not None:
             _check("ignore_eos", self.ignore_eos, not self.ignore_eos, _ENDS_BY_GRAMMAR)
 
@@ -123,6 +126,15 @@ class SamplingParams:
             raise BadRequest("beam_width", _NO_BEAMS, value=width, fix="leave one of them out")
         asked = self.prompt_logprobs
         _check("prompt_logprobs", asked, asked is None, "left out beside beam_width; ask without it")
+
+    def _check_pooling(self) -> None:
+        pooling = self.pooling
+        _check("pooling", pooling, pooling in (None, "last", "mean"), "last or mean")
+        if pooling is not None:
+            _check("max_tokens", self.max_tokens, self.max_tokens == 1, "1 beside pooling")
+            asked = self.prompt_logprobs
+            _check("prompt_logprobs", asked, asked is None, "left out beside pooling")
+            _check("beam_width", self.beam_width, not self.beam_width, "left out beside pooling")
 
 
 _MOST = 2**31 - 1  # of numbers that become columns and tensors
@@ -200,6 +212,7 @@ class Request:
     num_accepted: int = 0  # of these, what the model said too
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from its second token on, if asked
     num_scored: int = 0  # how many of these were there when it last left its slot
+    pooled: Vector | None = None  # the sum of its prompt's hidden states, or of the part that is known
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search that ended, best first; `tokens` has the best
     admitted_s: float | None = None  # for the first time
@@ -224,8 +237,21 @@ class Request:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether log-probabilities of its prompt were still to come when it last left its slot."""
-        return self.params.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
+        """Whether something of each token of its prompt was still to come when it last left its slot."""
+        asks = self.params.prompt_logprobs is not None or self.params.pooling == "mean"
+        return asks and self.num_scored < len(self.prompt) - 1
+
+    @property
+    def first_pooled(self) -> int:
+        """The first position of its prompt that its embedding still lacks, as of then."""
+        return self.num_scored if self.params.pooling == "mean" else len(self.prompt) - 1
+
+    @property
+    def embedding(self) -> Vector:
+        """The mean of the states that were pooled, when it has ended."""
+        assert self.pooled is not None, f"{self.id} has no embedding"
+        num_pooled = len(self.prompt) if self.params.pooling == "mean" else 1
+        return self.pooled / np.float32(num_pooled)
 
     @property
     def num_findable(self) -> int:

@@ -67,6 +67,7 @@ class SlotPool:
         )  # no penalty, bias, mask, logprobs, min_tokens or beams
 
         self.scoring = np.zeros(num_slots, dtype=np.bool_)  # log-probabilities of the prompt are wanted
+        self.pooling = np.zeros(num_slots, dtype=np.bool_)  # its embedding is
 
         # The last request of each row: it stays readable after its end, until the row is taken again
         self.requests: NDArray[np.object_] = np.full(num_slots, None, dtype=object)
@@ -161,7 +162,8 @@ class SlotPool:
             or params.min_tokens
             or params.beam_width
         )
-        self.scoring[row] = request.is_scoring
+        self.pooling[row] = params.pooling is not None
+        self.scoring[row] = request.is_scoring and not self.pooling[row]
         at = int(np.searchsorted(self.number[self.busy], request.number))
         self.busy = np.concatenate((self.busy[:at], [row], self.busy[at:]))
         return row
@@ -181,11 +183,16 @@ class SlotPool:
         self._free.append(row)
 
     def add_logprobs(self, rows: Index, sampled: Sampled) -> None:
-        """Give requests the log-probabilities that they asked for, of sampled tokens and of prompts."""
+        """Give requests what they asked for besides tokens: log-probabilities, also of prompts, and their
+        embeddings.
+        """
         for index, logprobs in sampled.logprobs.items():
             self.requests[rows[index]].logprobs.append(logprobs)
         for row, found in sampled.prompt_logprobs.items():  # outrun or not: others may share them
             self.requests[row].prompt_logprobs += found
+        for row, part in sampled.pooled.items():
+            known = self.requests[row].pooled
+            self.requests[row].pooled = part.copy() if known is None else known + part
 
     def pages(self, row: int) -> Index:
         """A copy of the pages of a row, in the order of its tokens."""

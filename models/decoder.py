@@ -237,6 +237,12 @@ class Decoder(nn.Module):
         x = x if residual is None else x + residual
         return x[:num_tokens]
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] behind the last norm, in the last stage."""
+        num_rows = len(hidden)
+        hidden = pad_rows(hidden, self.ops.padded(num_rows))
+        return self.ops.rms_norm(hidden, self.norm, self.config.rms_eps)[:num_rows]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> logits [R, V], in the model's dtype; [R, 0] but in the last stage."""
         if not self.share.is_last:

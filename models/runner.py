@@ -25,7 +25,7 @@ from models.drafter import Drafter
 from models.graphs import CapturedSampler, DecodeGraphs, FilledStep
 from models.inputs import step_inputs
 from models.last_tokens import LastTokens
-from models.sampling import prompt_logprobs
+from models.sampling import of_prompts
 from models.sampling.sampler import Best, Chosen, arriving
 from models.step import StepInputs
 
@@ -101,9 +101,7 @@ class ModelRunner:
             drafts = self.drafter.run(batch)
         if drafts is not None:  # those of the first rank: another's could differ by the last bit of a logit
             self.decoder.group.broadcast(drafts)
-        wanted = None
-        if self.slots.scoring[batch.slots].any():
-            wanted = prompt_logprobs.wanted_of(batch, self.slots)
+        wanted = of_prompts.wanted_of(batch, self.slots)
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
             return self._replayed(self.graphs, self.graphs.filled(batch), drafts)
         hidden = self.decoder(self._inputs(batch, drafts))
@@ -115,19 +113,19 @@ class ModelRunner:
         self,
         batch: Batch,
         hidden: Tensor,
-        wanted: prompt_logprobs.Wanted | None,
+        wanted: of_prompts.PromptWants | None,
         drafts: Tensor | None = None,
     ) -> Chosen:
         """What follows from the hidden states [T, hidden] of a batch."""
         arrived = None if drafts is None else self._arriving(batch, drafts)
-        scored = None if wanted is None else prompt_logprobs.score(wanted, hidden, self.decoder)
+        found = None if wanted is None else of_prompts.find(wanted, hidden, self.decoder)
         hidden = self._sampled(batch, hidden)
         chosen = self._chosen(batch, self.decoder.logits(hidden) if len(hidden) else hidden)
         if arrived is not None:
             chosen = _with_drafts(chosen, arrived)
-        if scored is None:
+        if found is None:
             return chosen
-        return Chosen(chosen.tokens, lambda: replace(chosen.wait(), prompt_logprobs=scored()))
+        return Chosen(chosen.tokens, lambda: found(chosen.wait()))
 
     def _arriving(self, batch: Batch, drafts: Tensor) -> Callable[[], Index]:
         """Drafts on their way to the host. Where logits depend on the tokens before them, the host waits."""

@@ -8,7 +8,7 @@ import torch
 
 from continuous_batching.batch import Batch, Sampled
 from models.runner import ModelRunner
-from models.sampling import prompt_logprobs
+from models.sampling import of_prompts
 from models.sampling.sampler import Chosen
 
 
@@ -36,9 +36,7 @@ class StageRunner(ModelRunner):
         """What computes a batch. Whether that is a captured step, all stages decide alike: how many rows they
         send each other depends on it.
         """
-        wanted, graphs = None, self.graphs
-        if self.slots.scoring[batch.slots].any():
-            wanted = prompt_logprobs.wanted_of(batch, self.slots)
+        wanted, graphs = of_prompts.wanted_of(batch, self.slots), self.graphs
         if graphs is not None and wanted is None and graphs.takes(batch):
             filled = graphs.filled(batch)
             return lambda: self._computed(batch, lambda: self._replayed(graphs, filled, None))

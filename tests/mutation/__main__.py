@@ -40,7 +40,7 @@ from tests.mutation.mixture_faults import MIXTURE_FAULTS, MIXTURE_TESTS_OF
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
 from tests.mutation.paging_faults import PAGING_FAULTS
 from tests.mutation.prefix_faults import PREFIX_FAULTS
-from tests.mutation.prompt_logprob_faults import FOLLOWERS, PROMPT_FAULTS, PROMPTS, REQUEST
+from tests.mutation.prompt_logprob_faults import FOLLOWERS, POOLING, PROMPT_FAULTS, PROMPTS, REQUEST
 from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from tests.mutation.rank_faults import RANK_FAULTS, RANK_TESTS_OF
 from tests.mutation.response_faults import RESPONSE_FAULTS, RESPONSE_TESTS_OF
@@ -111,7 +111,7 @@ QUEUE_TESTS = tuple(
     BATCHING + name
     for name in ("test_policies.py", "test_ordering.py", "test_limits.py", "test_adaptive_prefill_budget.py")
 )
-PROMPT_TESTS = "tests/models/test_prompt_logprobs.py"
+PROMPT_TESTS, POOLING_TESTS = (f"tests/models/test_{name}.py" for name in ("prompt_logprobs", "pooling"))
 DEVICE_TESTS = (
     CACHE + "test_storage.py",
     CACHE + "test_poison.py",
@@ -120,8 +120,9 @@ DEVICE_TESTS = (
 )
 TESTS_OF = {  # all others: HOST_TESTS
     **dict.fromkeys(QUEUES, QUEUE_TESTS),
-    **dict.fromkeys((REQUEST, FOLLOWERS), (*HOST_TESTS, PROMPT_TESTS)),
+    **dict.fromkeys((REQUEST, FOLLOWERS), (*HOST_TESTS, PROMPT_TESTS, POOLING_TESTS)),
     PROMPTS: (PROMPT_TESTS,),
+    POOLING: (POOLING_TESTS,),
     OUTRANK: (BATCHING + "test_ordering.py", *HOST_TESTS),
     STORAGE: DEVICE_TESTS,
     RUNNER: (*DEVICE_TESTS, *TENSOR_TESTS, "tests/models/test_captured_drafts.py"),

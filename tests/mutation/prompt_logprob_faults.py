@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 REQUEST, FOLLOWERS = "continuous_batching/request.py", "continuous_batching/sampling/parallel_samples.py"
-PROMPTS = "models/sampling/prompt_logprobs.py"
+PROMPTS, POOLING = "models/sampling/prompt_logprobs.py", "models/sampling/pooling.py"
 
 PROMPT_FAULTS = (
     Fault(
@@ -42,5 +42,26 @@ PROMPT_FAULTS = (
         "follower.num_scored = follower.num_prompt_tokens - 1",
         "pass",
         "a follower that found no row adds its own to its leader's",
+    ),
+    Fault(
+        "cached_beginning_left_out_of_a_mean",
+        REQUEST,
+        'or self.params.pooling == "mean"\n',
+        "\n",
+        "a mean is of the tokens that were computed, not of those that were found",
+    ),
+    Fault(
+        "embedding_of_the_first_chunk_s_end",
+        POOLING,
+        "starts = np.maximum(batch.starts, firsts)",
+        "starts = np.maximum(batch.starts, firsts * 0)",
+        "what every chunk comes to is added to the last token's state",
+    ),
+    Fault(
+        "embedding_of_a_neighbour",
+        POOLING,
+        "offsets = (np.cumsum(lens) - batch.stops)[spans]",
+        "offsets = -batch.starts[spans]",
+        "every prompt gets the states of the first one in its step",
     ),
 )

@@ -134,8 +134,10 @@ RANK_FAULTS = (
     Fault(
         "captured_where_the_last_stage_launches",
         STAGE_RUNNER,
-        "        if self.slots.scoring[batch.slots].any():\n",
-        "        if self.slots.scoring[batch.slots].any() and self.decoder.share.is_last:\n",
+        "wanted, graphs = of_prompts.wanted_of(batch, self.slots), self.graphs",
+        "last = self.decoder.share.is_last\n"
+        "        wanted = of_prompts.wanted_of(batch, self.slots) if last else None\n"
+        "        graphs = self.graphs",
         "a stage sends as many rows as are captured, and the next receives as many as there are",
     ),
     Fault(

@@ -1,0 +1,58 @@
+"""What is the embedding of the prompts that ask for one?
+
+The hidden state behind the last norm, at the last token of a prompt or added up over all of them: a step adds
+what its own tokens come to, so that a prompt may be computed in chunks.
+
+Legend: T tokens of the step, N those of them that count, P prompts that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from continuous_batching.batch import Batch, Vector, ragged_ranges
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+from kv_cache.transfer import to_device, to_host
+from models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Which tokens a step is to add up, as the host knows it when the step begins."""
+
+    at: Index  # [N] of the T, prompt after prompt
+    rows: Index  # [P] of the slot table
+    counts: Index  # [P] how many of the N belong to each
+
+
+def pooled_of(batch: Batch, slots: SlotPool) -> Pooled | None:
+    """What the step's requests want; None where it computes nothing that any of them wants."""
+    asking = slots.pooling[batch.slots]
+    firsts = np.array([request.first_pooled for request in slots.requests[batch.slots]])
+    starts = np.maximum(batch.starts, firsts)
+    stops = np.minimum(batch.stops, slots.num_prompt[batch.slots])
+    spans = np.flatnonzero(asking & (starts < stops))
+    if not len(spans):
+        return None
+    lens = batch.stops - batch.starts
+    offsets = (np.cumsum(lens) - batch.stops)[spans]  # from a position to its place in the step
+    starts, stops = starts[spans], stops[spans]
+    at = ragged_ranges(starts + offsets, stops + offsets)
+    return Pooled(at, batch.slots[spans], stops - starts)
+
+
+def pool(pooled: Pooled, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, Vector]]:
+    """The sums, in float32 and by row, from the hidden states [T, hidden] of a step; what is returned waits
+    for them.
+    """
+    states = decoder.normed(hidden[to_device(pooled.at, hidden.device)]).float()
+    if len(states) > len(pooled.rows):
+        states = torch.stack([each.sum(0) for each in states.split(pooled.counts.tolist())])
+    arrived = to_host(states)
+    return lambda: dict(zip(pooled.rows.tolist(), arrived()))

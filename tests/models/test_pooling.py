@@ -1,0 +1,134 @@
+"""Is a prompt's embedding the last hidden state of transformers, however the prompt was computed?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel
+
+from continuous_batching.request import Request, SamplingParams, Vector
+from recipes.build.engine import build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import Kind, Way, npu, on_each, settings
+from tests.models.test_prompt_logprobs import PROMPTS, SETTINGS, TEXT, WEIGHTS, engine_of, serve
+
+ASKED = ("last", "mean", None)
+
+
+@cache
+def states(tokens: tuple[int, ...]) -> Vector:
+    """Behind the last norm, [T, hidden]."""
+    model = AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        found: Vector = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
+    return found
+
+
+def requests(seed: int = 0) -> list[Request]:
+    """The same few prompts again and again, so that their pages are cached, beside some that generate."""
+    assert TEXT is not None
+    made = []
+    for number in range(18):
+        prompt = [7] if number % 7 == 6 else TEXT.encode(PROMPTS[number // 2 % 3])
+        pooling = ASKED[(number + seed) % 3]
+        params = SamplingParams(max_tokens=1 if pooling else 8, temperature=0, pooling=pooling)  # type: ignore[arg-type]
+        made.append(Request(str(number), np.array(prompt), params))
+    return made
+
+
+def check(request: Request) -> None:
+    pooling, found = request.params.pooling, request.pooled
+    if pooling is None:
+        assert found is None
+        return
+    theirs = states(tuple(request.prompt.tolist()))
+    expected = theirs[-1] if pooling == "last" else theirs.mean(0)
+    np.testing.assert_allclose(request.embedding, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_schedule_finds_what_transformers_finds(name: str) -> None:
+    made = requests()
+    engine = engine_of(SETTINGS[name])
+    serve(engine, made)
+    for request in made:
+        check(request)
+
+
+@pytest.mark.parametrize("overrides", [[], ["cache.host_gib=0.01"]])
+def test_preempted_anywhere_nothing_counts_twice_or_is_lost(overrides: list[str]) -> None:
+    random = np.random.default_rng(3)
+    engine = engine_of([*SETTINGS["chunks"], "cache.page_size=4", *overrides])
+    made, interrupted = requests(1), 0
+    for request in made:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+        busy = engine.slots.busy
+        if len(busy) and random.random() < 0.5:
+            request = engine.slots.requests[row := int(random.choice(busy))]
+            engine.scheduler.preemption.preempt(row)
+            interrupted += request.params.pooling == "mean" and request.num_scored > 0
+    assert interrupted > 2
+    for request in made:
+        check(request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["parallel.tensor=2", "parallel.pipeline=2"])
+def test_ranks_and_stages_find_it_too(way: str) -> None:
+    built = build(load(ROOT / "recipes/tiny/cpu.yaml", [*SETTINGS["overlap"], way]))
+    try:
+        made = requests()[:8]
+        serve(built.engine, made)
+    finally:
+        built.engine.observer.close()  # with which the other ranks end
+    for request in made:
+        check(request)
+
+
+@pytest.mark.parametrize("device", on_each("fused"))
+def test_each_device_finds_what_transformers_finds(device: tuple[Kind, Way]) -> None:
+    if device[0] == "npu" and npu() == "real":
+        pytest.skip("it computes in bfloat16, which is no match for float32")
+    graphs = [] if device[0] == "cpu" else ["device.graphs=4"]
+    sizes = ["scheduler.num_slots=4", "scheduler.max_batch_tokens=23"]  # so that a chunk is of one token
+    made = requests()[:8]
+    serve(engine_of([*settings(device[0]), *sizes, *graphs]), made)
+    for request in made:
+        check(request)
+
+
+def test_a_cached_beginning_serves_the_last_token_and_not_the_mean() -> None:
+    engine = engine_of(["cache.page_size=4"])
+    last, mean = requests()[0], requests()[1]
+    again = replace(last.params)
+    serve(engine, [last])
+    second = Request("again", last.prompt, again)
+    third = Request("mean", last.prompt, mean.params)
+    serve(engine, [second, third])
+    assert (second.num_cached_tokens, third.num_cached_tokens) == (len(last.prompt) // 4 * 4, 0)
+    for request in (last, second, third):
+        check(request)
+    plain = Request("plain", last.prompt, SamplingParams(max_tokens=2))
+    serve(engine, [plain])
+    assert plain.num_cached_tokens > 40  # what was pooled is there for others
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"pooling": "max", "max_tokens": 1}, 'pooling is "max"; it must be last or mean'),
+        ({"pooling": "last"}, "max_tokens is 16; it must be 1 beside pooling"),
+        ({"pooling": "last", "max_tokens": 1, "prompt_logprobs": 1}, "prompt_logprobs is 1; it must be left"),
+        ({"pooling": "mean", "max_tokens": 1, "beam_width": 2}, "beam_width is 2; it must be left out"),
+    ],
+)
+def test_what_cannot_be_pooled_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(**fields)  # type: ignore[arg-type]
