@@ -8,20 +8,25 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.device_kinds import stand_in_alone
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.thorough import cases
+from tests.virtual_npu.test_hccl import left_behind
 
 TENSOR, STAGES = "parallel.tensor=2", "parallel.pipeline=2"
 OPTIONS = (
     "device.compile=false",
     "device.threads=1",
     "cache.prefix_sharing=false",
+    *("scheduler.num_slots=8", "scheduler.max_batch_tokens=16"),  # so that a prompt takes many steps
 )
 NO_LIMIT = "server.step_timeout_s=300"
 TWO_RANKS = (TINY, TENSOR, *OPTIONS, NO_LIMIT)
@@ -44,6 +49,12 @@ def parents_of_ranks() -> dict[int, int]:
 
 def followers(leader: int) -> list[int]:
     return [rank for rank, parent in parents_of_ranks().items() if parent == leader]
+
+
+def ranks_of(server: Server, but: int) -> list[int]:
+    """The ranks that follow an engine of this server, but for those of engine `but`."""
+    ranks = parents_of_ranks().items()
+    return [rank for rank, leader in ranks if is_child_of(leader, server.process.pid) and leader != but]
 
 
 def is_child_of(pid: int, parent: int) -> bool:
@@ -85,19 +96,29 @@ def ask(server: Server) -> str:
 
 def lose(server: Server, number: signal.Signals, *, leader: bool = False) -> str:
     """A rank gets a signal while an answer is streamed; what its client was told, and the log says."""
-    engine = server.engine_pid
-    (follower,) = followers(engine)
-    since = len(server.log)
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
         events = stream(client, "One day", 1900)
         assert "choices" in next(events)
-        os.kill(engine if leader else follower, number)
-        last = [event for event in events if "choices" not in event][-1]
-    server.wait_for(r"ready .*process", since)
+        with replaced(server, number, leader=leader):
+            last = [event for event in events if "choices" not in event][-1]
+    return last["error"]["message"]
+
+
+@contextmanager
+def replaced(server: Server, number: signal.Signals, *, leader: bool = False) -> Iterator[None]:
+    """A rank gets a signal; afterwards all ranks have ended, and those of another engine serve."""
+    engine = server.engine_pid
+    (follower,) = followers(engine)
+    since, began_s = len(server.log), time.monotonic()
+    os.kill(engine if leader else follower, number)
+    yield
+    told_s = time.monotonic() - began_s
     wait_for_end(follower)
+    wait_for_end(engine)
+    print(f"{number.name}: told after {told_s:.2f} s, all ended after {time.monotonic() - began_s:.2f} s")
+    server.wait_for(r"ready .*process", since)
     assert server.engine_pid != engine
     assert ask(server) == "19"
-    return last["error"]["message"]
 
 
 @pytest.mark.parametrize("_", range(cases(1, 20)))
@@ -106,6 +127,34 @@ def test_the_death_of_a_rank_in_a_step_is_told_by_its_name(server: Server, _: in
     told = lose(server, signal.SIGKILL)
     assert "the engine's process ended with status 70: " in told
     assert f"rank 1 (process {follower} on " in told
+
+
+@pytest.mark.parametrize("_", range(cases(1, 20)))
+@pytest.mark.parametrize("leader", [False, True])
+def test_the_death_of_a_rank_in_a_prompt_is_told_by_its_name(server: Server, leader: bool, _: int) -> None:
+    (follower,) = followers(server.engine_pid)
+    prompt, first = [300] * 1900, steps(server)
+
+    def asked() -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 1, "model": "tiny"}
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+
+    with ThreadPoolExecutor(4) as threads:
+        # Four prompts of a hundred steps, of which the first few have begun
+        answers = [threads.submit(asked) for _ in range(4)]
+        while steps(server) < first + 3:
+            time.sleep(0.002)
+        with replaced(server, signal.SIGKILL, leader=leader):
+            told = [each.result() for each in answers]
+    assert {each.status_code for each in told} == {503}
+    said = "ended by signal 9" if leader else f"rank 1 (process {follower} on "
+    assert all(said in each.json()["error"]["message"] for each in told)
+
+
+def steps(server: Server) -> int:
+    """How many this server's engines have made, by its metrics."""
+    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+    return int(float(re.search(r"^\S*steps_total(?:{.*})? (\S+)$", text, re.MULTILINE)[1]))
 
 
 @pytest.mark.parametrize("_", range(cases(1, 20)))
@@ -134,8 +183,7 @@ def test_a_rank_that_ends_while_the_next_engine_is_built_is_followed_by_another(
     new: list[int] = []
     while not new:
         assert time.monotonic() < until_s
-        ranks = parents_of_ranks().items()
-        new = [rank for rank, leader in ranks if is_child_of(leader, server.process.pid) and leader != engine]
+        new = ranks_of(server, but=engine)
     os.kill(new[0], signal.SIGKILL)
     server.wait_for(r"rank 1 .*has ended", since)
     server.wait_for(r"ready .*process", since)
@@ -153,6 +201,29 @@ def test_a_rank_that_is_stopped_is_named(way: str, _: int) -> None:
         assert "has said nothing for" in told
     finally:
         assert server.close() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.npu
+@stand_in_alone
+@pytest.mark.parametrize("_", range(cases(1, 20)))
+def test_a_rank_that_ends_while_steps_are_captured_is_followed_by_another(_: int) -> None:
+    options = ("device.virtual=true", "server.step_timeout_s=300", "device.graphs=32")
+    server = Server("recipes/tiny/npu.yaml", TENSOR, *options).ready()
+    before = left_behind()
+    try:
+        since, engine = len(server.log), server.engine_pid
+        os.kill(engine, signal.SIGKILL)
+        server.wait_for(r"device: VIRTUAL", since)  # which it says before it captures
+        (follower,) = ranks_of(server, but=engine)
+        os.kill(follower, signal.SIGKILL)
+        assert not any("graphs: decodes" in line for line in server.log[since:])
+        server.wait_for(rf"rank 1 \(process {follower} on .*\) has ended", since)
+        server.wait_for(r"ready .*process", since)
+        assert ask(server) == "19"
+    finally:
+        assert server.close() == 0
+    assert left_behind() <= before
 
 
 def test_a_server_that_is_killed_leaves_no_rank_behind() -> None:
