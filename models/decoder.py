@@ -83,9 +83,20 @@ class SelfAttention(nn.Module):
         self.ops.await_prefetch()
         return self.output(attended.flatten(1))
 
-    def write(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
-        """Write the step's keys and values to the cache; returns its queries [T, H, D]."""
+    def write(
+        self,
+        x: Tensor | Int8Rows,
+        cos: Tensor,
+        sin: Tensor,
+        step: StepInputs,
+        is_absent: Tensor | None = None,
+    ) -> Tensor:
+        """Write the step's keys and values to the cache, zeros for tokens that are absent [T]; returns its
+        queries [T, H, D].
+        """
         query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in self.qkv(x))
+        if is_absent is not None:
+            key, value = (each.masked_fill(is_absent[:, None, None], 0) for each in (key, value))
         if self.query_norm is not None and self.key_norm is not None:
             query = self.ops.rms_norm(query, self.query_norm, self.eps)
             key = self.ops.rms_norm(key, self.key_norm, self.eps)
@@ -197,15 +208,12 @@ class Decoder(nn.Module):
         """Convert every linear to the device's form, one by one, so that at most one is held twice: or the
         experts of one layer, where the device joins them.
         """
-        for layer in self.layers:
-            if isinstance(layer.mlp, Mixture):
-                layer.mlp.pack()
-        for module in self.modules():
-            if isinstance(module, (Linear, UpProjection)):
-                module.pack()
+        pack(self)
 
     def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None]) -> None:
-        """In each step, let a head `take` what these layers read, [T, layers * hidden], in rising order."""
+        """In each step, let a head `take` what these layers read, [T, layers * hidden], in rising order; one
+        more than there are stands for what the last one makes.
+        """
         self._taps, self._take = layers, take
 
     def forward(self, step: StepInputs) -> Tensor:
@@ -228,14 +236,16 @@ class Decoder(nn.Module):
             if number in self._taps:
                 tapped.append((x if residual is None else x + residual)[:num_tokens])
             x, residual = layer(x, residual, cos, sin, step)
-        if self._take is not None:
-            self._take(torch.cat(tapped, -1), step)
         if not self.share.is_last:
             assert residual is not None, "a stage has a layer"
             self.stages.send(torch.stack((x, residual)))
             return x[:num_tokens]
-        x = x if residual is None else x + residual
-        return x[:num_tokens]
+        x = (x if residual is None else x + residual)[:num_tokens]
+        if len(self.layers) in self._taps:
+            tapped.append(x)
+        if self._take is not None:
+            self._take(torch.cat(tapped, -1), step)
+        return x
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] behind the last norm, in the last stage."""
@@ -249,7 +259,11 @@ class Decoder(nn.Module):
             return hidden[:, :0]
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))
-        logits = self.head(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps))[:num_rows]
+        return self.head_logits(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps), num_rows)
+
+    def head_logits(self, normed: Tensor, num_rows: int) -> Tensor:
+        """The same of the first rows of what a norm has made, padded as products want it."""
+        logits = self.head(normed)[:num_rows]
         if self.group.size == 1:
             return logits
         parts = self.group.all_gather(logits).unbind()
@@ -263,6 +277,13 @@ class Decoder(nn.Module):
         is_here = (token_ids >= tokens.start) & (token_ids < tokens.stop)
         x = F.embedding((token_ids - tokens.start).where(is_here, 0), self.embedding)
         return self.group.all_reduce(x.masked_fill_(~is_here[:, None], 0))
+
+
+def pack(whole: nn.Module) -> None:
+    """Pack what is multiplied with, mixtures first, since they may join the linears of their experts."""
+    for kinds in ((Mixture,), (Linear, UpProjection)):
+        for module in [each for each in whole.modules() if isinstance(each, kinds)]:
+            module.pack()
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.reference import Attention
-from models.config import DecoderConfig
 from models.decoder import SelfAttention, pad_rows
 from models.group import ALONE
 from models.head import FIRST_KEY, Head
+from models.head_config import HeadConfig
 from models.linear import Linear, parameter
 from models.mlp import MLP
 from models.ops.reference import Ops
@@ -32,14 +32,12 @@ LAYER = "midlayer."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Config(DecoderConfig):
-    """The layer of an EAGLE-3 head. `vocab_size` is the target's; a page keeps `num_kept` features."""
+class Eagle3Config(HeadConfig):
+    """The layer of an EAGLE-3 head."""
 
-    taps: tuple[int, ...]
     draft_vocab_size: int
     owns_embedding: bool
     norm_before_residual: bool  # whether it adds to the normed feature
-    num_kept: int
 
     def linears(self) -> list[tuple[str, int, int]]:
         """Name in a checkpoint, inputs and outputs of every linear."""
@@ -63,11 +61,6 @@ class Eagle3Config(DecoderConfig):
         norms = 4 * self.hidden_size
         embedding = self.owns_embedding * self.vocab_size * self.hidden_size
         return norms + embedding + sum(inputs * outputs for _, inputs, outputs in self.linears())
-
-    @property
-    def feature_bytes(self) -> int:
-        """Of the features that one page holds."""
-        return self.num_kept * self.hidden_size * self.dtype_bytes
 
 
 class Eagle3(Head):
@@ -107,9 +100,7 @@ class Eagle3(Head):
     def fill(self, step: StepInputs, features: Tensor) -> None:
         """Write the layer's keys and values, zeros at a position that has none."""
         x, _, cos, sin = self._inputs(step, features)
-        is_before = pad_rows(step.positions, len(x)) < FIRST_KEY
-        x = x.masked_fill(is_before[:, None], 0)  # so are its key and its value: it has no bias
-        self.self_attention.write(x, cos, sin, step)
+        self.self_attention.write(x, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> logits [R, V]."""

@@ -136,7 +136,28 @@ class LatentSelfAttention(nn.Module):
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]; first writes the step's latents and rope keys to the cache."""
+        nope, rope = self.write(x, cos, sin, step)
+        latents, rope_keys = step.cache.keys[self.layer], step.cache.values[self.layer]
+        assert self.up.packed is not None, "pack the decoder before its first step"
+        attended = self.attention.attend_heads(
+            nope, rope, self.up.packed, latents, rope_keys, step.metadata, self.layer
+        )
+        return self.output(attended.flatten(1))
+
+    def write(
+        self,
+        x: Tensor | Int8Rows,
+        cos: Tensor,
+        sin: Tensor,
+        step: StepInputs,
+        is_absent: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Write the step's latents and rope keys to the cache, zeros for tokens that are absent [T]; returns
+        its queries [T, H, N] and [T, H, R].
+        """
         *queries, kv = self.qkv(x)
+        if is_absent is not None:
+            kv = kv.masked_fill(is_absent[:, None], 0)
         if self.query_up is not None and self.query_norm is not None:
             queries = list(self.query_up(self.ops.rms_norm(queries[0], self.query_norm, NORM_EPS)))
         nope, rope = (
@@ -144,12 +165,7 @@ class LatentSelfAttention(nn.Module):
             for each, width in zip(queries, (self.latent.nope_dim, self.latent.rope_dim))
         )
         latents, rope_keys = step.cache.keys[self.layer], step.cache.values[self.layer]
-        rope = self._write(kv, rope, cos, sin, latents, rope_keys, step)
-        assert self.up.packed is not None, "pack the decoder before its first step"
-        attended = self.attention.attend_heads(
-            nope, rope, self.up.packed, latents, rope_keys, step.metadata, self.layer
-        )
-        return self.output(attended.flatten(1))
+        return nope, self._write(kv, rope, cos, sin, latents, rope_keys, step)
 
     def _write(
         self,

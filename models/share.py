@@ -133,7 +133,7 @@ class Share:
                 return (self._equal(config.num_heads * config.query_dim),)
             case "kv_b_proj" if config.latent is not None:
                 return (self._equal(config.num_heads * (config.latent.nope_dim + config.latent.value_dim)),)
-            case "q_a_proj" | "kv_a_proj_with_mqa":
+            case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj":
                 return ()
             case "k_proj" | "v_proj":
                 return (self._kv_heads(config),)

@@ -22,8 +22,8 @@ from models.checkpoint import check_finite, checkpoint_files, names_in, open_che
 from models.config import FUSED, GATE_UP, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.latent import UpProjection
+from models.layer_parts import LayerParts
 from models.linear import Linear
-from models.mixture import Mixture
 from models.mixture_config import MLP_ROLES
 from models.quantization import BlockScales
 from models.share import Share, Slices
@@ -79,7 +79,7 @@ def load(decoder: Decoder, path: str | Path) -> int:
     path = Path(path)
     places, config = places_by_name(decoder), decoder.config
     if config.block_scales is not None:
-        places = _with_scales(places, config.block_scales, path)
+        places = with_scales(places, config.block_scales, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
     share = decoder.share
@@ -125,7 +125,7 @@ def fill(
     return found, num_bytes
 
 
-def _with_scales(places: dict[str, Place], blocks: BlockScales, path: Path) -> dict[str, Place]:
+def with_scales(places: dict[str, Place], blocks: BlockScales, path: Path) -> dict[str, Place]:
     """The places of weights that the checkpoint stores with scales by block know these, which have places on
     the host.
     """
@@ -182,54 +182,38 @@ def _seed_of(decoder: Decoder, name: str, seed: int) -> int:
 def places_by_name(decoder: Decoder) -> dict[str, Place]:
     """Where each tensor of a checkpoint goes, by its name."""
     config, share = decoder.config, decoder.share
-    whole: dict[str, Tensor | None] = {"model.norm.weight": decoder.norm}  # held by every rank
-    # The checkpoint's linears that a linear joins
-    joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]] = []
-    orders: dict[str, Tensor | None] = {}
+    all_parts = LayerParts({"model.norm.weight": decoder.norm}, [], {})
     if share.is_last and not config.tie_embeddings:
-        joined.append(("", ("lm_head",), decoder.head))
+        all_parts.joined.append(("", ("lm_head",), decoder.head))
     for number, layer in zip(share.layers(config), decoder.layers):
-        prefix = f"model.layers.{number}."
-        attention, mlp = layer.attention, layer.mlp
-        whole[prefix + "input_layernorm.weight"] = layer.input_norm
-        whole[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
-        whole[prefix + "post_self_attn_layernorm.weight"] = layer.attention_post_norm
-        whole[prefix + "post_mlp_layernorm.weight"] = layer.mlp_post_norm
-        for name, norm in attention.norms().items():
-            whole[f"{prefix}self_attn.{name}.weight"] = norm
-            orders[f"{prefix}self_attn.{name}"] = attention.order(name)
-        for names, linear in attention.joined():
-            joined.append((f"{prefix}self_attn.", names, linear))
-            orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in names}
-        experts = mlp.experts if isinstance(mlp, Mixture) else [mlp]
-        for (gate, up, down), expert in zip(config.mlp_names(number), experts):
-            joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
-        if isinstance(mlp, Mixture):
-            block = f"{prefix}{mlp.config.block}."
-            whole[f"{block}gate.weight"] = mlp.router
-            whole[f"{block}gate.e_score_correction_bias"] = mlp.correction
-            whole[f"{block}{mlp.config.shared_block}_gate.weight"] = mlp.shared_gate
-            shared = config.shared_names(number)
-            if mlp.shared is not None and shared is not None:
-                joined += [("", shared[:2], mlp.shared.gate_up), ("", shared[2:], mlp.shared.down)]
-    sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
-    part = {share.whole_name(name, config): outputs for name, _, outputs in decoder.part.linears()}
-    embedding = (config.vocab_size, config.hidden_size)
-    places = {}
+        parts = LayerParts.of(layer, f"model.layers.{number}.", config, number)
+        all_parts.whole.update(parts.whole)
+        all_parts.joined.extend(parts.joined)
+        all_parts.orders.update(parts.orders)
+    held = {share.whole_name(name, config): outputs for name, _, outputs in decoder.part.linears()}
+    places = placed(all_parts, config, held, share)
     if share.holds_embedding(config):
-        places[EMBEDDING] = Place(decoder.embedding.data, embedding, share.slices(EMBEDDING, config))
-    for name, tensor in whole.items():
+        shape = config.vocab_size, config.hidden_size
+        places[EMBEDDING] = Place(decoder.embedding.data, shape, share.slices(EMBEDDING, config))
+    return places
+
+
+def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share: Share) -> dict[str, Place]:
+    """Where each tensor of these parts goes, by its name, where a rank holds so many outputs of linears."""
+    sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
+    orders, places = parts.orders, {}
+    for name, tensor in parts.whole.items():
         if tensor is not None:
             order = orders.get(name.removesuffix(".weight"))
             places[name] = Place(tensor.data, tuple(tensor.shape), (), order)
-    for prefix, names, linear in joined:
+    for prefix, names, linear in parts.joined:
         names = tuple(prefix + name for name in names)
         stored = _stored_as(names, config)
         if stored is not None:
             assert isinstance(linear, Linear), "an up-projection is stored by itself"
             places[f"{stored}.weight"] = _joined_place(linear, names, sizes, share, orders, config)
             continue
-        for kind, rooms in rooms_of(linear, [part[name] for name in names]):
+        for kind, rooms in rooms_of(linear, [held[name] for name in names]):
             for name, room in zip(names, rooms):
                 outputs, inputs = sizes[name]
                 shape = {"weight": (outputs, inputs), "weight_scale": (outputs, 1), "bias": (outputs,)}[kind]

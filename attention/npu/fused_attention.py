@@ -115,12 +115,17 @@ class FusedAttention(AscendAttention):
         parts = [self._seen(*torch_npu.npu_fused_infer_attention_score(**call)) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    @property
+    def leaves_first_out(self) -> bool:
+        """Whether there is a position before the first key, and it does not count."""
+        return self.shape.first_key > 0
+
     def _seen(self, output: Tensor, lse: Tensor) -> Tensor:
         """The output [T, H, D] without the position before the first key, whose weights add up to exp(lse).
 
         The operator reads all positions. One of zeros has the score 0, so the weight 1, and adds nothing.
         """
-        if not self.shape.first_key:
+        if not self.leaves_first_out:
             return output
         seen = -torch.expm1(-lse.view(*output.shape[:2], 1))  # the share of the other weights
         return (output / seen.clamp_min(torch.finfo(torch.float32).tiny)).to(output.dtype)
@@ -141,7 +146,7 @@ class FusedAttention(AscendAttention):
             "input_layout": "TND",
             "block_size": self.shape.page_size,
         }
-        if self.shape.first_key:
+        if self.leaves_first_out:
             arguments["softmax_lse_flag"] = True
         if window is not None:
             band = {"sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": 0}
@@ -166,7 +171,7 @@ class FusedAttention(AscendAttention):
         if kind not in workspaces:
             workspaces[kind] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**call)
         output = torch.empty_like(call["query"])
-        num_sums = (*output.shape[:2], 1) if self.shape.first_key else (1,)
+        num_sums = (*output.shape[:2], 1) if self.leaves_first_out else (1,)
         lse = torch.empty(num_sums, dtype=torch.float32, device=self.device)
         call |= {"workspace": workspaces[kind], "out": [output, lse]}
         stream, event = torch.npu.current_stream(), torch.npu.ExternalEvent()

@@ -49,6 +49,9 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
     """Latent attention on an NPU whose fused attention takes latents."""
 
     normalizes = True
+    # A head's zeros before its first key are seen, with a score of 0: of latents, the operator gives no sums
+    # of weights, by which they could be taken out again. Guesses may differ by that, and no token does
+    leaves_first_out = False
 
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]

@@ -18,6 +18,11 @@ from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.drafter import Drafter
 from models.eagle3 import Eagle3, Eagle3Config
+from models.group import ALONE
+from models.head import Head
+from models.head_config import HeadConfig
+from models.mtp import Mtp, MtpConfig, mtp_config
+from models.share import Share
 from recipes.build import decoders
 from recipes.build.decoders import cache_of, shape_of
 from recipes.build.engine import BuiltEngine
@@ -27,6 +32,8 @@ from recipes.schema.recipe import Recipe
 
 def narrow(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -> DecoderConfig:
     """The same draft model with few layers, and the narrow target's widths and vocabulary."""
+    if isinstance(draft, MtpConfig):
+        return mtp_config(replace(target, num_unread_layers=1), draft.num_kept)
     if isinstance(draft, Eagle3Config):
         taps = tuple(range(num_layers))
         draft = replace(draft, taps=taps, draft_vocab_size=min(draft.draft_vocab_size, target.vocab_size))
@@ -47,8 +54,14 @@ def narrow(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -> Deco
 def drafter_of(recipe: Recipe, config: DecoderConfig, built: BuiltEngine, machine: Npu) -> Drafter:
     """A draft model, or a head, of random weights beside an engine that was built without one."""
     slots = built.engine.slots
-    if isinstance(config, Eagle3Config):
-        head = Eagle3(config, *machine.operators(shape_of(recipe.cache.page_size, config)))
+    if isinstance(config, HeadConfig):
+        operators = machine.operators(shape_of(recipe.cache.page_size, config))
+        head: Head
+        if isinstance(config, Eagle3Config):
+            head = Eagle3(config, *operators)
+        else:
+            assert isinstance(config, MtpConfig), "there are two kinds of heads"
+            head = Mtp(config, *operators, ALONE, Share())
         for parameter in head.parameters():
             parameter.data.fill_(1 / config.hidden_size)
         head.pack()

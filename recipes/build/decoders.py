@@ -7,15 +7,19 @@ import torch
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape, LatentShape
 from kv_cache.storage import KVCache
-from models import head_weights, weights
+from models import head_weights, mtp_weights, weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.drafter import Drafter
 from models.dtypes import TORCH_DTYPES
 from models.eagle3 import Eagle3, Eagle3Config
 from models.features import FeaturePages
+from models.group import Group
 from models.head import FIRST_KEY, Head
+from models.head_config import HeadConfig
 from models.head_drafter import HeadDrafter
+from models.mtp import Mtp, MtpConfig
+from models.share import Share
 from recipes.build.families import draft_config
 from recipes.build.machine import Machine
 from recipes.build.memory_plan import MemoryPlan
@@ -36,18 +40,25 @@ def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
         dtype=TORCH_DTYPES[config.dtype],
         windows=config.windows,
         int8_pages=config.int8_cache,
-        first_key=FIRST_KEY if isinstance(config, Eagle3Config) else 0,
+        first_key=FIRST_KEY if isinstance(config, HeadConfig) else 0,
         latent=None if latent is None else LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim),
     )
 
 
 def draft_decoder(
-    recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, machine: Machine
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory: MemoryPlan,
+    machine: Machine,
+    group: Group,
+    share: Share,
 ) -> Decoder | Head | None:
     """The loaded draft model, or head, of a recipe, if it names one; raises ValueError for one that cannot be
-    used.
+    used. Of the model's own layer, a rank of the group has its share.
     """
     path, draft = recipe.speculation.draft_path, draft_config(recipe, config)
+    if isinstance(draft, MtpConfig):
+        return _own_layer(recipe, draft, machine, group, share)
     if draft is None or path is None:
         return None
     try:
@@ -68,7 +79,20 @@ def draft_decoder(
     return decoder
 
 
-def features_of(config: Eagle3Config, recipe: Recipe, memory: MemoryPlan, device: torch.device) -> KVCache:
+def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group, share: Share) -> Mtp:
+    """The loaded layer that the model's checkpoint has to predict further tokens; what it takes of the device
+    is what the model's own layers take.
+    """
+    assert recipe.model.path is not None, "the layer is read from the model's checkpoint"
+    head = Mtp(config, *machine.operators(shape_of(recipe.cache.page_size, share.part(config))), group, share)
+    try:
+        mtp_weights.load(head, recipe.model.path)
+    except ValueError as error:
+        raise RecipeError("speculation.kind", f"its layer: {error}", value="mtp") from error
+    return head
+
+
+def features_of(config: HeadConfig, recipe: Recipe, memory: MemoryPlan, device: torch.device) -> KVCache:
     """What a head reads of the target, in as many pages as were planned."""
     return KVCache(
         1,
@@ -99,7 +123,7 @@ def cache_of(
 ) -> KVCache:
     """Keys and values of a decoder, in as many pages as were planned."""
     config, attention = decoder.part, decoder.attention
-    if isinstance(config, Eagle3Config):
+    if isinstance(config, HeadConfig):
         beside = features_of(config, recipe, memory, attention.device)
     return KVCache(
         config.num_layers,

@@ -97,7 +97,8 @@ def assemble(
     machine = start(recipe.device)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
     memory = _least(recipe, config, memory, world, share, machine)
-    draft = draft_decoder(recipe, config, memory, machine)  # the smaller is refused before the larger is read
+    # The smaller is refused before the larger is read
+    draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages))
     beside = None if draft is None else cache_of(draft, recipe, memory)
     cache = cache_of(decoder, recipe, memory, beside)

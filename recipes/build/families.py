@@ -12,6 +12,7 @@ from models.checkpoint import tensor_names
 from models.config import DecoderConfig, DType
 from models.eagle3 import Eagle3Config
 from models.file_bounds import check_regular, is_there
+from models.mtp import MtpConfig, mtp_config
 from models.quantization import Quantization
 from models.share import Share, check_ranks, check_stages
 from models.shown import shown
@@ -80,6 +81,8 @@ def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
     """The smaller decoder, or the head, that guesses for this one, if a recipe names any; raises RecipeError
     for one that cannot."""
     asked = recipe.speculation
+    if asked.kind == "mtp":
+        return _mtp_config(recipe, config)
     if asked.draft_path is None:
         return None
     name, place = "speculation.draft_path", from_root(asked.draft_path)
@@ -102,10 +105,29 @@ def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
     return _as_asked(draft, recipe, asked.draft_quantization, dtype)
 
 
-def _head_config(recipe: Recipe, config: DecoderConfig, path: Path) -> Eagle3Config:
-    num_kept = min(recipe.cache.page_size, recipe.speculation.max_tokens + 1)
+def _mtp_config(recipe: Recipe, config: DecoderConfig) -> MtpConfig:
+    if recipe.model.weights == "random":
+        raise RecipeError(
+            ("speculation.kind", "model.weights"),
+            "the layer that predicts further tokens is read from the model's checkpoint, and its weights are"
+            " random",
+            "take another kind, or the weights of model.path",
+            value="mtp",
+        )
     try:
-        head = eagle3(_json(path / "config.json"), config, tensor_names(path), num_kept)
+        return mtp_config(config, _num_kept(recipe))
+    except ValueError as error:
+        raise RecipeError("speculation.kind", str(error), "take another kind", value="mtp") from error
+
+
+def _num_kept(recipe: Recipe) -> int:
+    """Features that a page keeps for a head."""
+    return min(recipe.cache.page_size, recipe.speculation.max_tokens + 1)
+
+
+def _head_config(recipe: Recipe, config: DecoderConfig, path: Path) -> Eagle3Config:
+    try:
+        head = eagle3(_json(path / "config.json"), config, tensor_names(path), _num_kept(recipe))
     except ValueError as error:
         raise RecipeError("speculation.draft_path", f"the head: {error}", value=path) from error
     return head

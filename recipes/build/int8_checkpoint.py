@@ -18,6 +18,7 @@ from models.block_scales import SUFFIX, scaled
 from models.checkpoint import INDEX, check_finite, checkpoint_files, names_in, open_checkpoint
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
+from models.mtp import mtp_config
 from models.quantization import KEY, Quantization
 from recipes.build.families import config_in
 
@@ -47,6 +48,9 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
         ignore.append(UP_PROJECTIONS)
     scheme = Quantization(tuple(ignore))
     names = {f"{name}.weight" for name, *_ in config.linears() if scheme.covers(name)}
+    further = set()  # of a layer behind the model's own, which may be left out
+    if config.num_unread_layers:
+        further = {f"{name}.weight" for name, *_ in mtp_config(config, 1).linears() if scheme.covers(name)}
     files = checkpoint_files(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as room:
@@ -55,7 +59,7 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
         places: dict[str, str] = {}
         sizes = {"before": 0, "after": 0}
         for file in files:
-            tensors = dict(_quantized(file, names, sizes, config, files))
+            tensors = dict(_quantized(file, names | further, sizes, config, files))
             save_file(tensors, made / file.name, metadata={"format": "pt"})
             shutil.copymode(file, made / file.name)
             places |= dict.fromkeys(tensors, file.name)

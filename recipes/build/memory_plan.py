@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from models.config import DecoderConfig
-from models.eagle3 import Eagle3Config
+from models.head_config import HeadConfig
 from models.share import Share
 from recipes.build.families import draft_config
 from recipes.schema.recipe import Recipe
@@ -72,7 +72,7 @@ def report(
     num_layers, beside = len(share.layers(config)), []
     if draft is not None:
         num_layers += draft.num_layers
-        beside = [("head" if isinstance(draft, Eagle3Config) else "draft model", _model(draft))]
+        beside = [("head" if isinstance(draft, HeadConfig) else "draft model", _model(draft))]
     ranks = recipe.parallel.ranks
     of_a_rank = (
         [("ranks", f"{ranks}; what follows is of each, with a device of its own")] if ranks > 1 else []

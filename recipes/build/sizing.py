@@ -10,7 +10,8 @@ from devices.ascend_limits import PRODUCTS
 from devices.onednn import product_dtype
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
-from models.eagle3 import Eagle3Config
+from models.head_config import HeadConfig
+from models.mtp import MtpConfig
 from models.share import Share
 from recipes.build.families import draft_config
 from recipes.build.machine import host_memory_bytes, start
@@ -53,7 +54,7 @@ def plan_memory(
         num_parameters=both[0].num_parameters,
         weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
         page_bytes=cache.page_size * tensor * sum(each.kv_bytes_per_token(tensor) for each in both)
-        + sum(each.feature_bytes for each in both if isinstance(each, Eagle3Config)),
+        + sum(each.feature_bytes for each in both if isinstance(each, HeadConfig)),
         num_pages=0,
         num_pages_fitting=0,
         num_host_pages=0,
@@ -185,8 +186,10 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
 
 
 def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[DecoderConfig]:
-    """What a rank holds of the model, and the whole draft model, or head, where there is one."""
+    """What a rank holds of the model and of its own layer that guesses, or the whole draft model, or head."""
     draft, part = draft_config(recipe, config), share.part(config)
+    if isinstance(draft, MtpConfig):
+        draft = share.part(draft)
     return [part] if draft is None else [part, draft]
 
 
@@ -195,7 +198,7 @@ def _estimate(recipe: Recipe, decoders: list[DecoderConfig], vocab_size: int) ->
     tapped = sum(
         step_tokens(recipe, each) * (len(each.taps) + 1) * each.hidden_size * each.dtype_bytes
         for each in decoders
-        if isinstance(each, Eagle3Config)
+        if isinstance(each, HeadConfig)
     )
     return tapped + max(estimate(recipe, each, vocab_size) for each in decoders)
 

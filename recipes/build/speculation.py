@@ -20,9 +20,10 @@ PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {
     "suffix": Suffix,
     "draft": lambda slots: DraftModel(),
     "eagle3": lambda slots: DraftModel(),
+    "mtp": lambda slots: DraftModel(),
 }
 # Of kinds whose guesses the device makes: what it computes for them
-ON_DEVICE: dict[str, DraftSpans] = {"draft": model_spans, "eagle3": head_spans}
+ON_DEVICE: dict[str, DraftSpans] = {"draft": model_spans, "eagle3": head_spans, "mtp": head_spans}
 WINDOW = 100  # of the chapter's formula, where a recipe names none
 
 

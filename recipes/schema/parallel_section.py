@@ -54,7 +54,7 @@ def stage_contradictions(section: ParallelSection, drafts: str) -> Iterator[Reci
             "take ngram, suffix or draft, or set parallel.tensor to 1",
             value=section.tensor,
         )
-    if section.pipeline > 1 and drafts in ("draft", "eagle3"):
+    if section.pipeline > 1 and drafts in ("draft", "eagle3", "mtp"):
         yield RecipeError(
             ("speculation.kind", "parallel.pipeline"),
             f"parallel.pipeline is {section.pipeline}, and the first stage would need the drafts that the"

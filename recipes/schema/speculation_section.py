@@ -18,10 +18,11 @@ MOST_ON_NPU = 15  # with the token before them, a decode's 16 query tokens in np
 class SpeculationSection:
     """How tokens are guessed and checked several at a time; answers stay the same."""
 
-    kind: Literal["none", "ngram", "suffix", "draft", "eagle3"] = key(
+    kind: Literal["none", "ngram", "suffix", "draft", "eagle3", "mtp"] = key(
         "who guesses the next tokens of a request; ngram: what followed its last tokens when they stood in it"
         " before; suffix: or in any request of the same cache_salt; draft: a smaller model; eagle3: a head"
-        " that reads the model's hidden states; answers stay the same",
+        " that reads the model's hidden states; mtp: the layer that the model's own checkpoint has to predict"
+        " further tokens; answers stay the same",
         default="none",
     )
     draft_path: Path | None = key(

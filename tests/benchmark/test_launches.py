@@ -150,6 +150,21 @@ def test_so_is_one_of_a_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert counts == [(0, 47, 5, 0), (58, 1, 1, 0)]
 
 
+def test_so_is_one_of_a_layer_that_predicts_further_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MODELS", "/models")
+    (tmp_path / "config.json").write_text(json.dumps(published.DEEPSEEK_V3))
+    chosen = [f"model.path={tmp_path}", "model.quantization=auto", "speculation.kind=mtp"]
+    result: dict[str, Any] = launches.run(load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen))
+    *steps, eager, captured = result["steps"]
+    counts = [tuple(step[name] for name in ("in_graph", "outside_graph", "to_device", "waits")) for step in
+              (eager, captured)]  # fmt: skip
+    layer = next(step["a_layer"] for step in steps if step["step"] == "captured, greedy")
+    assert eager["a_layer"] == captured["a_layer"] > layer
+    assert counts == [(0, 53, 5, 0), (65, 1, 1, 0)]
+
+
 def test_the_counts_stand_in_the_manual() -> None:
     lines = (ROOT / "docs/ascend.md").read_text().splitlines()
     for name, counts in EXPECTED.items():

@@ -37,6 +37,7 @@ from tests.mutation.in_flight_faults import FLIGHT_FAULTS
 from tests.mutation.int8_faults import INT8_FAULTS, INT8_TESTS_OF
 from tests.mutation.latent_faults import LATENT_FAULTS, LATENT_TESTS_OF
 from tests.mutation.mixture_faults import MIXTURE_FAULTS, MIXTURE_TESTS_OF
+from tests.mutation.mtp_faults import MTP_FAULTS, MTP_TESTS_OF
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
 from tests.mutation.paging_faults import PAGING_FAULTS
 from tests.mutation.prefix_faults import PREFIX_FAULTS
@@ -71,6 +72,7 @@ FAULTS = (
     *RESPONSE_FAULTS,
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
+    *MTP_FAULTS,
     *INT8_FAULTS,
     *SPECULATION_FAULTS,
     *RANK_FAULTS,
@@ -140,6 +142,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **RESPONSE_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
+    **MTP_TESTS_OF,
     **INT8_TESTS_OF,
     **SPECULATION_TESTS_OF,
     **RANK_TESTS_OF,

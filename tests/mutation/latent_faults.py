@@ -15,6 +15,7 @@ GATING, SCALES, DEEPSEEK = (
 )
 OPS, NPU_OPS, MIXTURE = "models/ops/reference.py", "models/ops/npu.py", "models/mixture.py"
 WHOLE, SHARE, WEIGHTS = "models/config.py", "models/share.py", "models/weights.py"
+LAYER_PARTS = "models/layer_parts.py"
 FILE, INT8_FILE = "models/huggingface_parts.py", "recipes/build/int8_checkpoint.py"
 TESTS = ("tests/models/test_deepseek.py", "tests/attention/test_latent.py")
 ROPE, DECODER = "models/rope.py", "models/decoder.py"
@@ -23,7 +24,7 @@ SCALED = ("tests/models/test_block_scales.py",)
 LATENT_TESTS_OF = {
     **dict.fromkeys((ATTENTION, MODEL, CONFIG, ON_NPU, OPERATORS, GATING, DEEPSEEK), TESTS),
     **dict.fromkeys((SCALES, INT8_FILE), SCALED),
-    WEIGHTS: (*SCALED, *STORED, *TESTS, *TENSOR_TESTS),
+    **dict.fromkeys((WEIGHTS, LAYER_PARTS), (*SCALED, *STORED, *TESTS, *TENSOR_TESTS)),
     ROPE: (*STORED, "tests/models/test_rope.py"),
     DECODER: (*STORED, *TENSOR_TESTS_OF[DECODER]),
     SHARE: (*TESTS, *TENSOR_TESTS),
@@ -54,7 +55,7 @@ LATENT_FAULTS = (
     ),
     Fault(
         "norms_of_heads_in_the_order_of_the_checkpoint",
-        WEIGHTS,
+        LAYER_PARTS,
         '            orders[f"{prefix}self_attn.{name}"] = attention.order(name)\n',
         "",
         "norms of queries and keys weigh other dimensions",

@@ -1,0 +1,51 @@
+"""What of a layer is filled from a checkpoint, and how is it called there?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from models.config import DecoderConfig
+from models.decoder import DecoderLayer
+from models.latent import UpProjection
+from models.linear import Linear
+from models.mixture import Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What is filled of a layer, or of several: by names in a checkpoint."""
+
+    whole: dict[str, Tensor | None]  # held by every rank
+    joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]  # linears that a linear joins
+    orders: dict[str, Tensor | None]  # of rows, as `Place.order`
+
+    @staticmethod
+    def of(layer: DecoderLayer, prefix: str, config: DecoderConfig, number: int = 0) -> LayerParts:
+        """Of layer `number` of the config, whose names begin so."""
+        attention, mlp = layer.attention, layer.mlp
+        parts = LayerParts({}, [], {})
+        whole, joined, orders = parts.whole, parts.joined, parts.orders
+        whole[prefix + "input_layernorm.weight"] = layer.input_norm
+        whole[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
+        whole[prefix + "post_self_attn_layernorm.weight"] = layer.attention_post_norm
+        whole[prefix + "post_mlp_layernorm.weight"] = layer.mlp_post_norm
+        for name, norm in attention.norms().items():
+            whole[f"{prefix}self_attn.{name}.weight"] = norm
+            orders[f"{prefix}self_attn.{name}"] = attention.order(name)
+        for names, linear in attention.joined():
+            joined.append((f"{prefix}self_attn.", names, linear))
+            orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in names}
+        experts = mlp.experts if isinstance(mlp, Mixture) else [mlp]
+        for (gate, up, down), expert in zip(config.mlp_names(number, prefix), experts):
+            joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
+        if isinstance(mlp, Mixture):
+            block = f"{prefix}{mlp.config.block}."
+            whole[f"{block}gate.weight"] = mlp.router
+            whole[f"{block}gate.e_score_correction_bias"] = mlp.correction
+            whole[f"{block}{mlp.config.shared_block}_gate.weight"] = mlp.shared_gate
+            shared = config.shared_names(number, prefix)
+            if mlp.shared is not None and shared is not None:
+                joined += [("", shared[:2], mlp.shared.gate_up), ("", shared[2:], mlp.shared.down)]
+        return parts

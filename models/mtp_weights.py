@@ -1,0 +1,42 @@
+"""Which tensor of a checkpoint goes where in the layer that predicts one token more?
+
+It lies in the target's own checkpoint, beside copies of the target's embedding and head, which it shares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.layer_parts import LayerParts
+from models.mtp import Mtp, MtpConfig
+from models.weights import fill, placed, with_scales
+
+SHARED = ("embed_tokens.", "shared_head.head.")  # with the target
+
+
+def load(head: Mtp, path: str | Path) -> int:
+    """Fill the layer from the target's checkpoint directory `path`, and pack it; the bytes that it read.
+
+    Raises ValueError as models/weights.py does.
+    """
+    config, path = head.config, Path(path)
+    assert isinstance(config, MtpConfig), "the layer has its own configuration"
+    prefix = config.prefix
+    parts = LayerParts.of(head.layer, prefix, config)
+    norms = {
+        f"{prefix}enorm.weight": head.embedding_norm,
+        f"{prefix}hnorm.weight": head.hidden_norm,
+        f"{prefix}shared_head.norm.weight": head.norm,
+    }
+    parts.whole.update(norms)
+    parts.joined.append(("", (config.joining,), head.joining))
+    held = {name: outputs for name, _, outputs in head.part.linears()}
+    places = placed(parts, config, held, head.share)
+    if config.block_scales is not None:
+        places = with_scales(places, config.block_scales, path)
+    is_shared = tuple(prefix + name for name in SHARED)
+    _, num_bytes = fill(
+        path, places, places, lambda name: not name.startswith(prefix) or name.startswith(is_shared)
+    )
+    head.pack()
+    return num_bytes

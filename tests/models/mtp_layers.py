@@ -1,0 +1,116 @@
+"""Targets whose checkpoints have a layer to predict further tokens, and what it says by published formulas.
+
+The target's layers add little to a token's embedding, and the layer finds that embedding again: so its
+guesses are often right, and what it reads of the target makes some of them wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+
+from tests.models.families import VARIANTS, Variant, fresh_rope, make, wide
+
+LAYERS = {"deepseek_v3": DeepseekV3DecoderLayer, "glm4_moe": Glm4MoeDecoderLayer}
+DENSE, NUM_LAYERS = 1, 3  # layers without experts, and all; the layer that predicts has experts
+
+
+def target_of(name: str, root: Path, *, is_wide: bool = False, **more: Any) -> tuple[Any, Path]:
+    """A checkpoint with such a layer behind its own; wide enough for fused attention, if asked."""
+    variant = next(each for each in VARIANTS if each.name == name)
+    options = {"first_k_dense_replace": DENSE, "num_hidden_layers": NUM_LAYERS}
+    variant = replace(variant, options=variant.options | options | more, shard_size="5GB")
+    return with_layer(wide(variant) if is_wide else variant, root)
+
+
+def with_layer(variant: Variant, root: Path) -> tuple[Any, Path]:
+    """The model that transformers has of it, whose layer behind its own is `model.further`."""
+    model, path = make(variant, root)
+    hidden, generator = model.config.hidden_size, torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for each, weight in model.named_parameters():
+            if each.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                weight *= 0.02
+        model.lm_head.weight *= 4
+        model.model.embed_tokens.weight *= 3
+        layer = LAYERS[variant.family](model.config, NUM_LAYERS - 1).eval()
+        layer.load_state_dict(model.model.layers[-1].state_dict())
+        for each, weight in layer.named_parameters():
+            if weight.dim() > 1:
+                noise = torch.randn(weight.shape, generator=generator)
+                weight += 0.3 * weight.std() * noise
+            if each.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                weight *= 12
+    model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    own, prefix = f"model.layers.{NUM_LAYERS - 1}.", f"model.layers.{NUM_LAYERS}."
+    model.model.layers[-1], kept = layer, model.model.layers[-1]
+    model.save_pretrained(root / "further")
+    model.model.layers[-1] = kept
+    for each, tensor in load_file(root / "further" / "model.safetensors").items():
+        if each.startswith(own):
+            tensors[each.replace(own, prefix)] = tensor
+    noise = torch.randn(hidden, hidden, generator=generator) * 0.3 / hidden**0.5
+    further = {
+        "enorm": torch.ones(hidden),
+        "hnorm": 1 + 0.2 * torch.randn(hidden, generator=generator),
+        "eh_proj": torch.cat((torch.eye(hidden), noise), 1),
+        "shared_head.norm": model.model.norm.weight.detach().clone(),
+        "shared_head.head": model.lm_head.weight.detach().clone(),
+        "embed_tokens": model.model.embed_tokens.weight.detach().clone(),
+    }
+    tensors |= {f"{prefix}{each}.weight": tensor for each, tensor in further.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    model.further = Further(model, layer, further)
+    return model, path
+
+
+class Further:
+    """That layer over whole sequences, by the formulas of SGLang's deepseek_nextn.py; the layer itself is
+    transformers'.
+    """
+
+    def __init__(self, model: Any, layer: Any, tensors: dict[str, Tensor]) -> None:
+        self._model, self._layer, self._tensors = model, layer, tensors
+
+    @torch.no_grad()
+    def drafts(self, tokens: Sequence[int], count: int) -> list[Tensor]:
+        """The logits of the tokens after these, each guess after the other."""
+        fresh_rope(self._model)
+        # The target has not computed the last token yet
+        found = self._model.model(torch.tensor([list(tokens[:-1])]), use_cache=False)
+        features, shifted, made = found.last_hidden_state[0], list(tokens[1:]), []
+        for _ in range(count):
+            out = self._computed(features, torch.tensor(shifted))
+            made.append(self._model.lm_head(out[-1]))
+            shifted.append(int(made[-1].argmax()))
+            features = torch.cat((features, out[-1:]))
+        return made
+
+    def _computed(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """Pairs of a feature and the token after it, at positions 0, 1, ..."""
+        model, count = self._model.model, len(tokens)
+        joined = torch.cat(
+            (self._norm(model.embed_tokens(tokens), "enorm"), self._norm(features, "hnorm")), -1
+        )
+        x = (joined @ self._tensors["eh_proj"].T)[None]
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        positions = torch.arange(count)[None]
+        angles = model.rotary_emb(x, positions)
+        x = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        return self._norm(x[0], "shared_head.norm")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self._model.config.rms_norm_eps
+        return self._tensors[name] * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
