@@ -247,9 +247,10 @@ class Request:
         return self.num_scored if self.params.pooling == "mean" else len(self.prompt) - 1
 
     @property
-    def embedding(self) -> Vector:
-        """The mean of the states that were pooled, when it has ended."""
-        assert self.pooled is not None, f"{self.id} has no embedding"
+    def embedding(self) -> Vector | None:
+        """The mean of the states that were pooled, when its prompt is computed."""
+        if self.pooled is None or self.first_token_s is None:
+            return None
         num_pooled = len(self.prompt) if self.params.pooling == "mean" else 1
         return self.pooled / np.float32(num_pooled)
 

@@ -22,6 +22,7 @@ from continuous_batching.scheduling.validation import longest_allowed
 from continuous_batching.system_error import naming
 from models.file_bounds import bounded_lines, lines_of
 from serving.answers.answers import finite
+from serving.answers.embeddings import unit
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
 from serving.grammars.matching import Grammars
 from serving.text.request_fields import parse_request, text_options
@@ -131,6 +132,8 @@ def _record(found: JobAnswer, origin_s: float, *, has_text: bool) -> Record:
         "text": answer.text if has_text else None,
         "finish_reason": answer.finish_reason,
     }
+    if request.embedding is not None:
+        record = {"id": job.request.id, "embedding": unit(request.embedding).tolist()}
     if job.show_logprobs and request.params.logprobs is not None:
         record["logprobs"] = [_logprobs(entry) for entry in answer.logprobs]
     if request.params.prompt_logprobs is not None:

@@ -58,6 +58,11 @@ class ModelSection:
         "w8a8: linear layers in int8, quantized while they are loaded; auto: as `config.json` says",
         default="auto",
     )
+    pooling: Literal["none", "last", "mean"] = key(
+        "what the model's embeddings are, if it was trained for them: its last hidden state at the last token"
+        " of a text, or the mean over all of them; none: /v1/embeddings is refused",
+        default="none",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

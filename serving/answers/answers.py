@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from continuous_batching.refusal import BadRequest
-from continuous_batching.request import Hypothesis, Request, TokenLogprobs
+from continuous_batching.request import Hypothesis, Request, TokenLogprobs, Vector
 from serving.engine.messages import BeamHypothesis, Begun, SampleEnd
 from serving.failures import CutOff, Failure, RequestFailed
 from serving.text.tokenizer import Detokenizer, Text, TextOptions
@@ -198,6 +198,7 @@ class AnswerStream(SampleAnswers):
         self.ends: list[SampleEnd | None] = [None] * len(self.samples)  # what the engine said of their ends
         self.num_cached_tokens = 0  # of the prompt, found computed, as far as is known
         self.prompt_logprobs: list[TokenLogprobs] = []  # of its tokens from the second on, if asked for
+        self.embedding: Vector | None = None  # of its prompt, if asked for
         self.num_reserved_logprobs = 0  # of the server's limit, until the response has been sent
         self.failure: Failure | BadRequest | None = None
         self.is_aborted = False  # and the engine knows it
@@ -233,6 +234,8 @@ class AnswerStream(SampleAnswers):
         """The prompt is computed."""
         self.num_cached_tokens = max(self.num_cached_tokens, begun.num_cached_tokens)
         self.prompt_logprobs = self.prompt_logprobs or begun.prompt_logprobs
+        if begun.embedding:
+            self.embedding = np.frombuffer(begun.embedding, dtype=np.float32)
 
     def take(self, index: int, token: int, logprobs: TokenLogprobs | None, end: SampleEnd | None) -> bool:
         """One more token of a sample, and its end if it has come; whether its text has just ended it."""

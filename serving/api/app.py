@@ -16,6 +16,7 @@ from serving.api.api_keys import ApiKeys
 from serving.api.bodies import BodyMemory, bounded_route
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
+from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
 from serving.api.model_names import ModelNames
 from serving.api.responses import ResponsesRoute
@@ -47,6 +48,7 @@ def application(
         ("/v1/completions", CompletionRoute(generation).complete),
         ("/v1/chat/completions", ChatRoute(generation).chat),
         ("/v1/responses", ResponsesRoute(generation).respond),
+        ("/v1/embeddings", EmbeddingsRoute(generation).embed),
     ):
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     app.include_router(operations.router(llm, names))

@@ -9,13 +9,13 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.choices import Choices
 from serving.api.generation import Generation, fields_as_sent
 from serving.api.logprobs import TextOffset, as_lists, by_token
 from serving.api.pieces import Json, items
+from serving.api.prompts import prompts_of
 from serving.api.schemas import CompletionBody
 from serving.text.tokenizer import Text
 
@@ -29,7 +29,7 @@ class CompletionRoute:
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """Continue a text, or several."""
         generation = self._generation
-        prompts = _prompts(body.prompt)
+        prompts = prompts_of(body.prompt)
         generation.check_number(len(prompts), body.best_of or body.n)
         fields, is_hidden = generation.fields(body, request), hides_answer(body)
         if body.echo and body.logprobs is not None:
@@ -55,14 +55,6 @@ class CompletionRoute:
 def hides_answer(body: CompletionBody) -> bool:
     """Whether the client wants to see its prompt alone, with its log-probabilities."""
     return bool(body.echo) and body.max_tokens == 0
-
-
-def _prompts(given: str | list[Any]) -> list[dict[str, Any]]:
-    """The prompts as fields of requests, each a text or token ids."""
-    if not given and not isinstance(given, str):
-        raise BadRequest("prompt", "is empty; it must hold at least one token")
-    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    return [{"prompt" if isinstance(each, str) else "prompt_token_ids": each} for each in prompts]
 
 
 class CompletionFormat:

@@ -21,7 +21,7 @@ from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.api_keys import Client
 from serving.api.model_names import ModelNames
 from serving.api.pieces import PIECE_BYTES, gathered
-from serving.api.schemas import SamplingBody
+from serving.api.schemas import RequestBody, SamplingBody
 from serving.api.streamed import StreamedResponse, gone
 from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
@@ -46,12 +46,16 @@ def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
         raise bad.of_field(names[bad.field]) from None
 
 
-class ResponseForm(Protocol):
+class WholeForm(Protocol):
     """How the answers to one request are written, as bytes; a long piece comes in several."""
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
         """All answers, as one JSON object."""
         ...
+
+
+class ResponseForm(WholeForm, Protocol):
+    """The same, at once or as they are made."""
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
         """The events for what is new, each with the index of its answer."""
@@ -75,7 +79,7 @@ class Generation:
         self._fingerprint = system_fingerprint
         self._turns = turns
 
-    def fields(self, body: SamplingBody, request: Request) -> dict[str, Any]:
+    def fields(self, body: RequestBody, request: Request) -> dict[str, Any]:
         """What `parse_request` reads besides the prompt; raises NotFound for another model."""
         self._names.asked(body.model)
         fields = body.model_dump(exclude=_ONLY_HTTP | body.apart, exclude_none=True)
@@ -88,7 +92,9 @@ class Generation:
         fields["cache_salt"] = client.salted(body.cache_salt or "")
         return fields
 
-    def check_number(self, num_prompts: int, samples_each: int | None) -> None:
+    def check_number(
+        self, num_prompts: int, samples_each: int | None = None, *, subject: str = "prompt, n and best_of"
+    ) -> None:
         """Raise BadRequest for more samples than the server ever takes at once."""
         limit = self.llm.recipe.server.max_requests
         each = max(1, samples_each or 1)
@@ -102,7 +108,7 @@ class Generation:
                 value=num_samples,
                 limit=limit,
                 fix="send fewer at a time",
-                subject="prompt, n and best_of",
+                subject=subject,
             )
 
     async def ask(
@@ -120,25 +126,32 @@ class Generation:
         self, answers: Sequence[AnswerStream], form: ResponseForm, request: Request, *, is_streamed: bool
     ) -> Response:
         """The response to one request: whole, or a stream of events."""
-        writer = _Writer(self.llm, self._turns, answers, form)
-        return await writer.stream(request) if is_streamed else await writer.whole(request)
+        writer = _Writer(self.llm, self._turns, answers)
+        return await writer.stream(request, form) if is_streamed else await writer.whole(request, form)
+
+    async def respond_whole(
+        self, answers: Sequence[AnswerStream], form: WholeForm, request: Request
+    ) -> Response:
+        """The response to a request whose answers are never streamed."""
+        return await _Writer(self.llm, self._turns, answers).whole(request, form)
+
+    def asked(self, model: str | None) -> str:
+        """The name that a response has for the model; raises NotFound for another one."""
+        return self._names.asked(model)
 
 
 class _Writer:
     """Writes the answers to the prompts of one request."""
 
-    def __init__(
-        self, llm: AsyncLLM, turns: Turns, answers: Sequence[AnswerStream], form: ResponseForm
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, turns: Turns, answers: Sequence[AnswerStream]) -> None:
         self._llm = llm
         self._turns = turns
         self._answers = answers
-        self._form = form
 
-    async def whole(self, request: Request) -> Response:
+    async def whole(self, request: Request, form: WholeForm) -> Response:
         """All of it as one JSON object, which leaves in parts if it is long."""
         deltas = await self._unless_gone(request.receive, self._collect())
-        pieces = gathered(self._form.whole(deltas))
+        pieces = gathered(form.whole(deltas))
         try:
             first = next(pieces)
         except BaseException:
@@ -159,7 +172,7 @@ class _Writer:
             await self._turns.next()
             piece = next(pieces, None)
 
-    async def stream(self, request: Request) -> Response:
+    async def stream(self, request: Request, form: ResponseForm) -> Response:
         """Server-sent events, once there is a first one; raises the failure that came before it."""
         news = self._news()
         first = await self._unless_gone(request.receive, anext(news))
@@ -168,7 +181,7 @@ class _Writer:
             deltas = first
             async with contextlib.aclosing(news):
                 while True:
-                    pieces = gathered(self._form.events(deltas))
+                    pieces = gathered(form.events(deltas))
                     ready = next(pieces, b"")  # what is new may still be nothing to write
                     while len(ready) >= PIECE_BYTES:
                         yield ready
@@ -182,11 +195,11 @@ class _Writer:
                     try:
                         deltas = await anext(news, [])
                     except (Failure, BadRequest) as failure:
-                        yield self._form.failed(failure)
+                        yield form.failed(failure)
                         return
                     if not deltas:
                         break
-            yield ready + self._form.end()
+            yield ready + form.end()
 
         return StreamedResponse(events(), self._end, self._cut_off)
 

@@ -129,11 +129,26 @@ class StreamOptions(PaddingOptions):
     continuous_usage_stats: bool | None = Field(None, description="every event has those so far")
 
 
-class SamplingBody(StrictBody):
-    """What all requests for an answer have in common. `apart`: fields that `parse_request` does not read."""
+class RequestBody(StrictBody):
+    """What all requests to the model have in common. `apart`: fields that `parse_request` does not read."""
 
     apart: ClassVar[frozenset[str]] = frozenset()
     model: str | None = Field(None, description="a name of `/v1/models`; null: the one that is served")
+    truncate_prompt_tokens: int | None = Field(
+        None, description="keep only so many of the prompt's last tokens; -1: as many as fit"
+    )
+    user: Name | None = None
+    tenant: Name | None = Field(
+        None, description="whose share it counts against; only without keys, or with a gateway's"
+    )
+    priority: int | None = Field(None, description="larger goes first, if the recipe's queue is ordered so")
+    cache_salt: Name | None = Field(None, description="only requests of the same salt share pages")
+    timeout_s: float | None = Field(None, description="after so long the answer ends, complete or not")
+
+
+class SamplingBody(RequestBody):
+    """What all requests for an answer have in common."""
+
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -154,13 +169,6 @@ class SamplingBody(StrictBody):
     )
     stream: bool | None = None
     service_tier: Literal["auto", "default"] | None = Field(None, description="there is one: the default")
-    user: Name | None = None
-    tenant: Name | None = Field(
-        None, description="whose share it counts against; only without keys, or with a gateway's"
-    )
-    priority: int | None = Field(None, description="larger goes first, if the recipe's queue is ordered so")
-    cache_salt: Name | None = Field(None, description="only requests of the same salt share pages")
-    timeout_s: float | None = Field(None, description="after so long the answer ends, complete or not")
 
 
 class GenerationBody(SamplingBody):
@@ -168,9 +176,6 @@ class GenerationBody(SamplingBody):
 
     apart = frozenset({"stream_options", "prompt", "messages", "echo", "return_token_ids"})
     max_tokens: int | None = None
-    truncate_prompt_tokens: int | None = Field(
-        None, description="keep only so many of the prompt's last tokens; -1: as many as fit"
-    )
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None

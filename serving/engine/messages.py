@@ -11,7 +11,7 @@ import msgspec
 from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
 from continuous_batching.refusal import BadRequest
-from continuous_batching.request import SamplingParams, TokenLogprobs
+from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from serving.grammars.matching import GrammarCounters
 
 HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before all else
@@ -65,6 +65,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     prefix_sharing: bool
     max_shared_tokens: int | None  # of a prompt; longer prompts share no pages
     expected_step_s: float  # a step may well take so long
+    hidden_size: int  # numbers of an embedding
 
 
 class Ready(Message):
@@ -149,6 +150,17 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     stream: int
     num_cached_tokens: int  # found computed
     prompt_logprobs: list[TokenLogprobs]  # from the second token on, if asked for, with one of its samples
+    embedding: bytes = b""  # float32, if asked for
+
+    @staticmethod
+    def of(stream: int, request: Request, unsent: list[Request]) -> Begun:
+        """What is known of a request; with `unsent`, its leader is in there until its log-probabilities are
+        sent.
+        """
+        prompt_logprobs = unsent.pop().prompt_logprobs if unsent else []
+        embedding = request.embedding
+        data = b"" if embedding is None else embedding.tobytes()
+        return Begun(stream, request.num_cached_tokens, prompt_logprobs, data)
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):

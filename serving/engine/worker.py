@@ -220,9 +220,7 @@ class Worker:
             if request.finish_reason not in (None, "stop", "length", "error"):
                 continue
             if stream in self._silent:
-                unsent = self._silent.pop(stream)
-                prompt_logprobs = unsent.pop().prompt_logprobs if unsent else []
-                begun.append(Begun(stream, request.num_cached_tokens, prompt_logprobs))
+                begun.append(Begun.of(stream, request, self._silent.pop(stream)))
             streams.append(stream)
             tokens.append(token)
             logprobs.append(step.sampled.logprobs.get(index))
@@ -339,4 +337,5 @@ def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
         prefix_sharing=prefix_sharing,
         max_shared_tokens=config.max_shared_positions,
         expected_step_s=max(shortest_s, built.largest_step_s),
+        hidden_size=config.hidden_size,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 from continuous_batching.request import SamplingParams
 from recipes.schema import verb
+from serving.text.answer_reference import ANSWER_FIELDS
 from serving.text.effort import EFFORTS
 from serving.text.effort import FIELD as EFFORT
 
@@ -261,6 +262,13 @@ FIELDS = (
         default="none",
     ),
     RequestField(
+        ("pooling",),
+        "the prompt's embedding in place of an answer: its last hidden state at the last token, or the mean "
+        "over all; takes no other field that chooses tokens",
+        allowed="last or mean",
+        default="none",
+    ),
+    RequestField(
         ("tenant", "user"),
         "whose request it is; two names of one field",
         allowed="a string",
@@ -276,42 +284,6 @@ FIELDS = (
         allowed="an integer",
         default="0",
     ),
-)
-
-ANSWER_FIELDS = (  # of a line that `scripts.generate` writes
-    (("id", "index"), "the request's; which of its answers, where `n` is above 1"),
-    (("token_ids",), "the tokens, with the one that ended the answer"),
-    (
-        ("text",),
-        "the text, without it (see `include_stop_str_in_output`); null where the model has no tokenizer",
-    ),
-    (
-        ("finish_reason",),
-        "`stop`: an end token or a stop string; `length`: `max_tokens`; `timeout`: its `timeout_s`, or a "
-        "limit on its wait",
-    ),
-    (("logprobs",), "if asked for: each token, its log-probability, and the likeliest ones"),
-    (
-        ("prompt_logprobs",),
-        "if asked for: null for the first token of the prompt, and the same of each other",
-    ),
-    (
-        ("score", "cumulative_logprob"),
-        "of a beam search, best first: what answers are ranked by; the log-probability of all tokens",
-    ),
-    (
-        ("num_prompt_tokens", "num_cached_tokens"),
-        "the prompt's tokens; how many of them were found in pages of earlier requests",
-    ),
-    (
-        ("num_drafted", "num_accepted"),
-        "guesses of its tokens that were checked (`speculation.kind`); how many of them were right",
-    ),
-    (
-        ("arrival_s", "first_token_s", "finish_s"),
-        "in seconds from the start: when it arrived, when its first and its last token were there",
-    ),
-    (("error",), "in place of all but `id`: why the request was refused or failed"),
 )
 
 _DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}

@@ -59,6 +59,8 @@ def parse_request(
         raise BadRequest("id", "is missing; it must be a string of at least one character")
     if "tenant" in values and "user" in values:
         raise BadRequest("tenant", "and user are two names of one field; give one of them")
+    if "pooling" in values:
+        _check_pooling(values)
     if "stop" in values and text is None:
         raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
     tools = tool_use(values)
@@ -87,6 +89,14 @@ def parse_request(
     )
     leader.followers = followers
     return leader
+
+
+def _check_pooling(values: dict[str, Any]) -> None:
+    """An embedding is there when the next token is, which nobody sees and nothing chooses."""
+    for name in values:
+        if name not in _WITH_POOLING:
+            raise BadRequest(name, "must be left out beside pooling, which gives no answer")
+    values |= {"max_tokens": 1, "temperature": 0.0}
 
 
 def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOptions:
@@ -252,6 +262,7 @@ _SAMPLING: dict[str, types.Reader] = {
     "allowed_token_ids": types.packed_token_ids,
     "bad_words": types.string_list,
     "prompt_logprobs": types.integer,
+    "pooling": types.string,
     "stop": types.string_list,
     "stop_token_ids": types.token_id_list,
     "ignore_eos": types.boolean,
@@ -295,3 +306,7 @@ _READERS: dict[str, types.Reader] = {
     "priority": types.priority,
 }
 FIELDS = frozenset(_READERS)
+_WITH_POOLING = {
+    *("id", "prompt", "messages", "prompt_token_ids", "truncate_prompt_tokens", "pooling", *_CHAT),
+    *("arrival_s", "timeout_s", "tenant", "user", "cache_salt", "priority"),
+}

@@ -132,3 +132,13 @@ def test_a_cached_beginning_serves_the_last_token_and_not_the_mean() -> None:
 def test_what_cannot_be_pooled_is_refused(fields: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_was_not_finished_has_no_embedding() -> None:
+    engine = engine_of(SETTINGS["ones"])
+    request = requests()[1]
+    engine.add(request)
+    engine.step()
+    engine.finish(request.id, "timeout")
+    assert request.pooled is not None
+    assert request.embedding is None

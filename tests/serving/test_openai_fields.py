@@ -13,11 +13,13 @@ import openai
 import pytest
 from openai.resources.chat.completions import Completions as ChatCompletions
 from openai.resources.completions import Completions
+from openai.resources.embeddings import Embeddings
 from openai.resources.responses import Responses
 
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving import fingerprint
+from serving.api.embeddings import EmbeddingsBody
 from serving.api.ignored_fields import IGNORED, problem_of
 from serving.api.responses import ResponsesBody
 from serving.api.schemas import ChatBody, CompletionBody
@@ -31,7 +33,12 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 @pytest.mark.parametrize(
     ("create", "body"),
-    [(ChatCompletions, ChatBody), (Completions, CompletionBody), (Responses, ResponsesBody)],
+    [
+        (ChatCompletions, ChatBody),
+        (Completions, CompletionBody),
+        (Responses, ResponsesBody),
+        (Embeddings, EmbeddingsBody),
+    ],
 )
 def test_no_field_of_openai_s_client_is_unknown(create: Any, body: Any) -> None:
     sent = set(inspect.signature(create.create).parameters) - OWN

@@ -16,7 +16,7 @@ from serving.metrics.exposition import Exposition
 from serving.metrics.server_stats import NO_GAUGES, Histogram, ServerStats
 from serving.text.tokenizer import TextOptions
 
-FACTS = EngineFacts(100, (1,), 64, 4, 101, 16, 1024, 0, "cpu", 1000, 200, True, None, 1.0)
+FACTS = EngineFacts(100, (1,), 64, 4, 101, 16, 1024, 0, "cpu", 1000, 200, True, None, 1.0, 8)
 
 
 def samples(stats: ServerStats) -> dict[tuple[str, str], float]:

@@ -52,7 +52,7 @@ def test_the_recipe_fixes_the_limit() -> None:
 
 
 def facts(expected_step_s: float = 1.0) -> EngineFacts:
-    return EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, expected_step_s)
+    return EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, expected_step_s, 8)
 
 
 def test_by_default_a_hung_engine_is_ended_after_seconds() -> None:

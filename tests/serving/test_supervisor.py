@@ -19,7 +19,7 @@ from serving.engine.supervisor import Supervisor
 from serving.failures import Unavailable
 from tests.serving.server import PATIENCE_S, TINY
 
-FACTS = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0)
+FACTS = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0, 8)
 
 
 class Short:

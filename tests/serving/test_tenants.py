@@ -158,7 +158,7 @@ def test_a_viewer_sees_of_other_keys_requests_only_that_they_are_there() -> None
         """Two requests run, of two keys."""
 
         state = "ready"
-        facts = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0)
+        facts = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0, 8)
 
         def __init__(self) -> None:
             self.stats = self
