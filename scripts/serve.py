@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--api-keys", metavar="FILE", help="KEY [TENANT or *] [max_priority=N] a line; see docs/serving.md"
     )
+    top.add_argument("--batches", metavar="FOLDER", help="keep files and batches there; none if not given")
     top.add_argument(
         "--cors-origin",
         action="append",

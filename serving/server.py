@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from serving.api import access
 from serving.api.api_keys import ApiKeys, Rights, key_of_environment
 from serving.api.app import application
+from serving.api.batch_runner import Batches
 from serving.api.protocol import Protocol
 from serving.async_llm import AsyncLLM
 from serving.metrics import logs
@@ -57,6 +58,7 @@ class ServerOptions:
     otlp_endpoint: str | None = None
     log_format: str = "text"
     log_requests: bool = False
+    batches: str | None = None  # a folder
 
     def rights_of(self) -> dict[str, Rights]:
         """The keys and their rights; raises ValueError for a key that no client could send.
@@ -104,18 +106,21 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
     host, port = listener.getsockname()[:2]
     log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
     is_local = is_open and options.host in _LOOPBACK
-    app = application(llm, model, keys, options.cors_origins, is_local=is_local)
+    batches = None if options.batches is None else Batches.of(Path(options.batches), llm, keys)
+    app = application(llm, model, keys, options.cors_origins, is_local=is_local, batches=batches)
     server = SignalFreeServer(configuration(app, most_connections))
     gc.collect()
     gc.freeze()  # a collection while clients wait does not visit what is imported
     try:
-        uvloop.run(_serve(llm, server, listener))
+        uvloop.run(_serve(llm, server, listener, batches))
     finally:
         close()
     return 1 if llm.engine.has_failed else 0
 
 
-async def _serve(llm: AsyncLLM, server: uvicorn.Server, listener: socket.socket) -> None:
+async def _serve(
+    llm: AsyncLLM, server: uvicorn.Server, listener: socket.socket, batches: Batches | None
+) -> None:
     """Until a signal, or until there can be no engine; a second signal does not wait for requests."""
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
@@ -133,7 +138,9 @@ async def _serve(llm: AsyncLLM, server: uvicorn.Server, listener: socket.socket)
     llm.start()
     listening = asyncio.ensure_future(server.serve([listener]))
     waits = [asyncio.ensure_future(each) for each in (llm.engine.dead(), first.wait())]
-    pulse = asyncio.ensure_future(report(llm.stats, _LOG_EVERY_S))
+    beside = [asyncio.ensure_future(report(llm.stats, _LOG_EVERY_S))]
+    if batches is not None:
+        beside.append(asyncio.ensure_future(batches.run()))
     await asyncio.wait([*waits, listening], return_when=asyncio.FIRST_COMPLETED)
     if first.is_set():
         log.info("ends: %d requests may go on for %g s", llm.num_requests, llm.recipe.server.drain_s)
@@ -141,10 +148,12 @@ async def _serve(llm: AsyncLLM, server: uvicorn.Server, listener: socket.socket)
         again = asyncio.ensure_future(second.wait())
         await asyncio.wait([draining, again], return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
-    pulse.cancel()
     server.should_exit = True
     await listening
     await llm.close()
+    for each in beside:
+        each.cancel()
+    await asyncio.wait(beside)
 
 
 def listener_at(host: str, port: int) -> socket.socket:

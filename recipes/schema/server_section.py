@@ -53,6 +53,25 @@ class ServerSection:
         least=64,
         most=2**30,
     )
+    max_batch_file_mib: float = key(
+        "the largest file of requests for a batch",
+        default=64.0,
+        least=0.001,
+        most=1024,
+    )
+    max_batch_store_mib: int = key(
+        "the most of all files, requests and answers of batches, on the disk; further files are refused",
+        default=4096,
+        least=1,
+        most=2**20,
+    )
+    batch_requests: int | None = key(
+        "the most requests of batches in the engine at once, and only in slots that nobody else asks for;"
+        " null: half of the slots",
+        default=None,
+        least=1,
+        most=2**20,
+    )
     max_logprobs_per_request: int = key(
         "the most log-probabilities that one request may ask for: tokens x (logprobs + 1), of all its prompts"
         " and samples; each takes about 130 bytes in the server until it is sent",

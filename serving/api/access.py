@@ -12,7 +12,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,7 +35,8 @@ class AccessControl:
     """Wraps an application; `on_response` gets the status of each response at its end.
 
     A server for this machine alone (`is_local`) answers to no other host name: otherwise a page in a browser
-    here could read it, through a name of its own that it lets point here (DNS rebinding).
+    here could read it, through a name of its own that it lets point here (DNS rebinding). Bodies may have
+    `max_body_bytes`, but those of the paths in `most_bytes_of`.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class AccessControl:
         on_response: Callable[[int], None],
         *,
         is_local: bool,
+        most_bytes_of: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._app = app
+        self._most_bytes_of = most_bytes_of
         self._is_local = is_local
         self._keys = keys
         self._max_body_bytes = max_body_bytes
@@ -119,11 +123,16 @@ class AccessControl:
         if headers.get(b"expect", "100-continue").lower() != "100-continue":
             return error_response(417, "Expect may only be 100-continue; leave it out")
         length = headers.get(b"content-length", "0")
-        is_long = length.isdecimal() and (len(length) > 18 or int(length) > self._max_body_bytes)
-        return error_response(413, self._too_long()) if is_long else None
+        most = self._most_bytes(scope)
+        is_long = length.isdecimal() and (len(length) > 18 or int(length) > most)
+        return error_response(413, self._too_long(scope)) if is_long else None
 
-    def _too_long(self) -> str:
-        return f"the body is longer than {self._max_body_bytes} bytes (server.max_body_mib); shorten it"
+    def _most_bytes(self, scope: Scope) -> int:
+        return self._most_bytes_of.get(scope["path"], self._max_body_bytes)
+
+    def _too_long(self, scope: Scope) -> str:
+        key = "max_batch_file_mib" if scope["path"] in self._most_bytes_of else "max_body_mib"
+        return f"the body is longer than {self._most_bytes(scope)} bytes (server.{key}); shorten it"
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application read the body as far as its size and that of all bodies may be."""
@@ -134,8 +143,8 @@ class AccessControl:
             message = await receive()
             size = len(message.get("body", b""))
             num_bytes += size
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413, self._too_long())
+            if num_bytes > self._most_bytes(scope):
+                raise HTTPException(413, self._too_long(scope))
             self._memory.take(size)
             num_held += size
             return message

@@ -35,7 +35,8 @@ class Rights:
 @dataclass(frozen=True, slots=True)
 class Client:
     """Who sent a request: its key, which alone may see and end it, the tenant whose share it counts against,
-    and the salt that separates its pages. Without keys, all of these are "".
+    and the salt that separates its pages. `lasting` stands for the key in what is kept after the server's
+    end. Without keys, all of these are "".
     """
 
     owner: str
@@ -43,6 +44,7 @@ class Client:
     salt: str
     names_tenants: bool  # as a gateway, which knows its own clients
     max_priority: int | None = None  # that it may ask for; None: any
+    lasting: str = ""
 
     def tenant_for(self, named: str | None, user: str | None) -> str:
         """Whose share a request counts against that names a tenant, or a user, or neither.
@@ -112,7 +114,8 @@ class ApiKeys:
             salt = "" if share_prefixes else hashlib.sha256(b"salt" + digest).hexdigest()[:32]
             owner, is_gateway = f"key {number}", rights.tenant == GATEWAY
             tenant = owner if is_gateway or not rights.tenant else rights.tenant
-            client = Client(owner, tenant, salt, is_gateway, rights.max_priority)
+            lasting = hashlib.sha256(b"lasting" + digest).hexdigest()[:32]
+            client = Client(owner, tenant, salt, is_gateway, rights.max_priority, lasting)
             self._known.append((digest, client))
 
     @staticmethod
@@ -148,6 +151,11 @@ class ApiKeys:
     def are_needed(self) -> bool:
         """Whether a request must have one."""
         return bool(self._known)
+
+    def of_lasting(self, lasting: str) -> Client | None:
+        """The client that is kept under this name, or None where its key is not there any more."""
+        known = [client for _, client in self._known] or [ANYBODY]
+        return next((each for each in known if each.lasting == lasting), None)
 
     def client(self, authorization: str | None) -> Client | None:
         """The sender of this header, or None if unknown. Takes the same time for every wrong key."""

@@ -10,9 +10,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from serving import fingerprint
-from serving.api import errors, live_page, operations
+from serving.api import batches as batch_routes
+from serving.api import errors, files, live_page, operations
 from serving.api.access import AccessControl, HeadAndOptions
 from serving.api.api_keys import ApiKeys
+from serving.api.batch_runner import Batches
 from serving.api.bodies import BodyMemory, bounded_route
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
@@ -25,11 +27,18 @@ from serving.async_llm import AsyncLLM
 
 
 def application(
-    llm: AsyncLLM, model: str, keys: ApiKeys, cors_origins: Sequence[str] = (), *, is_local: bool
+    llm: AsyncLLM,
+    model: str,
+    keys: ApiKeys,
+    cors_origins: Sequence[str] = (),
+    *,
+    is_local: bool,
+    batches: Batches | None = None,
 ) -> ASGIApp:
     """The server behind its access control. The model is called `model`; see AccessControl for `is_local`.
 
-    Pages of `cors_origins` may send requests from a browser; "*" stands for all.
+    Pages of `cors_origins` may send requests from a browser; "*" stands for all. `batches` are kept, and run
+    by `Batches.run`, where they are given.
     """
     app = FastAPI(
         title="Continuous batching",
@@ -44,21 +53,36 @@ def application(
     generation = Generation(llm, names, fingerprint.of(llm.recipe, operations.VERSION), turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
     app.router.route_class = route
-    for path, answer in (
-        ("/v1/completions", CompletionRoute(generation).complete),
-        ("/v1/chat/completions", ChatRoute(generation).chat),
-        ("/v1/responses", ResponsesRoute(generation).respond),
-        ("/v1/embeddings", EmbeddingsRoute(generation).embed),
-    ):
+    answers = {
+        "/v1/completions": CompletionRoute(generation).complete,
+        "/v1/chat/completions": ChatRoute(generation).chat,
+        "/v1/responses": ResponsesRoute(generation).respond,
+        "/v1/embeddings": EmbeddingsRoute(generation).embed,
+    }
+    for path, answer in answers.items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     app.include_router(operations.router(llm, names))
     app.include_router(operations.text_router(llm, names, route))
     app.include_router(operations.metrics_router(llm, model))
     app.include_router(live_page.router(llm))
-    max_body_bytes = int(llm.recipe.server.max_body_mib * 2**20)
-    on_response = llm.stats.responded
-    memory = BodyMemory(max(max_body_bytes, int(llm.recipe.server.max_bodies_mib * 2**20)))
-    guarded = AccessControl(HeadAndOptions(app), keys, max_body_bytes, memory, on_response, is_local=is_local)
+    max_body_bytes, most_bytes_of = int(llm.recipe.server.max_body_mib * 2**20), {}
+    if batches is not None:
+        app.include_router(files.files_router(batches, route))
+        app.include_router(batch_routes.batches_router(batches, tuple(answers), route))
+        most_bytes_of[files.PATH] = int(llm.recipe.server.max_batch_file_mib * 2**20)
+        batches.app = app
+    memory = BodyMemory(
+        max(max_body_bytes, *most_bytes_of.values(), int(llm.recipe.server.max_bodies_mib * 2**20))
+    )
+    guarded = AccessControl(
+        HeadAndOptions(app),
+        keys,
+        max_body_bytes,
+        memory,
+        llm.stats.responded,
+        is_local=is_local,
+        most_bytes_of=most_bytes_of,
+    )
     return _open_to(cors_origins, guarded) if cors_origins else guarded
 
 
@@ -67,7 +91,7 @@ def _open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],
     )

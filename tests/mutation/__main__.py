@@ -23,6 +23,7 @@ from pathlib import Path
 from recipes.schema import verb
 from tests.mutation.aclop_faults import ACLOP_FAULTS, ACLOP_TESTS_OF
 from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
+from tests.mutation.batch_faults import BATCH_FAULTS, BATCH_TESTS_OF
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
@@ -70,6 +71,7 @@ FAULTS = (
     *GRAMMAR_FAULTS,
     *TOOL_FAULTS,
     *RESPONSE_FAULTS,
+    *BATCH_FAULTS,
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
     *MTP_FAULTS,
@@ -140,6 +142,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **GRAMMAR_TESTS_OF,
     **TOOL_TESTS_OF,
     **RESPONSE_TESTS_OF,
+    **BATCH_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
     **MTP_TESTS_OF,

@@ -1,0 +1,122 @@
+"""How do clients have a file of requests answered: `/v1/batches`?"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.routing import APIRoute
+from pydantic import Field
+
+from continuous_batching.refusal import BadRequest, shown
+from serving.api.batch_runner import Batches
+from serving.api.errors import NotFound
+from serving.api.files import listed
+from serving.api.ignored_fields import IGNORED, Ignored
+from serving.api.schemas import Name, StrictBody
+from serving.batches.store import OPEN, BatchStore, StoredBatch
+from serving.failures import Overloaded
+
+PATH = "/v1/batches"
+MOST_LISTED = 100
+MOST_OPEN = 100  # batches of one key that have not ended
+_RETRY_S = 60.0
+
+
+class BatchBody(StrictBody):
+    """`POST /v1/batches`."""
+
+    ignored: ClassVar[Ignored] = {
+        "metadata": IGNORED["metadata"],
+        "output_expires_after": (lambda *_: False, ""),
+    }
+    input_file_id: Name = Field(description="a file of requests")
+    endpoint: str = Field(description="the path that each of them goes to")
+    completion_window: Literal["24h"] = Field(description="after which no more of them begin")
+    metadata: dict[str, str] | None = Field(None, description="sent back as it came")
+
+
+def batches_router(batches: Batches, endpoints: tuple[str, ...], route: type[APIRoute]) -> APIRouter:
+    """The routes; the requests of a batch go to one of the `endpoints`."""
+    routes = APIRouter(route_class=route, prefix=PATH)
+
+    @routes.post("")
+    async def create(body: BatchBody, request: Request) -> dict[str, Any]:
+        """Have the requests of a file answered."""
+        if body.endpoint not in endpoints:
+            raise BadRequest("endpoint", value=body.endpoint, limit=" or ".join(map(shown, endpoints)))
+        owner = request.state.client.lasting
+        batch = await batches.call(partial(created, owner=owner, body=body))
+        batches.wake()
+        return described(batch)
+
+    @routes.get("")
+    async def all_batches(
+        request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 20
+    ) -> dict[str, Any]:
+        """The batches of this key, the newest first."""
+        owner = request.state.client.lasting
+        place = None if after is None else (await _found(batches, after, owner)).place
+        found = await batches.call(partial(BatchStore.batches, owner=owner, after=place, most=limit + 1))
+        return listed(found, limit, described)
+
+    @routes.get("/{batch_id}")
+    async def retrieve(batch_id: str, request: Request) -> dict[str, Any]:
+        """How far it is."""
+        return described(await _found(batches, batch_id, request.state.client.lasting))
+
+    @routes.post("/{batch_id}/cancel")
+    async def cancel(batch_id: str, request: Request) -> dict[str, Any]:
+        """Begin no more of its requests; those that run come to their end."""
+        owner = request.state.client.lasting
+        batch = await _found(batches, batch_id, owner)
+        await batches.call(partial(BatchStore.cancel, batch=batch))
+        batches.wake()
+        return described(await _found(batches, batch_id, owner))
+
+    return routes
+
+
+def created(store: BatchStore, owner: str, body: BatchBody) -> StoredBatch:
+    """A batch of this owner's; raises BadRequest or Overloaded."""
+    source = store.file(body.input_file_id, owner)
+    if source is None or source.purpose != "batch":
+        raise BadRequest("input_file_id", f"names no file of requests: {shown(body.input_file_id)}")
+    num_open = sum(each.owner == owner for each in store.open_batches())
+    if num_open >= MOST_OPEN:
+        raise Overloaded(f"{num_open} batches of this key have not ended; try again later", _RETRY_S)
+    return store.add_batch(owner, source, body.endpoint, body.metadata or {})
+
+
+async def _found(batches: Batches, batch_id: str, owner: str) -> StoredBatch:
+    found = await batches.call(partial(BatchStore.batch, batch_id=batch_id, owner=owner))
+    if found is None:
+        raise NotFound(f"there is no batch {batch_id[:128]!r}")
+    return found
+
+
+def described(batch: StoredBatch) -> dict[str, Any]:
+    """A batch, as OpenAI's clients read it."""
+    ends = {f"{each}_at": None for each in ("completed", "expired", "cancelled", "failed", "finalizing")}
+    if batch.status not in OPEN:
+        ends |= {"finalizing_at": batch.ended_s, f"{batch.status}_at": batch.ended_s}
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "input_file_id": batch.input,
+        "completion_window": "24h",
+        "status": batch.status,
+        "errors": None,
+        "output_file_id": batch.output,
+        "error_file_id": batch.errors,
+        "created_at": batch.made_s,
+        "in_progress_at": batch.begun_s,
+        "expires_at": batch.expires_s,
+        "cancelling_at": batch.cancelling_s,
+        **ends,
+        "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "metadata": json.loads(batch.metadata) or None,
+    }

@@ -1,0 +1,157 @@
+"""How do clients send files of requests, and get files of answers: `/v1/files`?"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncGenerator, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Query, Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from continuous_batching.refusal import BadRequest, shown
+from serving.api.batch_runner import Batches
+from serving.api.errors import NotFound
+from serving.api.multipart import FormField, read_form
+from serving.api.streamed import StreamedResponse
+from serving.batches.lines import split_lines
+from serving.batches.store import BatchStore, StoredBatch, StoredFile
+from serving.failures import Failure
+from serving.text.field_types import LONGEST_NAME
+
+PATH = "/v1/files"
+MOST_LISTED = 10_000
+_PIECE_BYTES = 2**20
+_FIELDS = {"file", "purpose"}
+
+Stored = TypeVar("Stored", StoredFile, StoredBatch)
+
+
+class NoSpace(Failure):
+    """The store of files is full."""
+
+    status = 413
+
+
+def files_router(batches: Batches, route: type[APIRoute]) -> APIRouter:
+    """The routes."""
+    routes = APIRouter(route_class=route, prefix=PATH)
+
+    @routes.post("")
+    async def upload(request: Request) -> dict[str, Any]:
+        """Keep a file of requests."""
+        kept = partial(
+            _kept,
+            owner=request.state.client.lasting,
+            content_type=request.headers.get("content-type", ""),
+            body=await request.body(),
+        )
+        return described(await batches.call(kept))
+
+    @routes.get("")
+    async def files(
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = MOST_LISTED,
+        order: Literal["asc", "desc"] = "desc",
+        purpose: str | None = None,
+    ) -> dict[str, Any]:
+        """The files of this key, the newest first, unless asked otherwise."""
+        owner = request.state.client.lasting
+        place = None if after is None else (await _found(batches, after, owner)).place
+        chosen = {"after": place, "most": limit + 1, "is_ascending": order == "asc", "purpose": purpose}
+        return listed(await batches.call(partial(BatchStore.files, owner=owner, **chosen)), limit, described)
+
+    @routes.get("/{file_id}")
+    async def retrieve(file_id: str, request: Request) -> dict[str, Any]:
+        """What is known of a file."""
+        return described(await _found(batches, file_id, request.state.client.lasting))
+
+    @routes.get("/{file_id}/content", response_class=Response)
+    async def content(file_id: str, request: Request) -> Response:
+        """All of it."""
+        file = await _found(batches, file_id, request.state.client.lasting)
+        pieces = _pieces(batches, file)
+        response = StreamedResponse(pieces, lambda: None, asyncio.Event().wait, "application/jsonl")
+        response.headers["content-length"] = str(
+            file.num_bytes
+        )  # else half of a deleted file would look whole
+        return response
+
+    @routes.delete("/{file_id}")
+    async def delete(file_id: str, request: Request) -> dict[str, Any]:
+        """Forget a file, unless a batch reads it."""
+        file = await _found(batches, file_id, request.state.client.lasting)
+        await batches.call(partial(BatchStore.delete, file=file))
+        return {"id": file.id, "object": "file", "deleted": True}
+
+    return routes
+
+
+def _kept(store: BatchStore, owner: str, content_type: str, body: bytes) -> StoredFile:
+    content, filename = _uploaded(read_form(content_type, body))
+    try:
+        return store.add_file(owner, filename, split_lines(content))
+    except ValueError as error:
+        raise BadRequest("file", str(error), fix="send one request of JSON a line") from error
+    except sqlite3.OperationalError as error:
+        if "full" not in str(error):
+            raise
+        raise NoSpace(f"the file is not kept, {error}: delete files that are not needed any more") from error
+
+
+def _uploaded(form: Mapping[str, FormField]) -> tuple[bytes, str]:
+    """The file of a form and its name; raises BadRequest for a form that asks for anything else."""
+    for name in sorted(form.keys() - _FIELDS):
+        raise BadRequest(shown(name).strip('"'), "is not supported", fix="leave it out")
+    purpose, file = (form.get(name) for name in ("purpose", "file"))
+    given = "" if purpose is None else purpose.content.decode("utf-8", "replace")
+    if given != "batch":
+        raise BadRequest("purpose", value=given, limit='"batch"')
+    if file is None or not file.filename:
+        raise BadRequest("file", "is missing; it must be a file with a name")
+    return file.content, file.filename[-LONGEST_NAME:]
+
+
+async def _found(batches: Batches, file_id: str, owner: str) -> StoredFile:
+    found = await batches.call(partial(BatchStore.file, file_id=file_id, owner=owner))
+    if found is None:
+        raise NotFound(f"there is no file {file_id[:128]!r}")
+    return found
+
+
+async def _pieces(batches: Batches, file: StoredFile) -> AsyncGenerator[bytes, None]:
+    number = 0
+    while lines := await batches.call(
+        partial(BatchStore.content, file=file, after=number, most_bytes=_PIECE_BYTES)
+    ):
+        number = lines[-1][0]
+        yield b"".join(text for _, text in lines)
+
+
+def described(file: StoredFile) -> dict[str, Any]:
+    """A file, as OpenAI's clients read it."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": file.made_s,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+def listed(found: list[Stored], most: int, describe: Any) -> dict[str, Any]:
+    """A page of `most`, of which one more was looked for."""
+    page = found[:most]
+    ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
+    return {
+        "object": "list",
+        "data": [describe(each) for each in page],
+        **ends,
+        "has_more": len(found) > most,
+    }

@@ -1,0 +1,134 @@
+"""What may a line of a batch's file hold, and how is its answer written?
+
+A line is a request: `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`. Its body is what a
+client would send to that path, and goes there as it was written.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from continuous_batching.refusal import shown
+from serving.text.field_types import LONGEST_NAME
+
+MOST_LINES = 50_000  # of a file, as at OpenAI
+
+
+class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line that can be read."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class WrongLine(Exception):
+    """Why a line cannot be run; `custom_id` is None where it has none that can be read."""
+
+    def __init__(self, reason: str, custom_id: str | None = None) -> None:
+        super().__init__(reason)
+        self.custom_id = custom_id
+
+
+class _Body(msgspec.Struct):
+    """What would mean something else in a batch."""
+
+    stream: Any = None
+    priority: Any = None
+
+
+def split_lines(content: bytes) -> list[tuple[int, bytes]]:
+    """The numbered lines of a file, with their ends; a blank line belongs to the one before it, or after.
+
+    Raises ValueError where there are none, or too many.
+    """
+    found: list[tuple[int, bytes]] = []
+    blank = b""
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        if line.strip():
+            found.append((number, blank + line))
+            blank = b""
+        elif found:
+            found[-1] = found[-1][0], found[-1][1] + line
+        else:
+            blank += line
+        if len(found) > MOST_LINES:
+            raise ValueError(f"holds more than {MOST_LINES:,} lines")
+    if not found:
+        raise ValueError("holds no line")
+    return found
+
+
+def read_line(text: bytes, endpoint: str, most_bytes: int) -> BatchLine:
+    """The request of a line; raises WrongLine."""
+    if len(text) > most_bytes:
+        raise WrongLine(f"it is longer than {most_bytes} bytes (server.max_body_mib); shorten it")
+    try:
+        line = msgspec.json.decode(text, type=BatchLine)
+        name = line.custom_id
+        body = msgspec.json.decode(line.body, type=_Body)
+    except msgspec.ValidationError as error:
+        raise WrongLine(f"it is no request of a batch: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WrongLine(f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise WrongLine("its JSON is nested too deeply") from error
+    if not 0 < len(name) <= LONGEST_NAME:
+        raise WrongLine(f"custom_id has {len(name)} characters; it must have 1 to {LONGEST_NAME}")
+    if line.method != "POST":
+        raise WrongLine(f'method is {shown(line.method)}; it must be "POST"', name)
+    if line.url != endpoint:
+        raise WrongLine(f"url is {shown(line.url)}; it must be the batch's endpoint, {endpoint}", name)
+    if body.stream not in (None, False):
+        raise WrongLine("stream is set in body; a batch has no streams: leave it out", name)
+    if body.priority is not None:
+        raise WrongLine("priority is set in body; a batch goes behind all other requests: leave it out", name)
+    return line
+
+
+def answered(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """The line of an answer, whose body is JSON."""
+    response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    return _record(custom_id, response, None)
+
+
+def not_run(custom_id: str | None, code: str, message: str) -> bytes:
+    """The line of a request that was not run."""
+    return _record(custom_id, None, {"code": code, "message": message})
+
+
+def _record(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
+    name = f"batch_req_{uuid.uuid4().hex}"
+    record = {"id": name, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(record) + b"\n"
+
+
+class LineCheck:
+    """Checks the lines of one batch in their order: each must be one that can be run, with its own id."""
+
+    def __init__(self, endpoint: str, most_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._most_bytes = most_bytes
+        self._number_of: dict[str, int] = {}
+
+    def __call__(self, number: int, text: bytes) -> bytes | None:
+        """The answer to a line that cannot be run; None for one that can."""
+        try:
+            line = read_line(text, self._endpoint, self._most_bytes)
+            first = self._number_of.setdefault(line.custom_id, number)
+            if first != number:
+                problem = f"custom_id {shown(line.custom_id)} is that of line {first}; each needs its own"
+                raise WrongLine(problem, line.custom_id)
+        except WrongLine as bad:
+            return not_run(bad.custom_id, "invalid_request", f"line {number}: {bad}")
+        return None
+
+
+def expired(_: int, text: bytes) -> bytes:
+    """The answer to a line that there was no time for; it was checked when its batch began."""
+    name = msgspec.json.decode(text, type=BatchLine).custom_id
+    return not_run(name, "batch_expired", "the batch's 24 hours were over before this request began")

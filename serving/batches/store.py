@@ -1,0 +1,335 @@
+"""Where do files and batches lie, so that a server that is killed goes on where it was?
+
+In one SQLite file, which one server at a time has open. A line of a batch is answered once its row is in
+`answers`, which holds one for each line at most; that row and the batch's counts are written in one
+transaction. The files of a batch's answers are those rows, so nothing is copied when the batch ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from serving.failures import Failure
+
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE files (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+    made_s INTEGER NOT NULL,
+    purpose TEXT NOT NULL, name TEXT NOT NULL, num_bytes INTEGER NOT NULL, batch TEXT, is_error INTEGER
+);
+CREATE TABLE lines (file TEXT, number INTEGER, text BLOB NOT NULL, PRIMARY KEY (file, number));
+CREATE TABLE batches (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+    made_s INTEGER NOT NULL,
+    input TEXT NOT NULL, endpoint TEXT NOT NULL, metadata TEXT NOT NULL, status TEXT NOT NULL,
+    expires_s INTEGER NOT NULL, begun_s INTEGER, cancelling_s INTEGER, ended_s INTEGER,
+    total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+    output TEXT, errors TEXT
+);
+CREATE TABLE answers (
+    batch TEXT, number INTEGER, is_error INTEGER NOT NULL, text BLOB NOT NULL, PRIMARY KEY (batch, number)
+);
+"""
+_UNANSWERED = (
+    "FROM lines WHERE file = ? AND number > ?"
+    " AND NOT EXISTS (SELECT 1 FROM answers WHERE batch = ? AND answers.number = lines.number)"
+)
+OPEN = ("validating", "in_progress", "cancelling")
+WINDOW_S = 24 * 3600
+
+Ended = Literal["completed", "expired", "cancelled"]
+Check = Callable[[int, bytes], bytes | None]  # of a line and its number: its answer, where it cannot be run
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file, which clients know by its `id`; of the answers of a batch, or sent by a client."""
+
+    place: int  # in the order in which they were made
+    id: str
+    owner: str
+    made_s: int
+    purpose: str
+    name: str
+    num_bytes: int
+    batch: str | None
+    is_error: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """A batch; times are in seconds of the system's clock."""
+
+    place: int
+    id: str
+    owner: str
+    made_s: int
+    input: str
+    endpoint: str
+    metadata: str  # JSON
+    status: str
+    expires_s: int
+    begun_s: int | None
+    cancelling_s: int | None
+    ended_s: int | None
+    total: int
+    completed: int
+    failed: int
+    output: str | None  # the files of its answers and of its errors, once it has ended with any
+    errors: str | None
+
+
+class InUse(Failure):
+    """A file that a batch reads."""
+
+    status = 409
+
+
+class BatchStore:
+    """The files and batches of a folder. Every call is one transaction, or reads; OSError where the folder
+    cannot be used, sqlite3.OperationalError where a disk, or the store of `most_bytes`, is full.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        path = folder / "batches.sqlite3"
+        if folder.exists() and not folder.is_dir():
+            raise OSError(f"--batches {folder} is no folder; name one, or a path where there is nothing")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # One thread at a time uses it, though not always the same
+            self._db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute(
+                "PRAGMA synchronous = NORMAL"
+            )  # a power cut may lose answers, and they are made again
+            (page_size,) = self._db.execute("PRAGMA page_size").fetchone()
+            self._db.execute(f"PRAGMA max_page_count = {max(1, most_bytes // page_size)}")
+            self._prepare(path)
+        except sqlite3.DatabaseError as error:
+            fix = "another server may have it open, or it is no store of batches"
+            raise OSError(f"--batches {folder}: {error}; {fix}") from error
+
+    def _prepare(self, path: Path) -> None:
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise OSError(
+                f"{path} is of version {version}, and this server reads {_VERSION}; name another folder"
+            )
+        with self._transaction():
+            if not version:
+                for statement in _SCHEMA.split(";"):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {_VERSION}")
+
+    def close(self) -> None:
+        """Nothing is read or written any more."""
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All that is written within it, or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def add_file(self, owner: str, name: str, lines: Sequence[tuple[int, bytes]]) -> StoredFile:
+        """Keep a file of numbered lines, with the ends of lines that they have."""
+        file_id, num_bytes = f"file-{uuid.uuid4().hex}", sum(len(text) for _, text in lines)
+        with self._transaction():
+            self._add_file(file_id, owner, "batch", name, num_bytes)
+            self._db.executemany(
+                "INSERT INTO lines VALUES (?, ?, ?)", ((file_id, number, text) for number, text in lines)
+            )
+        found = self.file(file_id, owner)
+        assert found is not None, "a file that was added"
+        return found
+
+    def _add_file(
+        self,
+        file_id: str,
+        owner: str,
+        purpose: str,
+        name: str,
+        num_bytes: int,
+        batch: str | None = None,
+        is_error: bool | None = None,
+    ) -> None:
+        self._db.execute(
+            "INSERT INTO files (id, owner, made_s, purpose, name, num_bytes, batch, is_error)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (file_id, owner, int(time.time()), purpose, name, num_bytes, batch, is_error),
+        )
+
+    def file(self, file_id: str, owner: str) -> StoredFile | None:
+        """A file of this owner's."""
+        row = self._db.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
+        return None if row is None else StoredFile(*row)
+
+    def files(
+        self, owner: str, *, after: int | None, most: int, is_ascending: bool, purpose: str | None
+    ) -> list[StoredFile]:
+        """Those of this owner behind a place, from the newest on or from the oldest."""
+        rows = self._listed("files", owner, after, most, is_ascending, purpose)
+        return [StoredFile(*row) for row in rows]
+
+    def _listed(
+        self,
+        table: str,
+        owner: str,
+        after: int | None,
+        most: int,
+        is_ascending: bool,
+        purpose: str | None = None,
+    ) -> list[Any]:
+        sign, order = (">", "ASC") if is_ascending else ("<", "DESC")
+        where, values = "owner = ?", [owner]
+        if after is not None:
+            where, values = f"{where} AND place {sign} ?", [*values, after]
+        if purpose is not None:
+            where, values = f"{where} AND purpose = ?", [*values, purpose]
+        query = f"SELECT * FROM {table} WHERE {where} ORDER BY place {order} LIMIT ?"
+        return self._db.execute(query, (*values, most)).fetchall()
+
+    def content(self, file: StoredFile, after: int, most_bytes: int) -> list[tuple[int, bytes]]:
+        """Its numbered lines behind number `after`, until there are so many bytes; none at its end."""
+        if file.batch is None:
+            query, values = "FROM lines WHERE file = ? AND number > ?", (file.id, after)
+        else:
+            query = "FROM answers WHERE batch = ? AND number > ? AND is_error = ?"
+            values = (file.batch, after, file.is_error)
+        found, num_bytes = [], 0
+        for number, text in self._db.execute(f"SELECT number, text {query} ORDER BY number", values):
+            found.append((number, text))
+            num_bytes += len(text)
+            if num_bytes >= most_bytes:
+                break
+        return found
+
+    def delete(self, file: StoredFile) -> None:
+        """Forget a file; raises InUse while a batch that has not ended reads it."""
+        query = f"SELECT id FROM batches WHERE input = ? AND status IN {OPEN}"
+        if (row := self._db.execute(query, (file.id,)).fetchone()) is not None:
+            raise InUse(f"{file.id} is read by {row[0]}; cancel that first, or wait for its end")
+        with self._transaction():
+            if file.batch is None:
+                self._db.execute("DELETE FROM lines WHERE file = ?", (file.id,))
+            else:
+                chosen = (file.batch, file.is_error)
+                self._db.execute("DELETE FROM answers WHERE batch = ? AND is_error = ?", chosen)
+            self._db.execute("DELETE FROM files WHERE id = ?", (file.id,))
+
+    def add_batch(
+        self, owner: str, source: StoredFile, endpoint: str, metadata: dict[str, str]
+    ) -> StoredBatch:
+        """A batch that is to be run."""
+        batch_id, now_s = f"batch_{uuid.uuid4().hex}", int(time.time())
+        self._db.execute(
+            "INSERT INTO batches (id, owner, made_s, input, endpoint, metadata, status, expires_s)"
+            " VALUES (?, ?, ?, ?, ?, ?, 'validating', ?)",
+            (batch_id, owner, now_s, source.id, endpoint, json.dumps(metadata), now_s + WINDOW_S),
+        )
+        found = self.batch(batch_id, owner)
+        assert found is not None, "a batch that was added"
+        return found
+
+    def batch(self, batch_id: str, owner: str) -> StoredBatch | None:
+        """A batch of this owner's."""
+        query = "SELECT * FROM batches WHERE id = ? AND owner = ?"
+        row = self._db.execute(query, (batch_id, owner)).fetchone()
+        return None if row is None else StoredBatch(*row)
+
+    def batches(self, owner: str, *, after: int | None, most: int) -> list[StoredBatch]:
+        """Those of this owner behind a place, from the newest on."""
+        return [StoredBatch(*row) for row in self._listed("batches", owner, after, most, is_ascending=False)]
+
+    def open_batches(self) -> list[StoredBatch]:
+        """Of all owners those that have not ended, from the oldest on."""
+        rows = self._db.execute(f"SELECT * FROM batches WHERE status IN {OPEN} ORDER BY place")
+        return [StoredBatch(*row) for row in rows]
+
+    def begin(self, batch: StoredBatch, check: Check) -> None:
+        """Read all lines of a batch that is validated; those that cannot be run are answered at once."""
+        refused, total = [], 0
+        query = "SELECT number, text FROM lines WHERE file = ? ORDER BY number"
+        for number, text in self._db.execute(query, (batch.input,)):
+            total += 1
+            if (answer := check(number, text)) is not None:
+                refused.append((batch.id, number, True, answer))
+        with self._transaction():
+            begun = self._db.execute(
+                "UPDATE batches SET total = ?, failed = ?, begun_s = ?, status = 'in_progress'"
+                " WHERE id = ? AND status = 'validating'",
+                (total, len(refused), int(time.time()), batch.id),
+            )
+            if begun.rowcount:  # else it was cancelled just now
+                self._db.executemany("INSERT INTO answers VALUES (?, ?, ?, ?)", refused)
+
+    def next_line(self, batch: StoredBatch, after: int) -> tuple[int, bytes] | None:
+        """The first line behind number `after` that is not answered."""
+        query = f"SELECT number, text {_UNANSWERED} ORDER BY number LIMIT 1"
+        found: tuple[int, bytes] | None = self._db.execute(query, (batch.input, after, batch.id)).fetchone()
+        return found
+
+    def answer(self, batch: StoredBatch, number: int, text: bytes, *, is_error: bool) -> None:
+        """Keep the answer to a line that has none."""
+        count = "failed" if is_error else "completed"
+        with self._transaction():
+            self._db.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (batch.id, number, is_error, text))
+            self._db.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (batch.id,))
+
+    def cancel(self, batch: StoredBatch) -> None:
+        """Begin no more of its lines, unless it has ended."""
+        self._db.execute(
+            "UPDATE batches SET status = 'cancelling', cancelling_s = ?"
+            " WHERE id = ? AND status IN ('validating', 'in_progress')",
+            (int(time.time()), batch.id),
+        )
+
+    def end(self, batch: StoredBatch, status: Ended, check: Check) -> None:
+        """End a batch that nobody works on. `check` answers those lines that have no answer; where it gives
+        None, they stay without one.
+        """
+        with self._transaction():
+            query = f"SELECT number, text {_UNANSWERED}"
+            rest = self._db.execute(query, (batch.input, 0, batch.id)).fetchall()
+            checked = ((batch.id, number, True, check(number, text)) for number, text in rest)
+            given = [each for each in checked if each[-1] is not None]
+            self._db.executemany("INSERT INTO answers VALUES (?, ?, ?, ?)", given)
+            self._db.execute(
+                "UPDATE batches SET status = ?, ended_s = ?, failed = failed + ?, output = ?, errors = ?"
+                " WHERE id = ?",
+                (
+                    status,
+                    int(time.time()),
+                    len(given),
+                    self._add_answers(batch, is_error=False),
+                    self._add_answers(batch, is_error=True),
+                    batch.id,
+                ),
+            )
+
+    def _add_answers(self, batch: StoredBatch, *, is_error: bool) -> str | None:
+        """The file of a batch's answers of this kind, if there are any."""
+        query = "SELECT count(*), sum(length(text)) FROM answers WHERE batch = ? AND is_error = ?"
+        count, num_bytes = self._db.execute(query, (batch.id, is_error)).fetchone()
+        if not count:
+            return None
+        file_id, kind = f"file-{uuid.uuid4().hex}", "error" if is_error else "output"
+        name = f"{batch.id}_{kind}.jsonl"
+        self._add_file(file_id, batch.owner, "batch_output", name, num_bytes, batch.id, is_error)
+        return file_id

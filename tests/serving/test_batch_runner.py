@@ -1,0 +1,330 @@
+"""Which lines of batches are run, when, and what becomes of them?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
+
+from serving.api import batch_runner as runner
+from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
+from serving.api.batch_runner import PRIORITY, Batches
+from serving.batches.lines import LineCheck, WrongLine, expired, read_line, split_lines
+from serving.batches.store import WINDOW_S, BatchStore, StoredBatch
+
+URL = "/v1/completions"
+
+
+def line(name: str, **fields: Any) -> bytes:
+    return json.dumps({"custom_id": name, "method": "POST", "url": URL, "body": {}, **fields}).encode()
+
+
+@given(st.binary().map(lambda data: data.replace(b"x", b"\n")))
+def test_lines_are_the_file_again(content: bytes) -> None:
+    try:
+        lines = split_lines(content)
+    except ValueError:
+        assert not content.strip()
+        return
+    assert b"".join(text for _, text in lines) == content
+    assert all(text.strip() for _, text in lines)
+    whole = content.splitlines()
+    assert all(whole[number - 1].strip() in text for number, text in lines)
+    assert len(lines) == sum(bool(each.strip()) for each in whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{", "it is not JSON: Input data was truncated"),
+        (b'"\xff"', "it is no request of a batch: Expected `object`, got `str`"),
+        (b'{"custom_id": "a"}', "it is no request of a batch: Object missing required field `method`"),
+        (line("a", more=1), "it is no request of a batch: Object contains unknown field `more`"),
+        (line(""), "custom_id has 0 characters; it must have 1 to 1024"),
+        (line("a", custom_id=3), "it is no request of a batch: Expected `str`, got `int` - at `$.custom_id`"),
+        (line("a", method="GET"), 'method is "GET"; it must be "POST"'),
+        (line("a", url="/abort/x"), 'url is "/abort/x"; it must be the batch\'s endpoint, /v1/completions'),
+        (line("a", body=[]), "it is no request of a batch: Expected `object`, got `array`"),
+        (line("a", body={"stream": True}), "stream is set in body; a batch has no streams: leave it out"),
+        (line("a", body={"priority": 9}), "priority is set in body; a batch goes behind all other requests"),
+        (line("a", body={"x": 0})[:-1] + b" " * 70_000 + b"}", "it is longer than 65536 bytes"),
+    ],
+)
+def test_a_wrong_line_says_what_is_wrong(text: bytes, reason: str) -> None:
+    with pytest.raises(WrongLine) as told:
+        read_line(text, URL, 2**16)
+    assert str(told.value).startswith(reason)
+
+
+def test_deep_json_is_refused() -> None:
+    deep = b'{"custom_id": "a", "method": "POST", "url": "u", "body": ' + b'{"a":' * 20_000 + b"}" * 20_001
+    with pytest.raises(WrongLine, match="nested too deeply"):
+        read_line(deep, "u", 2**20)
+
+
+def test_a_body_goes_on_as_it_was_written() -> None:
+    body = b'{"a": 1.10, "b": "\\u00e4",  "a": 12345678901234567890123}'
+    text = b'{"custom_id": "a", "method": "POST", "url": "u", "body": %s}\n' % body
+    assert bytes(read_line(text, "u", 999).body) == body
+
+
+def test_an_id_is_that_of_one_line() -> None:
+    check = LineCheck(URL, 999)
+    assert check(1, line("a")) is None
+    assert check(2, line("b")) is None
+    told = json.loads(check(3, line("a")) or b"")
+    assert told["custom_id"] == "a"
+    assert told["error"] == {
+        "code": "invalid_request",
+        "message": 'line 3: custom_id "a" is that of line 1; each needs its own',
+    }
+    assert json.loads(expired(1, line("a")))["error"]["code"] == "batch_expired"
+
+
+class Bench:
+    """Batches beside an engine and a server that a test plays; `answer` gets what a line asks."""
+
+    def __init__(self, folder: Path, answer: Callable[[Scope, bytes], Any], num_slots: int = 8) -> None:
+        self.store = BatchStore(folder, 2**24)
+        server = SimpleNamespace(max_body_mib=1.0, batch_requests=3)
+        self.llm: Any = SimpleNamespace(
+            recipe=SimpleNamespace(server=server),
+            facts=SimpleNamespace(num_slots=num_slots),
+            state="ready",
+            num_requests=0,
+        )
+        self.keys = ApiKeys({})
+        self.batches = Batches(self.store, self.llm, lambda name: self.keys.of_lasting(name))
+        self.batches.app = self.app
+        self.answer = answer
+        self.running: list[str] = []
+        self.most = 0
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a line, and notes how many are answered at a time."""
+        body = (await receive())["body"]
+        self.running.append(scope["path"])
+        self.most = max(self.most, len(self.running))
+        self.llm.num_requests += 1
+        try:
+            status, told = await self.answer(scope, body)
+        finally:
+            self.running.pop()
+            self.llm.num_requests -= 1
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": told})
+
+    def add(self, *names: str, owner: str = "") -> StoredBatch:
+        file = self.store.add_file(owner, "a", split_lines(b"\n".join(line(each) for each in names)))
+        return self.store.add_batch(owner, file, URL, {})
+
+    async def until_end(self, batch: StoredBatch) -> tuple[StoredBatch, list[Any]]:
+        """The batch and its answers, by their lines."""
+        running = asyncio.ensure_future(self.batches.run())
+        try:
+            while (found := await self.found(batch)).status in ("validating", "in_progress", "cancelling"):
+                assert not running.done()
+                await asyncio.sleep(0.01)
+            query = "SELECT text FROM answers WHERE batch = ? ORDER BY number"
+            rows = await self.batches.call(lambda store: store._db.execute(query, (batch.id,)).fetchall())
+            return found, [json.loads(text) for (text,) in rows]
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def found(self, batch: StoredBatch) -> StoredBatch:
+        found = await self.batches.call(lambda store: store.batch(batch.id, batch.owner))
+        assert found is not None
+        return found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOOK_S", "_AGAIN_S", "_PAUSE_S"):
+        monkeypatch.setattr(runner, name, 0.005)
+
+
+def test_so_many_lines_run_at_a_time_and_below_all_others(tmp_path: Path) -> None:
+    clients: list[Client] = []
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        clients.append(scope["state"]["client"])
+        is_right = len(clients) % 3
+        await asyncio.sleep(0.005)
+        return (200, b'{"a": 1}') if is_right else (400, b'{"error": 1}')
+
+    bench = Bench(tmp_path, answer)
+    found, told = asyncio.run(bench.until_end(bench.add(*map(str, range(20)))))
+    assert (found.status, found.total, found.completed, found.failed) == ("completed", 20, 14, 6)
+    assert [each["custom_id"] for each in told] == [*map(str, range(20))]
+    assert {each["response"]["status_code"] for each in told} == {200, 400}
+    assert bench.most == 3
+    assert {each.priority_for(None) for each in clients} == {PRIORITY}
+
+
+def test_lines_leave_the_slots_that_others_ask_for(tmp_path: Path) -> None:
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        assert bench.llm.num_requests <= bench.llm.facts.num_slots
+        await asyncio.sleep(0.005)
+        if len(bench.running) == 1:
+            bench.llm.num_requests -= 1  # a client's request has ended
+        return 200, b"{}"
+
+    bench = Bench(tmp_path, answer)
+    bench.llm.num_requests = 7  # of clients
+    found, told = asyncio.run(bench.until_end(bench.add(*map(str, range(8)))))
+    assert found.completed == 8, told
+    assert 1 <= bench.most <= 3
+
+
+def test_what_is_not_the_line_s_fault_is_tried_again(tmp_path: Path) -> None:
+    told: list[int] = []
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        told.append((429, 503, 429, 429, 429, 503, 200)[len(told)])
+        return told[-1], b"{}"
+
+    bench = Bench(tmp_path, answer)
+    found, _ = asyncio.run(bench.until_end(bench.add("a")))
+    assert (found.completed, found.failed, len(told)) == (1, 0, 7)
+
+
+def test_a_line_that_ends_every_engine_is_given_up(tmp_path: Path) -> None:
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        return 503, b'{"error": "lost"}'
+
+    bench = Bench(tmp_path, answer)
+    found, told = asyncio.run(bench.until_end(bench.add("a")))
+    assert (found.status, found.failed) == ("completed", 1)
+    assert told[0]["response"]["body"] == {"error": "lost"}
+
+
+def test_a_defect_is_the_answer_to_its_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        raise ZeroDivisionError
+
+    bench = Bench(tmp_path, answer)
+    _, told = asyncio.run(bench.until_end(bench.add("a")))
+    assert told[0]["response"]["status_code"] == 500
+    assert "a defect of the server" in told[0]["response"]["body"]["error"]["message"]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_what_cannot_be_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        asked.append(body)
+        return 200, b"{}"
+
+    def refuse(self: BatchStore, **given: Any) -> None:
+        refused.append(given["number"])
+        if len(refused) == 3:
+            raise ValueError("a defect")
+        if len(refused) < 6:
+            raise runner.sqlite3.OperationalError("database or disk is full")
+        keep(self, **given)
+
+    asked: list[bytes] = []
+    refused: list[int] = []
+    keep = BatchStore.answer
+    monkeypatch.setattr(BatchStore, "answer", refuse)
+    bench = Bench(tmp_path, answer)
+    found, _ = asyncio.run(bench.until_end(bench.add("a")))
+    assert (found.status, found.completed) == ("completed", 1)
+    assert len(asked) == 2, "again after the defect, and not where the disk was full"
+    assert "waits for" in caplog.text
+    assert "ValueError: a defect" in caplog.text
+
+
+def test_a_batch_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        if len(bench.running) == 3:
+            monkeypatch.setattr(runner.time, "time", lambda: batch.made_s + WINDOW_S)
+        await asyncio.sleep(0.02)
+        return 200, b"{}"
+
+    bench = Bench(tmp_path, answer)
+    batch = bench.add("a", "b", "c", "d", "e")
+    found, told = asyncio.run(bench.until_end(batch))
+    assert (found.status, found.completed, found.failed) == ("expired", 3, 2)
+    assert [each["error"] and each["error"]["code"] for each in told] == [None] * 3 + ["batch_expired"] * 2
+
+
+def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        await bench.batches.call(lambda store: store.cancel(batch))
+        return 200, b"{}"
+
+    bench = Bench(tmp_path, answer)
+    batch = bench.add("a", "b", "c", "d", "e")
+    found, told = asyncio.run(bench.until_end(batch))
+    assert found.status == "cancelled"
+    assert 1 <= len(told) <= 3
+    assert len(told) == found.completed < found.total == 5
+
+
+def test_batches_take_turns(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        await asyncio.sleep(0)
+        return 200, b"{}"
+
+    bench = Bench(tmp_path, answer)
+    bench.llm.recipe.server.batch_requests = 1
+    kept = BatchStore.answer
+
+    def note(self: BatchStore, **given: Any) -> None:
+        order.append(given["batch"].id)
+        kept(self, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchStore, "answer", note)
+        long, short = bench.add(*map(str, range(30))), bench.add("a", "b", "c")
+        asyncio.run(bench.until_end(long))
+    assert [*map(order.count, (long.id, short.id))] == [30, 3]
+    assert order.index(short.id) <= 2
+    assert len(order) - order[::-1].index(short.id) <= 8
+
+
+def test_a_batch_waits_for_the_key_that_it_was_made_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def answer(scope: Scope, body: bytes) -> tuple[int, bytes]:
+        owners.append(scope["state"]["client"].owner)
+        return 200, b"{}"
+
+    owners: list[str] = []
+    bench = Bench(tmp_path, answer)
+    first = ApiKeys({"one": Rights(), "two": Rights("t", 3)})
+    two = first.client("Bearer two")
+    assert two is not None
+    theirs, mine = bench.add("a", owner=two.lasting), bench.add("b")
+    asyncio.run(bench.until_end(mine))
+    assert owners == [""]
+    assert f"{theirs.id} waits: the server does not have the key" in caplog.text
+    assert caplog.text.count(theirs.id) == 1
+    again = Bench(tmp_path, answer)
+    again.keys = ApiKeys({"two": Rights("t", 3), "three": Rights()})
+    found, _ = asyncio.run(again.until_end(theirs))
+    assert found.completed == 1
+    assert owners == ["", "key 1"]
+
+
+def test_a_key_lasts_whatever_stands_beside_it() -> None:
+    one = ApiKeys({"one": Rights(), "two": Rights()}, share_prefixes=True).client("Bearer two")
+    other = ApiKeys({"two": Rights("tenant")}).client("Bearer two")
+    assert one is not None
+    assert other is not None
+    assert one.lasting == other.lasting != ""
+    assert ApiKeys({}).of_lasting("") is ANYBODY
+    assert ApiKeys({}).of_lasting(one.lasting) is ApiKeys({"one": Rights()}).of_lasting("") is None
