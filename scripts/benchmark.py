@@ -27,6 +27,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "host": ("micro.host", "what a step costs the host, with a device that answers at once"),
     "followed": ("micro.followed", "what a rank that follows costs the one that leads"),
     "collective": ("micro.collective", "how long the ranks of a recipe wait for each other, by size"),
+    "ranks": ("micro.shared_steps", "how long tensor ranks take for a step, and what the simulation says"),
     "stages": ("micro.stages", "how long stages of layers wait for each other, and what the simulation says"),
     "simulation": ("micro.simulation", "simulated tokens a second, with the real scheduler"),
     "cache-types": ("micro.cache_types", "what keys and values in int8 change in answers and in attention"),

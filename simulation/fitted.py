@@ -87,6 +87,15 @@ class Fitted:
     def __post_init__(self) -> None:
         self._at = int(np.random.default_rng(self.seed).integers(len(self.spread.ranks)))
 
+    def rewound(self) -> Fitted:
+        """The same, from the first of the recorded steps on.
+
+        Several of them that were recorded together, and are simulated so, are slow together as they were: a
+        step of one goes as that of the others went at the time.
+        """
+        self._at = -1
+        return self
+
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Seconds of a step."""
         of_step = features(batch)

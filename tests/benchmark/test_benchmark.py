@@ -70,6 +70,18 @@ def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str])
         main(["collective", RECIPE])
 
 
+def test_steps_of_ranks_are_held_against_what_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["ranks", RECIPE, "parallel.tensor=2", "--requests", "3", "--json"])
+    found = json.loads(capsys.readouterr().out)["ranks"]
+    assert list(found["ranks"]) == ["1", "2"]
+    for row in found["ranks"].values():
+        assert row["simulated_seconds"] == pytest.approx(row["seconds"] * (1 + row["error"]), rel=0.3)
+    assert [row["bytes"] for row in found["sums"]] == sorted(row["bytes"] for row in found["sums"])
+    assert all(figure >= 0 for figure in found["device"].values())
+    with pytest.raises(ValueError, match=r"parallel\.tensor: ranks are held against one; set"):
+        main(["ranks", RECIPE])
+
+
 def test_requests_come_and_go_while_many_wait() -> None:
     bench = queues.Bench(8, 20, {"queue": "sjf"})
     for _ in range(100):

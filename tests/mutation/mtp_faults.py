@@ -44,13 +44,6 @@ MTP_FAULTS = (
         "the first layer is dense, and the one that predicts is not",
     ),
     Fault(
-        "every_rank_holds_the_whole_layer",
-        MTP,
-        "self.part, self.share = share.part(config), share",
-        "self.part, self.share = config, share",
-        "what two ranks add up is twice as much",
-    ),
-    Fault(
         "norms_exchanged",
         LOADED,
         'f"{prefix}enorm.weight": head.embedding_norm,\n        f"{prefix}hnorm.weight": head.hidden_norm,',

@@ -1,0 +1,186 @@
+"""How much faster do the tensor ranks of a recipe compute its steps than one, and does the simulation say so?
+
+Rank 0 serves the same requests alone, and then with the others, by turns. The steps that it took alone and
+sums over all ranks of some sizes are what the roofline of `simulate --tp` is fitted to
+(simulation/fitted_device.py); no step of several ranks is. What it says of these is held against what they
+took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmark.micro.collective import times_us
+from benchmark.micro.stages import serve
+from benchmark.options import add_json, show
+from benchmark.run_clock import RunClock
+from benchmark.simulate.placement import device_name
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine, Runner
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PageCopy
+from models.config import DecoderConfig
+from models.group import ALONE, Group
+from recipes.build import versions
+from recipes.build.engine import BuiltEngine, assemble
+from recipes.build.families import model_config
+from recipes.build.in_ranks import in_ranks
+from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, whole
+from recipes.schema.parallel_section import ParallelSection
+from recipes.schema.reader import load
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+from simulation.device import SimulatedDevice
+from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
+from simulation.roofline import Roofline
+
+ROUNDS = 5  # of which the median counts, after one that warms up
+SUMMED_TOKENS = (1, 8, 64, 256)  # whose hidden states are added up
+REPEATS = 20  # of each sum
+Steps = list[tuple[StepSize, float]]  # and the seconds that each took
+
+
+class TimedSteps:
+    """A runner whose steps are timed. Ranks that choose no tokens hear them from the first."""
+
+    def __init__(self, runner: Runner, group: Group, slots: SlotPool, config: DecoderConfig) -> None:
+        self._runner, self._group, self._slots = runner, group, slots
+        self._seen = Roofline(config, SimulatedDevice.load("epyc")).seen  # which no rate changes
+        self.steps: Steps = []
+
+    def run(self, batch: Batch) -> Sampled:
+        start_s = time.perf_counter()
+        sampled = self._runner.run(batch)
+        taken_s = time.perf_counter() - start_s
+        captured = batch.num_spans + batch.num_drafts
+        size = StepSize(batch.num_tokens, captured, len(batch.owners), *self._seen(batch, batch.num_tokens))
+        self.steps.append((size, taken_s))
+        tokens = torch.zeros(len(batch.owners), dtype=torch.int64)
+        if self._group.rank == 0:
+            tokens.copy_(torch.from_numpy(sampled.tokens))
+        return Sampled(self._group.broadcast(tokens).numpy())
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        raise AssertionError("steps follow each other here")
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        raise AssertionError("nothing is resized here")
+
+
+def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[Steps, Steps]], Any]:
+    """Of each round, the steps of one rank and of all; and how long sums of some bytes took."""
+    shared = assemble(recipe, world, lambda: 0.0, recipe.parallel.connect_timeout_s)
+    alone = None
+    if world.rank == 0:
+        alone = assemble(replace(recipe, parallel=ParallelSection()), clock=lambda: 0.0)
+    rounds = []
+    for number in range(1 + ROUNDS):
+        one = [] if alone is None else timed(alone, ALONE, number, num_requests)
+        world.least(0, torch.device("cpu"))  # the others wait for it
+        rounds.append((one, timed(shared, world, number, num_requests)))
+    hidden_bytes = shared.config.hidden_size * shared.config.dtype_bytes
+    sizes = [count * hidden_bytes for count in SUMMED_TOKENS]
+    sums = [
+        (num_bytes, 1e-6 * us)
+        for name, num_bytes, us in times_us(world, torch.device("cpu"), sizes, REPEATS)
+        if name == "all_reduce"
+    ]
+    return rounds[1:], sums
+
+
+def timed(built: BuiltEngine, group: Group, seed: int, num_requests: int) -> Steps:
+    """The steps of this rank, of so many requests that are all there at once."""
+    engine: Engine = built.engine
+    engine.overlap = False  # a step is timed from its start to its tokens
+    engine.runner = runner = TimedSteps(built.runner, group, engine.slots, built.config)
+    serve(engine, np.random.default_rng(seed), num_requests, built.config.vocab_size)
+    return runner.steps
+
+
+def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
+    """What was measured, what is said of it, and the device that it was fitted to."""
+    ranks = recipe.parallel.tensor
+    if ranks < 2 or recipe.parallel.pipeline > 1:
+        raise RecipeError(
+            "parallel.tensor",
+            "ranks are held against one",
+            "set it to 2 or more, and parallel.pipeline to 1",
+            value=ranks,
+        )
+    if recipe.device.kind != "cpu":
+        raise RecipeError(
+            "device.kind", "only a CPU computes while the host waits for it", "set it to cpu",
+            value=recipe.device.kind,
+        )  # fmt: skip
+    (rounds, sums), *_ = in_ranks(recipe, body, num_requests)
+    config = model_config(recipe)
+    base = SimulatedDevice.load(device_name(recipe, None))
+    device = fitted_device(base, config, [each for one, _ in rounds for each in one])
+    device = with_links(device, ranks, sums)
+    rows = {
+        name: compared(Roofline(config, device, tensor), [pair[at] for pair in rounds])
+        for at, (name, tensor) in enumerate((("1", 1), (str(ranks), ranks)))
+    }
+    fields = ("tflop_per_s", "memory_gb_per_s", "host_us", "link_us", "link_gb_per_s")
+    said = asdict(device)
+    return {
+        "requests": num_requests,
+        "ranks": rows,
+        "device": {name: said[name] for name in fields} | {"tflop_per_s": said["tflop_per_s"][config.dtype]},
+        "sums": [{"bytes": num_bytes, "us": round(1e6 * seconds, 1)} for num_bytes, seconds in sums],
+    }
+
+
+def compared(roofline: Roofline, rounds: list[Steps]) -> dict[str, float]:
+    """Seconds of all steps of a round as measured and as predicted, and how far a step is off: medians."""
+    measured_s = [sum(taken_s for _, taken_s in steps) for steps in rounds]
+    said_s = [sum(predicted_s(roofline, size) for size, _ in steps) for steps in rounds]
+    errors = [predicted_s(roofline, size) / taken_s - 1 for steps in rounds for size, taken_s in steps]
+    return {
+        "seconds": round(statistics.median(measured_s), 3),
+        "simulated_seconds": round(statistics.median(said_s), 3),
+        "error": round(statistics.median(said / took for said, took in zip(said_s, measured_s)) - 1, 4),
+        "error_of_a_step": round(statistics.median(map(abs, errors)), 4),
+    }
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """A row a number of ranks, in Markdown."""
+    found = result["ranks"]
+    device = found["device"]
+    print(
+        f"{found['requests']} requests; one rank is as {device['tflop_per_s']:.3f} TFLOP/s,"
+        f" {device['memory_gb_per_s']:.1f} GB/s and {device['host_us']:.0f} us of the host a step, and a sum"
+        f" as hops of {device['link_us']:.0f} us and {device['link_gb_per_s']:.2f} GB/s\n"
+    )
+    print("| ranks | measured, s | simulated, s | error | of a step, median |\n|---|---|---|---|---|")
+    for name, row in found["ranks"].items():
+        print(
+            f"| {name} | {row['seconds']:.2f} | {row['simulated_seconds']:.2f} | {row['error']:+.1%}"
+            f" | {row['error_of_a_step']:.1%} |"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ranks`."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--requests", type=whole(1, MOST_COUNT), default=32, metavar="N", help="of a round (default: 32)"
+    )
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    recipe, clock = load(options.recipe, options.overrides, options.profile), RunClock()
+    found = measure(recipe, options.requests)
+    described = {"benchmark": "ranks", "machine": versions.describe(), "clock": clock.read()}
+    show({**described, "ranks": found}, options, print_table)

@@ -1,0 +1,99 @@
+"""Which device would take as long as one did: its rates, what its host does, and its links?
+
+A roofline (simulation/roofline.py) says how the parts of a step scale with its size and with the devices that
+share it. With rates fitted to the steps of one device and to messages between several, it predicts steps that
+several share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from models.config import DecoderConfig
+from simulation.device import SimulatedDevice
+from simulation.fitted import non_negative
+from simulation.roofline import Roofline
+
+FACTORS = (4.0, 2.0, 1.4, 1.2, 1.1, 1.05, 1.02)  # by which rates are changed in turn, ever less
+MOST_TURNS = 50  # with one factor
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a roofline reads of a step (see `Roofline.time_s`), whatever the number of devices."""
+
+    num_tokens: int
+    captured: int
+    num_sampled: int
+    context: float
+    pairs: float
+
+
+def predicted_s(roofline: Roofline, size: StepSize) -> float:
+    """Seconds of a step of this size."""
+    return roofline.time_s(size.num_tokens, size.captured, size.num_sampled, size.context, size.pairs)
+
+
+def fitted_device(
+    device: SimulatedDevice, config: DecoderConfig, steps: Sequence[tuple[StepSize, float]]
+) -> SimulatedDevice:
+    """The device whose rate of products, rate of memory and host come nearest to steps that took so many
+    seconds on one: the mean of |log(predicted / measured)| is least, so that stalls count little.
+
+    Operators take no time of their own: on a CPU the host is the device. In each turn every combination of
+    rates is tried that a factor away lies from the best, and factors fall.
+    """
+    device = replace(
+        device,
+        launch_us=0.0,
+        kernel_us=0.0,
+        graph_us=0.0,
+        matrix_efficiency=1.0,
+        memory_efficiency=1.0,
+    )
+    dtype = config.dtype
+    taken_s = np.log([seconds for _, seconds in steps])
+
+    def of(rates: tuple[float, float, float]) -> SimulatedDevice:
+        tflop, gb, host_us = rates
+        return replace(
+            device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, memory_gb_per_s=gb, host_us=host_us
+        )
+
+    def error(rates: tuple[float, float, float]) -> float:
+        roofline = Roofline(config, of(rates))
+        said = np.log([predicted_s(roofline, size) for size, _ in steps])
+        return float(np.abs(said - taken_s).mean())
+
+    best = (0.1, 10.0, 500.0)  # as one core has them
+    least = error(best)
+    for factor in FACTORS:
+        for _ in range(MOST_TURNS):
+            tried = [
+                (best[0] * one, best[1] * two, best[2] * three)
+                for one, two, three in product((factor, 1.0, 1 / factor), repeat=3)
+            ]
+            errors = [error(each) for each in tried]
+            if min(errors) >= least:
+                break
+            least = min(errors)
+            best = tried[errors.index(least)]
+    return of(best)
+
+
+def with_links(
+    device: SimulatedDevice, num_devices: int, sums: Sequence[tuple[int, float]]
+) -> SimulatedDevice:
+    """The device with the links by which sums of so many bytes over these devices took so many seconds, by
+    least squares of relative errors (see `SimulatedDevice.all_reduce_s`).
+    """
+    hops = 2 * (num_devices - 1).bit_length()
+    moved = [2 * (num_devices - 1) / num_devices * num_bytes for num_bytes, _ in sums]
+    taken_s = np.array([seconds for _, seconds in sums])
+    left = np.array([[hops, each] for each in moved]) / taken_s[:, None]
+    hop_s, byte_s = non_negative(left, np.ones(len(sums)))
+    return replace(device, link_us=1e6 * hop_s, link_gb_per_s=1e-9 / max(byte_s, 1e-15), link_efficiency=1.0)
