@@ -20,7 +20,7 @@ ROUTER_BYTES = 4  # of one weight of a router, which is kept in float32
 FUSED = ("q_proj", "k_proj", "v_proj")
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # how a checkpoint calls linears that it stores as one
 UP = ".kv_b_proj"  # of latent attention, which is held in the model's type however it is stored
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()  # of each pair, where no request is longer than it was trained on
+    long_factors: tuple[float, ...] = ()  # and where one may be
     width: int = 0  # of a head, of which `dim` are turned
     interleaved: bool = False  # whether a checkpoint has pairs that are turned side by side, not halves apart
 

@@ -157,16 +157,17 @@ def rope_config(
         raise refused(key, rope, "one rotary embedding for all layer types is supported, not one for each")
     rope = {name: value for name, value in rope.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # as older files call it
     if kind not in ROPE_KINDS:
         raise refused(f"{key}.rope_type", kind, f"supported are {', '.join(ROPE_KINDS)}")
     dim = _turned_dim(hf, rope, head_dim, turned)
 
     original = max_positions
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         place = hf if hf.get("original_max_position_embeddings") is not None else rope
         original = integer(place, "original_max_position_embeddings", max_positions)
     factor = 1.0
-    if kind == "yarn":  # as DeepSeek, whose factor is null, has it
+    if kind in ("yarn", "longrope"):  # DeepSeek's factor is null, and Phi has none
         factor = number(rope, "factor", max_positions / original)
     elif kind != "default":
         factor = number(rope, "factor")
@@ -198,7 +199,20 @@ def rope_config(
         mscale=number(rope, "mscale", 0.0) or None,
         mscale_all_dim=number(rope, "mscale_all_dim", 0.0) or None,
         truncate=boolean(rope, "truncate", True),
+        short_factors=_factors(rope, "short_factor", dim) if kind == "longrope" else (),
+        long_factors=_factors(rope, "long_factor", dim) if kind == "longrope" else (),
     )
+
+
+def _factors(rope: Mapping[str, Any], key: str, dim: int) -> tuple[float, ...]:
+    """A factor of each pair of dimensions."""
+    values = rope.get(key)
+    are_numbers = isinstance(values, list) and all(type(each) in (int, float) for each in values)
+    if not are_numbers or len(values) != dim // 2 or not all(0 < each <= MOST_NUMBER for each in values):
+        raise refused(
+            f"rope_parameters.{key}", values, f"it must be {dim // 2} numbers above 0, one of each pair"
+        )
+    return tuple(map(float, values))
 
 
 def _turned_dim(hf: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, turned: float | None) -> int:

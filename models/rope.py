@@ -1,7 +1,8 @@
 """By which angles are a token's query and key rotated?
 
 Rotary position embedding (arXiv 2104.09864) and its extensions to longer contexts: linear interpolation
-(2306.15595), dynamic NTK, YaRN (2309.00071) and Llama 3.1's, with the same numbers as in transformers.
+(2306.15595), dynamic NTK, YaRN (2309.00071), LongRoPE (2402.13753) and Llama 3.1's, with the same numbers as
+in transformers.
 
 Legend: T tokens of the step, D head dim.
 """
@@ -22,7 +23,7 @@ class Rope:
 
     def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.device = config, torch.device(device)
-        frequencies, attention_factor = _frequencies(config)
+        frequencies, attention_factor = _frequencies(config)  # of "longrope" those for short requests
         fixed = (0, config.num_fixed // 2)  # pairs that are not turned
         self.frequencies = F.pad(frequencies, fixed)  # [D / 2], radians a position
         self.factors = F.pad(torch.full_like(frequencies, attention_factor), fixed, value=1.0)  # [D / 2]
@@ -33,11 +34,15 @@ class Rope:
         """Make `cos_sin` look up positions below this, and for "dynamic" the base of lengths up to it.
 
         The host computes what a device would compute in every step anew, perhaps less exactly: angles reach
-        as many radians as there are positions.
+        as many radians as there are positions. For "longrope" the longest request says which factors all
+        requests are turned by, as in vLLM: keys that are kept, and shared, have been turned once and for all.
         """
         if self.config.kind == "dynamic":
             self._stretched = self.stretched(torch.arange(num_positions + 1)).to(self.device)
             return
+        if needs_long_factors(self.config, num_positions):
+            long = _divided(self.config, self.config.long_factors)
+            self.frequencies = F.pad(long, (0, self.config.num_fixed // 2))
         cos, sin = self._turned(torch.arange(num_positions), self.frequencies, dtype)
         self._cos_sin = cos.to(self.device), sin.to(self.device)
 
@@ -75,6 +80,13 @@ class Rope:
         return torch.where((lens > original)[:, None], stretched, self.frequencies)
 
 
+def needs_long_factors(config: RopeConfig, longest_tokens: int) -> bool:
+    """Whether requests may have more tokens than the short factors are for; the last token of a request is
+    never computed.
+    """
+    return config.kind == "longrope" and longest_tokens - 1 > config.original_max_positions
+
+
 def head_order(config: RopeConfig) -> Tensor | None:
     """Where the dimensions of a head [D] lie in a checkpoint, so that pairs that are turned are halves apart,
     and what is not turned lies behind the first and the second of them; None for as they are.
@@ -98,7 +110,20 @@ def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
         return _llama3(config, plain), 1.0
     if config.kind == "yarn":
         return _yarn(config), _yarn_attention_factor(config)
+    if config.kind == "longrope":
+        return _divided(config, config.short_factors), _longrope_attention_factor(config)
     return plain, 1.0
+
+
+def _divided(config: RopeConfig, factors: tuple[float, ...]) -> Tensor:
+    """LongRoPE: each pair has a factor of its own."""
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32) * config.theta ** _exponents(config))
+
+
+def _longrope_attention_factor(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_positions))
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:

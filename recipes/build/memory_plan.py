@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from models.config import DecoderConfig
 from models.head_config import HeadConfig
+from models.rope import needs_long_factors
 from models.share import Share
 from recipes.build.families import draft_config
 from recipes.schema.recipe import Recipe
@@ -97,6 +98,7 @@ def report(
         ("reserve", in_gib(sizing.reserve_bytes)),
         ("sum", f"{in_gib(sizing.total_bytes)} of {memory}"),
         ("longest request", f"{sizing.longest_tokens:,} tokens ({sizing.longest_because})"),
+        *_rotary(config, sizing.longest_tokens),
         (
             "all slots at longest",
             f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
@@ -116,6 +118,17 @@ def _model(config: DecoderConfig) -> str:
     dtype = config.dtype + (", W8A8" if config.quantization else "")
     active = f", {config.num_active_parameters / 1e6:,.1f} M of them for a token" if config.mixture else ""
     return f"{config.family}, {config.num_parameters / 1e6:,.1f} M parameters{active}, {dtype}"
+
+
+def _rotary(config: DecoderConfig, longest_tokens: int) -> list[tuple[str, str]]:
+    if config.rope.kind != "longrope":
+        return []
+    original = config.rope.original_max_positions
+    if needs_long_factors(config.rope, longest_tokens):
+        said = f"long factors for all requests; short ones with scheduler.max_request_tokens={original + 1}"
+    else:
+        said = f"short factors, since no request has more than {original:,} tokens to compute"
+    return [("rotary embedding", said)]
 
 
 def _mixture(config: DecoderConfig) -> list[tuple[str, str]]:

@@ -8,7 +8,12 @@ from typing import Any
 from models.config import GATE_UP, QKV, DecoderConfig
 from models.huggingface import decoder_config, integer
 
-DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000}
+DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 32000,
+}
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

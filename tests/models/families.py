@@ -70,7 +70,15 @@ def wide(variant: Variant, head_dim: int = 64) -> Variant:
     """
     if "kv_lora_rank" in variant.options:
         return replace(variant, name=f"{variant.name}_wide", options=variant.options | PUBLISHED_LATENT)
-    return replace(variant, name=f"{variant.name}_wide", options=variant.options | {"head_dim": head_dim})
+    num_pairs = int(head_dim * variant.rope.get("partial_rotary_factor", 1)) // 2
+    rope = {
+        name: (each * num_pairs)[:num_pairs] if isinstance(each, list) else each
+        for name, each in variant.rope.items()
+    }
+    options = variant.options | {"head_dim": head_dim}
+    if rope["rope_type"] == "longrope":  # of which transformers checks that heads share the hidden size
+        options |= {"hidden_size": 4 * head_dim}
+    return replace(variant, name=f"{variant.name}_wide", options=options, rope=rope)
 
 
 def _fill(model: Any, seed: int) -> None:

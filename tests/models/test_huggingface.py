@@ -136,7 +136,12 @@ def test_windows_by_layer() -> None:
         (PHI3 | {"quantization_config": {"quant_method": "awq"}}, "method: 'awq'; linears that are stored"),
         (PHI3 | {"quantization_config": {"bits": 4}}, "quant_method: None; linears that are stored"),
         (PHI3 | {"quantization_config": "gptq"}, "quantization_config: 'gptq'"),
-        (PHI3 | {"rope_scaling": {"type": "longrope"}}, "rope_type: 'longrope'; supported are default"),
+        (PHI3 | {"rope_scaling": {"type": "longrope"}}, "short_factor: None; it must be 8 numbers above 0"),
+        (
+            PHI3 | {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8}},
+            "long_factor: .0.0, 0.0, .* it must be 8 numbers above 0",
+        ),
+        (PHI3 | {"rope_scaling": {"type": "abf"}}, "rope_type: 'abf'; supported are default"),
         (PHI3 | {"partial_rotary_factor": 0.1}, "partial_rotary_factor: 0.1; an even part of 16"),
         (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5; an even part of 16"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5; whole heads are turned"),

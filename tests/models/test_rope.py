@@ -22,6 +22,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1 + each / 16 for each in range(16)],
+    "long_factor": [1.5 + each / 2 for each in range(16)],
+}
 KINDS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
@@ -34,6 +40,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn_not_truncated": YARN | {"truncate": False},
     "yarn_narrow_ramp": YARN | {"beta_fast": 1.001, "beta_slow": 1.0, "truncate": False},
     "yarn_by_lengths": YARN | {"factor": None},
+    "longrope": LONGROPE,
+    "longrope_factor": LONGROPE | {"factor": 7.0},
+    "longrope_attention_factor": LONGROPE | {"attention_factor": 1.3},
 }
 
 
@@ -66,10 +75,19 @@ def test_frequencies(rope: dict[str, Any], theta: float) -> None:
     assert mine.factors.tolist() == pytest.approx([factor] * len(mine.factors), rel=1e-6)
     positions = torch.tensor([0, 1, 63, 255, 4000])
     mine.tabulate(4001, torch.float32)
+    frequencies, _ = theirs(rope, theta, torch.tensor(4000))
     cos, sin = mine.cos_sin(positions, None, torch.float32)
     angles = torch.cat((positions[:, None] * frequencies,) * 2, dim=-1)
     torch.testing.assert_close(cos, angles.cos() * factor, rtol=0, atol=1e-6)
     torch.testing.assert_close(sin, angles.sin() * factor, rtol=0, atol=1e-6)
+
+
+def test_requests_that_are_all_short_are_turned_by_short_factors() -> None:
+    mine = ours(LONGROPE, 1e4)
+    for longest, length in ((64, 64), (65, 64), (66, 65)):  # the last token of a request is never computed
+        mine.tabulate(longest, torch.float32)
+        frequencies, _ = theirs(LONGROPE, 1e4, torch.tensor(length))
+        torch.testing.assert_close(mine.frequencies, frequencies, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.3, 4.0])

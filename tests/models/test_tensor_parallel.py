@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "glm4": {},
     "phi3_part": {"vocab_size": 509},
+    "phi3_long": {},
 }
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL = "llama_biased"

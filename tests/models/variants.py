@@ -55,6 +55,15 @@ PUBLISHED_LATENT = {
     "v_head_dim": 128,
 }
 HALF_TURNED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LONGROPE = {  # two thirds of heads of 12
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "partial_rotary_factor": 0.67,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0, 1.1, 1.4, 2.0],
+    "long_factor": [1.1, 2.9, 4.5, 7.5],
+}
 HALF = ["full_attention", "sliding_attention", "full_attention"]
 
 VARIANTS = [
@@ -223,6 +232,7 @@ VARIANTS = [
         saved_as=torch.float16,
         shard_size="60KB",
     ),
+    Variant("phi3_long", "phi3", {"tie_word_embeddings": True}, LONGROPE, old=True),
     Variant(
         "qwen2_moe",
         "qwen2_moe",

@@ -33,6 +33,20 @@ LATENT_TESTS_OF = {
 
 LATENT_FAULTS = (
     Fault(
+        "long_factors_turn_short_requests",
+        ROPE,
+        "longest_tokens - 1 > config.original_max_positions",
+        "longest_tokens > 0",
+        "a model for 128k is worse at requests that all are short",
+    ),
+    Fault(
+        "long_factors_never",
+        ROPE,
+        "long = _divided(self.config, self.config.long_factors)",
+        "long = _divided(self.config, self.config.short_factors)",
+        "beyond the length that it was first trained on, a model talks nonsense",
+    ),
+    Fault(
         "pairs_side_by_side_as_halves",
         ROPE,
         "(turned[::2], turned[1::2]) if config.interleaved else turned.chunk(2)",
