@@ -206,9 +206,9 @@ def rope_config(
 
 def _factors(rope: Mapping[str, Any], key: str, dim: int) -> tuple[float, ...]:
     """A factor of each pair of dimensions."""
-    values = rope.get(key)
-    are_numbers = isinstance(values, list) and all(type(each) in (int, float) for each in values)
-    if not are_numbers or len(values) != dim // 2 or not all(0 < each <= MOST_NUMBER for each in values):
+    values: Any = rope.get(key)
+    is_right = isinstance(values, list) and len(values) == dim // 2
+    if not is_right or not all(type(each) in (int, float) and 0 < each <= MOST_NUMBER for each in values):
         raise refused(
             f"rope_parameters.{key}", values, f"it must be {dim // 2} numbers above 0, one of each pair"
         )

@@ -39,43 +39,46 @@ def predicted_s(roofline: Roofline, size: StepSize) -> float:
 
 
 def fitted_device(
-    device: SimulatedDevice, config: DecoderConfig, steps: Sequence[tuple[StepSize, float]]
+    device: SimulatedDevice,
+    config: DecoderConfig,
+    steps: Sequence[tuple[StepSize, float]],
+    memory_gb_per_s: float,
 ) -> SimulatedDevice:
-    """The device whose rate of products, rate of memory and host come nearest to steps that took so many
-    seconds on one: the mean of |log(predicted / measured)| is least, so that stalls count little.
+    """The device that reads so fast, and whose rate of products and host come nearest to steps that took so
+    many seconds on one: the mean of |log(predicted / measured)| is least, so that stalls count little.
 
-    Operators take no time of their own: on a CPU the host is the device. In each turn every combination of
-    rates is tried that a factor away lies from the best, and factors fall.
+    How fast it reads is measured apart: steps of few rows all read the same weights, which looks as what the
+    host takes does, and devices that share a step do not share that. Operators take no time of their own: on
+    a CPU the host is the device. In each turn both are tried a factor away from the best, and factors fall.
     """
     device = replace(
         device,
         launch_us=0.0,
         kernel_us=0.0,
         graph_us=0.0,
+        memory_gb_per_s=memory_gb_per_s,
         matrix_efficiency=1.0,
         memory_efficiency=1.0,
     )
     dtype = config.dtype
     taken_s = np.log([seconds for _, seconds in steps])
 
-    def of(rates: tuple[float, float, float]) -> SimulatedDevice:
-        tflop, gb, host_us = rates
-        return replace(
-            device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, memory_gb_per_s=gb, host_us=host_us
-        )
+    def of(rates: tuple[float, float]) -> SimulatedDevice:
+        tflop, host_us = rates
+        return replace(device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, host_us=host_us)
 
-    def error(rates: tuple[float, float, float]) -> float:
+    def error(rates: tuple[float, float]) -> float:
         roofline = Roofline(config, of(rates))
         said = np.log([predicted_s(roofline, size) for size, _ in steps])
         return float(np.abs(said - taken_s).mean())
 
-    best = (0.1, 10.0, 500.0)  # as one core has them
+    best = (0.1, 500.0)  # as one core has them
     least = error(best)
     for factor in FACTORS:
         for _ in range(MOST_TURNS):
             tried = [
-                (best[0] * one, best[1] * two, best[2] * three)
-                for one, two, three in product((factor, 1.0, 1 / factor), repeat=3)
+                (best[0] * one, best[1] * other)
+                for one, other in product((factor, 1.0, 1 / factor), repeat=2)
             ]
             errors = [error(each) for each in tried]
             if min(errors) >= least:

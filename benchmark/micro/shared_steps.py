@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from benchmark.micro.collective import times_us
 from benchmark.micro.stages import serve
@@ -28,6 +29,7 @@ from continuous_batching.engine import Engine, Runner
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from models.config import DecoderConfig
+from models.dtypes import TORCH_DTYPES
 from models.group import ALONE, Group
 from recipes.build import versions
 from recipes.build.engine import BuiltEngine, assemble
@@ -46,6 +48,7 @@ from simulation.roofline import Roofline
 ROUNDS = 5  # of which the median counts, after one that warms up
 SUMMED_TOKENS = (1, 8, 64, 256)  # whose hidden states are added up
 REPEATS = 20  # of each sum
+READ_SIDE, READ_WEIGHTS = 4096, 4  # of products with one row: more than caches hold
 Steps = list[tuple[StepSize, float]]  # and the seconds that each took
 
 
@@ -76,8 +79,10 @@ class TimedSteps:
         raise AssertionError("nothing is resized here")
 
 
-def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[Steps, Steps]], Any]:
-    """Of each round, the steps of one rank and of all; and how long sums of some bytes took."""
+def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[Steps, Steps]], Any, float]:
+    """Of each round, the steps of one rank and of all; how long sums of some bytes took; and GB/s of a
+    product with one row, which reads its weight.
+    """
     shared = assemble(recipe, world, lambda: 0.0, recipe.parallel.connect_timeout_s)
     alone = None
     if world.rank == 0:
@@ -94,7 +99,16 @@ def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[St
         for name, num_bytes, us in times_us(world, torch.device("cpu"), sizes, REPEATS)
         if name == "all_reduce"
     ]
-    return rounds[1:], sums
+    dtype = TORCH_DTYPES[shared.config.dtype]
+    weights = [torch.ones(READ_SIDE, READ_SIDE, dtype=dtype) for _ in range(READ_WEIGHTS)]
+    row, taken_s = torch.ones(1, READ_SIDE, dtype=dtype), []
+    for _ in range(1 + ROUNDS):
+        start_s = time.perf_counter()
+        for weight in weights:
+            F.linear(row, weight)
+        taken_s.append(time.perf_counter() - start_s)
+    num_bytes = sum(weight.nbytes for weight in weights)
+    return rounds[1:], sums, 1e-9 * num_bytes / statistics.median(taken_s[1:])
 
 
 def timed(built: BuiltEngine, group: Group, seed: int, num_requests: int) -> Steps:
@@ -121,10 +135,10 @@ def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
             "device.kind", "only a CPU computes while the host waits for it", "set it to cpu",
             value=recipe.device.kind,
         )  # fmt: skip
-    (rounds, sums), *_ = in_ranks(recipe, body, num_requests)
+    (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, body, num_requests)
     config = model_config(recipe)
     base = SimulatedDevice.load(device_name(recipe, None))
-    device = fitted_device(base, config, [each for one, _ in rounds for each in one])
+    device = fitted_device(base, config, [each for one, _ in rounds for each in one], read_gb_per_s)
     device = with_links(device, ranks, sums)
     rows = {
         name: compared(Roofline(config, device, tensor), [pair[at] for pair in rounds])
