@@ -14,6 +14,16 @@ from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
 
 
+class PageListener:
+    """Is told which pages can be found, after each change; this one ignores it, a `PageEvents` does not."""
+
+    def stored(self, keys: Sequence[bytes], tokens: TokenIds, before: bytes | None, salt: str) -> None:
+        """Pages of `tokens` [n, B] can be found, which continue each other and the page of key `before`."""
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Pages cannot be found any more."""
+
+
 class PrefixCache:
     """Full pages that are found again by the tokens they hold and all tokens before them (see `PrefixIndex`).
 
@@ -35,6 +45,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, the same way
         self.version = 0  # changes with what can be found
+        self.listener = PageListener()
         self.lookups: Counter[Lookup] = Counter()  # what newcomers found of the prefix that they could use
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys of late, the oldest first
         self._most_evicted = pool.num_pages + num_host_pages
@@ -125,6 +136,7 @@ class PrefixCache:
         content = tokens[first * size : count * size].reshape(len(new_pages), size)
         if not index.uses(new_keys):
             self._insert(new_keys, content, new_pages, parent, salt)
+            self.listener.stored(new_keys, content, _last(keys[:first]), salt)
             return new_pages
         standing, previous = new_pages.copy(), pages[:first][-1:]
         for at, key in enumerate(new_keys):
@@ -134,6 +146,7 @@ class PrefixCache:
                 break  # the page that gave up this key was one before it in the same chain
             if equal is None:
                 self._insert([key], content[[at]], own, parent, salt)
+                self.listener.stored([key], content[[at]], _last(keys[: first + at]), salt)
             elif equal < 0:  # computed again while it rested
                 self._wake(np.array([equal]), own)
             else:
@@ -260,7 +273,7 @@ class PrefixCache:
 
     def _remove(self, names: list[int]) -> None:
         """Let go of cached pages."""
-        gone = np.array(names, dtype=np.int64)
+        gone, keys = np.array(names, dtype=np.int64), [*map(self.index.key, names)]
         self.index.remove(names)
         for name in names:
             self._idle.pop(name, None)
@@ -269,3 +282,8 @@ class PrefixCache:
         if self._host is not None:
             self._host.release(-gone[gone < 0])
         self.version += 1
+        self.listener.removed(keys)
+
+
+def _last(keys: Sequence[bytes]) -> bytes | None:
+    return keys[-1] if keys else None

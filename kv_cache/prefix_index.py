@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, TypeVar
@@ -140,6 +141,10 @@ class PrefixIndex:
     def uses(self, keys: Sequence[bytes]) -> bool:
         """Whether any of these keys, or two of them, would find one page."""
         return len(set(keys)) < len(keys) or not self._page_of.keys().isdisjoint(keys)
+
+    def num_known(self, keys: Sequence[bytes]) -> int:
+        """About how many of a request's keys would be found, by a search that looks at a few of them."""
+        return bisect_left(keys, True, key=lambda each: each not in self._page_of)
 
     def page_of(self, key: bytes) -> int | None:
         """The page of this key, whatever it holds."""
