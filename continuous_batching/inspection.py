@@ -23,6 +23,7 @@ class Usage:
 
     running_requests: int
     waiting_requests: int
+    queued_tokens: int  # known of those that wait or are being prefilled, to be computed after their hits
     held_pages: int  # in use by rows
     idle_pages: int  # cached, and in use by nobody
     free_pages: int
@@ -50,6 +51,7 @@ def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
     return Usage(
         running_requests=len(scheduler.slots.busy),
         waiting_requests=len(scheduler.waiting),
+        queued_tokens=queued_tokens(scheduler),
         held_pages=pool.num_held - prefix.num_idle,
         idle_pages=prefix.num_idle,
         free_pages=pool.num_free,
@@ -67,6 +69,17 @@ def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
         rested_bytes=counters.rested_pages * page_bytes,
         promoted_bytes=counters.promoted_pages * page_bytes,
     )
+
+
+def queued_tokens(scheduler: Scheduler) -> int:
+    """Tokens of prompts, and of preempted answers, to be computed: all but what would be found."""
+    slots, index = scheduler.slots, scheduler.prefix.index
+    waiting = sum(
+        len(request.tokens) - index.num_known(request.page_keys) * slots.page_size
+        for request in scheduler.waiting
+    )
+    busy = slots.busy
+    return waiting + int(np.maximum(slots.num_prompt[busy] - slots.num_computed[busy], 0).sum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ import numpy as np
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
+from continuous_batching.routing import Route, Routing
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from simulation.fleet import ROUTERS, Fleet, Route
+from simulation.fleet import Fleet
 from simulation.replica import Replica
 from simulation.run_totals import DONE, Answered, RunTotals, StepCounter
 from simulation.runner import CostModel
@@ -104,9 +105,9 @@ class DisaggregatedFleet:
         self._begun: dict[str, Answered] = {}
         self._coming: list[tuple[float, int, Request]] = []
         self._num_sent = 0
-        self._prompts = Fleet([self._prompt(each, costs) for each in prompts], ROUTERS[route]())
+        self._prompts = Fleet([self._prompt(each, costs) for each in prompts], Routing(len(prompts), route))
         resumed = Resumed(answer_costs or costs)
-        self._answers = Fleet([self._answer(each, resumed) for each in answers], ROUTERS[route]())
+        self._answers = Fleet([self._answer(each, resumed) for each in answers], Routing(len(answers), route))
 
     def serve(self, trace: Iterable[Request]) -> None:
         """Serve requests, in order of arrival, to the end."""

@@ -1,107 +1,100 @@
-"""How would many engines behind a router serve a trace?"""
+"""How would many engines behind a router serve a trace?
+
+The router is the one that serves (`continuous_batching.routing`). It is told of pages as they are stored and
+removed, and of loads as often as servers tell them.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from continuous_batching.inspection import queued_tokens
 from continuous_batching.request import Request
+from continuous_batching.routing import Route, RoutedPrompt, Routing, Sent, short_key
+from kv_cache.page_keys import TokenIds, page_keys
+from kv_cache.prefix_cache import PageListener
 from simulation.replica import Replica
 from simulation.serve import in_order
 
-Route = Literal["round_robin", "least_loaded", "prefix"]
-MOST_PREFIXES = 2**16  # that a router remembers
-AFFINITY_TOKENS = 128  # of a prompt, by which it finds the engine that may hold its pages
-CROWDED = 1.5  # times the mean load, from which on the prefix is not worth the wait
+BEAT_S = 0.25  # between two times that a replica tells its load, as `serving.engine.worker`
 
 
-class Router(Protocol):
-    """Chooses the engine for a request; `looks` says whether it needs the engines' loads at that time."""
+@dataclass(slots=True)
+class Routed:
+    """What the router expected, summed over requests, and how the load came out."""
 
-    looks: bool
+    prompt_tokens: int = 0
+    hit_tokens: int = 0  # expected where it sent them
+    best_hit_tokens: int = 0  # expected where most would have been found
+    requests: list[int] | None = None  # that each engine was sent
+    tokens: list[int] | None = None  # that each has to compute for them, prompts after hits and answers
 
-    def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
-        """The number of an engine; `loads` are the requests in each."""
-        ...
+    def count(self, request: Request, sent: Sent, num_replicas: int) -> None:
+        """Count a request that was sent."""
+        self.requests = self.requests or [0] * num_replicas
+        self.tokens = self.tokens or [0] * num_replicas
+        self.prompt_tokens += request.num_prompt_tokens
+        self.hit_tokens += sent.hit_tokens
+        self.best_hit_tokens += sent.best_hit_tokens
+        self.requests[sent.replica] += 1
+        self.tokens[sent.replica] += sent.queued_tokens + request.params.max_tokens
 
-
-class RoundRobin:
-    """Sends requests to the engines in turn."""
-
-    looks = False
-
-    def __init__(self) -> None:
-        self._next = -1
-
-    def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
-        """The next engine."""
-        self._next = (self._next + 1) % len(loads)
-        return self._next
-
-
-class LeastLoaded:
-    """Sends a request to the engine with the fewest requests; of several, to the first."""
-
-    looks = True
-
-    def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
-        """The engine with the fewest requests."""
-        return int(loads.argmin())
+    def figures(self) -> dict[str, float]:
+        """The share of the best hits that was kept, and the most loaded engine's load over the mean."""
+        tokens = self.tokens or [0]
+        return {
+            "routed_hits_of_best": round(self.hit_tokens / max(1, self.best_hit_tokens), 4),
+            "routed_most_of_mean": round(max(tokens) / max(1.0, sum(tokens) / len(tokens)), 4),
+        }
 
 
-class PrefixAffinity:
-    """Sends a request where the last prompt with the same beginning went, unless that engine is crowded."""
+class _Told(PageListener):
+    """Tells a router of the pages of one engine."""
 
-    looks = True
+    def __init__(self, routing: Routing, number: int) -> None:
+        self._routing = routing
+        self._number = number
 
-    def __init__(self) -> None:
-        self._last: OrderedDict[bytes, int] = OrderedDict()
+    def stored(self, keys: Sequence[bytes], tokens: TokenIds, before: bytes | None, salt: str) -> None:
+        self._routing.stored(self._number, map(short_key, keys))
 
-    def choose(self, request: Request, loads: NDArray[np.int64]) -> int:
-        """The engine that may hold the first pages, or else the one with the fewest requests."""
-        key = request.cache_salt.encode() + request.prompt[:AFFINITY_TOKENS].tobytes()
-        found = self._last.pop(key, None)
-        if found is None or loads[found] > CROWDED * loads.mean() + 1:
-            found = int(loads.argmin())
-        self._last[key] = found
-        if len(self._last) > MOST_PREFIXES:
-            self._last.popitem(last=False)
-        return found
-
-
-ROUTERS: dict[Route, type[RoundRobin | LeastLoaded | PrefixAffinity]] = {
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-    "prefix": PrefixAffinity,
-}
+    def removed(self, keys: Sequence[bytes]) -> None:
+        self._routing.removed(self._number, map(short_key, keys))
 
 
 class Fleet:
     """Engines behind a router. Each is simulated only up to the last arrival that it or the router sees."""
 
-    def __init__(self, replicas: Sequence[Replica], router: Router) -> None:
+    def __init__(self, replicas: Sequence[Replica], routing: Routing) -> None:
         self.replicas = replicas
-        self._router = router
-        self._loads = np.zeros(len(replicas), dtype=np.int64)
+        self.routing = routing
+        self.routed = Routed()
+        self._looks = routing.route != "round_robin"  # needs to know the engines' loads
+        self._has_keys = routing.route in ("prefix", "text_prefix")
+        if routing.route == "prefix":
+            for number, replica in enumerate(replicas):
+                replica.engine.scheduler.prefix.listener = _Told(routing, number)
+        self._told_s = np.full(len(replicas), -math.inf)
         self._behind: list[tuple[float, int]] = []  # clocks of those with work, if the router looks
         self._is_behind = np.zeros(len(replicas), dtype=np.bool_)
 
     def add(self, request: Request, at_s: float) -> None:
         """Send a request to an engine, at a time not before that of the last request."""
-        if self._router.looks:
+        if self._looks:
             self._catch_up(at_s)
-        number = self._router.choose(request, self._loads)
+        sent = self.routing.send(self._prompt(request), at_s)
+        assert sent is not None, "all engines are open"
+        self.routed.count(request, sent, len(self.replicas))
+        number = sent.replica
         replica = self.replicas[number]
         replica.advance(at_s)
         replica.add(request)
-        self._loads[number] = replica.num_requests
-        if self._router.looks and not self._is_behind[number]:
+        if self._looks and not self._is_behind[number]:
             self._is_behind[number] = True
             heapq.heappush(self._behind, (replica.clock.now_s, number))
 
@@ -116,22 +109,46 @@ class Fleet:
         for replica in self.replicas:
             replica.counter.close()
 
+    def _prompt(self, request: Request) -> RoutedPrompt:
+        slots = self.replicas[0].engine.slots
+        if not self._has_keys:
+            return RoutedPrompt(request.num_prompt_tokens)
+        request.page_keys = page_keys(request.prompt, slots.page_size, request.cache_salt, request.page_keys)
+        keys = [short_key(key) for key in request.page_keys]
+        return RoutedPrompt(request.num_prompt_tokens, keys, slots.page_size)
+
     def _catch_up(self, until_s: float) -> None:
         while self._behind and self._behind[0][0] < until_s:
             _, number = self._behind[0]
             replica = self.replicas[number]
             replica.advance(until_s)
-            self._loads[number] = replica.num_requests
+            self._tell(number, until_s)
             if replica.engine.has_work:
                 heapq.heapreplace(self._behind, (replica.clock.now_s, number))
             else:
                 heapq.heappop(self._behind)
                 self._is_behind[number] = False
 
+    def _tell(self, number: int, now_s: float) -> None:
+        """Tell the router the load of an engine that has work as often as a beat; of one without, at once."""
+        replica = self.replicas[number]
+        if replica.engine.has_work and now_s < self._told_s[number] + BEAT_S:
+            return
+        self._told_s[number] = now_s
+        tokens = queued_tokens(replica.engine.scheduler)
+        self.routing.told(number, tokens, replica.num_requests, now_s)
 
-def serve_fleet(trace: Iterable[Request], replicas: Sequence[Replica], route: Route = "round_robin") -> None:
+
+RouterOf = Callable[[int], Routing]
+
+
+def serve_fleet(
+    trace: Iterable[Request], replicas: Sequence[Replica], route: Route | RouterOf = "round_robin"
+) -> Routed:
     """Serve requests, in order of arrival, to the end; their figures are in the replicas' totals."""
-    fleet = Fleet(replicas, ROUTERS[route]())
+    count = len(replicas)
+    fleet = Fleet(replicas, Routing(count, route) if isinstance(route, str) else route(count))
     for request in in_order(trace):
         fleet.add(request, request.arrival_s)
     fleet.close()
+    return fleet.routed

@@ -8,9 +8,9 @@ from pathlib import Path
 from benchmark import outputs
 from benchmark.options import add_json
 from benchmark.workloads.lengths import lengths
+from continuous_batching.routing import ROUTES
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_SEED, RATES_PER_S, real, whole, wholes
-from simulation.fleet import ROUTERS
 
 MOST_DEVICES = 10**6  # of a fleet
 MOST_FLEET_REQUESTS = 10**10
@@ -40,7 +40,7 @@ def serve_parser(doc: str) -> argparse.ArgumentParser:
     add("--tp", type=engines, default=1, metavar="N", help="devices that share each layer")
     add("--pp", type=engines, default=1, metavar="N", help="stages of layers, each on devices of its own")
     add("--dp", type=engines, default=1, metavar="N", help="engines behind a router")
-    add("--route", choices=ROUTERS, help="how the router chooses (default: least_loaded)")
+    add("--route", choices=ROUTES, help="how the router chooses (default: least_loaded)")
     add("--split", type=pair, metavar="P:D", help="engines for prompts, and engines for answers")
     add("--costs", type=Path, metavar="COSTS.json", help="what `fit` made, in place of the device's profile")
     add("--timeline", type=outputs.file, metavar="OUT.json", help="write a time line for Perfetto")

@@ -10,8 +10,9 @@ from benchmark.simulate.placement import Placement
 from benchmark.simulate.trace_events import TraceEventFile
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
+from continuous_batching.routing import Route
 from simulation.disaggregated import DisaggregatedFleet
-from simulation.fleet import Route, serve_fleet
+from simulation.fleet import serve_fleet
 from simulation.pipeline import Pipeline, Stages
 from simulation.replica import Replica
 from simulation.run_totals import RunTotals
@@ -59,8 +60,9 @@ class Deployment:
             )
             for number in range(self.replicas)
         ]
-        serve_fleet(trace, replicas, self.route)
-        return totals, {"busy_share": _share(totals.busy_s, self.replicas, totals)}
+        routed = serve_fleet(trace, replicas, self.route)
+        own: Result = {"busy_share": _share(totals.busy_s, self.replicas, totals)}
+        return totals, own | routed.figures() if self.replicas > 1 else own
 
     def _split(self, trace: Iterable[Request], totals: RunTotals) -> Result:
         placement, (num_prompts, num_answers) = self.placement, self.split or (1, 1)

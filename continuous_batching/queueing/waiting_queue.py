@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from continuous_batching.policies.policy import ALL
 from continuous_batching.queueing.fair_share import FairShare
@@ -33,6 +34,9 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting.values())
 
     def push(self, request: Request) -> None:
         """Add a request that carries its arrival number."""

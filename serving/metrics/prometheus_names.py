@@ -51,6 +51,12 @@ REQUESTS = (
     Metric("requests_total", "counter", "Prompts that went to the engine", lambda t: t.num_requests),
     Metric("requests_queued", "gauge", "Samples that wait", lambda t: t.gauges.waiting_requests),
     Metric("requests_running", "gauge", "Samples in a slot", lambda t: t.gauges.running_requests),
+    Metric(
+        "prompt_tokens_queued",
+        "gauge",
+        "Tokens to be computed before all samples here have begun to answer",
+        lambda t: t.gauges.queued_tokens,
+    ),
     Metric("samples_total", "counter", "Samples (n) that went to the engine", lambda t: t.num_samples),
     Metric("samples_open", "gauge", "Samples that have not ended", lambda t: t.num_open),
     Metric("sample_ends_total", "counter", "Ends", lambda t: all_of(ENDS, t.ends), "reason"),

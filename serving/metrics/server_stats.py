@@ -22,7 +22,7 @@ from serving.engine.messages import Beat, EngineFacts, SampleEnd, StepTimes
 # The headers by which a client says what its request is part of (W3C's Trace Context), during that request
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 _MOST_INTERVALS = 1000
-NO_GAUGES = Usage(*[0] * 5, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
+NO_GAUGES = Usage(*[0] * 6, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
 REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
 ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
 ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")

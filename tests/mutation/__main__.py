@@ -46,6 +46,7 @@ from tests.mutation.prompt_logprob_faults import FOLLOWERS, POOLING, PROMPT_FAUL
 from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from tests.mutation.rank_faults import RANK_FAULTS, RANK_TESTS_OF
 from tests.mutation.response_faults import RESPONSE_FAULTS, RESPONSE_TESTS_OF
+from tests.mutation.routing_faults import ROUTING_FAULTS, ROUTING_TESTS_OF
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
@@ -64,6 +65,7 @@ FAULTS = (
     *SEARCH_FAULTS,
     *FLIGHT_FAULTS,
     *QUEUE_FAULTS,
+    *ROUTING_FAULTS,
     *ANSWER_FAULTS,
     *PROMPT_FAULTS,
     *NPU_FAULTS,
@@ -143,6 +145,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **TOOL_TESTS_OF,
     **RESPONSE_TESTS_OF,
     **BATCH_TESTS_OF,
+    **ROUTING_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
     **MTP_TESTS_OF,

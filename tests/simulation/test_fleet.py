@@ -10,8 +10,9 @@ import pytest
 
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.routing import Route, Routing, short_key
 from simulation.disaggregated import DisaggregatedFleet
-from simulation.fleet import Route, serve_fleet
+from simulation.fleet import serve_fleet
 from simulation.pipeline import Pipeline, Stages
 from simulation.replica import Replica
 from simulation.run_totals import RunTotals
@@ -157,3 +158,49 @@ def test_a_pipeline_knows_a_prompt_of_one_token() -> None:
     ]
     Pipeline([scheduler() for _ in range(2)], two, totals).serve(alone)
     assert two.bubbles_s["PB3"] == 0
+
+
+def sessions(count: int, num_systems: int = 3) -> list[Request]:
+    """Turns of sessions that go on from each other; half of them begin with one hot system prompt."""
+    random = np.random.default_rng(5)
+    systems = [random.integers(0, 1000, 96) for _ in range(num_systems)]
+    shares = np.array([0.5] + [0.5 / (num_systems - 1)] * (num_systems - 1))
+    trace: list[Request] = []
+    for number in range(count):
+        prompt, at_s = (
+            systems[random.choice(num_systems, p=shares)],
+            float(random.exponential(0.2) + 0.06 * number),
+        )
+        for turn in range(3):
+            prompt = np.append(prompt, random.integers(0, 1000, 24))
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
+            trace.append(Request(f"{number}/{turn}", prompt.astype(np.int32), params, arrival_s=at_s))
+            prompt, at_s = (
+                np.append(prompt, random.integers(0, 1000, 8)),
+                at_s + 1 + float(random.exponential(2)),
+            )
+    return sorted(trace, key=lambda each: each.arrival_s)
+
+
+def test_hits_are_those_of_an_oracle_and_loads_are_even() -> None:
+    """What is told of pages is exact, so the best hit that is known is that of who knows all caches."""
+    totals, figures = {}, {}
+    for route in ("round_robin", "prefix"):
+        totals[route] = RunTotals()
+        replicas = [Replica(scheduler(num_pages=400), Fixed(), totals[route]) for _ in range(4)]
+        figures[route] = serve_fleet(sessions(150), replicas, route).figures()
+    assert figures["prefix"]["routed_hits_of_best"] >= 0.95
+    assert figures["prefix"]["routed_most_of_mean"] <= 1.25
+    rates = {route: each.figures()["prefix_hit_rate"] for route, each in totals.items()}
+    assert 1 - rates["prefix"] < 0.75 * (1 - rates["round_robin"]), "of the tokens that are computed"
+
+
+def test_a_router_knows_the_pages_that_engines_hold() -> None:
+    """After evictions, too: what it was told is what the engines would find."""
+    routing = Routing(3)
+    replicas = [Replica(scheduler(num_pages=40), Fixed(), RunTotals()) for _ in range(3)]
+    serve_fleet(sessions(40), replicas, lambda count: routing)
+    held = [{short_key(key) for key in each.engine.scheduler.prefix.index._page_of} for each in replicas]
+    assert sum(each.engine.scheduler.counters.evicted_pages for each in replicas) > 0
+    for number, keys in enumerate(held):
+        assert {key for key, mask in routing.held._masks.items() if mask >> number & 1} == keys

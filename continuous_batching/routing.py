@@ -1,0 +1,334 @@
+"""Which of several replicas should take a request?
+
+The one where it costs least: the tokens of its prompt to be computed there after its hits, the prompt tokens
+that wait there already, and a price for each request that is there. This is asked for every request by
+itself; nothing switches it off for all of them. Of equal replicas each goes in turn. A router's own sends
+count until the replica has told of them.
+
+Where the pages of replicas are told, hits are those of the pages that they hold. Where not, what was sent
+somewhere is taken to be found there. In both cases a page on its way counts as found, so that requests which
+begin alike do not part before the first of them is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Route = Literal["round_robin", "least_loaded", "text_prefix", "prefix"]
+ROUTES: tuple[Route, ...] = ("round_robin", "least_loaded", "text_prefix", "prefix")
+Counts = NDArray[np.int64]
+MOST_SESSIONS = 2**16  # whose replica is remembered
+RECENT_S = 30.0  # within which a third of what was given to a replica is still lately
+MOST_SUPPOSED = 2**16  # keys a replica that are only taken to be there
+
+
+def short_key(key: bytes) -> int:
+    """A page's key as 64 bits: what a router and events of pages use."""
+    return int.from_bytes(key[:8], "big")
+
+
+class KeyHolders:
+    """Which replicas have which keys: of each key, one bit a replica."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._masks
+
+    def mask(self, key: int) -> int:
+        """The replicas that have it, as bits."""
+        return self._masks.get(key, 0)
+
+    def add(self, replica: int, keys: Iterable[int]) -> None:
+        """A replica has these keys."""
+        bit, masks = 1 << replica, self._masks
+        for key in keys:
+            masks[key] = masks.get(key, 0) | bit
+
+    def discard(self, replica: int, keys: Iterable[int]) -> None:
+        """A replica has none of these keys."""
+        bit, masks = 1 << replica, self._masks
+        for key in keys:
+            left = masks.get(key, 0) & ~bit
+            if left:
+                masks[key] = left
+            else:
+                masks.pop(key, None)
+
+    def clear(self, replica: int) -> None:
+        """A replica has no key at all."""
+        bit = 1 << replica
+        self.discard(replica, [key for key, mask in self._masks.items() if mask & bit])
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPrompt:
+    """What a router knows of a prompt: its length, and keys of its first parts, each of so many tokens."""
+
+    num_tokens: int
+    keys: Sequence[int] = ()
+    tokens_a_key: int = 1
+
+    def hit_tokens(self, num_keys: Counts) -> Counts:
+        """Of so many first keys that are found; the last token is always computed."""
+        return np.minimum(num_keys * self.tokens_a_key, max(0, self.num_tokens - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What counts beside the tokens of a prompt that are to be computed; the last two in mean prompts, so
+    that they suit prompts of every length.
+    """
+
+    queued: float = 0.5  # each prompt token that waits there; not 1: a hit spares those that come later, too
+    request: float = 0.01  # each request there: it takes a slot, and time of every step
+    recent: float = 2.5  # having been given twice as much as others of late: idle ones get their share
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that was given to a replica."""
+
+    replica: int
+    hit_tokens: int  # that were expected there
+    best_hit_tokens: int  # at the replica that has most of it
+    queued_tokens: int  # to be computed; 0 once it has begun to answer
+    keys: Sequence[int]  # that it will leave there
+    at_s: float
+    is_told: bool = False  # the replica's own figures include it
+    is_ended: bool = False
+
+
+@dataclass(slots=True)
+class _Supposed:
+    """What one replica is taken to hold, the least recently sent first."""
+
+    keys: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+class Routing:
+    """Chooses among `count` replicas, by number. Times are the caller's, and never go back.
+
+    A replica that `tells` its pages is believed; see the module for the others. Whoever sends a request
+    elsewhere calls `ended` and routes it again.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        route: Route = "prefix",
+        weights: Weights | None = None,
+        *,
+        tells: bool | None = None,
+    ) -> None:
+        self.route = route
+        self.weights = weights or Weights()
+        self.is_open: NDArray[np.bool_] = np.ones(count, dtype=np.bool_)  # requests may be sent there
+        self.tells: NDArray[np.bool_] = np.full(count, route == "prefix" if tells is None else tells)
+        self.held = KeyHolders()  # as replicas told
+        self.supposed = KeyHolders()
+        self._supposed = [_Supposed() for _ in range(count)]
+        self._told_queued, self._told_requests = _zeros(count), _zeros(count)
+        self._own_queued, self._own_requests = _zeros(count), _zeros(count)
+        self._untold: list[OrderedDict[int, Sent]] = [OrderedDict() for _ in range(count)]
+        self._recent: NDArray[np.float64] = np.zeros(count)  # what it was given, fading, as of `_recent_at_s`
+        self._recent_at_s = 0.0
+        self._mean_prompt, self._num_prompts = 0.0, 0
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._last = count - 1
+
+    @property
+    def count(self) -> int:
+        return len(self.is_open)
+
+    @property
+    def queued_tokens(self) -> Counts:
+        """Prompt tokens that wait in each replica, own sends included."""
+        return self._told_queued + self._own_queued
+
+    @property
+    def requests(self) -> Counts:
+        """Requests in each replica, own sends included."""
+        return self._told_requests + self._own_requests
+
+    def send(
+        self, prompt: RoutedPrompt, now_s: float, session: str = "", but: Iterable[int] = ()
+    ) -> Sent | None:
+        """Choose a replica and count the request there; None where none is open but those in `but`.
+
+        A session stays with its replica as long as that is open.
+        """
+        is_open = self.is_open
+        if excluded := [*but]:
+            is_open = is_open.copy()
+            is_open[excluded] = False
+        if not is_open.any():
+            return None
+        self._learn(prompt, now_s)
+        found = self.num_found(prompt.keys)
+        hits = prompt.hit_tokens(found)
+        chosen = self._sessions.get(session, -1) if session else -1
+        if chosen < 0 or not is_open[chosen]:
+            chosen = self._least(self._costs(prompt, hits), is_open)
+        self._last = chosen
+        if session:
+            self._remember(session, chosen)
+        hit, best = int(hits[chosen]), int(hits[is_open].max())
+        keys = prompt.keys[int(found[chosen]) :] if self.tells[chosen] else prompt.keys
+        sent = Sent(chosen, hit, best, prompt.num_tokens - hit, keys, now_s)
+        self._own_queued[chosen] += sent.queued_tokens
+        self._own_requests[chosen] += 1
+        self._recent[chosen] += sent.queued_tokens
+        self._untold[chosen][id(sent)] = sent
+        self._suppose(chosen, keys)
+        return sent
+
+    def begun(self, sent: Sent) -> None:
+        """A request has begun to answer: nothing of its prompt waits any more."""
+        if sent.queued_tokens:
+            counts = self._told_queued if sent.is_told else self._own_queued
+            counts[sent.replica] = max(0, int(counts[sent.replica]) - sent.queued_tokens)
+            sent.queued_tokens = 0
+
+    def ended(self, sent: Sent) -> None:
+        """A request has ended, in whatever way. What it left in a replica that tells is told by now."""
+        if sent.is_ended:
+            return
+        self.begun(sent)
+        sent.is_ended = True
+        counts = self._told_requests if sent.is_told else self._own_requests
+        counts[sent.replica] = max(0, int(counts[sent.replica]) - 1)
+        self._untold[sent.replica].pop(id(sent), None)
+        if self.tells[sent.replica]:
+            self._unsuppose(sent.replica, sent.keys)
+
+    def told(self, replica: int, queued_tokens: int, requests: int, as_of_s: float) -> None:
+        """What a replica says waits and is there; it had by then what was sent before `as_of_s`."""
+        self._told_queued[replica], self._told_requests[replica] = queued_tokens, requests
+        untold = self._untold[replica]
+        while untold and (first := next(iter(untold.values()))).at_s <= as_of_s:
+            del untold[id(first)]
+            first.is_told = True
+            self._own_queued[replica] -= first.queued_tokens
+            self._own_requests[replica] -= 1
+
+    def stored(self, replica: int, keys: Iterable[int]) -> None:
+        """A replica tells that it holds these pages."""
+        self.held.add(replica, keys)
+
+    def removed(self, replica: int, keys: Iterable[int]) -> None:
+        """A replica tells that it does not hold these pages any more."""
+        self.held.discard(replica, keys)
+
+    def cleared(self, replica: int) -> None:
+        """A replica holds no page: it is new, or all that follows is told anew."""
+        self.held.clear(replica)
+
+    def lost(self, replica: int) -> None:
+        """A replica is gone with all that it held and was at."""
+        self.cleared(replica)
+        self._unsuppose(replica, [*self._supposed[replica].keys])
+        for sent in [*self._untold[replica].values()]:
+            self.ended(sent)
+        self._told_queued[replica] = self._told_requests[replica] = 0
+        for session in [each for each, at in self._sessions.items() if at == replica]:
+            del self._sessions[session]
+
+    def num_found(self, keys: Sequence[int]) -> Counts:
+        """How many of these keys, from the first on without a gap, each replica has."""
+        found = _zeros(self.count)
+        if not len(keys):
+            return found
+        held, supposed = self.held.mask, self.supposed.mask
+        there = (1 << self.count) - 1
+        for number, key in enumerate(keys):
+            still = there & (held(key) | supposed(key))
+            if still != there:
+                found[_numbers(there ^ still, self.count)] = number
+                there = still
+                if not there:
+                    return found
+        found[_numbers(there, self.count)] = len(keys)
+        return found
+
+    def _costs(self, prompt: RoutedPrompt, hits: Counts) -> NDArray[np.float64]:
+        """What the request costs in each replica, in prompt tokens; by counts alone, in requests."""
+        if self.route == "round_robin":
+            return np.zeros(self.count)
+        if self.route == "least_loaded":
+            return self.requests.astype(np.float64)
+        weights, compute = self.weights, prompt.num_tokens - hits
+        waits = weights.queued * self.queued_tokens + weights.request * self._mean_prompt * self.requests
+        usual = self._recent.mean() + _FEW_PROMPTS * self._mean_prompt
+        evens = weights.recent * self._mean_prompt / max(1.0, usual) * self._recent
+        costs: NDArray[np.float64] = compute + waits + evens
+        return costs
+
+    def _learn(self, prompt: RoutedPrompt, now_s: float) -> None:
+        """A prompt came: how long they are in the mean, and what is not of late any more."""
+        self._num_prompts = min(self._num_prompts + 1, _MANY_PROMPTS)
+        self._mean_prompt += (prompt.num_tokens - self._mean_prompt) / self._num_prompts
+        self._recent *= math.exp((self._recent_at_s - now_s) / RECENT_S)
+        self._recent_at_s = now_s
+
+    def _least(self, costs: NDArray[np.float64], is_open: NDArray[np.bool_]) -> int:
+        """The open replica of the least cost; of several the next after the last one that was chosen."""
+        costs = np.where(is_open, costs, np.inf)
+        equal = np.flatnonzero(costs == costs.min())
+        return int(equal[np.searchsorted(equal, self._last + 1) % len(equal)])
+
+    def _remember(self, session: str, replica: int) -> None:
+        self._sessions[session] = replica
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MOST_SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def _suppose(self, replica: int, keys: Sequence[int]) -> None:
+        """Pages that were sent for are on their way, and the first of a chain are forgotten last."""
+        known = self._supposed[replica].keys
+        for key in reversed(keys):
+            known[key] = None
+            known.move_to_end(key)
+        self.supposed.add(replica, keys)
+        if len(known) > MOST_SUPPOSED:
+            self.supposed.discard(
+                replica, [known.popitem(last=False)[0] for _ in range(len(known) - MOST_SUPPOSED)]
+            )
+
+    def _unsuppose(self, replica: int, keys: Sequence[int]) -> None:
+        known = self._supposed[replica].keys
+        for key in keys:
+            known.pop(key, None)
+        self.supposed.discard(replica, keys)
+
+
+_FEW = 8
+_FEW_PROMPTS = 4  # of recent work tell nothing yet of who has too much
+_MANY_PROMPTS = 1000  # over which the mean goes
+
+
+def _zeros(count: int) -> Counts:
+    return np.zeros(count, dtype=np.int64)
+
+
+def _numbers(mask: int, count: int) -> NDArray[Any]:
+    """The bits of a mask: a few as numbers, many as a column [count]."""
+    if mask.bit_count() <= _FEW:
+        numbers = []
+        while mask:
+            numbers.append(mask.bit_length() - 1)
+            mask ^= 1 << numbers[-1]
+        return np.array(numbers, dtype=np.int64)
+    bits = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), dtype=np.uint8)
+    return np.unpackbits(bits, count=count, bitorder="little").astype(np.bool_)

@@ -1,0 +1,188 @@
+"""A router's choice: by what a request costs in each replica, and by nothing else."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from continuous_batching.routing import KeyHolders, RoutedPrompt, Routing, Sent, Weights
+from tests.thorough import cases
+
+PAGE = 16
+ALONE = Weights(0.0, 0.0, 0.0)  # tokens to be computed, and nothing else
+
+
+def prompt(*keys: int, num_tokens: int | None = None) -> RoutedPrompt:
+    return RoutedPrompt(PAGE * len(keys) + 1 if num_tokens is None else num_tokens, keys, PAGE)
+
+
+def sent(routing: Routing, what: RoutedPrompt, at_s: float = 0.0, **options: object) -> Sent:
+    found = routing.send(what, at_s, **options)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_equal_replicas_take_turns() -> None:
+    routing = Routing(3, "round_robin")
+    assert [sent(routing, prompt()).replica for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_the_one_with_the_fewest_requests_goes_next() -> None:
+    routing = Routing(3, "least_loaded")
+    one, two, three = (sent(routing, prompt(), n) for n in range(3))
+    routing.ended(two)
+    assert sent(routing, prompt(), 4).replica == two.replica
+    routing.ended(three)
+    routing.ended(one)
+    assert sent(routing, prompt(), 5).replica == three.replica, "ties go on from the last one chosen"
+
+
+def test_pages_that_were_told_draw_a_prompt() -> None:
+    routing = Routing(4)
+    routing.stored(2, [1, 2, 3])
+    routing.stored(3, [1, 2])
+    found = sent(routing, prompt(1, 2, 3, 4))
+    assert (found.replica, found.hit_tokens, found.queued_tokens) == (2, 3 * PAGE, PAGE + 1)
+    assert found.best_hit_tokens == 3 * PAGE
+
+
+def test_a_gap_ends_a_hit() -> None:
+    routing = Routing(2, weights=ALONE)
+    routing.stored(0, [2, 3, 4])
+    routing.stored(1, [1])
+    assert sent(routing, prompt(1, 2, 3, 4)).replica == 1
+    assert routing.num_found([1, 2, 3, 4]).tolist()[0] == 0
+
+
+def test_what_was_removed_draws_nobody() -> None:
+    routing = Routing(2, weights=ALONE)
+    routing.stored(1, [1, 2])
+    routing.removed(1, [2])
+    assert routing.num_found([1, 2]).tolist() == [0, 1]
+    routing.cleared(1)
+    assert routing.num_found([1, 2]).tolist() == [0, 0]
+    assert len(routing.held) == 0
+
+
+def test_the_last_token_is_always_computed() -> None:
+    routing = Routing(1)
+    routing.stored(0, [1])
+    assert sent(routing, prompt(1, num_tokens=PAGE)).queued_tokens == 1
+
+
+def test_a_hit_is_not_worth_any_wait() -> None:
+    routing = Routing(2)
+    routing.stored(0, [1, 2])
+    routing.told(0, 10 * PAGE, 0, 0.0)
+    assert sent(routing, prompt(1, 2)).replica == 1, "half of what waits is more than the hit"
+    routing.told(0, 0, 0, 0.0)
+    assert sent(routing, prompt(1, 2)).replica == 0
+
+
+def test_own_sends_count_until_they_are_told() -> None:
+    """One burst does not go to the replica that was last said to be idle."""
+    routing = Routing(2)
+    chosen = [sent(routing, RoutedPrompt(100), 1.0).replica for _ in range(10)]
+    assert chosen.count(0) == chosen.count(1) == 5
+    routing.told(0, 500, 5, 0.5)  # as of before they were sent
+    assert routing.queued_tokens.tolist() == [1000, 500]
+    routing.told(0, 500, 5, 1.0)
+    assert routing.queued_tokens.tolist() == [500, 500]
+    assert routing.requests.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_request_leaves_nothing_behind(is_told: bool) -> None:
+    routing = Routing(2)
+    one = sent(routing, prompt(1, 2), 1.0)
+    if is_told:
+        routing.told(one.replica, one.queued_tokens, 1, 2.0)
+    assert routing.queued_tokens.tolist() == [2 * PAGE + 1, 0]
+    routing.begun(one)
+    assert routing.queued_tokens.tolist() == [0, 0]
+    assert routing.requests.tolist() == [1, 0]
+    routing.ended(one)
+    routing.ended(one)
+    assert routing.requests.tolist() == [0, 0]
+    assert not len(routing.supposed), "the replica tells its pages: none were published"
+
+
+def test_a_page_on_its_way_counts_as_found() -> None:
+    """Two that begin alike go together before the first is computed, where pages are told and where not."""
+    for route in ("prefix", "text_prefix"):
+        routing = Routing(4, route, ALONE)
+        first = sent(routing, prompt(1, 2, 3))
+        assert sent(routing, prompt(1, 2, 9)).hit_tokens == 2 * PAGE
+        routing.ended(first)
+    assert routing.num_found([1, 2, 3])[first.replica] == 3, "text only: what was sent stays supposed"
+
+
+def test_a_session_stays_until_its_replica_closes() -> None:
+    routing = Routing(3)
+    home = sent(routing, prompt(1), session="a").replica
+    routing.told(home, 10**6, 100, 1.0)
+    assert sent(routing, prompt(7), 2.0, session="a").replica == home
+    assert sent(routing, prompt(7), 2.0).replica != home
+    routing.is_open[home] = False
+    assert sent(routing, prompt(7), 3.0, session="a").replica != home
+
+
+def test_nobody_is_sent_where_it_may_not() -> None:
+    routing = Routing(3)
+    assert {sent(routing, prompt(1), but=[0, 2]).replica for _ in range(5)} == {1}
+    routing.is_open[1] = False
+    assert routing.send(prompt(1), 0.0, but=[0, 2]) is None
+    assert routing.requests.tolist() == [0, 5, 0], "who was not sent is not counted"
+
+
+def test_a_lost_replica_is_forgotten() -> None:
+    routing = Routing(2)
+    routing.stored(0, [1, 2])
+    one = sent(routing, prompt(1, 2, 3), session="a")
+    routing.told(0, 100, 9, -1.0)
+    routing.lost(0)
+    assert (routing.queued_tokens[0], routing.requests[0]) == (0, 0)
+    assert routing.num_found([1, 2, 3]).tolist() == [0, 0]
+    routing.ended(one)
+    assert routing.requests.tolist() == [0, 0]
+    routing.is_open[0] = False
+    assert sent(routing, prompt(1), session="a").replica == 1
+
+
+def test_an_idle_replica_gets_its_share() -> None:
+    """One beginning that all prompts have does not keep them at one replica for ever."""
+    routing, given = Routing(4), np.zeros(4)
+    for number in range(400):
+        one = sent(routing, prompt(1, 2, 3, 1000 + number), number / 10)
+        given[one.replica] += 1
+        routing.stored(one.replica, [1, 2, 3, 1000 + number])
+        routing.ended(one)
+    assert given.max() / given.mean() < 1.25
+
+
+@pytest.mark.parametrize("seed", cases(range(10), range(300)))
+def test_found_keys_are_those_of_plain_sets(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    count = int(random.integers(1, 40))
+    routing, plain = Routing(count), [set[int]() for _ in range(count)]
+    for _ in range(100):
+        replica, keys = int(random.integers(count)), random.integers(0, 30, 4).tolist()
+        if random.random() < 0.7:
+            routing.stored(replica, keys)
+            plain[replica] |= {*keys}
+        else:
+            routing.removed(replica, keys)
+            plain[replica] -= {*keys}
+        asked = random.permutation(30)[:6].tolist()
+        wanted = [sum(1 for _ in itertools.takewhile(each.__contains__, asked)) for each in plain]
+        assert routing.num_found(asked).tolist() == wanted
+    assert len(routing.held) == len(set().union(*plain))
+
+
+def test_a_key_that_nobody_holds_takes_no_memory() -> None:
+    holders = KeyHolders()
+    holders.add(3, range(100))
+    holders.discard(3, range(100))
+    assert len(holders) == 0
