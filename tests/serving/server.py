@@ -96,8 +96,9 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """Of the process of its last engine that was ready."""
-        found = [match for line in self.log if (match := re.search(r"ready .*process (\d+)", line))]
-        return int(found[-1][1])
+        said = r"ready .*process (\d+)"
+        self.wait_for(said)  # it may be ready before its line has come
+        return int([match for line in self.log if (match := re.search(said, line))][-1][1])
 
     def close(self) -> int:
         """End it, and its exit status."""
