@@ -42,6 +42,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
     pooling: Literal["last", "mean"] | None = None  # the prompt's embedding, of which tokens; None: off
+    label_token_ids: TokenSequence = ()  # in place of that, how likely each of these comes next
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -130,6 +131,9 @@ class SamplingParams:
     def _check_pooling(self) -> None:
         pooling = self.pooling
         _check("pooling", pooling, pooling in (None, "last", "mean"), "last or mean")
+        labels = len(self.label_token_ids)
+        _check("label_token_ids", labels, labels <= _MOST_LABELS, f"at most {_MOST_LABELS} tokens")
+        _check("label_token_ids", labels, not labels or pooling == "last", 'left out without pooling: "last"')
         if pooling is not None:
             _check("max_tokens", self.max_tokens, self.max_tokens == 1, "1 beside pooling")
             asked = self.prompt_logprobs
@@ -140,6 +144,7 @@ class SamplingParams:
 _MOST = 2**31 - 1  # of numbers that become columns and tensors
 _MOST_TOKENS = 1024  # that a request may name: each of its samples carries them
 _LONGEST_STOP = 1024  # an answer's text is held back by as much
+_MOST_LABELS = 128
 _MOST_BAD_WORDS = 256  # each is compared with the end of the answer in every step
 _MOST_BAD_TOKENS = 4096
 _ENDS_BY_GRAMMAR = "left out beside structured output, whose grammar says where the answer ends"
@@ -212,7 +217,7 @@ class Request:
     num_accepted: int = 0  # of these, what the model said too
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from its second token on, if asked
     num_scored: int = 0  # how many of these were there when it last left its slot
-    pooled: Vector | None = None  # the sum of its prompt's hidden states, or of the part that is known
+    pooled: Vector | None = None  # the sum of its prompt's hidden states, as far as known; or of its labels
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search that ended, best first; `tokens` has the best
     admitted_s: float | None = None  # for the first time
@@ -248,7 +253,9 @@ class Request:
 
     @property
     def embedding(self) -> Vector | None:
-        """The mean of the states that were pooled, when its prompt is computed."""
+        """The mean of the states that were pooled, or its labels' log-probabilities, when its prompt is
+        computed.
+        """
         if self.pooled is None or self.first_token_s is None:
             return None
         num_pooled = len(self.prompt) if self.params.pooling == "mean" else 1

@@ -120,9 +120,9 @@ def run_jobs(
             yield _record(found, run.origin_s, has_text=text is not None)
 
 
-def _record(found: JobAnswer, origin_s: float, *, has_text: bool) -> Record:
+def _record(finished: JobAnswer, origin_s: float, *, has_text: bool) -> Record:
     """One answer to a request, or one hypothesis of its beam search."""
-    job, request, answer = found.job, found.request, found.answer
+    job, request, answer = finished.job, finished.request, finished.answer
     index = {"index": answer.index} if job.num_answers > 1 else {}
     if answer.finish_reason == "error":
         return {"id": job.request.id, "error": request.error} | index
@@ -132,8 +132,10 @@ def _record(found: JobAnswer, origin_s: float, *, has_text: bool) -> Record:
         "text": answer.text if has_text else None,
         "finish_reason": answer.finish_reason,
     }
-    if request.embedding is not None:
-        record = {"id": job.request.id, "embedding": unit(request.embedding).tolist()}
+    if (found := request.embedding) is not None:
+        is_labelled = bool(request.params.label_token_ids)
+        told = {"label_logprobs": found.tolist()} if is_labelled else {"embedding": unit(found).tolist()}
+        record = {"id": job.request.id, **told}
     if job.show_logprobs and request.params.logprobs is not None:
         record["logprobs"] = [_logprobs(entry) for entry in answer.logprobs]
     if request.params.prompt_logprobs is not None:

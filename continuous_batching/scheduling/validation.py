@@ -106,6 +106,7 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
         ("allowed_token_ids", allowed),
         ("logit_bias", biased),
         ("bad_words", banned),
+        ("label_token_ids", np.array(params.label_token_ids, dtype=np.int64)),
     ):
         outside = (tokens < 0) | (tokens >= vocab_size)
         if outside.any():

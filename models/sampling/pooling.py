@@ -1,9 +1,10 @@
 """What is the embedding of the prompts that ask for one?
 
 The hidden state behind the last norm, at the last token of a prompt or added up over all of them: a step adds
-what its own tokens come to, so that a prompt may be computed in chunks.
+what its own tokens come to, so that a prompt may be computed in chunks. A prompt with labels gets the
+log-probabilities of these tokens behind it instead.
 
-Legend: T tokens of the step, N those of them that count, P prompts that they belong to.
+Legend: T tokens of the step, N those of them that count, P prompts that they belong to, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Pooled:
     at: Index  # [N] of the T, prompt after prompt
     rows: Index  # [P] of the slot table
     counts: Index  # [P] how many of the N belong to each
+    labels: dict[int, tuple[int, ...]]  # by place among the P, of those that have any
 
 
 def pooled_of(batch: Batch, slots: SlotPool) -> Pooled | None:
@@ -43,8 +45,10 @@ def pooled_of(batch: Batch, slots: SlotPool) -> Pooled | None:
     lens = batch.stops - batch.starts
     offsets = (np.cumsum(lens) - batch.stops)[spans]  # from a position to its place in the step
     starts, stops = starts[spans], stops[spans]
+    rows = batch.slots[spans]
+    labels = [request.params.label_token_ids for request in slots.requests[rows]]
     at = ragged_ranges(starts + offsets, stops + offsets)
-    return Pooled(at, batch.slots[spans], stops - starts)
+    return Pooled(at, rows, stops - starts, {place: each for place, each in enumerate(labels) if each})
 
 
 def pool(pooled: Pooled, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, Vector]]:
@@ -54,5 +58,21 @@ def pool(pooled: Pooled, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[
     states = decoder.normed(hidden[to_device(pooled.at, hidden.device)]).float()
     if len(states) > len(pooled.rows):
         states = torch.stack([each.sum(0) for each in states.split(pooled.counts.tolist())])
-    arrived = to_host(states)
-    return lambda: dict(zip(pooled.rows.tolist(), arrived()))
+    arrived, rows = to_host(states), pooled.rows.tolist()
+    if not pooled.labels:
+        return lambda: dict(zip(rows, arrived()))
+    labelled = _labelled(pooled, hidden, decoder)
+    return lambda: dict(zip(rows, arrived())) | labelled()
+
+
+def _labelled(pooled: Pooled, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, Vector]]:
+    """The log-probabilities of labels, by row; of a prompt with labels, its last token alone counts."""
+    places = np.array([*pooled.labels])
+    at = pooled.at[np.cumsum(pooled.counts)[places] - 1]
+    logprobs = decoder.logits(hidden[to_device(at, hidden.device)]).float().log_softmax(-1)  # [places, V]
+    sizes = [len(each) for each in pooled.labels.values()]
+    which = to_device(np.repeat(np.arange(len(sizes)), sizes), hidden.device)
+    tokens = to_device(np.array([each for some in pooled.labels.values() for each in some]), hidden.device)
+    arrived = to_host(logprobs[which, tokens])
+    rows = pooled.rows[places].tolist()
+    return lambda: dict(zip(rows, np.split(arrived(), np.cumsum(sizes)[:-1])))

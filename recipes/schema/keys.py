@@ -22,7 +22,7 @@ class Key:
     """A key of a recipe by its dotted name; `least` and `most` are part of the range."""
 
     name: str
-    hint: Any  # int, float, bool, Path, Literal[...], tuple[str, ...] or dict, or one of these | None
+    hint: Any  # int, float, bool, str, Path, Literal[...], tuple[str, ...] or dict, or one of these | None
     meaning: str
     least: float | None
     most: float | None
@@ -52,7 +52,9 @@ class Key:
         elif kind in (int, float):
             words = f"{'an integer' if kind is int else 'a number'} from {self.least} to {self.most}"
         else:
-            words = {bool: "true or false", Path: "a path", NAMES: "a list of names"}.get(kind, "a mapping")
+            words = {bool: "true or false", Path: "a path", str: "a text", NAMES: "a list of names"}.get(
+                kind, "a mapping"
+            )
         return f"{words}, or null" if self.nullable else words
 
     def accepts(self, value: object) -> bool:

@@ -49,12 +49,17 @@ def in_words(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+_TRUTHS = ("yes", "no", "on", "off", "true", "false")  # which YAML reads as such, without quotes
+
+
 def in_yaml(value: object) -> str:
     """A value as it would stand in a recipe."""
     if value is None:
         return "null"
     if isinstance(value, tuple):
         return f"[{', '.join(map(in_yaml, value))}]"
+    if value in _TRUTHS:
+        return f'"{value}"'
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -27,6 +27,16 @@ class ServerSection:
         "how the model writes what it only thinks; think: from <think> to </think>, before the answer",
         default="none",
     )
+    score_question: str | None = key(
+        "what /score and /rerank ask the model about a pair: a user's message, in which {query} and"
+        " {document} stand for the texts; null: they compare embeddings, if `model.pooling` says which",
+        default=None,
+    )
+    score_system: str | None = key("the system message before it", default=None)
+    score_answers: tuple[str, ...] = key(
+        "two answers, of one token each: a score is the probability of the first, beside the second",
+        default=("yes", "no"),
+    )
     max_requests: int = key(
         "the most requests in the server at once, each sample counted; further ones are asked to try again"
         " later",

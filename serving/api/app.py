@@ -22,6 +22,7 @@ from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
 from serving.api.model_names import ModelNames
 from serving.api.responses import ResponsesRoute
+from serving.api.scores import ScoreRoutes
 from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
 
@@ -59,7 +60,7 @@ def application(
         "/v1/responses": ResponsesRoute(generation).respond,
         "/v1/embeddings": EmbeddingsRoute(generation).embed,
     }
-    for path, answer in answers.items():
+    for path, answer in (answers | ScoreRoutes(generation).by_path()).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     app.include_router(operations.router(llm, names))
     app.include_router(operations.text_router(llm, names, route))

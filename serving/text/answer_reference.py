@@ -39,5 +39,6 @@ ANSWER_FIELDS = (  # of a line that `scripts.generate` writes
         ("embedding",),
         "with `pooling`, in place of tokens, text and reason: numbers whose squares add up to 1",
     ),
+    (("label_logprobs",), "with `label_token_ids`, in place of the embedding: of each, the log-probability"),
     (("error",), "in place of all but `id`: why the request was refused or failed"),
 )

@@ -269,6 +269,12 @@ FIELDS = (
         default="none",
     ),
     RequestField(
+        ("label_token_ids",),
+        "in place of the embedding, how likely each of these tokens comes next; needs `pooling: last`",
+        allowed="a list of up to 128 token ids",
+        default="none",
+    ),
+    RequestField(
         ("tenant", "user"),
         "whose request it is; two names of one field",
         allowed="a string",

@@ -263,6 +263,7 @@ _SAMPLING: dict[str, types.Reader] = {
     "bad_words": types.string_list,
     "prompt_logprobs": types.integer,
     "pooling": types.string,
+    "label_token_ids": types.token_id_list,
     "stop": types.string_list,
     "stop_token_ids": types.token_id_list,
     "ignore_eos": types.boolean,
@@ -307,6 +308,15 @@ _READERS: dict[str, types.Reader] = {
 }
 FIELDS = frozenset(_READERS)
 _WITH_POOLING = {
-    *("id", "prompt", "messages", "prompt_token_ids", "truncate_prompt_tokens", "pooling", *_CHAT),
+    *(
+        "id",
+        "prompt",
+        "messages",
+        "prompt_token_ids",
+        "truncate_prompt_tokens",
+        "pooling",
+        "label_token_ids",
+        *_CHAT,
+    ),
     *("arrival_s", "timeout_s", "tenant", "user", "cache_salt", "priority"),
 }

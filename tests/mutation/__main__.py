@@ -128,7 +128,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **dict.fromkeys(QUEUES, QUEUE_TESTS),
     **dict.fromkeys((REQUEST, FOLLOWERS), (*HOST_TESTS, PROMPT_TESTS, POOLING_TESTS)),
     PROMPTS: (PROMPT_TESTS,),
-    POOLING: (POOLING_TESTS,),
+    POOLING: (POOLING_TESTS, "tests/serving/test_scores.py"),
     OUTRANK: (BATCHING + "test_ordering.py", *HOST_TESTS),
     STORAGE: DEVICE_TESTS,
     RUNNER: (*DEVICE_TESTS, *TENSOR_TESTS, "tests/models/test_captured_drafts.py"),

@@ -64,4 +64,11 @@ PROMPT_FAULTS = (
         "offsets = -batch.starts[spans]",
         "every prompt gets the states of the first one in its step",
     ),
+    Fault(
+        "labels_behind_another_token",
+        POOLING,
+        "at = pooled.at[np.cumsum(pooled.counts)[places] - 1]",
+        "at = pooled.at[places]",
+        "a document is judged by another one's last token",
+    ),
 )

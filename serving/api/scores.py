@@ -1,0 +1,199 @@
+"""How well do documents match a query: `POST /score` and `POST /rerank`?
+
+By what the model answers when it is asked about each pair, or by the cosine of two embeddings.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from continuous_batching.refusal import BadRequest
+from serving.answers.answers import AnswerDelta, AnswerStream
+from serving.answers.embeddings import unit
+from serving.api.embeddings import embedding_of, usage_of
+from serving.api.generation import Generation, fields_as_sent
+from serving.api.ignored_fields import Ignored
+from serving.api.pieces import Json, to_json
+from serving.api.schemas import RequestBody, Strings
+from serving.text.questions import Question
+
+Pairs = Sequence[tuple[str, str]]
+
+
+class ScoreBody(RequestBody):
+    """`POST /score`."""
+
+    ignored: ClassVar[Ignored] = {}
+    apart = frozenset({"text_1", "text_2"})
+    text_1: str | Strings = Field(description="a query, or as many as there are documents")
+    text_2: str | Strings = Field(description="a document, or several")
+
+    def pairs(self) -> Pairs:
+        """What is to be scored."""
+        queries, documents = (
+            [each] if isinstance(each, str) else each for each in (self.text_1, self.text_2)
+        )
+        if len(queries) not in (1, len(documents)):
+            problem = f"has {len(queries)} texts and text_2 {len(documents)}; it must have one, or as many"
+            raise BadRequest("text_1", problem)
+        return [*zip(queries * len(documents) if len(queries) == 1 else queries, documents)]
+
+
+class RerankBody(RequestBody):
+    """`POST /rerank`."""
+
+    ignored: ClassVar[Ignored] = {}
+    apart = frozenset({"query", "documents", "top_n", "return_documents"})
+    query: str
+    documents: list[Any] = Field(description='texts, or {"text": ...}')
+    top_n: int | None = Field(None, description="show so many, the best first; null or 0: all")
+    return_documents: bool | None = Field(None, description="show their texts too; null: true")
+
+    def pairs(self) -> Pairs:
+        """What is to be scored."""
+        if self.top_n is not None and self.top_n < 0:
+            raise BadRequest("top_n", value=self.top_n, limit="0 (all) or more")
+        return [(self.query, _text_of(at, each)) for at, each in enumerate(self.documents)]
+
+
+class Judge(Protocol):
+    """How pairs of texts are scored."""
+
+    def requests(self, pairs: Pairs) -> list[dict[str, Any]]:
+        """The fields of what the engine is asked."""
+        ...
+
+    def scores(self, pairs: Pairs, answers: Sequence[AnswerStream]) -> list[float]:
+        """From the answers to these, a score for each pair."""
+        ...
+
+
+class AskedJudge:
+    """Asks the model about each pair: the probability of the first answer, of both."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+
+    def requests(self, pairs: Pairs) -> list[dict[str, Any]]:
+        """A request for each pair."""
+        return [self._question.fields(*pair) for pair in pairs]
+
+    def scores(self, pairs: Pairs, answers: Sequence[AnswerStream]) -> list[float]:
+        """From 0 to 1."""
+        logprobs = np.array([embedding_of(each) for each in answers], dtype=np.float64)
+        scores: list[float] = (1 / (1 + np.exp(logprobs[:, 1] - logprobs[:, 0]))).tolist()
+        return scores
+
+
+class CosineJudge:
+    """Compares the embeddings of the texts, of which each is computed once."""
+
+    def __init__(self, pooling: str) -> None:
+        self._pooling = pooling
+
+    def requests(self, pairs: Pairs) -> list[dict[str, Any]]:
+        """A request for each text."""
+        return [{"prompt": each, "pooling": self._pooling} for each in _texts(pairs)]
+
+    def scores(self, pairs: Pairs, answers: Sequence[AnswerStream]) -> list[float]:
+        """From -1 to 1."""
+        found = dict(zip(_texts(pairs), (unit(embedding_of(each)) for each in answers)))
+        return [float(found[query] @ found[document]) for query, document in pairs]
+
+
+class ScoreRoutes:
+    """The routes; without a judge they refuse."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        recipe = generation.llm.recipe
+        question = Question.of(recipe, generation.llm.text)
+        self._judge: Judge | None = None
+        if question is not None:
+            self._judge = AskedJudge(question)
+        elif recipe.model.pooling != "none":
+            self._judge = CosineJudge(recipe.model.pooling)
+
+    def by_path(self) -> dict[str, Callable[..., Awaitable[Response]]]:
+        """The routes, by each path that clients know them by."""
+        scores = dict.fromkeys(("/score", "/v1/score"), self.score)
+        return {**scores, **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self.rerank)}
+
+    async def score(self, body: ScoreBody, request: Request) -> Response:
+        """Score each pair of texts."""
+        return await self._judged(body, body.pairs(), "score", request)
+
+    async def rerank(self, body: RerankBody, request: Request) -> Response:
+        """Sort documents by how well they match a query."""
+        return await self._judged(body, body.pairs(), "rerank", request)
+
+    async def _judged(
+        self, body: ScoreBody | RerankBody, pairs: Pairs, kind: str, request: Request
+    ) -> Response:
+        generation, judge, named = self._generation, self._judge, list(_FIELDS[kind])
+        if judge is None:
+            problem = "scores no texts: its recipe has neither server.score_question nor model.pooling"
+            raise BadRequest("model", problem)
+        if not pairs:
+            raise BadRequest(named[-1], "is empty; it must hold at least one text")
+        shared, name = generation.fields(body, request), f"{kind}-{uuid.uuid4().hex}"
+        asked = [{"id": f"{name}-{at}", **each, **shared} for at, each in enumerate(judge.requests(pairs))]
+        with fields_as_sent(dict.fromkeys(("prompt", "messages"), named[-1])):
+            generation.check_number(len(asked), subject=" and ".join(named))
+            answers = await generation.ask(asked, name, request)
+            head = {"id": name, "model": generation.asked(body.model)}
+            return await generation.respond_whole(answers, Scores(answers, judge, body, pairs, head), request)
+
+
+class Scores:
+    """How scores are written, as `WholeForm` has it."""
+
+    def __init__(
+        self,
+        answers: Sequence[AnswerStream],
+        judge: Judge,
+        body: ScoreBody | RerankBody,
+        pairs: Pairs,
+        head: dict[str, str],
+    ) -> None:
+        self._answers, self._judge, self._body, self._pairs = answers, judge, body, pairs
+        self._head = head
+
+    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
+        """All of them: as pairs were sent, or the best documents first."""
+        scores, body = self._judge.scores(self._pairs, self._answers), self._body
+        told: Json = {**self._head, "usage": usage_of(self._answers)}
+        if isinstance(body, ScoreBody):
+            told |= {"object": "list", "created": int(time.time())}
+            told["data"] = [{"index": at, "object": "score", "score": each} for at, each in enumerate(scores)]
+        else:
+            best = sorted(range(len(scores)), key=lambda at: -scores[at])
+            told["results"] = [
+                {"index": at, "relevance_score": scores[at]}
+                | ({} if body.return_documents is False else {"document": {"text": self._pairs[at][1]}})
+                for at in best[: body.top_n or None]
+            ]
+        yield to_json(told)
+
+
+_FIELDS = {"score": ("text_1", "text_2"), "rerank": ("query", "documents")}
+
+
+def _texts(pairs: Pairs) -> list[str]:
+    """Each text once."""
+    return list(dict.fromkeys(text for pair in pairs for text in pair))
+
+
+def _text_of(at: int, document: object) -> str:
+    text = document.get("text") if isinstance(document, dict) and document.keys() == {"text"} else document
+    if not isinstance(text, str):
+        raise BadRequest("documents", value=document, limit='a text, or {"text": ...}', place=f"[{at}]")
+    return text
