@@ -8,6 +8,7 @@ from typing import Literal
 
 from models.latent_config import LatentConfig
 from models.mixture_config import MLP_ROLES, MixtureConfig
+from models.packing import Packing
 from models.quantization import BlockScales, Quantization
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -87,7 +88,7 @@ class DecoderConfig:
     int8_cache: bool = False  # keys and values in int8, with a float32 scale for each token and head
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
-    block_scales: BlockScales | None = None  # of weights that the checkpoint stores in 8-bit floats
+    stored_form: BlockScales | Packing | None = None  # of weights that are read into the model's type
     stored_joined: tuple[str, ...] = ()  # QKV, GATE_UP: linears that the checkpoint stores as one
     post_norms: bool = False  # of what attention and MLP made, before it is added
     num_unread_layers: int = 0  # that a checkpoint may have behind its own, to predict further tokens

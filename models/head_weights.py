@@ -13,7 +13,8 @@ from torch import Tensor
 
 from models.eagle3 import LAYER, Eagle3, Eagle3Config
 from models.linear import Linear
-from models.weights import Place, fill, rooms_of
+from models.place import Place
+from models.weights import fill, rooms_of
 
 EMBEDDING, OFFSETS, FOLLOWS = "embed_tokens.weight", "d2t", "t2d"
 

@@ -30,7 +30,7 @@ class UpProjection(nn.Module):
     Its rows are filled as the keys of all heads and, behind them, the values of all heads.
     """
 
-    bias = None
+    bias, rounds = None, False  # a linear's
 
     def __init__(
         self,

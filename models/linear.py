@@ -14,6 +14,8 @@ from models.group import Group
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Widths
 
+ROUNDED_ROWS = 512  # that are quantized at once: several copies of them are in float32
+
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A weight that is allocated and not yet filled."""
@@ -24,7 +26,7 @@ class Linear(nn.Module):
     """A linear whose weight is filled as [out, in], then packed for the device.
 
     `form` says whether the weight is kept in the model's type ("plain"), comes in int8 beside a scale
-    ("int8"), or comes in the model's type and is quantized when it is packed ("quantize").
+    ("int8"), or comes in the model's type and is quantized as it comes ("quantize").
     """
 
     def __init__(
@@ -39,12 +41,12 @@ class Linear(nn.Module):
         widths: Widths = (),
     ) -> None:
         super().__init__()
-        self.ops, self.form, self.widths = ops, form, widths
+        self.ops, self.form, self.widths, self.dtype = ops, form, widths, dtype
         self.scale_dtype = torch.float32  # to which scales are rounded, where an operator takes another
-        stored = torch.int8 if form == "int8" else dtype
+        stored = torch.int8 if self.is_int8 else dtype
         self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=stored, device=device)
         self.weight_scale: nn.Parameter | None = None
-        if form == "int8":
+        if self.is_int8:
             self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
         self.packed = None
@@ -64,13 +66,26 @@ class Linear(nn.Module):
         """The weight [out, in] as it is multiplied, and in int8 its scale [out]."""
         assert self.weight is not None, "a linear is packed once"
         weight, scale = self.weight.data, self.weight_scale
-        if self.form == "quantize":
-            weight, scale = self.quantized(weight)
         return weight, None if scale is None else scale[:, 0].to(self.scale_dtype)
 
-    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """[out, in] -> int8 [out, in], float32 scale [out, 1]."""
-        return quantize_rows(weight)
+    @property
+    def rounds(self) -> bool:
+        """Whether it is filled by numbers that `round_to` quantizes."""
+        return self.form == "quantize"
+
+    def round_to(self, rows: Tensor, scale: Tensor, numbers: Tensor) -> None:
+        """Quantize numbers [n, in] in the model's type to int8 rows [n, in] and float32 scales [n, 1]."""
+        parts = numbers.split(ROUNDED_ROWS)
+        largest = self.largest(torch.cat([part.abs().amax(-1, keepdim=True).float() for part in parts]))
+        rooms = (each.split(ROUNDED_ROWS) for each in (rows, scale, largest))
+        for part, some_rows, some_scale, most in zip(parts, *rooms):
+            made, found = quantize_rows(part, most)
+            some_rows.copy_(made)
+            some_scale.copy_(found)
+
+    def largest(self, largest: Tensor) -> Tensor:
+        """The greatest magnitudes [n, 1] of whole rows, from those of the rows that are here."""
+        return largest
 
     @property
     def is_int8(self) -> bool:
@@ -111,10 +126,9 @@ class SummedLinear(Linear):
         super().__init__(ops, in_features, out_features, bias, dtype, device, form)
         self.group = group
 
-    def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale is that of the whole row: then int8 weights do not depend on the number of ranks."""
-        largest = weight.abs().amax(-1, keepdim=True).float()
-        return quantize_rows(weight, self.group.all_reduce_max(largest))
+    def largest(self, largest: Tensor) -> Tensor:
+        """Of the rows of all ranks: then int8 weights do not depend on the number of ranks."""
+        return self.group.all_reduce_max(largest)
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""

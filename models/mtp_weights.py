@@ -9,7 +9,8 @@ from pathlib import Path
 
 from models.layer_parts import LayerParts
 from models.mtp import Mtp, MtpConfig
-from models.weights import fill, placed, with_scales
+from models.stored_parts import in_parts
+from models.weights import fill, placed
 
 SHARED = ("embed_tokens.", "shared_head.head.")  # with the target
 
@@ -32,11 +33,10 @@ def load(head: Mtp, path: str | Path) -> int:
     parts.joined.append(("", (config.joining,), head.joining))
     held = {name: outputs for name, _, outputs in head.part.linears()}
     places = placed(parts, config, held, head.share)
-    if config.block_scales is not None:
-        places = with_scales(places, config.block_scales, path)
+    read = in_parts(places, config.stored_form, path)
     is_shared = tuple(prefix + name for name in SHARED)
     _, num_bytes = fill(
-        path, places, places, lambda name: not name.startswith(prefix) or name.startswith(is_shared)
+        path, read, read, lambda name: not name.startswith(prefix) or name.startswith(is_shared)
     )
     head.pack()
     return num_bytes

@@ -16,6 +16,7 @@ from models.shown import shown
 
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
+PACKED, PACKED_FORMAT = ("awq", "gptq"), "pack-quantized"  # the methods, and a format, of models/packing.py
 MOST_BLOCK = 2**16
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -61,6 +62,9 @@ class BlockScales:
     rows: int
     columns: int
 
+    def __str__(self) -> str:
+        return f"8-bit floats by blocks of {self.rows} x {self.columns}"
+
     def shape(self, weight: tuple[int, ...]) -> tuple[int, int]:
         """Of the scales of a weight [out, in]."""
         outputs, inputs = weight
@@ -92,7 +96,7 @@ def _not_read(key: str, value: object, limit: str) -> ValueError:
 
 
 def quantization(hf: Mapping[str, Any]) -> Quantization | None:
-    """How a parsed config.json says that its weights are quantised; ValueError for any way but W8A8."""
+    """How a parsed config.json says that its weights are quantised; ValueError for a way not read."""
     if hf.get("compression_config"):
         raise _refused("compression_config", "an older layout")
     if not hf.get(KEY):
@@ -100,9 +104,10 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     said = hf[KEY]
     if not isinstance(said, Mapping):
         raise _refused(KEY, shown(said))
-    if said.get("quant_method") == FLOATS:  # it is read as if it were not quantised
-        return None
-    for name, only in (("quant_method", "compressed-tensors"), ("format", "int-quantized")):
+    method, compressed = said.get("quant_method"), "compressed-tensors"
+    if method in (FLOATS, *PACKED) or (method == compressed and said.get("format") == PACKED_FORMAT):
+        return None  # it is read as if it were not quantised
+    for name, only in (("quant_method", compressed), ("format", "int-quantized")):
         if said.get(name) != only:
             raise _refused(f"{KEY}.{name}", shown(said.get(name)))
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -162,5 +167,6 @@ def _check(label: str, found: Any, scheme: Mapping[str, Any]) -> None:
 def _refused(key: str, value: str) -> ValueError:
     return ValueError(
         f"the model's configuration has {key}: {value}; read are int8 weights by channel with int8"
-        f" activations by token in compressed-tensors' int-quantized format: {MEND}"
+        " activations by token in compressed-tensors' int-quantized format, its pack-quantized format, awq"
+        f" and gptq: {MEND}"
     )

@@ -9,66 +9,29 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.block_scales import STORED, SUFFIX, scaled
-from models.checkpoint import check_finite, checkpoint_files, names_in, open_checkpoint
+from models.checkpoint import checkpoint_files, names_in, open_checkpoint
 from models.config import FUSED, GATE_UP, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.latent import UpProjection
 from models.layer_parts import LayerParts
 from models.linear import Linear
 from models.mixture_config import MLP_ROLES
-from models.quantization import BlockScales
-from models.share import Share, Slices
+from models.place import Place, Rounding
+from models.share import Share
+from models.stored_parts import PartPlace, Places, in_parts
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
-INTEGERS = {torch.int8: ("I8",), torch.int64: ("I64",)}
 MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping count as the process's memory
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor of a checkpoint goes."""
-
-    room: Tensor  # the view of the decoder's parameters; rows beyond what is read are zero
-    shape: tuple[int, ...]  # of the tensor
-    slices: Slices  # what this rank reads of it
-    order: Tensor | None = None  # of the rows that were read, as the room has them; None: as they are
-    scales: tuple[BlockScales, Tensor] | None = None  # of all its blocks, where it is stored with them
-    ranges: tuple[slice, ...] = ()  # of rows that this rank reads one after the other, in place of `slices`
-
-    def part(self, whole: Any) -> Tensor:
-        """What this rank reads of a tensor, or of the header of one in a file."""
-        if self.ranges:
-            return torch.cat([whole[rows] for rows in self.ranges])
-        found: Tensor = whole[self.slices]
-        return found
-
-    def scaled(self, tensor: Tensor) -> Tensor:
-        """What was read, as its scales say."""
-        if self.scales is None:
-            return tensor
-        blocks, scales = self.scales
-        first = [each.start or 0 for each in self.slices] + [0, 0]
-        return scaled(tensor, scales, blocks, (first[0], first[1]))
-
-    def fill(self, tensor: Tensor) -> None:
-        """With what was read and scaled."""
-        if self.order is not None:
-            tensor = tensor[self.order]
-        self.room[: len(tensor)].copy_(tensor)
-        if len(tensor) < len(self.room):
-            self.room[len(tensor) :].zero_()
 
 
 def load(decoder: Decoder, path: str | Path) -> int:
@@ -77,9 +40,8 @@ def load(decoder: Decoder, path: str | Path) -> int:
     Raises one ValueError that names every tensor that is missing, surplus, misshapen or wrongly typed.
     """
     path = Path(path)
-    places, config = places_by_name(decoder), decoder.config
-    if config.block_scales is not None:
-        places = with_scales(places, config.block_scales, path)
+    own, config = places_by_name(decoder), decoder.config
+    places = in_parts(own, config.stored_form, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
     share = decoder.share
@@ -87,7 +49,7 @@ def load(decoder: Decoder, path: str | Path) -> int:
     # A tied checkpoint may contain its head as well; if the two differ it is not tied
     heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
     for file in heads if has_twin else ():
-        head = _read(open_checkpoint(file), HEAD, places[EMBEDDING])
+        head = _read(open_checkpoint(file), HEAD, own[EMBEDDING])
         num_bytes += head.nbytes
         if not torch.equal(head.to(decoder.embedding), decoder.embedding[: len(head)]):
             raise ValueError(
@@ -99,7 +61,7 @@ def load(decoder: Decoder, path: str | Path) -> int:
 
 
 def fill(
-    path: Path, places: dict[str, Place], known: dict[str, Place], is_unread: Callable[[str], bool]
+    path: Path, places: Places, known: Places, is_unread: Callable[[str], bool]
 ) -> tuple[dict[Path, list[str]], int]:
     """Fill all places from the checkpoint directory `path`; its tensors by file, and the bytes read of them.
 
@@ -114,30 +76,11 @@ def fill(
             + "\nDownload the checkpoint again, or correct config.json."
         )
     num_bytes = 0
-    of_scales = {name for name in places if name.endswith(SUFFIX)}
-    for some in (of_scales, places.keys() - of_scales):  # a weight may lie in an earlier file than its scales
-        for file, names in found.items():
-            for name, tensor in _tensors(file, {name: places[name] for name in names if name in some}):
-                place, numbers = places[name], places[name].scaled(tensor)
-                check_finite(file, name, numbers, place.room.dtype)
-                place.fill(numbers)
-                num_bytes += tensor.nbytes
+    for file, names in found.items():
+        for name, tensor in _tensors(file, {name: places[name] for name in names if name in places}):
+            places[name].take(file, name, tensor)
+            num_bytes += tensor.nbytes
     return found, num_bytes
-
-
-def with_scales(places: dict[str, Place], blocks: BlockScales, path: Path) -> dict[str, Place]:
-    """The places of weights that the checkpoint stores with scales by block know these, which have places on
-    the host.
-    """
-    more = dict(places)
-    for file in checkpoint_files(path):
-        opened = open_checkpoint(file)
-        for name in names_in(opened):
-            if name in places and opened.get_slice(name).get_dtype() == STORED:
-                room = torch.empty(blocks.shape(places[name].shape), dtype=torch.float32)
-                more[name] = replace(places[name], scales=(blocks, room))
-                more[name + SUFFIX] = Place(room, tuple(room.shape), ())
-    return more
 
 
 def random(decoder: Decoder, seed: int) -> None:
@@ -154,13 +97,15 @@ def random(decoder: Decoder, seed: int) -> None:
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
         if name.endswith("norm"):
             parameter.data.fill_(1.0)
-        if name.endswith("norm") or not len(parameter):  # the embedding of a stage that has none is empty
-            continue
+        if name.endswith(("norm", "weight_scale")) or not len(parameter):
+            continue  # scales follow from what is drawn; the embedding of a stage that has none is empty
         places = parts[parameter.untyped_storage().data_ptr()]
         num_rows = [place.shape[0] for place in places]
         shape = (sum(num_rows), *places[0].shape[1:])
-        is_held = decoder.group.size == 1 and all(place.order is None for place in places)
-        whole = parameter.data if is_held else parameter.new_empty(shape)
+        is_held = decoder.group.size == 1 and all(
+            place.order is None and place.rounding is None for place in places
+        )
+        whole = parameter.data if is_held else parameter.new_empty(shape, dtype=places[0].dtype)
         bound = math.sqrt(3.0 / shape[-1])  # uniform is three times as fast as normal
         generator.manual_seed(_seed_of(decoder, name, seed))
         whole.uniform_(-bound, bound, generator=generator)
@@ -213,12 +158,14 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
             assert isinstance(linear, Linear), "an up-projection is stored by itself"
             places[f"{stored}.weight"] = _joined_place(linear, names, sizes, share, orders, config)
             continue
-        for kind, rooms in rooms_of(linear, [held[name] for name in names]):
-            for name, room in zip(names, rooms):
+        widths = [held[name] for name in names]
+        for kind, rooms in rooms_of(linear, widths):
+            roundings = _roundings(linear, widths if kind == "weight" else [])
+            for name, room, rounding in zip_longest(names, rooms, roundings):
                 outputs, inputs = sizes[name]
                 shape = {"weight": (outputs, inputs), "weight_scale": (outputs, 1), "bias": (outputs,)}[kind]
                 slices = share.slices(f"{name}.{kind}", config)
-                places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name))
+                places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name), rounding=rounding)
     return places
 
 
@@ -248,18 +195,26 @@ def _joined_place(
         own = torch.arange(rows.stop - rows.start) if own is None else own
         order.append(held + own)
         first, held = first + outputs, held + len(own)
-    return Place(linear.weight.data, (first, inputs), (), torch.cat(order), ranges=tuple(ranges))
+    (rounding,) = _roundings(linear, [held]) or [None]
+    return Place(linear.weight.data, (first, inputs), (), torch.cat(order), tuple(ranges), rounding)
 
 
 def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """The rows of a joined linear's parameters that belong to each of the checkpoint's linears."""
     for kind in ("weight", "weight_scale", "bias"):
         joined = getattr(linear, kind)
-        if joined is not None:
+        if joined is not None and not (linear.rounds and kind == "weight_scale"):  # which is computed
             yield kind, joined.data.split(widths)
 
 
-def _tensors(file: Path, places: dict[str, Place]) -> Iterator[tuple[str, Tensor]]:
+def _roundings(linear: Linear | UpProjection, widths: list[int]) -> list[Rounding]:
+    """How the rows of each of the checkpoint's linears are quantized as they come; none if they are not."""
+    if not isinstance(linear, Linear) or not linear.rounds or linear.weight_scale is None:
+        return []
+    return [Rounding(linear, scale) for scale in linear.weight_scale.data.split(widths)] if widths else []
+
+
+def _tensors(file: Path, places: Places) -> Iterator[tuple[str, Tensor]]:
     """What this rank reads of a file's tensors, mapped one after the other; each is valid until the next is
     asked for.
     """
@@ -273,7 +228,7 @@ def _tensors(file: Path, places: dict[str, Place]) -> Iterator[tuple[str, Tensor
             mapped, num_bytes = open_checkpoint(file), 0
 
 
-def _read(mapped: Any, name: str, place: Place) -> Tensor:
+def _read(mapped: Any, name: str, place: Place | PartPlace) -> Tensor:
     """What this rank reads of a tensor of a mapped file."""
     if not (place.slices or place.ranges):
         return mapped.get_tensor(name)
@@ -281,7 +236,7 @@ def _read(mapped: Any, name: str, place: Place) -> Tensor:
 
 
 def _account(
-    files: list[Path], places: dict[str, Place], known: dict[str, Place], is_unread: Callable[[str], bool]
+    files: list[Path], places: Places, known: Places, is_unread: Callable[[str], bool]
 ) -> tuple[dict[Path, list[str]], list[str]]:
     """The tensors to be read from each file, and everything that is wrong with them."""
     found: dict[Path, list[str]] = {}
@@ -307,10 +262,9 @@ def _account(
     return found, faults
 
 
-def _misfits(name: str, header: Any, place: Place) -> list[str]:
+def _misfits(name: str, header: Any, place: Place | PartPlace) -> list[str]:
     faults = []
-    shape, dtypes = list(place.shape), INTEGERS.get(place.room.dtype, FLOATS)
-    dtypes = dtypes if place.scales is None else (STORED,)
+    shape, dtypes = list(place.shape), place.stored
     if header.get_shape() != shape:
         faults.append(f"misshapen: {name} is {header.get_shape()}, the model needs {shape}")
     if header.get_dtype() not in dtypes:

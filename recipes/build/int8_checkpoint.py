@@ -19,7 +19,8 @@ from models.checkpoint import INDEX, check_finite, checkpoint_files, names_in, o
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
 from models.mtp import mtp_config
-from models.quantization import KEY, Quantization
+from models.packing import Packing
+from models.quantization import KEY, BlockScales, Quantization
 from recipes.build.families import config_in
 
 UP_PROJECTIONS = r"re:.*\.kv_b_proj$"  # of latent attention, which multiplies with them in the model's type
@@ -38,6 +39,8 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     config = config_in(source)
     if config.quantization is not None:
         raise ValueError(f"{source} is quantised already; name the original checkpoint")
+    if isinstance(config.stored_form, Packing):
+        raise ValueError(f"{source} is packed ({config.stored_form}); set model.quantization: w8a8 instead")
     if config.stored_joined:
         joined = " and ".join(config.stored_joined)
         raise ValueError(f"{source} stores linears joined ({joined}); set model.quantization: w8a8 instead")
@@ -85,11 +88,11 @@ def _quantized(
         for name in names_in(opened):
             tensor = opened.get_tensor(name)
             sizes["before"] += tensor.nbytes
-            if config.block_scales is not None and name.endswith(SUFFIX):
+            if isinstance(config.stored_form, BlockScales) and name.endswith(SUFFIX):
                 continue
-            if config.block_scales is not None and tensor.dtype == torch.float8_e4m3fn:
+            if isinstance(config.stored_form, BlockScales) and tensor.dtype == torch.float8_e4m3fn:
                 scales = _found(name + SUFFIX, [file, *files])
-                tensor = scaled(tensor, scales, config.block_scales).to(TORCH_DTYPES[config.dtype])
+                tensor = scaled(tensor, scales, config.stored_form).to(TORCH_DTYPES[config.dtype])
             check_finite(file, name, tensor, tensor.dtype)
             made = {name: tensor}
             if name in names:

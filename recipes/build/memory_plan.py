@@ -116,6 +116,7 @@ def _stages(config: DecoderConfig, share: Share) -> list[tuple[str, str]]:
 
 def _model(config: DecoderConfig) -> str:
     dtype = config.dtype + (", W8A8" if config.quantization else "")
+    dtype += f", read from {config.stored_form}" if config.stored_form else ""
     active = f", {config.num_active_parameters / 1e6:,.1f} M of them for a token" if config.mixture else ""
     return f"{config.family}, {config.num_parameters / 1e6:,.1f} M parameters{active}, {dtype}"
 

@@ -129,7 +129,7 @@ def test_it_can_be_stored_in_int8(checkpoint: tuple[Any, Path], tmp_path: Path) 
     assert set(types.values()) == {torch.int8}
     tokens = list(range(3, 60))
     assert score(path, [tokens]).distance(score(tmp_path / "int8", [tokens])) < 0.3
-    assert config_in(tmp_path / "int8").block_scales is None
+    assert config_in(tmp_path / "int8").stored_form is None
 
 
 @pytest.mark.parametrize(

@@ -255,9 +255,9 @@ def group(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"quant_method": "gptq"}, "quantization_config.quant_method: 'gptq'"),
-        ({"quant_method": "awq"}, "quantization_config.quant_method: 'awq'"),
-        ({"format": "pack-quantized"}, "quantization_config.format: 'pack-quantized'"),
+        ({"quant_method": "exl2"}, "quantization_config.quant_method: 'exl2'"),
+        ({"quant_method": "bitsandbytes"}, "quantization_config.quant_method: 'bitsandbytes'"),
+        ({"format": "marlin-24"}, "quantization_config.format: 'marlin-24'"),
         ({"format": "float-quantized"}, "quantization_config.format: 'float-quantized'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: {'num_bits': 8}"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),

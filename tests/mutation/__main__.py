@@ -40,6 +40,7 @@ from tests.mutation.latent_faults import LATENT_FAULTS, LATENT_TESTS_OF
 from tests.mutation.mixture_faults import MIXTURE_FAULTS, MIXTURE_TESTS_OF
 from tests.mutation.mtp_faults import MTP_FAULTS, MTP_TESTS_OF
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
+from tests.mutation.packing_faults import PACKING_FAULTS, PACKING_TESTS_OF
 from tests.mutation.paging_faults import PAGING_FAULTS
 from tests.mutation.prefix_faults import PREFIX_FAULTS
 from tests.mutation.prompt_logprob_faults import FOLLOWERS, POOLING, PROMPT_FAULTS, PROMPTS, REQUEST
@@ -83,6 +84,7 @@ FAULTS = (
     *TENSOR_FAULTS,
     *MIXTURE_FAULTS,
     *LATENT_FAULTS,
+    *PACKING_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -155,6 +157,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **TENSOR_TESTS_OF,
     **MIXTURE_TESTS_OF,
     **LATENT_TESTS_OF,
+    **PACKING_TESTS_OF,
 }
 
 

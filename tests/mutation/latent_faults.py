@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.fault import Fault
 from tests.mutation.mixture_faults import MIXTURE_TESTS_OF
+from tests.mutation.packing_faults import PARTS, PLACE
 from tests.mutation.tensor_faults import TENSOR_TESTS, TENSOR_TESTS_OF
 
 ATTENTION, MODEL, CONFIG = "attention/latent.py", "models/latent.py", "models/latent_config.py"
@@ -174,16 +175,16 @@ LATENT_FAULTS = (
     ),
     Fault(
         "rows_in_the_order_of_the_checkpoint",
-        WEIGHTS,
+        PLACE,
         "            tensor = tensor[self.order]\n",
         "            pass\n",
         "heads get the weights of others",
     ),
     Fault(
         "scales_of_the_first_rows",
-        WEIGHTS,
-        "scaled(tensor, scales, blocks, (first[0], first[1]))",
-        "scaled(tensor, scales, blocks)",
+        PARTS,
+        "form, (rows.start, columns.start)",
+        "form",
         "the second rank's weights have the first one's scales",
     ),
     Fault(

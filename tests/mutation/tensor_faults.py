@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.cache_faults import RUNNER
 from tests.mutation.fault import Fault
+from tests.mutation.packing_faults import PLACE
 
 SHARE, DECODER, LINEAR, MLP, WEIGHTS, GROUP = (
     "models/share.py",
@@ -62,8 +63,8 @@ TENSOR_FAULTS = (
     Fault(
         "scale_of_the_part",
         LINEAR,
-        "quantize_rows(weight, self.group.all_reduce_max(largest))",
-        "quantize_rows(weight, largest)",
+        "return self.group.all_reduce_max(largest)",
+        "return largest",
         "int8 weights, and with them answers, change with the number of ranks",
     ),
     Fault(
@@ -96,9 +97,9 @@ TENSOR_FAULTS = (
     ),
     Fault(
         "padding_not_zero",
-        WEIGHTS,
-        "            self.room[len(tensor) :].zero_()\n",
-        "            self.room[len(tensor) :].fill_(1)\n",
+        PLACE,
+        "room[len(tensor) :].zero_()\n",
+        "room[len(tensor) :].fill_(1)\n",
         "ranks that have no bias bring what their memory held before",
     ),
     Fault(

@@ -1,0 +1,175 @@
+"""Which weights does a checkpoint hold as small integers, several in a word, and how does it say so?
+
+Three forms lie on the hub, of weights [out, in] whose inputs share scales by groups:
+- AWQ (arXiv 2306.00978; AutoAWQ, version gemm): `qweight` [in, out / 8] whose words hold outputs in the order
+  0, 2, 4, 6, 1, 3, 5, 7, `qzeros` [groups, out / 8] in the same order, `scales` [groups, out].
+- GPTQ (arXiv 2210.17323; AutoGPTQ, GPTQModel): `qweight` [in / 8, out], `qzeros` [groups, out / 8], less one
+  but in checkpoint_format gptq_v2, `scales` [groups, out], and `g_idx` [in], the group of each input.
+- compressed-tensors, format pack-quantized: `weight_packed` [out, in / 8], `weight_scale` [out, groups],
+  `weight_shape`, and where they are not symmetric `weight_zero_point` [out / 8, groups], where inputs were
+  reordered `weight_g_idx`.
+With 8 bits a word holds 4 in place of 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.quantization import KEY, PACKED_FORMAT
+from models.shown import shown
+
+WORD_BITS = 32
+MOST_GROUP = 2**24
+ORDERS = ("group", "weight", "static", "dynamic", None)  # of compressed-tensors' actorder
+MEND = "use another checkpoint of the model"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the tensors that stand for a weight are called and cut.
+
+    `is_turned`: their axes are inputs (or groups) and outputs, not outputs and inputs. Weights are packed
+    along outputs or inputs, zeros always along outputs. `order` has the place in a word of each of its
+    values, counted from the lowest bits; empty: as they come.
+    """
+
+    weight: str
+    scale: str
+    zero: str
+    group: str
+    is_turned: bool
+    packs_outputs: bool = False
+    order: tuple[int, ...] = ()
+    shape: str = ""
+
+
+LAYOUTS = {
+    "awq": Layout("qweight", "scales", "qzeros", "g_idx", True, True, (0, 4, 1, 5, 2, 6, 3, 7)),
+    "gptq": Layout("qweight", "scales", "qzeros", "g_idx", True),
+    PACKED_FORMAT: Layout(
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", False, shape="weight_shape"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Weights of `bits` each in words of int32, as one of LAYOUTS has it; each group of inputs has scales."""
+
+    layout: str
+    bits: int
+    group_size: int | None  # inputs; None: all of them are one group
+    has_zeros: bool = True  # else all are in the middle of the range
+    less_one: bool = False  # whether zeros are stored less one
+    has_order: bool = False  # whether it must say of each input which group is its own
+
+    @property
+    def per_word(self) -> int:
+        return WORD_BITS // self.bits
+
+    def num_groups(self, inputs: int) -> int:
+        """Of a weight with so many inputs."""
+        return 1 if self.group_size is None else -(-inputs // self.group_size)
+
+    def __str__(self) -> str:
+        groups = "channel" if self.group_size is None else f"{self.group_size} inputs"
+        return f"{self.layout} of {self.bits} bits by {groups}"
+
+
+def packing(hf: Mapping[str, Any]) -> Packing | None:
+    """How a parsed config.json says that its weights are packed; ValueError for a form that is not read."""
+    said = hf.get(KEY)
+    if not isinstance(said, Mapping):
+        return None
+    method = said.get("quant_method")
+    if method == "awq":
+        return _awq(said)
+    if method == "gptq":
+        return _gptq(said)
+    is_packed = method == "compressed-tensors" and said.get("format") == PACKED_FORMAT
+    return _compressed(said) if is_packed else None
+
+
+def _awq(said: Mapping[str, Any]) -> Packing:
+    for name in ("version", "format", "checkpoint_format"):
+        if said.get(name) is not None and str(said[name]).lower() != "gemm":
+            raise _refused(name, said[name], "of awq the version gemm is read")
+    if said.get("bits") != 4:
+        raise _refused("bits", said.get("bits"), "of awq 4 bits are read")
+    if said.get("zero_point", True) is not True:
+        raise _refused("zero_point", said["zero_point"], "of awq it must be true")
+    return Packing("awq", 4, _group_size(said.get("group_size", 128)))
+
+
+def _gptq(said: Mapping[str, Any]) -> Packing:
+    kind = said.get("checkpoint_format") or "gptq"
+    if kind not in ("gptq", "gptq_v2"):
+        raise _refused("checkpoint_format", kind, "gptq and gptq_v2 are read")
+    if said.get("is_marlin_format"):
+        raise _refused("is_marlin_format", said["is_marlin_format"], "gptq and gptq_v2 are read")
+    if said.get("bits") not in (4, 8):
+        raise _refused("bits", said.get("bits"), "of gptq 4 and 8 bits are read")
+    if said.get("pack_dtype", "int32") != "int32":
+        raise _refused("pack_dtype", said["pack_dtype"], "it must be int32")
+    changed = said.get("dynamic") or {}
+    if not isinstance(changed, Mapping) or any(not str(name).startswith("-:") for name in changed):
+        raise _refused("dynamic", changed, "all layers must have the same bits and groups")
+    desc_act = said.get("desc_act", False)
+    if not isinstance(desc_act, bool):
+        raise _refused("desc_act", desc_act, "it must be true or false")
+    size = _group_size(said.get("group_size", 128))
+    # A single group has no order
+    return Packing(
+        "gptq", int(said["bits"]), size, less_one=kind == "gptq", has_order=desc_act and size is not None
+    )
+
+
+def _compressed(said: Mapping[str, Any]) -> Packing:
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        value = said.get(name)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise _refused(name, value, "packed weights are read without it")
+    groups = said.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise _refused("config_groups", groups, "one group is read")
+    (group,) = groups.values()
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("targets") != ["Linear"]:
+        raise _refused("config_groups", groups, "one group, of the weights of targets ['Linear'], is read")
+    for name in ("input_activations", "output_activations"):
+        if group.get(name):
+            raise _refused(name, group[name], "packed weights are read without it")
+    if group.get("format") not in (None, PACKED_FORMAT):
+        raise _refused("format", group["format"], f"beside {PACKED_FORMAT} it must be the same")
+    allowed: dict[str, tuple[object, ...]] = {
+        "num_bits": (4, 8),
+        "type": ("int", None),
+        "symmetric": (True, False, None),
+        "strategy": ("group", "channel"),
+        "dynamic": (False, None),
+        "actorder": ORDERS,
+    }
+    for name, values in allowed.items():
+        if not any(weights.get(name) is each or weights.get(name) == each for each in values):
+            listed = ", ".join(str(each) for each in values if each is not None)
+            raise _refused(f"weights.{name}", weights.get(name), f"read are {listed}")
+    is_grouped = weights["strategy"] == "group"
+    return Packing(
+        PACKED_FORMAT,
+        int(weights["num_bits"]),
+        _group_size(weights.get("group_size")) if is_grouped else None,
+        has_zeros=weights.get("symmetric") is False,
+        has_order=is_grouped and weights.get("actorder") == "group",
+    )
+
+
+def _group_size(value: object) -> int | None:
+    if type(value) is not int or not (value == -1 or 0 < value <= MOST_GROUP):
+        raise _refused("group_size", value, f"it must be -1, or from 1 to {MOST_GROUP}")
+    return None if value == -1 else value
+
+
+def _refused(name: str, value: object, limit: str) -> ValueError:
+    return ValueError(f"the model's configuration has {KEY}.{name}: {shown(value)}; {limit}: {MEND}")

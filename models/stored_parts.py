@@ -1,0 +1,126 @@
+"""How is a weight read that stands in several tensors of a checkpoint: small numbers, and their scales?
+
+They are gathered as they come, from whichever file, and when the last of them is there, the weight is made in
+the model's type and goes to its place. In a file, those of a weight lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from models.block_scales import STORED, SUFFIX, scaled
+from models.checkpoint import check_finite, checkpoint_files, names_in, open_checkpoint
+from models.packing import LAYOUTS, Packing
+from models.place import FLOATS, Place
+from models.quantization import BlockScales
+from models.share import Slices
+from models.unpacking import Unpacking
+
+Found = Mapping[str, Tensor]  # what was read of a weight's tensors, by the ends of their names
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """The tensors of one weight, until all of them are there."""
+
+    place: Place
+    name: str  # of the weight
+    made: Callable[[Found], Tensor]  # the part of the weight that the rank reads
+    found: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, file: Path, end: str, tensor: Tensor, count: int) -> None:
+        """One of `count` tensors; with the last of them, fill the weight's place."""
+        if len(self.found) + 1 < count:
+            self.found[end] = tensor.clone()  # what is mapped is let go
+            return
+        try:
+            weight = self.made({**self.found, end: tensor})
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged: {self.name}: {error}; download it again") from error
+        self.found.clear()
+        check_finite(file, self.name, weight, self.place.dtype)
+        self.place.fill(weight)
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlace:
+    """Where one of a weight's tensors goes: to the others."""
+
+    gathering: Gathering
+    end: str  # of its name
+    shape: tuple[int, ...]
+    slices: Slices
+    stored: tuple[str, ...]
+    ends: tuple[str, ...]  # of all
+    ranges: tuple[slice, ...] = ()
+
+    def part(self, whole: Any) -> Tensor:
+        """As Place.part."""
+        found: Tensor = whole[self.slices]
+        return found
+
+    def take(self, file: Path, name: str, tensor: Tensor) -> None:
+        """As Place.take, where it is the last."""
+        self.gathering.take(file, self.end, tensor, len(self.ends))
+
+
+Places = dict[str, Place | PartPlace]
+
+
+def in_parts(places: dict[str, Place], form: BlockScales | Packing | None, path: Path) -> Places:
+    """The places of a checkpoint's tensors, where it stores some weights in this form."""
+    more: Places = dict(places)
+    if form is None:
+        return more
+    files = [open_checkpoint(file) for file in checkpoint_files(path)]
+    names = {name for opened in files for name in names_in(opened)}
+    main = LAYOUTS[form.layout].weight if isinstance(form, Packing) else "weight"
+    for opened in files:
+        for name in names_in(opened):
+            stem, _, end = name.rpartition(".")
+            if end != main or f"{stem}.weight" not in places:
+                continue
+            if isinstance(form, Packing) or opened.get_slice(name).get_dtype() == STORED:
+                del more[f"{stem}.weight"]
+                more |= _parts_of(stem, places, form, names)
+    return more
+
+
+def _parts_of(
+    stem: str, places: dict[str, Place], form: BlockScales | Packing, names: set[str]
+) -> dict[str, PartPlace]:
+    """Of the weight of one linear; other tensors of it that have a place are no part of it."""
+    place = places[f"{stem}.weight"]
+    rows, columns = _cuts(place)
+    if isinstance(form, Packing):
+        shape = (place.shape[0], place.shape[1])
+        unpacking = Unpacking(form, shape, rows, columns, place.ranges, place.dtype)
+        more = {end: f"{stem}.{end}" for end in unpacking.optional}
+        present = {end for end, name in more.items() if name in names and name not in places}
+        parts = unpacking.parts(present)
+        gathering = Gathering(place, f"{stem}.weight", unpacking.weight)
+    else:
+        parts = {
+            "weight": (place.shape, place.slices, (STORED,)),
+            f"weight{SUFFIX}": (form.shape(place.shape), (), FLOATS),
+        }
+        gathering = Gathering(
+            place,
+            f"{stem}.weight",
+            lambda found: scaled(
+                found["weight"], found[f"weight{SUFFIX}"], form, (rows.start, columns.start)
+            ),
+        )
+    return {f"{stem}.{end}": PartPlace(gathering, end, *part, tuple(parts)) for end, part in parts.items()}
+
+
+def _cuts(place: Place) -> tuple[slice, slice]:
+    """The rows and columns of the weight that this rank reads, or all where it reads several ranges."""
+    cuts = [*place.slices, slice(None), slice(None)]
+    rows, columns = (slice(*cut.indices(size)) for cut, size in zip(cuts, place.shape))
+    return rows, columns

@@ -1,0 +1,120 @@
+"""How do packed integers become numbers again?
+
+A weight is (integer - zero) * scale, with the zero and the scale of its output and of its input's group.
+
+Legend: O outputs and I inputs of the part that a rank reads, G groups of the whole weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.packing import LAYOUTS, Layout, Packing
+from models.place import FLOATS
+from models.share import Slices
+
+BIAS = "bias"  # GPTQ's first packages wrote one for every linear
+ROWS_AT_ONCE = 512  # outputs that are in float32 at once
+
+Part = tuple[tuple[int, ...], Slices, tuple[str, ...]]  # the shape, what is read of it, its types in a file
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacking:
+    """Of one weight [out, in] of which a rank reads some rows and columns."""
+
+    form: Packing
+    shape: tuple[int, int]
+    rows: slice
+    columns: slice
+    ranges: tuple[slice, ...]  # of the rows that were read, those that are kept; none: all
+    dtype: torch.dtype  # of the model
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.form.layout]
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The ends of names of tensors that may be there."""
+        return (self.layout.group, BIAS) if self.form.layout == "gptq" else (self.layout.group,)
+
+    def parts(self, present: set[str]) -> dict[str, Part]:
+        """Its tensors by the ends of their names: those that it needs, and what is `present` besides."""
+        form, layout, (outputs, inputs) = self.form, self.layout, self.shape
+        groups = form.num_groups(inputs)
+        every = slice(0, groups)
+        wanted = {layout.weight, layout.scale, layout.shape} - {""}
+        wanted |= {layout.zero} if form.has_zeros else set()
+        wanted |= {layout.group} if form.has_order else set()
+        rows, columns = self._words(outputs, self.rows), self._words(inputs, self.columns)
+        as_they_are = (outputs, self.rows), (inputs, self.columns)
+        packed = (rows, as_they_are[1]) if layout.packs_outputs else (as_they_are[0], columns)
+        found = {
+            layout.weight: (packed, ("I32",)),
+            layout.scale: ((as_they_are[0], (groups, every)), FLOATS),
+            layout.zero: ((rows, (groups, every)), ("I32",)),
+        }
+        parts: dict[str, Part] = {}
+        for end, (axes, stored) in found.items():
+            sizes, cuts = zip(*(axes[::-1] if layout.is_turned else axes))
+            parts[end] = sizes, cuts, stored
+        parts[layout.group] = (inputs,), (self.columns,), ("I32",)
+        parts[layout.shape] = (2,), (), ("I64",)
+        parts[BIAS] = (outputs,), (), FLOATS
+        return {end: part for end, part in parts.items() if end in wanted | present}
+
+    def weight(self, found: Mapping[str, Tensor]) -> Tensor:
+        """The part [O, I] in the model's type; ValueError for tensors that do not belong together."""
+        form, layout = self.form, self.layout
+        said = found[layout.shape].tolist() if layout.shape in found else list(self.shape)
+        if said != list(self.shape):
+            raise ValueError(f"its shape is said to be {said}, and the model needs {list(self.shape)}")
+        if BIAS in found and bool(found[BIAS].any()):
+            raise ValueError("it has a bias beside it that is not zero, and this model's linear has none")
+        is_turned = layout.is_turned
+        tensors = {end: each.t() if is_turned and each.ndim == 2 else each for end, each in found.items()}
+        along = (0, self.rows) if layout.packs_outputs else (1, self.columns)
+        numbers, scales = self._values(tensors[layout.weight], *along), tensors[layout.scale].float()
+        zeros = torch.full_like(scales, 2 ** (form.bits - 1))
+        if form.has_zeros:
+            words = tensors[layout.zero]
+            if form.less_one:  # in every value, with what that borrowed from the one above it
+                words = words + sum(1 << shift for shift in range(0, 32, form.bits))
+            zeros = self._values(words, 0, self.rows).float()
+        groups = self._groups(found)
+        made = torch.empty(numbers.shape, dtype=self.dtype)
+        for first in range(0, len(made), ROWS_AT_ONCE):
+            at = slice(first, first + ROWS_AT_ONCE)
+            made[at] = (numbers[at] - zeros[at][:, groups]) * scales[at][:, groups]
+        return torch.cat([made[rows] for rows in self.ranges]) if self.ranges else made
+
+    def _groups(self, found: Mapping[str, Tensor]) -> Tensor:
+        """The group of each input [I]."""
+        most = self.form.num_groups(self.shape[1])
+        if self.layout.group not in found:
+            size = self.form.group_size or self.shape[1]
+            return torch.arange(self.columns.start, self.columns.stop) // size
+        groups = found[self.layout.group].long()
+        if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < most:
+            said = f"{int(groups.min())} to {int(groups.max())}"
+            raise ValueError(f"{self.layout.group} names groups from {said}, and there are {most}")
+        return groups
+
+    def _words(self, size: int, cut: slice) -> tuple[int, slice]:
+        """How many words hold so many values, and which of them those of the cut."""
+        count = self.form.per_word
+        return -(-size // count), slice(cut.start // count, -(-cut.stop // count))
+
+    def _values(self, words: Tensor, axis: int, cut: slice) -> Tensor:
+        """int32 words of two axes -> the values uint8 of the cut, unpacked along one of them."""
+        count = self.form.per_word
+        octets = words.movedim(axis, -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        values = octets if self.form.bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+        if self.layout.order:
+            values = values.unflatten(-1, (-1, count))[..., list(self.layout.order)].flatten(-2)
+        return values.narrow(-1, cut.start % count, cut.stop - cut.start).movedim(-1, axis)
