@@ -20,7 +20,7 @@ from models.config import (
 )
 from models.latent_config import LatentConfig
 from models.mixture_config import MixtureConfig
-from models.packing import Packing, packing
+from models.packing import packing
 from models.quantization import block_scales, quantization
 from models.shown import shown
 
@@ -83,8 +83,8 @@ def decoder_config(
 
     `turned` is how much of a head is where the file does not say, in families that turn a part of it.
     """
-    said, form = hf.get("quantization_config"), packing(hf) or block_scales(hf)
-    if stored_joined and said and isinstance(said, Mapping) and not isinstance(form, Packing):
+    said, packed = hf.get("quantization_config"), packing(hf)
+    if stored_joined and said and isinstance(said, Mapping) and packed is None:
         raise refused("quantization_config.quant_method", said.get("quant_method"), UNQUANTISED)
     if hf.get("hidden_act", "silu") != "silu":
         raise refused("hidden_act", hf["hidden_act"], "it must be silu")
@@ -116,7 +116,7 @@ def decoder_config(
         quantization=quantization(hf),
         mixture=mixture,
         latent=latent,
-        stored_form=form,
+        stored_form=packed or block_scales(hf),
         stored_joined=stored_joined,
         post_norms=post_norms,
         num_unread_layers=integer(hf, "num_nextn_predict_layers", 0, least=0),

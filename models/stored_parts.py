@@ -1,7 +1,8 @@
 """How is a weight read that stands in several tensors of a checkpoint: small numbers, and their scales?
 
 They are gathered as they come, from whichever file, and when the last of them is there, the weight is made in
-the model's type and goes to its place. In a file, those of a weight lie side by side.
+the model's type and goes to its place. In a file, those of a weight are read one after the other; where some
+of them lie in another file, the greatest is read last, so that scales alone are kept till then.
 """
 
 from __future__ import annotations
@@ -56,8 +57,13 @@ class PartPlace:
     shape: tuple[int, ...]
     slices: Slices
     stored: tuple[str, ...]
-    ends: tuple[str, ...]  # of all
+    ends: tuple[str, ...]  # of all, the greatest first
     ranges: tuple[slice, ...] = ()
+
+    def is_far(self, name: str, files: Mapping[str, Path]) -> bool:
+        """Whether it is the greatest of the tensors, and others lie in other files."""
+        stem, _, end = name.rpartition(".")
+        return end == self.ends[0] and any(files[f"{stem}.{each}"] != files[name] for each in self.ends)
 
     def part(self, whole: Any) -> Tensor:
         """As Place.part."""

@@ -75,11 +75,15 @@ def fill(
             + "\n  ".join(faults)
             + "\nDownload the checkpoint again, or correct config.json."
         )
-    num_bytes = 0
-    for file, names in found.items():
-        for name, tensor in _tensors(file, {name: places[name] for name in names if name in places}):
-            places[name].take(file, name, tensor)
-            num_bytes += tensor.nbytes
+    num_bytes, files = 0, {name: file for file, names in found.items() for name in names}
+    far = {
+        name for name, place in places.items() if isinstance(place, PartPlace) and place.is_far(name, files)
+    }
+    for some in (places.keys() - far, far):
+        for file, names in found.items():
+            for name, tensor in _tensors(file, {name: places[name] for name in names if name in some}):
+                places[name].take(file, name, tensor)
+                num_bytes += tensor.nbytes
     return found, num_bytes
 
 

@@ -73,15 +73,10 @@ FORMS = {
 def packed(values: Tensor, bits: int, order: Sequence[int] = range(8)) -> Tensor:
     """[a, b] -> int32 [a, words], value by value."""
     count = 32 // bits
-    rows = []
-    for row in values.tolist():
-        row += [0] * (-len(row) % count)
-        words = []
-        for first in range(0, len(row), count):
-            word = sum(row[first + order[place]] << (bits * place) for place in range(count))
-            words.append(word - 2**32 if word >= 2**31 else word)
-        rows.append(words)
-    return torch.tensor(rows, dtype=torch.int32)
+    missing = -values.shape[1] % count
+    apart = torch.nn.functional.pad(values, (0, missing)).unflatten(1, (-1, count))
+    words = sum(apart[..., order[place]] << (bits * place) for place in range(count))
+    return (words - 2**32 * (words >= 2**31)).int().contiguous()
 
 
 def tensors_of(weight: Tensor, form: Form) -> tuple[dict[str, Tensor], Tensor]:

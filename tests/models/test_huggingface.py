@@ -133,7 +133,7 @@ def test_windows_by_layer() -> None:
         (DEEPSEEK_V3 | {"n_group": 7}, "n_group: 7; equal groups of 256 experts, of 2 at least"),
         (DEEPSEEK_V3 | {"topk_group": 9}, "topk_group: 9; there are 8 groups"),
         (DEEPSEEK_V3 | {"num_experts_per_tok": 129}, "num_experts_per_tok: 129; the chosen groups have"),
-        (PHI3 | {"quantization_config": {"quant_method": "awq"}}, "method: 'awq'; linears that are stored"),
+        (PHI3 | {"quantization_config": {"quant_method": "fp8"}}, "method: 'fp8'; linears that are stored"),
         (PHI3 | {"quantization_config": {"bits": 4}}, "quant_method: None; linears that are stored"),
         (PHI3 | {"quantization_config": "gptq"}, "quantization_config: 'gptq'"),
         (PHI3 | {"rope_scaling": {"type": "longrope"}}, "short_factor: None; it must be 8 numbers above 0"),
