@@ -161,7 +161,7 @@ class DecoderConfig:
         return self.intermediate_size if mixture is None else mixture.inner_size
 
     def mlp_names(self, layer: int, name: str = "") -> list[tuple[str, str, str]]:
-        """Gate, up and down of the MLP of a layer, or of each of its experts, as a checkpoint names them.
+        """Gate, up and down of the MLP of a layer, or of its experts that are here, as a checkpoint has them.
 
         `name` is the layer's, where it is not counted from the first of the checkpoint.
         """
@@ -169,7 +169,7 @@ class DecoderConfig:
         if mixture is None:
             return [_joined(f"{prefix}mlp.", MLP_ROLES)]
         experts = f"{prefix}{mixture.block}.experts."
-        return [_joined(f"{experts}{number}.", mixture.roles) for number in range(mixture.num_experts)]
+        return [_joined(f"{experts}{number}.", mixture.roles) for number in mixture.held_in(layer)]
 
     @property
     def shared_size(self) -> int:
@@ -228,21 +228,23 @@ class DecoderConfig:
         mixture those experts are read that one token chooses.
         """
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size * self.dtype_bytes
-        return self.weight_bytes - embedding - self._idle_bytes
+        return self.weight_bytes - embedding - self.bytes_of_experts(self._num_idle)
 
     @property
-    def _idle_bytes(self) -> int:
-        """Of all experts that one token does not choose."""
-        if self.mixture is None:
-            return 0
-        idle, total = self.mixture.num_experts - self.mixture.num_chosen, 0
+    def _num_idle(self) -> int:
+        """Experts of a layer that one token does not choose."""
+        return 0 if self.mixture is None else max(0, self.mixture.num_held - self.mixture.num_chosen)
+
+    def bytes_of_experts(self, count: int) -> int:
+        """Of so many experts of every layer that has any."""
+        total = 0
         for layer in range(self.num_layers):
-            names = self.mlp_names(layer)[0]
-            if self.mixture_of(layer) is not None:
-                gate, down = (self.form(name) for name in names[::2])
-                size, hidden = self.mixture.inner_size, self.hidden_size
-                total += idle * 2 * size * (self._row_bytes(gate, hidden))
-                total += idle * hidden * self._row_bytes(down, size)
+            mixture = self.mixture_of(layer)
+            if mixture is not None:
+                gate, down = (self.form(name) for name in self.mlp_names(layer)[0][::2])
+                size, hidden = mixture.inner_size, self.hidden_size
+                total += count * 2 * size * self._row_bytes(gate, hidden)
+                total += count * hidden * self._row_bytes(down, size)
         return total
 
     def _row_bytes(self, form: Form, inputs: int) -> int:
@@ -281,7 +283,7 @@ class DecoderConfig:
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         mlps = (self.num_layers - self.num_mixtures) * mlp + self._router_parameters
         if self.mixture is not None:
-            of_each = self.mixture.num_experts * self._expert_parameters
+            of_each = self.mixture.num_held * self._expert_parameters
             of_each += (3 * self.shared_size + self.mixture.has_shared_gate) * self.hidden_size
             mlps += self.num_mixtures * of_each
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
@@ -292,8 +294,7 @@ class DecoderConfig:
         """Those that a token is multiplied with: of each mixture, the experts that it chooses."""
         if self.mixture is None:
             return self.num_parameters
-        idle = self.mixture.num_experts - self.mixture.num_chosen
-        return self.num_parameters - self.num_mixtures * idle * self._expert_parameters
+        return self.num_parameters - self.num_mixtures * self._num_idle * self._expert_parameters
 
     @property
     def _expert_parameters(self) -> int:

@@ -109,11 +109,19 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Norm, attention, norm, MLP. Each norm also adds the residual before it: a device fuses the two.
 
-    It is layer `layer` of those that this rank holds, and called `name` in a checkpoint.
+    It is layer `layer` of those that this rank holds, and called `name` in a checkpoint; `sharing` ranks of
+    the group divide each expert.
     """
 
     def __init__(
-        self, config: DecoderConfig, layer: int, name: str, ops: Ops, attention: Attention, group: Group
+        self,
+        config: DecoderConfig,
+        layer: int,
+        name: str,
+        ops: Ops,
+        attention: Attention,
+        group: Group,
+        sharing: int,
     ) -> None:
         super().__init__()
         self.ops, self.eps = ops, config.rms_eps
@@ -135,7 +143,7 @@ class DecoderLayer(nn.Module):
             (names,) = config.mlp_names(layer, name)
             self.mlp = MLP(config, names, config.intermediate_size, ops, attention.device, group)
         else:
-            self.mlp = Mixture(config, layer, name, ops, attention.device, group)
+            self.mlp = Mixture(config, layer, name, ops, attention.device, group, sharing)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
@@ -189,10 +197,11 @@ class Decoder(nn.Module):
         hidden, vocab = config.hidden_size, self.part.vocab_size
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.ops, self.attention = ops, attention
+        sharing = self.share.of_an_expert[1]
         num_embedded = vocab if self.share.holds_embedding(config) else 0
         self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.part, layer, f"model.layers.{number}.", ops, attention, group)
+            DecoderLayer(self.part, layer, f"model.layers.{number}.", ops, attention, group, sharing)
             for layer, number in enumerate(self.share.layers(config))
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)

@@ -119,6 +119,28 @@ class Alone(Group):
 ALONE = Alone()
 
 
+class Neighbours(Group):
+    """Those ranks of a group that divide the same experts, `size` of them, which follow each other.
+
+    They find their largest by way of the whole group, whose ranks all call it at the same time.
+    """
+
+    def __init__(self, group: Group, size: int) -> None:
+        self._group, self.size = group, size
+        self._first, self.rank = group.rank // size * size, group.rank % size
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """The largest of these ranks' elements."""
+        return self._group.all_gather(x)[self._first : self._first + self.size].amax(0)
+
+
+def sharing_experts(group: Group, size: int) -> Group:
+    """The ranks, `size` of a group, that divide the same experts."""
+    if size == group.size:
+        return group
+    return ALONE if size == 1 else Neighbours(group, size)
+
+
 class StageLinks:
     """The way of activations from stage to stage: this rank's neighbours among all ranks, if it has any.
 

@@ -37,8 +37,10 @@ class LayerParts:
         for names, linear in attention.joined():
             joined.append((f"{prefix}self_attn.", names, linear))
             orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in names}
-        experts = mlp.experts if isinstance(mlp, Mixture) else [mlp]
-        for (gate, up, down), expert in zip(config.mlp_names(number, prefix), experts):
+        names = config.mlp_names(number, prefix)
+        experts = mlp.experts.items() if isinstance(mlp, Mixture) else [("0", mlp)]
+        for which, expert in experts:
+            gate, up, down = names[int(which)]
             joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
         if isinstance(mlp, Mixture):
             block = f"{prefix}{mlp.config.block}."

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
-from models.group import Group
+from models.group import Group, sharing_experts
 from models.linear import parameter
 from models.mlp import MLP
 from models.ops.reference import Ops, Packed
@@ -24,24 +24,42 @@ from models.ops.reference import Ops, Packed
 class Mixture(nn.Module):
     """The mixture of the layer that a checkpoint calls `name`: a router, its experts and a shared one.
 
-    Every rank of a group holds the router whole, and so chooses the same experts, and its part of each.
+    Every rank of a group holds the router whole, and so chooses the same experts. `sharing` ranks divide each
+    expert, and other ranks hold others: what they make of a token's rows adds up in the sum over the group.
     """
 
     gate_up = None  # no linear reads what comes in: the router reads it too, which is never in int8
 
     def __init__(
-        self, config: DecoderConfig, layer: int, name: str, ops: Ops, device: torch.device, group: Group
+        self,
+        config: DecoderConfig,
+        layer: int,
+        name: str,
+        ops: Ops,
+        device: torch.device,
+        group: Group,
+        sharing: int,
     ) -> None:
         super().__init__()
         mixture = config.mixture_of(layer)
         assert mixture is not None, f"layer {layer} has a dense MLP"
         self.config, self.ops, self.group = mixture, ops, group
         self.router = parameter(mixture.num_experts, config.hidden_size, dtype=torch.float32, device=device)
-        names, inner = config.mlp_names(layer, name), mixture.inner_size
-        self.experts = nn.ModuleList(MLP(config, each, inner, ops, device, group) for each in names)
-        for expert in self.experts if config.dtype == "bfloat16" else ():
+        held, few = mixture.held_in(layer), sharing_experts(group, sharing)
+        self.experts = nn.ModuleDict(
+            {
+                str(number): MLP(config, names, mixture.inner_size, ops, device, few)
+                for number, names in zip(held, config.mlp_names(layer, name))
+            }
+        )
+        for expert in self.experts.values() if config.dtype == "bfloat16" else ():
             expert.down.scale_dtype = torch.bfloat16  # as checkpoints have it that are published so
-        self._parts = [expert.part for expert in self.experts]
+        self._parts = [expert.part for expert in self.experts.values()]
+        self._numbers: Tensor | None = None  # of each expert where its own come first: those that are here
+        if list(held) != list(range(mixture.num_experts)):
+            others = [each for each in range(mixture.num_experts) if str(each) not in self.experts]
+            order = torch.tensor([*held, *others], device=device)
+            self._numbers = order.argsort().int()
         self.correction: nn.Parameter | None = None
         if mixture.is_corrected:
             self.correction = parameter(mixture.num_experts, dtype=torch.float32, device=device)
@@ -55,18 +73,21 @@ class Mixture(nn.Module):
 
     def pack(self) -> None:
         """Called once, when the weights are filled, before those of linears: may join the experts."""
-        linears = [linear for expert in self.experts for linear in (expert.gate_up, expert.down)]
+        experts = self.experts.values()
+        linears = [linear for expert in experts for linear in (expert.gate_up, expert.down)]
         are_alike = len({linear.is_int8 for linear in linears}) == 1
         if self.ops.joins_experts and are_alike and all(linear.bias is None for linear in linears):
             filled = [linear.filled() for linear in linears]
             self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
-            self.experts, self._parts = nn.ModuleList(), []
+            self.experts, self._parts = nn.ModuleDict(), []
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         weights, chosen = self.ops.route(x, self.router, self.correction, self.config)
+        if self._numbers is not None:
+            chosen = self._numbers.index_select(0, chosen.flatten()).view_as(chosen)
         if self._joined is not None:
-            part = self.ops.joined_mixture(x, weights, chosen, self._joined)
+            part = self.ops.joined_mixture(x, weights, chosen, self._joined, self.config.num_experts)
         else:
             part = self.ops.mixture(x, weights, chosen, self._parts)
         if self.shared is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,9 @@ class MixtureConfig:
     `num_chosen_groups` whose `group_best` best experts score best together. Where it `is_corrected`, a bias
     is added to the scores for the choice alone. The weights are the scores of the chosen, which add up to one
     if it `normalizes`, times `scale`.
+
+    The experts of a layer lie in places, in the order of `placement`; of several ranks, one may have those in
+    the places that are `held` alone.
     """
 
     num_experts: int
@@ -35,6 +39,26 @@ class MixtureConfig:
     shared_size: int = 0  # of an expert that computes every token; 0: there is none
     shared_block: str = "shared_experts"  # how a checkpoint calls it
     has_shared_gate: bool = False  # whether a gate from 0 to 1 weighs what it made of a token
+    placement: tuple[
+        tuple[int, ...], ...
+    ] = ()  # the experts of each layer by place; empty: as they are numbered
+    held: range | None = None  # the places of those that are here; None: all
+
+    def places(self, layer: int) -> Sequence[int]:
+        """The experts of a layer in the order of their places."""
+        return self.placement[layer] if self.placement else range(self.num_experts)
+
+    def held_in(self, layer: int) -> Sequence[int]:
+        """Those of a layer that are here; all, as they are numbered, or some, as they lie."""
+        if self.held is None:
+            return range(self.num_experts)
+        places = self.places(layer)
+        return [places[each] for each in self.held]
+
+    @property
+    def num_held(self) -> int:
+        """How many of a layer are here."""
+        return self.num_experts if self.held is None else len(self.held)
 
     @property
     def is_plain(self) -> bool:

@@ -68,7 +68,7 @@ def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
             " predicts further tokens"
         )
     values = {each.name: getattr(target, each.name) for each in fields(target)}
-    mixture = target.mixture and replace(target.mixture, layers=(True,))
+    mixture = target.mixture and replace(target.mixture, layers=(True,), placement=())
     values |= {"family": "mtp", "num_layers": 1, "windows": (None,), "mixture": mixture}
     values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0}
     return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, number=target.num_layers)
@@ -89,7 +89,7 @@ class Mtp(Head):
         self.hidden_norm = parameter(hidden, dtype=dtype, device=device)
         form = config.form(config.joining)
         self.joining = Linear(ops, 2 * hidden, hidden, False, dtype, device, form)
-        self.layer = DecoderLayer(self.part, 0, config.prefix, ops, attention, group)
+        self.layer = DecoderLayer(self.part, 0, config.prefix, ops, attention, group, share.of_an_expert[1])
         self.norm = parameter(hidden, dtype=dtype, device=device)
 
     def pack(self) -> None:

@@ -35,8 +35,12 @@ def load(head: Mtp, path: str | Path) -> int:
     places = placed(parts, config, held, head.share)
     read = in_parts(places, config.stored_form, path)
     is_shared = tuple(prefix + name for name in SHARED)
-    _, num_bytes = fill(
-        path, read, read, lambda name: not name.startswith(prefix) or name.startswith(is_shared)
-    )
+
+    def is_unread(name: str) -> bool:
+        if not name.startswith(prefix) or name.startswith(is_shared):
+            return True
+        return head.share.is_others_expert(name, config, 0, prefix)
+
+    _, num_bytes = fill(path, read, read, is_unread)
     head.pack()
     return num_bytes

@@ -3,8 +3,8 @@
 Tensor parallelism (arXiv 1909.08053): queries, keys, values, gate and up are cut by their outputs, the output
 projection and down by their inputs, so that what a rank computes of a block is a summand of it. With latent
 attention each rank makes the latents of all, and its own heads' queries, keys and values of them. Embedding
-and head are cut by the vocabulary. Each expert is cut as a dense MLP is. Each rank holds the norms and the
-routers whole.
+and head are cut by the vocabulary. Each rank holds the norms and the routers whole. Experts are cut as a
+dense MLP is, or spread: then every rank computes its own experts' part of all tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from models.config import DecoderConfig
-from models.mixture_config import MLP_ROLES
+from models.mixture_config import MLP_ROLES, MixtureConfig
 
 Slices = tuple[slice, ...]  # of a tensor's first dimensions; those after them are whole
 
@@ -21,22 +21,31 @@ Slices = tuple[slice, ...]  # of a tensor's first dimensions; those after them a
 class Share:
     """The share of rank `tensor` of `tensors` in stage `stage` of `stages`, counted from 0.
 
-    The stages hold consecutive layers; the first has the embedding, the last the norm and the head.
+    The stages hold consecutive layers; the first has the embedding, the last the norm and the head. The
+    experts of each layer are spread over `experts` parts of the tensor ranks, neighbours in equal numbers;
+    the neighbours of a part divide each of its experts.
     """
 
     tensor: int = 0
     tensors: int = 1
     stage: int = 0
     stages: int = 1
+    experts: int = 1
 
     def __post_init__(self) -> None:
         assert 0 <= self.tensor < self.tensors, f"rank {self.tensor} of {self.tensors}"
         assert 0 <= self.stage < self.stages, f"stage {self.stage} of {self.stages}"
 
     @staticmethod
-    def of_rank(rank: int, tensors: int, stages: int) -> Share:
+    def of_rank(rank: int, tensors: int, stages: int, experts: int = 1) -> Share:
         """The share of a rank among all. The last stage, which samples, has the first ranks."""
-        return Share(rank % tensors, tensors, stages - 1 - rank // tensors, stages)
+        return Share(rank % tensors, tensors, stages - 1 - rank // tensors, stages, experts)
+
+    @property
+    def of_an_expert(self) -> tuple[int, int]:
+        """Which rank this is of those that divide its experts, and how many they are."""
+        count = self.tensors // self.experts
+        return self.tensor % count, count
 
     @property
     def is_first(self) -> bool:
@@ -64,10 +73,27 @@ class Share:
         if name.startswith("model.layers."):
             number = name.split(".")[2]
             known = range(config.num_layers + config.num_unread_layers)
-            return number.isdigit() and int(number) in {*known} - {*self.layers(config)}
+            if number.isdigit() and int(number) in self.layers(config):
+                return self.is_others_expert(name, config, int(number), f"model.layers.{number}.")
+            return number.isdigit() and int(number) in known
         if name.startswith("model.embed_tokens."):
             return not self.holds_embedding(config)
         return name.startswith("lm_head.") and not self.is_last
+
+    def is_others_expert(self, name: str, config: DecoderConfig, layer: int, prefix: str) -> bool:
+        """Whether `name` is of an expert of this layer, whose names begin so, that only other ranks hold."""
+        mixture = config.mixture_of(layer)
+        if mixture is None or self.experts == 1:
+            return False
+        number = name.removeprefix(f"{prefix}{mixture.block}.experts.").partition(".")[0]
+        is_known = number.isdigit() and int(number) < mixture.num_experts
+        return is_known and mixture.places(layer).index(int(number)) not in self.places(mixture)
+
+    def places(self, mixture: MixtureConfig) -> range:
+        """Where the experts of a layer lie that are on this rank."""
+        count = mixture.num_experts // self.experts
+        first = self.tensor // self.of_an_expert[1] * count
+        return range(first, first + count)
 
     def whole_name(self, name: str, config: DecoderConfig) -> str:
         """The name in the whole decoder of one of this part's linears, whose layers are counted from 0."""
@@ -82,16 +108,18 @@ class Share:
         With fewer key-value heads than ranks, several ranks hold the same head. The vocabulary is rounded up,
         so that all ranks hold equally many rows: the rows after the last token are zero.
         """
-        check_ranks(config, self.tensors)
+        check_experts(config, self.tensors, self.experts)
+        check_ranks(config, self.tensors, self.experts)
         check_stages(config, self.stages)
         layers, mixture = self.layers(config), config.mixture
         if mixture is not None:
-            own = mixture.layers[layers.start : layers.stop]
             mixture = replace(
                 mixture,
-                inner_size=mixture.inner_size // self.tensors,
+                inner_size=mixture.inner_size // self.of_an_expert[1],
                 shared_size=mixture.shared_size // self.tensors,
-                layers=own,
+                layers=mixture.layers[layers.start : layers.stop],
+                placement=mixture.placement[layers.start : layers.stop],
+                held=None if self.experts == 1 else self.places(mixture),
             )
         return replace(
             config,
@@ -119,40 +147,39 @@ class Share:
             return ()
         linear, _, kind = name.rpartition(".")
         role = linear.rpartition(".")[2]
-        inner = config.intermediate_size
+        inner, (rank, ranks) = config.intermediate_size, (self.tensor, self.tensors)
         if config.mixture is not None and ".experts." in linear:
-            inner = config.mixture.inner_size
+            inner, (rank, ranks) = config.mixture.inner_size, self.of_an_expert
             role = dict(zip(config.mixture.roles, MLP_ROLES))[role]
         elif config.mixture is not None and f".{config.mixture.shared_block}." in linear:
             inner = config.mixture.shared_size
+        if ranks == 1:
+            return ()
         match role:
             case "embed_tokens" | "lm_head":
                 tokens = self.tokens(config)
                 return (slice(tokens.start, tokens.stop),)
             case "q_proj" | "q_b_proj":
-                return (self._equal(config.num_heads * config.query_dim),)
+                return (_equal(config.num_heads * config.query_dim, rank, ranks),)
             case "kv_b_proj" if config.latent is not None:
-                return (self._equal(config.num_heads * (config.latent.nope_dim + config.latent.value_dim)),)
+                width = config.latent.nope_dim + config.latent.value_dim
+                return (_equal(config.num_heads * width, rank, ranks),)
             case "q_a_proj" | "kv_a_proj_with_mqa" | "eh_proj":
                 return ()
             case "k_proj" | "v_proj":
                 return (self._kv_heads(config),)
             case "gate_proj" | "up_proj":
-                return (self._equal(inner),)
+                return (_equal(inner, rank, ranks),)
             case "o_proj" | "down_proj" if kind == "weight":
                 is_output = role == "o_proj"
                 inputs = config.num_heads * config.value_dim if is_output else inner
-                return (slice(None), self._equal(inputs))
-            case "o_proj" | "down_proj" if kind == "bias" and self.tensor:
+                return (slice(None), _equal(inputs, rank, ranks))
+            case "o_proj" | "down_proj" if kind == "bias" and rank:
                 return (slice(0, 0),)
             case "o_proj" | "down_proj":
                 return ()
         assert role.endswith(("norm", "gate")), f"say which part of {name} a rank holds"
         return ()
-
-    def _equal(self, size: int) -> slice:
-        part = size // self.tensors
-        return slice(self.tensor * part, (self.tensor + 1) * part)
 
     def _kv_heads(self, config: DecoderConfig) -> slice:
         """The rows of the key-value heads that this rank's query heads read."""
@@ -161,17 +188,34 @@ class Share:
         return slice(first * config.head_dim, stop * config.head_dim)
 
 
-def check_ranks(config: DecoderConfig, count: int) -> None:
-    """Raise ValueError unless so many ranks can share each layer evenly."""
-    if count >= 1 and _can_share(config, count):
+def check_ranks(config: DecoderConfig, count: int, experts: int = 1) -> None:
+    """Raise ValueError unless so many ranks can share each layer evenly, experts in so many parts."""
+    if count >= 1 and _can_share(config, count, experts):
         return
-    possible = [str(each) for each in range(1, config.num_heads + 1) if _can_share(config, each)]
+    all_counts = range(experts, config.num_heads + 1, experts)
+    possible = [str(each) for each in all_counts if _can_share(config, each, experts)]
     inner = " and ".join(map(str, _inner_sizes(config)))
     raise ValueError(
         f"{count} tensor ranks cannot share {config.num_heads} query heads, {config.num_kv_heads} key-value"
-        f" heads and an intermediate size of {inner} evenly; choose one of"
-        f" {', '.join(possible)}"
+        f" heads and an intermediate size of {inner} evenly"
+        + (f", with experts in {experts} parts" if experts > 1 else "")
+        + (f"; choose one of {', '.join(possible)}" if possible else "; choose fewer parts")
     )
+
+
+def check_experts(config: DecoderConfig, tensors: int, count: int) -> None:
+    """Raise ValueError unless whole experts can be spread over so many parts of the tensor ranks."""
+    if count == 1:
+        return
+    if config.mixture is None or not config.num_mixtures:
+        raise ValueError(f"the model has no experts to spread over {count} parts of the ranks; set it to 1")
+    total = config.mixture.num_experts
+    possible = [str(each) for each in range(1, tensors + 1) if tensors % each == 0 == total % each]
+    if str(count) not in possible:
+        raise ValueError(
+            f"{total} experts cannot be spread evenly over {count} parts of {tensors} tensor ranks;"
+            f" choose one of {', '.join(possible)}"
+        )
 
 
 def check_stages(config: DecoderConfig, count: int) -> None:
@@ -182,17 +226,23 @@ def check_stages(config: DecoderConfig, count: int) -> None:
         )
 
 
-def _can_share(config: DecoderConfig, count: int) -> bool:
+def _equal(size: int, rank: int, ranks: int) -> slice:
+    part = size // ranks
+    return slice(rank * part, (rank + 1) * part)
+
+
+def _can_share(config: DecoderConfig, count: int, experts: int) -> bool:
     """All query heads of a key-value head are on ranks that hold it, and on these alone."""
-    if config.num_heads % count or any(size % count for size in _inner_sizes(config)):
+    *sizes, of_expert = _inner_sizes(config)
+    if config.num_heads % count or any(size % count for size in sizes) or of_expert % (count // experts):
         return False
     return not (config.num_kv_heads % count and count % config.num_kv_heads)
 
 
 def _inner_sizes(config: DecoderConfig) -> list[int]:
-    """Of dense MLPs and of experts, those that the decoder has."""
+    """Of dense MLPs and of experts, those that the decoder has; that of chosen experts is the last."""
     mixture, has_dense = config.mixture, config.num_mixtures < config.num_layers
     sizes = [config.intermediate_size] if has_dense else []
     if mixture is not None and config.num_mixtures:
-        sizes += [mixture.inner_size, *([mixture.shared_size] if mixture.shared_size else [])]
+        sizes += [*([mixture.shared_size] if mixture.shared_size else []), mixture.inner_size]
     return sizes

@@ -244,12 +244,17 @@ class NpuOps(PlainNpuOps):
         scales = torch.stack([scale for _, scale in experts if scale is not None])
         return torch_npu.npu_format_cast(weight, FRACTAL_NZ), scales
 
-    def joined_mixture(self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed) -> Tensor:
+    def joined_mixture(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed, num_experts: int
+    ) -> Tensor:
         """As Ops.mixture in five launches, whatever the number of experts; weights in the model's type, as
         npu_moe_token_unpermute takes them.
+
+        Rows of other ranks' experts come last, and no product writes them: they are made zero, and not left
+        out, since npu_moe_token_unpermute takes no index twice.
         """
         gate_up, gate_up_scale, down, down_scale = packed
-        num_experts, is_int8 = len(gate_up), gate_up_scale is not None
+        num_held, is_int8 = len(gate_up), gate_up_scale is not None
         rows, places, counts, row_scale = torch_npu.npu_moe_init_routing_v2(
             x,
             chosen,
@@ -260,6 +265,7 @@ class NpuOps(PlainNpuOps):
             active_expert_range=[0, num_experts],
             quant_mode=1 if is_int8 else -1,
         )
+        counts = counts[:num_held]
         if is_int8:
             product = _by_expert(rows, gate_up, counts, output_dtype=torch.int32)
             inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
@@ -274,6 +280,9 @@ class NpuOps(PlainNpuOps):
             made = _by_expert(inner, down, counts, output_dtype=x.dtype, **scales)
         else:
             made = _by_expert(self.swiglu(_by_expert(rows, gate_up, counts)), down, counts)
+        if num_held < num_experts:
+            row = torch.arange(len(made), device=made.device)
+            made = made.masked_fill_((row >= counts.sum())[:, None], 0)
         return torch_npu.npu_moe_token_unpermute(made, places, probs=weights.to(x.dtype))
 
     def tile_size(self, vocab_size: int) -> int:

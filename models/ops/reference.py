@@ -174,8 +174,10 @@ class Ops:
         """The weights of all experts for `joined_mixture`, where the device `joins_experts`."""
         raise NotImplementedError
 
-    def joined_mixture(self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed) -> Tensor:
-        """As `mixture`, by experts that were packed together."""
+    def joined_mixture(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed, num_experts: int
+    ) -> Tensor:
+        """As `mixture`, by experts that were packed together; `num_experts` with those of other ranks."""
         raise NotImplementedError
 
     def mixture(
@@ -183,8 +185,9 @@ class Ops:
     ) -> Tensor:
         """[T, hidden] -> [T, hidden]: the weighted sum of what a token's experts make of it, in their order.
 
-        `weights` float32 and `chosen` int64 are [T, C]. It is summed in float32. Every expert computes every
-        row, so that shapes are fixed, nothing waits for the device, and the step can be captured.
+        `weights` float32 and `chosen` of an integer type are [T, C]; what is chosen beyond `experts` is on
+        other ranks. It is summed in float32. Every expert computes every row, so that shapes are fixed,
+        nothing waits for the device, and the step can be captured.
         """
         total = torch.zeros_like(x, dtype=torch.float32)
         for number, expert in enumerate(experts):

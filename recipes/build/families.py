@@ -14,7 +14,7 @@ from models.eagle3 import Eagle3Config
 from models.file_bounds import check_regular, is_there
 from models.mtp import MtpConfig, mtp_config
 from models.quantization import Quantization
-from models.share import Share, check_ranks, check_stages
+from models.share import Share, check_experts, check_ranks, check_stages
 from models.shown import shown
 from recipes.deepseek.model import v2 as deepseek_v2
 from recipes.deepseek.model import v3 as deepseek_v3
@@ -68,13 +68,15 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
     """The decoder that a recipe names, and what this rank holds of it; raises ValueError."""
     config, parallel = model_config(recipe), recipe.parallel
     try:
+        name = "expert"
+        check_experts(config, parallel.tensor, parallel.expert)
         name = "tensor"
-        check_ranks(config, parallel.tensor)
+        check_ranks(config, parallel.tensor, parallel.expert)
         name = "pipeline"
         check_stages(config, parallel.pipeline)
     except ValueError as error:
         raise RecipeError(f"parallel.{name}", str(error), value=getattr(parallel, name)) from error
-    return config, Share.of_rank(rank, parallel.tensor, parallel.pipeline)
+    return config, Share.of_rank(rank, parallel.tensor, parallel.pipeline, parallel.expert)
 
 
 def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:

@@ -83,6 +83,7 @@ def report(
         *_mixture(config),
         *of_a_rank,
         *_stages(config, share),
+        *_spread(config, share),
         *beside,
         ("weights", in_gib(sizing.weight_bytes)),
         (
@@ -112,6 +113,27 @@ def _stages(config: DecoderConfig, share: Share) -> list[tuple[str, str]]:
     shares = [replace(share, stage=stage) for stage in range(share.stages)]
     counts = " and ".join(str(len(each.layers(config))) for each in shares)
     return [("stages", f"{share.stages}, of {counts} layers; what follows is of number {share.stage + 1}")]
+
+
+def _spread(config: DecoderConfig, share: Share) -> list[tuple[str, str]]:
+    """Which experts lie where, if they are spread."""
+    mixture, (_, sharing) = config.mixture, share.of_an_expert
+    if mixture is None or share.experts == 1:
+        return []
+    held = share.part(config)
+    assert held.mixture is not None, "a part of a mixture is one"
+    parts = [replace(share, tensor=part * sharing) for part in range(share.experts)]
+    whose = ", ".join(
+        f"{_from_to(each.places(mixture))} on {_from_to(range(each.tensor, each.tensor + sharing))}"
+        for each in parts
+    )
+    size = in_gib(held.bytes_of_experts(held.mixture.num_held))
+    divided = "" if sharing == 1 else f", divided by {sharing} ranks"
+    return [("spread", f"{held.mixture.num_held} whole experts of a layer{divided}, {size} a rank: {whose}")]
+
+
+def _from_to(numbers: range) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
 def _model(config: DecoderConfig) -> str:

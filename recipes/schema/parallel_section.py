@@ -28,6 +28,13 @@ class ParallelSection:
         least=1,
         most=MOST_RANKS,
     )
+    expert: int = key(
+        "parts of the tensor ranks over which the whole experts of a mixture are spread; the ranks of a part"
+        " divide its experts' inner size among them",
+        default=1,
+        least=1,
+        most=MOST_RANKS,
+    )
     nodes: tuple[str, ...] | None = key(
         "addresses of the machines that hold the ranks, in equal numbers; the first leads; null: as the"
         " launcher says, or this machine alone",

@@ -43,6 +43,7 @@ from tests.serving.server import PATIENCE_S
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
+STOPS = ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9)))  # of each step
 NUM_DRAWN = 8  # tokens that are drawn for each of them
 
 
@@ -75,23 +76,29 @@ def built(
     way: Way | None = None,
     int8_at_load: bool = False,
     dtype: DType = "float32",
+    experts: int = 1,
 ) -> tuple[Decoder, int]:
     """The group's decoder of a checkpoint, and the bytes that this rank read."""
     config = replace(decoder_config(read(path)), dtype=dtype)
     if int8_at_load:
         config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
-    decoder = empty(config, group, kind, way)
+    decoder = empty(config, group, kind, way, experts)
     return decoder, weights.load(decoder, path)
 
 
-def empty(config: DecoderConfig, group: Group, kind: Kind = "cpu", way: Way | None = None) -> Decoder:
-    """The group's decoder before it has weights: in plain torch on the CPU, unless a way is named."""
-    part = Share(group.rank, group.size).part(config)
-    shape = shape_of(PAGE_SIZE, part)
+def empty(
+    config: DecoderConfig, group: Group, kind: Kind = "cpu", way: Way | None = None, experts: int = 1
+) -> Decoder:
+    """The group's decoder before it has weights: in plain torch on the CPU, unless a way is named.
+
+    Its experts are spread over so many parts of the group.
+    """
+    share = Share(group.rank, group.size, experts=experts)
+    shape = shape_of(PAGE_SIZE, share.part(config))
     attention = Attention if shape.latent is None else LatentAttention
     is_plain = kind == "cpu" and way is None
     operators = (Ops(), attention(shape)) if is_plain else machine(kind, way or "fused").operators(shape)
-    return Decoder(config, *operators, group)
+    return Decoder(config, *operators, group, share)
 
 
 def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
@@ -100,7 +107,7 @@ def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
     runner = ModelRunner(decoder, cache_of(decoder), decoder.attention, kept, slots)
     if graphs:
         runner.capture(len(LENS))
-    for stops in ((17, 5), (33, 14), *((33 + step, 14 + step) for step in range(1, 9))):
+    for stops in STOPS:
         rows, after = np.arange(len(LENS)), np.array(stops)
         runner.run(Batch(rows, slots.num_computed[rows], after, rows, rows, after))
         slots.num_computed[rows] = after

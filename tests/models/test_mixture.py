@@ -199,8 +199,8 @@ def test_scales_of_experts_are_rounded_as_published_ones_are(tmp_path: Path) -> 
     config = replace(decoder_config(read(path)), quantization=Quantization(is_stored=False))
     for dtype, wanted in (("bfloat16", torch.bfloat16), ("float16", torch.float32)):
         for mixture in mixtures(decoder(replace(config, dtype=dtype))):
-            assert {expert.down.scale_dtype for expert in mixture.experts} == {wanted}
-            assert {expert.gate_up.scale_dtype for expert in mixture.experts} == {torch.float32}
+            assert {expert.down.scale_dtype for expert in mixture.experts.values()} == {wanted}
+            assert {expert.gate_up.scale_dtype for expert in mixture.experts.values()} == {torch.float32}
 
 
 def test_layers_are_dense_where_the_configuration_says_so(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_experts_in_int8_are_the_same_stored_and_quantised_at_load(name: str, tm
     stored, plain = mixtures(loaded(tmp_path / "int8")), mixtures(loaded(path))
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(6))
     for ours, theirs, exact in zip(at_load, stored, plain, strict=True):
-        assert all(expert.down.is_int8 and expert.gate_up.is_int8 for expert in ours.experts)
+        assert all(expert.down.is_int8 and expert.gate_up.is_int8 for expert in ours.experts.values())
         assert torch.equal(ours(x), theirs(x))
         assert 0 < (ours(x) - exact(x)).norm() / exact(x).norm() < 0.05
 

@@ -65,11 +65,19 @@ def test_a_layer_changes_no_token_and_says_what_the_published_one_does(
     assert num_right < num_made
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)])
-def test_ranks_share_the_layer_and_say_what_one_says(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("deepseek_v3", 2),
+        pytest.param("deepseek_v3", 1, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_share_the_layer_and_say_what_one_says(name: str, parts: int, tmp_path: Path) -> None:
     model, path = target_of(name, tmp_path, moe_intermediate_size=32)
     plain = tokens_of(serve(engine_of(path, "cpu")))
-    two = {"parallel.tensor": 2, "scheduler.overlap": "true"}  # which is how a watched runner starts steps
+    two = {"parallel.tensor": 2, "parallel.expert": parts}
+    two["scheduler.overlap"] = "true"  # which is how a watched runner starts steps
     built = build(load(ROOT / "recipes/any/cpu.yaml", asked_of(path, "cpu", 3, **two)))
     assert built.ranks is not None
     watched = Watched(built.engine)

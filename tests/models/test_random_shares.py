@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from torch import Tensor
 
 from models import weights
 from models.config import DecoderConfig, RopeConfig
-from models.group import ALONE, Alone
+from models.group import ALONE, Alone, Group
 from models.share import check_ranks
 from tests.models.tensor_rank import empty, logits_of
 from tests.serving.server import PATIENCE_S
 from tests.thorough import cases
+
+Made = TypeVar("Made")
 
 
 class Thread(Alone):
@@ -31,6 +35,9 @@ class Thread(Alone):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.all_gather(x).sum(0)
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return self.all_gather(x).amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._brought[self.rank] = x
@@ -75,15 +82,26 @@ def counts(config: DecoderConfig) -> list[int]:
     return possible
 
 
-def of_rank(config: DecoderConfig, group: Thread, seed: int) -> Tensor:
-    """The logits that a rank computes; where it fails, so do those that wait for it."""
-    try:
-        decoder = empty(config, group)
-        weights.random(decoder, seed)
-        return logits_of(decoder)
-    except BaseException:
-        group._barrier.abort()
-        raise
+def together(size: int, compute: Callable[[Group], Made]) -> list[Made]:
+    """What each of so many ranks computes; where one fails, so do those that wait for it."""
+    barrier, brought = threading.Barrier(size), [torch.empty(0)] * size
+
+    def computed(rank: int) -> Made:
+        try:
+            return compute(Thread(rank, brought, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(computed, range(size)))
+
+
+def logits_with(config: DecoderConfig, group: Group, seed: int, experts: int = 1) -> Tensor:
+    """The logits of a decoder with seeded weights."""
+    decoder = empty(config, group, experts=experts)
+    weights.random(decoder, seed)
+    return logits_of(decoder)
 
 
 @pytest.mark.parametrize("seed", range(cases(10, 400)))
@@ -92,13 +110,7 @@ def test_any_decoder_on_any_number_of_ranks(seed: int) -> None:
     config = drawn(rng)
     while not counts(config):
         config = drawn(rng)
-    alone = empty(config, ALONE)
-    weights.random(alone, seed)
-    expected = logits_of(alone)
+    expected = logits_with(config, ALONE, seed)
     for size in counts(config):
-        barrier, brought = threading.Barrier(size), [torch.empty(0)] * size
-        groups = [Thread(rank, brought, barrier) for rank in range(size)]
-        with ThreadPoolExecutor(size) as threads:
-            found = list(threads.map(lambda group: of_rank(config, group, seed), groups))
-        for each in found:
+        for each in together(size, lambda group: logits_with(config, group, seed)):
             torch.testing.assert_close(each, expected, rtol=0, atol=1e-4)

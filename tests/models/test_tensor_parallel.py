@@ -44,6 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3_part": {"vocab_size": 509},
     "phi3_long": {},
 }
+# Those whose whole experts are spread over two parts of the ranks
+SPREAD = {f"{name}_spread": name for name in MODELS if "moe" in name or name.startswith(("mixtral", "deep"))}
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL = "llama_biased"
 Cases = dict[str, dict[str, Any]]
@@ -60,6 +62,7 @@ def checkpoints(folder: Path) -> Cases:
             options = variant.options | MODELS[variant.name]
             changed = replace(variant, options=options, saved_as=torch.float32, shard_size="5GB")
             cases[variant.name] = {"path": str(make(changed, folder)[1])}
+    cases |= {name: cases[of] | {"experts": 2} for name, of in SPREAD.items()}
     cases[BFLOAT16] = cases["qwen2_yarn"] | {"dtype": "bfloat16"}
     cases[FUSED] = cases["qwen2_yarn"] | {"way": "fused"}
     cases[AT_LOAD] = cases[INT8_MODEL] | {"int8_at_load": True}
@@ -144,7 +147,7 @@ class InParts(Ops):
 
 
 def alone(case: dict[str, Any]) -> Decoder:
-    case = dict(case)
+    case = {name: value for name, value in case.items() if name != "experts"}
     return built(Path(case.pop("path")), ALONE, **case)[0]
 
 
@@ -168,7 +171,7 @@ def test_hccl_waits_as_long_as_it_allows() -> None:
     assert told == [("1", "120"), ("31", "120"), ("600", "600"), ("17340", "7200")]
 
 
-@pytest.mark.parametrize("name", [*MODELS, FUSED])
+@pytest.mark.parametrize("name", [*MODELS, *SPREAD, FUSED])
 def test_ranks_compute_what_one_computes(name: str, cases: Cases, found: Found) -> None:
     expected = logits_of(alone(cases[name]))
     first, *others = (rank["logits"] for rank in found[name])
@@ -216,7 +219,7 @@ def test_ranks_in_bfloat16_are_as_near_to_float32_as_one_is(cases: Cases, found:
     assert (found[BFLOAT16][0]["logits"] - exact).norm() <= 1.5 * (whole - exact).norm()
 
 
-@pytest.mark.parametrize("name", [*MODELS, FUSED])
+@pytest.mark.parametrize("name", [*MODELS, *SPREAD, FUSED])
 def test_ranks_draw_the_tokens_that_one_draws(name: str, cases: Cases, found: Found) -> None:
     expected = tokens_of(alone(cases[name]))
     first, *others = (rank["tokens"] for rank in found[name])

@@ -21,7 +21,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_biased": {"vocab_size": 509},
     "qwen3_layer_types": {"num_key_value_heads": 1},
     "deepseek_v3": {"moe_intermediate_size": 32},
+    "qwen3_moe": {"moe_intermediate_size": 32},
 }
+
+SPREAD = ("deepseek_v3_spread", "qwen3_moe_spread")  # whole experts over two parts of the ranks
+INT8 = {"int8": "llama_biased", "int8_spread": "qwen3_moe_spread"}
 
 
 def checkpoints(folder: Path) -> Cases:
@@ -32,15 +36,18 @@ def checkpoints(folder: Path) -> Cases:
             options = variant.options | MODELS[variant.name] | {"hidden_size": 64, "intermediate_size": 128}
             changed = wide(replace(variant, options=options, saved_as=torch.float32, shard_size="5GB"))
             cases[variant.name] = {"path": str(make(changed, folder)[1])}
+    cases |= {name: cases[name.removesuffix("_spread")] | {"experts": 2} for name in SPREAD}
     captured = {f"{name}_captured": case | {"graphs": True} for name, case in cases.items()}
-    int8 = cases["llama_biased"] | {"int8_at_load": True, "dtype": "bfloat16"}
-    apart = cases["qwen3_layer_types"] | {"dtype": "bfloat16"}
+    apart, int8 = cases["qwen3_layer_types"] | {"dtype": "bfloat16"}, {}
     sums = {
         "apart": apart,
         "joined": apart | {"joins": True},
-        "biased": int8 | {"int8_at_load": False, "joins": True},
+        "biased": cases["llama_biased"] | {"dtype": "bfloat16", "joins": True},
     }
-    return cases | captured | sums | {"int8": int8, "int8_captured": int8 | {"graphs": True}}
+    for name, of in INT8.items():
+        int8[name] = cases[of] | {"int8_at_load": True, "dtype": "bfloat16"}
+        int8[f"{name}_captured"] = int8[name] | {"graphs": True}
+    return cases | captured | sums | int8
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -53,7 +60,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {name: (case, ranks[name]) for name, case in cases.items()}
 
 
-@pytest.mark.parametrize("name", [*MODELS, *(f"{name}_captured" for name in MODELS)])
+@pytest.mark.parametrize("name", [each + kind for each in (*MODELS, *SPREAD) for kind in ("", "_captured")])
 def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dict[str, Any]) -> None:
     case, ranks = found[name]
     expected = logits_of(built(Path(case["path"]), ALONE)[0])
@@ -79,7 +86,7 @@ def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(found
         assert torch.equal(one["tokens"], other["tokens"])
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_captured"])
+@pytest.mark.parametrize("name", [each + kind for each in INT8 for kind in ("", "_captured")])
 def test_ranks_on_npus_are_as_near_in_int8_as_one_is(name: str, found: dict[str, Any]) -> None:
     case, ranks = found[name]
     path = Path(case["path"])
@@ -88,4 +95,6 @@ def test_ranks_on_npus_are_as_near_in_int8_as_one_is(name: str, found: dict[str,
     first, *others = (rank["logits"] for rank in ranks)
     assert (first - exact).norm() <= 1.5 * (alone - exact).norm()
     assert all(torch.equal(first, other) for other in others)
-    assert torch.equal(first, found["int8"][1][0]["logits"]), "captured steps compute what eager ones do"
+    assert torch.equal(first, found[name.removesuffix("_captured")][1][0]["logits"]), (
+        "captured steps compute what eager ones do"
+    )

@@ -50,6 +50,7 @@ from tests.mutation.response_faults import RESPONSE_FAULTS, RESPONSE_TESTS_OF
 from tests.mutation.routing_faults import ROUTING_FAULTS, ROUTING_TESTS_OF
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
+from tests.mutation.spread_faults import SPREAD_FAULTS, SPREAD_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
 from tests.mutation.tool_faults import TOOL_FAULTS, TOOL_TESTS_OF
 
@@ -85,6 +86,7 @@ FAULTS = (
     *MIXTURE_FAULTS,
     *LATENT_FAULTS,
     *PACKING_FAULTS,
+    *SPREAD_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -158,6 +160,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **MIXTURE_TESTS_OF,
     **LATENT_TESTS_OF,
     **PACKING_TESTS_OF,
+    **SPREAD_TESTS_OF,
 }
 
 

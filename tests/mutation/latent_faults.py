@@ -162,8 +162,8 @@ LATENT_FAULTS = (
     Fault(
         "heads_of_queries_cut_by_latents",
         SHARE,
-        "(self._equal(config.num_heads * config.query_dim),)",
-        "(self._equal(config.num_heads * config.head_dim),)",
+        "(_equal(config.num_heads * config.query_dim, rank, ranks),)",
+        "(_equal(config.num_heads * config.head_dim, rank, ranks),)",
         "a rank reads rows of other heads",
     ),
     Fault(

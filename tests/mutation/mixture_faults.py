@@ -95,21 +95,21 @@ MIXTURE_FAULTS = (
     Fault(
         "groups_share_the_first_scale",
         SWIGLU,
-        'scale = scale.repeat_interleave(call["group_index"], 0)',
+        "scale = scale.repeat_interleave(counts, 0)",
         "scale = scale[:1]",
         "the stand-in scales every expert's rows as the first expert's",
     ),
     Fault(
         "experts_kept_beside_the_joined",
         MIXTURE,
-        "self.experts, self._parts = nn.ModuleList(), []",
+        "self.experts, self._parts = nn.ModuleDict(), []",
         "pass",
         "every expert lies in the device's memory twice",
     ),
     Fault(
         "rows_of_experts_not_whole",
         GROUPED,
-        "if min(counts) < 0 or sum(counts) != rows:",
+        "if min(counts) < 0 or sum(counts) > rows:",
         "if min(counts) < 0:",
         "rows that no expert computed pass for results",
     ),
@@ -137,7 +137,7 @@ MIXTURE_FAULTS = (
     Fault(
         "idle_experts_counted",
         CONFIG,
-        "return self.num_parameters - self.num_mixtures * idle * self._expert_parameters",
+        "return self.num_parameters - self.num_mixtures * self._num_idle * self._expert_parameters",
         "return self.num_parameters",
         "a token is said to be multiplied with all experts",
     ),

@@ -35,7 +35,7 @@ TENSOR_FAULTS = (
     Fault(
         "inner_rows_of_the_first_rank",
         SHARE,
-        "                return (self._equal(inner),)\n",
+        "                return (_equal(inner, rank, ranks),)\n",
         "                return (slice(0, inner // self.tensors),)\n",
         "gate and up of one rank are multiplied by down of another",
     ),

@@ -20,6 +20,7 @@ from recipes.build.engine import BuiltEngine, assemble, build
 from recipes.build.rank_process import restored
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
+from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
 from tests.thorough import cases
@@ -257,6 +258,37 @@ def test_the_plan_of_a_rank_is_of_what_it_holds(capsys: pytest.CaptureFixture[st
     assert "ranks" not in alone
     assert of_two["ranks"] == "2; what follows is of each, with a device of its own"
     assert (alone["weights"], of_two["weights"]) == ("8.3 MiB", "4.5 MiB")
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        (
+            2,
+            "64 whole experts of a layer, divided by 2 ranks, 13.50 GiB a rank: 0 to 63 on 0 to 1, 64 to ",
+        ),
+        (
+            4,
+            "32 whole experts of a layer, 13.50 GiB a rank: 0 to 31 on 0, 32 to 63 on 1, 64 to 95 on 2, ",
+        ),
+    ],
+)
+def test_the_plan_says_which_experts_lie_where(
+    parts: int, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    changes = ["device.kind=npu", "device.virtual=true", "cache.host_gib=0", "device.memory_gib=60"]
+    of_cpu = ["device.compile=false", "device.threads=null", "model.dtype=bfloat16"]
+    show(TINY, [f"model.path={tmp_path}", "parallel.tensor=4", f"parallel.expert={parts}", *changes, *of_cpu])
+    (said,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("spread"))
+    assert said.split(maxsplit=1)[1].startswith(line)
+
+
+def test_experts_that_cannot_be_spread_are_refused_by_their_key() -> None:
+    with pytest.raises(
+        RecipeError, match=r"^parallel.expert: the model has no experts to spread over 2 parts"
+    ):
+        build(load(TINY, [TENSOR, "parallel.expert=2"]))
 
 
 def test_the_plan_of_stages_is_of_the_last_which_has_the_most_layers(

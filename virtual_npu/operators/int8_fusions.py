@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
-from virtual_npu.operators.matmul import by_rows
+from virtual_npu.operators.matmul import by_rows, unwritten_beyond
 from virtual_npu.operators.norm import rms_norm
 from virtual_npu.simulated_products import A2, A3, A5
 
@@ -72,18 +72,22 @@ def _int8(call: Call) -> Iterator[Breach]:
 
 
 def _swiglu(call: Call) -> tuple[Tensor, Tensor]:
-    wide: Tensor = call["x"].float()
+    """Rows beyond those of all groups are never written."""
+    x, counts = call["x"], call["group_index"]
+    num_rows = len(x) if counts is None else int(counts.sum())
+    wide: Tensor = x[:num_rows].float()
     for name in ("weight_scale", "activation_scale"):
         scale = call[name]
         if scale is not None:
             if name == "activation_scale":
-                scale = scale.view(-1, 1)
-            elif call["group_index"] is not None:
-                scale = scale.repeat_interleave(call["group_index"], 0)
+                scale = scale.view(-1, 1)[:num_rows]
+            elif counts is not None:
+                scale = scale.repeat_interleave(counts, 0)
             wide = wide * scale
     first, second = wide.chunk(2, -1)
     gate, up = (first, second) if call["activate_left"] else (second, first)
-    return by_rows(functional.silu(gate) * up)
+    rows, scales = by_rows(functional.silu(gate) * up)
+    return unwritten_beyond(rows, len(x)), unwritten_beyond(scales, len(x))
 
 
 def _summed(call: Call) -> Iterator[Breach]:
@@ -115,7 +119,7 @@ def _grouped(call: Call) -> Iterator[Breach]:
 
 def _whole(call: Call) -> Iterator[Breach]:
     counts, rows = call["group_index"], len(call["x"])
-    if counts is not None and (int(counts.min()) < 0 or int(counts.sum()) != rows):
+    if counts is not None and (int(counts.min()) < 0 or int(counts.sum()) > rows):
         yield "group_index", f"{int(counts.sum())} of {rows} rows"
 
 
@@ -201,7 +205,7 @@ OPERATORS = (
             ),
             Rule(
                 "whole",
-                "the groups have every row: others are never written",
+                "the groups have no more rows than there are; those that none has are never written",
                 SWIGLU,
                 "pass what npu_moe_init_routing_v2 counted",
                 _whole,

@@ -42,6 +42,12 @@ def output_dtype(call: Call) -> torch.dtype | None:
     return given if isinstance(given, torch.dtype) else DTYPES.get(given)
 
 
+def unwritten_beyond(rows: Tensor, num_rows: int) -> Tensor:
+    """The rows, and behind them what memory may have held: of floats NaN, so that whoever reads it shows."""
+    found = torch.nan if rows.is_floating_point() else torch.iinfo(rows.dtype).min
+    return torch.cat((rows, rows.new_full((num_rows - len(rows), *rows.shape[1:]), found)))
+
+
 def _product(call: Call) -> Tensor:
     wide = torch.float32 if call["x1"].shape[-1] <= EXACT_IN_FLOAT else torch.float64
     total: Tensor = call["x1"].to(wide) @ call["x2"].to(wide)
