@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.checkpoint import checkpoint_files, names_in, open_checkpoint
+from models.checkpoint import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.config import FUSED, GATE_UP, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.latent import UpProjection
@@ -28,7 +28,7 @@ from models.place import Place, Rounding
 from models.share import Share
 from models.stored_parts import PartPlace, Places, in_parts
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
 MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping count as the process's memory
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -44,8 +44,13 @@ def load(decoder: Decoder, path: str | Path) -> int:
     places = in_parts(own, config.stored_form, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
-    share = decoder.share
-    found, num_bytes = fill(path, places, known, lambda name: share.is_elsewhere(name, config))
+    share, prefix = decoder.share, ""
+    if BODY in tensor_names(path):  # saved without a head, as models for embeddings are
+        prefix = EMBEDDING.removesuffix(BODY)
+        places, known = (
+            {name.removeprefix(prefix): at for name, at in some.items()} for some in (places, known)
+        )
+    found, num_bytes = fill(path, places, known, lambda name: share.is_elsewhere(prefix + name, config))
     # A tied checkpoint may contain its head as well; if the two differ it is not tied
     heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
     for file in heads if has_twin else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from attention.reference import Attention
 from devices.shapes import AttentionShape
 from models import weights
-from models.checkpoint import INDEX, SINGLE
+from models.checkpoint import INDEX, SINGLE, tensor_names
 from models.config import DecoderConfig, DType
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
@@ -119,6 +120,21 @@ def test_a_tied_head_may_be_there_or_not_but_not_differ(tmp_path: Path) -> None:
     save_file(tensors | {weights.HEAD: tensors[weights.EMBEDDING] + 1}, path / SINGLE)
     with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
         loaded(path)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "30KB"])
+def test_a_model_that_was_saved_without_its_head_is_the_same(shard_size: str, tmp_path: Path) -> None:
+    """As models for embeddings are saved: their tensors are those of the decoder alone."""
+    model, path = make(VARIANT["qwen3"], tmp_path)
+    whole = loaded(path, "float32").state_dict()
+    body = model.to(torch.float32).model
+    shutil.rmtree(path)
+    body.save_pretrained(path, max_shard_size=shard_size)
+    assert (path / INDEX).is_file() == (shard_size == "30KB")
+    assert "layers.0.input_layernorm.weight" in tensor_names(path)
+    ours = loaded(path, "float32").state_dict()
+    assert ours.keys() == whole.keys()
+    assert all(torch.equal(ours[name], whole[name]) for name in whole)
 
 
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:

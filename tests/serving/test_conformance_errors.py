@@ -120,8 +120,8 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 
 def test_an_unknown_route_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there is no /v1/embeddings"):
-        client.embeddings.create(model="tiny", input="a")
+    with pytest.raises(openai.NotFoundError, match="there is no /v1/moderations"):
+        client.moderations.create(model="tiny", input="a")
 
 
 def test_a_wrong_method_is_told_the_right_one(http: httpx.Client) -> None:
