@@ -73,13 +73,7 @@ def fill(
     Tensors that are `known` beside the places may be there, and so may those that are not read. Raises as
     `load` does.
     """
-    found, faults = _account(checkpoint_files(path), places, known, is_unread)
-    if faults:
-        raise ValueError(
-            f"the weights in {path} are not those of its config.json:\n  "
-            + "\n  ".join(faults)
-            + "\nDownload the checkpoint again, or correct config.json."
-        )
+    found = accounted(path, places, known, is_unread)
     num_bytes, files = 0, {name: file for file, names in found.items() for name in names}
     far = {
         name for name, place in places.items() if isinstance(place, PartPlace) and place.is_far(name, files)
@@ -90,6 +84,20 @@ def fill(
                 places[name].take(file, name, tensor)
                 num_bytes += tensor.nbytes
     return found, num_bytes
+
+
+def accounted(
+    path: Path, places: Places, known: Places, is_unread: Callable[[str], bool]
+) -> dict[Path, list[str]]:
+    """The tensors of the checkpoint directory `path` by file, from what its files say; raises as `fill`."""
+    found, faults = _account(checkpoint_files(path), places, known, is_unread)
+    if faults:
+        raise ValueError(
+            f"the weights in {path} are not those of its config.json:\n  "
+            + "\n  ".join(faults)
+            + "\nDownload the checkpoint again, or correct config.json."
+        )
+    return found
 
 
 def random(decoder: Decoder, seed: int) -> None:
