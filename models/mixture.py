@@ -76,7 +76,9 @@ class Mixture(nn.Module):
         experts = self.experts.values()
         linears = [linear for expert in experts for linear in (expert.gate_up, expert.down)]
         are_alike = len({linear.is_int8 for linear in linears}) == 1
-        if self.ops.joins_experts and are_alike and all(linear.bias is None for linear in linears):
+        sizes = self.router.shape[1], self.config.inner_size
+        joins = are_alike and self.ops.joins_experts(*sizes, is_int8=linears[0].is_int8)
+        if joins and all(linear.bias is None for linear in linears):
             filled = [linear.filled() for linear in linears]
             self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
             self.experts, self._parts = nn.ModuleDict(), []

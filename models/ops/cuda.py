@@ -7,14 +7,18 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional as F
 
 from devices.triton_types import kernel_dtype, stored_dtype
-from models.ops.reference import Ops, Packed
+from models.ops.reference import Filled, Ops, Packed
 from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
+GROUPED_STEP = 8  # of sizes in 16 bits: rows of grouped products begin at multiples of 16 bytes
 HEADS, COLUMNS = 8, 1024  # of one program: heads that it rotates, columns that it gates
 TILE = (64, 64, 64)  # rows, columns and depth of a product's tile
 SMALL_TILE = (32, 32, 32)  # for float32, which no tensor core multiplies
@@ -24,11 +28,12 @@ class CudaOps(Ops):
     """Norms, rotary and SwiGLU as Triton kernels.
 
     With `batch_invariant` linears too, always in tiles of one size: cuBLAS chooses its kernel by the number
-    of rows, so other requests would change the order in which a row's products are summed.
+    of rows, so other requests would change the order in which a row's products are summed. A device that
+    `groups_products` multiplies the rows of all experts of a mixture in one launch.
     """
 
-    def __init__(self, *, batch_invariant: bool = False) -> None:
-        self.batch_invariant = batch_invariant
+    def __init__(self, *, batch_invariant: bool = False, groups_products: bool = False) -> None:
+        self.batch_invariant, self.groups_products = batch_invariant, groups_products
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -46,6 +51,41 @@ class CudaOps(Ops):
             OPERAND=kernel_dtype(x.dtype), HAS_BIAS=bias is not None, num_warps=4, num_stages=4,
         )  # fmt: skip
         return y.to(x.dtype)
+
+    def joins_experts(self, hidden: int, inner: int, *, is_int8: bool) -> bool:
+        """Experts in the model's type, whose rows a grouped product takes."""
+        are_aligned = hidden % GROUPED_STEP == inner % GROUPED_STEP == 0
+        return self.groups_products and are_aligned and not (is_int8 or self.batch_invariant)
+
+    def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
+        """Weights [experts, in, out] of both products."""
+        both = [torch.stack([weight for weight, _ in each]) for each in (gate_ups, downs)]
+        return tuple(each.transpose(1, 2) for each in both)
+
+    def joined_mixture(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed, num_experts: int
+    ) -> Tensor:
+        """As Ops.mixture: rows sorted by expert, two grouped products, and each token's sum in the order of
+        its choice. Shapes are fixed and nothing waits for the device; rows of other ranks' experts come last,
+        where no product writes.
+        """
+        gate_up, down = packed
+        num_chosen, flat = chosen.shape[1], chosen.flatten()
+        order = flat.argsort(stable=True)
+        numbers = torch.arange(len(gate_up), device=x.device, dtype=flat.dtype)
+        ends = torch.searchsorted(flat[order], numbers, right=True, out_int32=True)
+        rows = x.index_select(0, order // num_chosen)
+        is_elsewhere = None
+        if len(gate_up) < num_experts:
+            is_elsewhere = (torch.arange(len(rows), device=x.device) >= ends[-1])[:, None]
+
+        def product(rows: Tensor, weight: Tensor) -> Tensor:
+            made = F.grouped_mm(rows, weight, offs=ends)
+            return made if is_elsewhere is None else made.masked_fill(is_elsewhere, 0)
+
+        made = product(self.swiglu(product(rows, gate_up)), down)
+        parts = made.index_select(0, order.argsort()).view(*chosen.shape, -1).float()
+        return (parts * weights[..., None]).sum(1).to(x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension, in float32; `weight` [x.shape[-1]]. Up to two leading dimensions."""

@@ -225,8 +225,7 @@ class NpuOps(PlainNpuOps):
         scores = scores.sigmoid() if divides else scores.softmax(-1)
         return self._shares(scores.gather(-1, chosen.long()), config), chosen
 
-    @property
-    def joins_experts(self) -> bool:
+    def joins_experts(self, hidden: int, inner: int, *, is_int8: bool) -> bool:
         """Whether this product routes tokens to experts and multiplies them in groups."""
         return self.product.has_mixtures
 

@@ -32,7 +32,6 @@ Widths = tuple[int, ...]  # outputs of a linear that are read apart, in order
 class Ops:
     """Linear, norm, rotary, SwiGLU and greedy choice, as a decoder uses them."""
 
-    joins_experts = False  # whether a mixture's experts are packed together
     captures_draws = False  # whether captured steps may end in a draw by top-k and top-p
 
     def padded(self, num_rows: int) -> int:
@@ -169,6 +168,10 @@ class Ops:
             total = weights.sum(-1, keepdim=True)
             weights = weights / (total if config.scores == "softmax" else total + LEAST_SUM)
         return weights if config.scale == 1 else weights * config.scale
+
+    def joins_experts(self, hidden: int, inner: int, *, is_int8: bool) -> bool:
+        """Whether a mixture's experts of these sizes are packed together."""
+        return False
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
         """The weights of all experts for `joined_mixture`, where the device `joins_experts`."""

@@ -164,7 +164,12 @@ class Cuda(Accelerator):
         from attention.cuda.attention import CudaAttention
         from models.ops.cuda import CudaOps
 
-        ops = CudaOps(batch_invariant=self.asked.batch_invariant)
+        # Of other types and devices, torch's grouped product waits for the device to tell where groups end
+        is_grouped = shape.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        ops = CudaOps(
+            batch_invariant=self.asked.batch_invariant,
+            groups_products=is_grouped and hasattr(torch.nn.functional, "grouped_mm"),
+        )
         if shape.latent is not None:
             return ops, LatentAttention(shape, self.device)
         if self.asked.attention == "reference":

@@ -21,11 +21,13 @@ from models.decoder import Decoder
 from models.mixture import Mixture
 from models.mixture_config import MixtureConfig
 from models.ops.cpu import CpuOps
+from models.ops.cuda import CudaOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from recipes.build.families import decoder_config, read
 from recipes.build.int8_checkpoint import quantize
 from tests.device_kinds import has_npu, npu, operators
+from tests.interpreter import DEVICE
 from tests.models.families import VARIANTS, make
 from tests.recipes.published import MIXTRAL_8X7B, QWEN3_30B_A3B
 
@@ -149,6 +151,42 @@ def test_experts_of_a_step_compute_a_row_alone_as_among_others(name: str, tmp_pa
         torch.testing.assert_close(among, theirs(x), rtol=1e-5, atol=1e-5)
         alone = torch.cat([ours(x[token : token + 1]) for token in range(33)])
         torch.testing.assert_close(among, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_here", [EXPERTS, 3])
+@pytest.mark.parametrize("num_tokens", [1, 2, 40])
+def test_experts_whose_products_are_grouped_compute_what_each_does_alone(
+    num_tokens: int, num_here: int
+) -> None:
+    """On a GPU in bfloat16, else in Triton's interpreter; of five experts, the last two may be elsewhere."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    generator, ops = torch.Generator().manual_seed(1), CudaOps(groups_products=True)
+    assert ops.joins_experts(16, 24, is_int8=False)
+    assert not ops.joins_experts(16, 20, is_int8=False)
+    assert not ops.joins_experts(16, 24, is_int8=True)
+    assert not CudaOps(groups_products=True, batch_invariant=True).joins_experts(16, 24, is_int8=False)
+    gate_ups, downs = (
+        [torch.randn(outer, inner, generator=generator) / 4 for _ in range(EXPERTS)]
+        for outer, inner in ((48, 16), (16, 24))
+    )
+    x, router = (torch.randn(rows, 16, generator=generator) for rows in (num_tokens, EXPERTS))
+    shares, chosen = Ops().route(x, router, None, mixture_of(normalizes=True))
+
+    def expert(gate_up: Tensor, down: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda rows: Ops().swiglu(rows @ gate_up.T) @ down.T
+
+    made = [expert(*each) for each in list(zip(gate_ups, downs))[:num_here]]
+    expected = Ops().mixture(x, shares, chosen, made)
+    there = [[(each.to(DEVICE, dtype), None) for each in some[:num_here]] for some in (gate_ups, downs)]
+    packed = ops.pack_experts(*there)
+    given = x.to(DEVICE, dtype), shares.to(DEVICE), chosen.to(DEVICE)
+    found = ops.joined_mixture(*given, packed, EXPERTS).cpu().float()
+    near = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+    if num_tokens > 1:  # a row that is not finite stays alone
+        given[0][0] = torch.nan
+        spoilt = ops.joined_mixture(*given, packed, EXPERTS).cpu().float()
+        assert torch.equal(spoilt[1:], found[1:])
 
 
 @pytest.mark.npu

@@ -355,13 +355,13 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
         ops.route(rows, router, None, replace(plain, **more))
     ops.route(rows, router, bias, replace(plain, scores="sigmoid", is_corrected=True))
     routed = ops.route(rows, router, None, plain)
-    if not ops.joins_experts:
+    if not ops.joins_experts(32, 32, is_int8=False):
         return
     up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
-    ops.joined_mixture(rows, *routed, ops.pack_experts([(up, None)] * 4, [(down, None)] * 4))
+    ops.joined_mixture(rows, *routed, ops.pack_experts([(up, None)] * 4, [(down, None)] * 4), 4)
     up_scale, down_scale = torch.ones(64, device="npu:0"), torch.ones(32, dtype=rows.dtype, device="npu:0")
     packed = ops.pack_experts([(up.to(torch.int8), up_scale)] * 4, [(down.to(torch.int8), down_scale)] * 4)
-    ops.joined_mixture(rows, *routed, packed)
+    ops.joined_mixture(rows, *routed, packed, 5)
 
 
 def _adding_up(ops: Ops, rows: torch.Tensor) -> None:
