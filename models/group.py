@@ -11,7 +11,7 @@ import os
 import zlib
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,15 @@ HCCL_FIRST_S = 10.0  # torch_npu's watchdog lets HCCL say first, and in its log,
 class Group:
     """The ranks of a process group, of which this process is `rank`, counted from 0.
 
-    `inside` names the method that the host is in: where a rank hangs, the others wait for it there.
+    `inside` names the method that the host is in: where a rank hangs, the others wait for it there. `few` are
+    those of its ranks that divide the same experts, where neither all nor one of them does.
     """
 
     inside = ""
+    few: Group | None = None
 
-    def __init__(self, ranks: dist.ProcessGroup) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: dist.ProcessGroup, few: Group | None = None) -> None:
+        self._ranks, self.few = ranks, few
         self.rank, self.size = ranks.rank(), ranks.size()
         self._hccl_name: str | None = None
 
@@ -119,26 +121,13 @@ class Alone(Group):
 ALONE = Alone()
 
 
-class Neighbours(Group):
-    """Those ranks of a group that divide the same experts, `size` of them, which follow each other.
-
-    They find their largest by way of the whole group, whose ranks all call it at the same time.
-    """
-
-    def __init__(self, group: Group, size: int) -> None:
-        self._group, self.size = group, size
-        self._first, self.rank = group.rank // size * size, group.rank % size
-
-    def all_reduce_max(self, x: Tensor) -> Tensor:
-        """The largest of these ranks' elements."""
-        return self._group.all_gather(x)[self._first : self._first + self.size].amax(0)
-
-
 def sharing_experts(group: Group, size: int) -> Group:
     """The ranks, `size` of a group, that divide the same experts."""
-    if size == group.size:
-        return group
-    return ALONE if size == 1 else Neighbours(group, size)
+    if size in (1, group.size):
+        return ALONE if size == 1 else group
+    assert group.few is not None, "a group is divided before a decoder is made"
+    assert group.few.size == size, f"parts of {group.few.size} ranks, and {size} divide an expert"
+    return group.few
 
 
 class StageLinks:
@@ -194,15 +183,23 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
 
 def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageLinks]:
     """The ranks of this rank's stage, and the way to the others. All ranks must call it at the same time."""
-    if share.stages == 1:
-        return world, NO_LINKS
-    size, rank = share.tensors, world.rank
+    size, rank, few = share.tensors, world.rank, None
     wait = timedelta(seconds=timeout_s)
-    groups = [dist.new_group(range(at, at + size), timeout=wait) for at in range(0, world.size, size)]
+
+    def in_parts(size: int) -> list[Any]:
+        return [dist.new_group(range(at, at + size), timeout=wait) for at in range(0, world.size, size)]
+
+    _, sharing = share.of_an_expert
+    if 1 < sharing < size:
+        few = Group(in_parts(sharing)[rank // sharing])
+    if share.stages == 1:
+        world.few = few
+        return world, NO_LINKS
+    groups = in_parts(size)
     before = None if share.is_first else rank + size  # the last stage has the first ranks
     after = None if share.is_last else rank - size
     own = groups[rank // size]
-    return (Group(own) if size > 1 else ALONE), StageLinks(before, after)
+    return (Group(own, few) if size > 1 else ALONE), StageLinks(before, after)
 
 
 def hccl_timeouts(timeout_s: float) -> dict[str, str]:

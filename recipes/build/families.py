@@ -13,6 +13,7 @@ from models.config import DecoderConfig, DType
 from models.eagle3 import Eagle3Config
 from models.file_bounds import check_regular, is_there
 from models.mtp import MtpConfig, mtp_config
+from models.placement import read as read_placement
 from models.quantization import Quantization
 from models.share import Share, check_experts, check_ranks, check_stages
 from models.shown import shown
@@ -74,6 +75,10 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
         check_ranks(config, parallel.tensor, parallel.expert)
         name = "pipeline"
         check_stages(config, parallel.pipeline)
+        if parallel.placement is not None and config.mixture is not None:
+            name = "placement"
+            placement = read_placement(parallel.placement, config)
+            config = replace(config, mixture=replace(config.mixture, placement=placement))
     except ValueError as error:
         raise RecipeError(f"parallel.{name}", str(error), value=getattr(parallel, name)) from error
     return config, Share.of_rank(rank, parallel.tensor, parallel.pipeline, parallel.expert)

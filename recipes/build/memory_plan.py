@@ -129,6 +129,8 @@ def _spread(config: DecoderConfig, share: Share) -> list[tuple[str, str]]:
     )
     size = in_gib(held.bytes_of_experts(held.mixture.num_held))
     divided = "" if sharing == 1 else f", divided by {sharing} ranks"
+    if mixture.placement:
+        whose = "as parallel.placement says"
     return [("spread", f"{held.mixture.num_held} whole experts of a layer{divided}, {size} a rank: {whose}")]
 
 

@@ -8,9 +8,12 @@ import os
 import struct
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from models.file_bounds import read_bounded
+from models.placement import MOST_BYTES
 from recipes.schema.keys import NAMES, keys_of
 from recipes.schema.reader import made
 from recipes.schema.recipe import ROOT, Recipe
@@ -27,8 +30,13 @@ FOLLOWER = "recipes.build.follower_process"
 
 
 def common(recipe: Recipe) -> dict[str, Any]:
-    """What the recipes of all ranks must agree on: everything but places, and what only the leader reads."""
+    """What the recipes of all ranks must agree on: everything but places, and what only the leader reads; of
+    a placement, what the file says.
+    """
     sections = recipe.described()
+    if recipe.parallel.placement is not None:
+        digest = sha256(read_bounded(recipe.parallel.placement, MOST_BYTES)).hexdigest()
+        sections["parallel"]["placement"] = digest
     del sections["server"]
     for name in OF_A_MACHINE:
         section, _, key = name.partition(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
@@ -35,6 +36,10 @@ class ParallelSection:
         least=1,
         most=MOST_RANKS,
     )
+    placement: Path | None = key(
+        "a file of `scripts.place`: which experts lie on which rank; null: in the order of their numbers",
+        default=None,
+    )
     nodes: tuple[str, ...] | None = key(
         "addresses of the machines that hold the ranks, in equal numbers; the first leads; null: as the"
         " launcher says, or this machine alone",
@@ -60,6 +65,13 @@ def stage_contradictions(section: ParallelSection, drafts: str) -> Iterator[Reci
             f"parallel.tensor is {section.tensor}, and a head computes on one device",
             "take ngram, suffix or draft, or set parallel.tensor to 1",
             value=section.tensor,
+        )
+    if section.placement is not None and section.expert == 1:
+        yield RecipeError(
+            ("parallel.placement", "parallel.expert"),
+            "parallel.expert is 1, so that every rank has a part of every expert",
+            "set parallel.expert to the number of ranks that it was made for, or leave this out",
+            value=section.placement,
         )
     if section.pipeline > 1 and drafts in ("draft", "eagle3", "mtp"):
         yield RecipeError(

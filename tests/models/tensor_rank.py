@@ -29,7 +29,7 @@ from models import weights
 from models.config import DecoderConfig, DType
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
-from models.group import Backend, Group, join
+from models.group import Backend, Group, divided, join
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from models.runner import ModelRunner
@@ -227,6 +227,7 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     torch.save(collectives(group, device), folder / f"collectives.{rank}.pt")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         graphs, joins = case.pop("graphs", False), case.pop("joins", False)
+        divided(group, Share(rank, size, experts=case.get("experts", 1)), PATIENCE_S)
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
         found: dict[str, Any] = {"bytes": num_bytes}
         if joins:

@@ -82,15 +82,24 @@ def counts(config: DecoderConfig) -> list[int]:
     return possible
 
 
+def met(size: int) -> list[Thread]:
+    """All members of a group."""
+    barrier, brought = threading.Barrier(size), [torch.empty(0)] * size
+    return [Thread(rank, brought, barrier) for rank in range(size)]
+
+
 def together(size: int, compute: Callable[[Group], Made]) -> list[Made]:
     """What each of so many ranks computes; where one fails, so do those that wait for it."""
-    barrier, brought = threading.Barrier(size), [torch.empty(0)] * size
+    every, pairs = met(size), [member for _ in range(size // 2) for member in met(2)]
+    for one, of_two in zip(every, pairs if size > 2 else []):
+        one.few = of_two
 
     def computed(rank: int) -> Made:
         try:
-            return compute(Thread(rank, brought, barrier))
+            return compute(every[rank])
         except BaseException:
-            barrier.abort()
+            for each in (*every, *pairs):
+                each._barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as threads:

@@ -116,10 +116,29 @@ def test_spread_experts_in_int8_have_the_weights_of_one_rank(size: int, experts:
         assert all(torch.equal(each[1], scale) for each in mine)
 
 
+def test_experts_in_several_files_become_int8_as_they_come(tmp_path: Path) -> None:
+    """The ranks of a part wait for each other alone: others read other experts, from other files."""
+    variant = next(each for each in VARIANTS if each.name == "qwen3_moe")
+    path = make(replace(variant, saved_as=torch.float32, shard_size="30KB"), tmp_path)[1]
+
+    def held(group: Group) -> dict[str, Any]:
+        parts = 2 if group.size > 1 else 1
+        decoder, _ = built(path, group, experts=parts, int8_at_load=True)
+        return {name: each.packed for name, each in decoder.named_modules() if hasattr(each, "packed")}
+
+    parts, whole = together(4, held), held(ALONE)
+    for name in (name for name in whole if ".mlp.experts." in name and name.endswith("down")):
+        mine = [part[name] for part in parts if name in part]
+        assert torch.equal(torch.cat([each[0] for each in mine], dim=1), whole[name][0])
+        assert all(torch.equal(each[1], whole[name][1]) for each in mine)
+
+
 def of_rank(config: DecoderConfig, rank: int, size: int, experts: int, kind: type[Ops] = Ops) -> Decoder:
     share = Share(rank, size, experts=experts)
     attention = Attention(shape_of(PAGE_SIZE, share.part(config)))
-    return Decoder(config, kind(), attention, Rank(rank, size), share)
+    group = Rank(rank, size)
+    group.few = Rank(*share.of_an_expert)
+    return Decoder(config, kind(), attention, group, share)
 
 
 @pytest.mark.parametrize("placement", [(), ((6, 1, 3, 0, 7, 5, 2, 4), (), (4, 0, 1, 2, 7, 6, 5, 3))])

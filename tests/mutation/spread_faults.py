@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from tests.mutation.fault import Fault
 from tests.mutation.latent_faults import LATENT_TESTS_OF
+from tests.mutation.rank_faults import RANK_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_TESTS_OF
 
 SHARE, MIXTURE, GROUP, NPU = "models/share.py", "models/mixture.py", "models/group.py", "models/ops/npu.py"
 MIXTURE_CONFIG = "models/mixture_config.py"
+PLACEMENT, RANK_PROCESS = "models/placement.py", "recipes/build/rank_process.py"
+PLACE_TESTS = "tests/scripts/test_place.py"
 SPREAD_TESTS = "tests/models/test_spread_experts.py"
 SPREAD_TESTS_OF = {
     MIXTURE_CONFIG: (SPREAD_TESTS,),
+    PLACEMENT: (PLACE_TESTS,),
+    RANK_PROCESS: (PLACE_TESTS, *RANK_TESTS_OF.get(RANK_PROCESS, ())),
     **{file: (SPREAD_TESTS, *LATENT_TESTS_OF[file]) for file in (SHARE, MIXTURE)},
     GROUP: (SPREAD_TESTS, *TENSOR_TESTS_OF[GROUP]),
     NPU: (*LATENT_TESTS_OF[NPU], "tests/models/test_tensor_parallel_npu.py"),
@@ -69,8 +74,8 @@ SPREAD_FAULTS = (
     Fault(
         "largest_of_other_experts",
         GROUP,
-        "return self._group.all_gather(x)[self._first : self._first + self.size].amax(0)",
-        "return self._group.all_gather(x).amax(0)",
+        "    return group.few\n",
+        "    return group\n",
         "an expert's int8 weights hang on those of others",
     ),
     Fault(
@@ -79,6 +84,34 @@ SPREAD_FAULTS = (
         "        if num_held < num_experts:\n",
         "        if False:\n",
         "what memory held before is added to the tokens of other ranks' experts",
+    ),
+    Fault(
+        "most_loaded_rank_first",
+        PLACEMENT,
+        "part = min((each",
+        "part = max((each",
+        "the experts that are chosen most lie together",
+    ),
+    Fault(
+        "ranks_of_any_size",
+        PLACEMENT,
+        " if len(held[each]) < room)",
+        ")",
+        "a rank holds more experts than it has room for",
+    ),
+    Fault(
+        "an_expert_on_two_ranks",
+        PLACEMENT,
+        "if sorted(layer) != list(range(count if has_experts else 0)):",
+        "if len(layer) != (count if has_experts else 0):",
+        "a placement leaves out an expert, whose tokens get nothing of it",
+    ),
+    Fault(
+        "placements_compared_by_their_path",
+        RANK_PROCESS,
+        '        sections["parallel"]["placement"] = digest\n',
+        "        assert digest\n",
+        "two machines take two placements, and some experts are nowhere",
     ),
     Fault(
         "parts_that_do_not_divide",

@@ -45,6 +45,7 @@ READERS = {
         ["serve", "--base-url", "http://127.0.0.1:9", "--trace", "FILE"],
     ),
     "report": ("scripts.benchmark", ["report", "FILE", "--output", "OUT"]),
+    "place": ("scripts.place", ["FILE", "--ranks", "2"]),
     "quantize": ("scripts.quantize", ["FILE", "OUT"]),
     "evaluate": ("scripts.quantize", ["recipes/tiny/weights", "OUT", "--evaluate", "FILE"]),
     "model": ("scripts.generate", [TINY, "model.path=FILE", "--prompt", "a"]),
