@@ -29,11 +29,6 @@ RECENT_S = 30.0  # within which a third of what was given to a replica is still 
 MOST_SUPPOSED = 2**16  # keys a replica that are only taken to be there
 
 
-def short_key(key: bytes) -> int:
-    """A page's key as 64 bits: what a router and events of pages use."""
-    return int.from_bytes(key[:8], "big")
-
-
 class KeyHolders:
     """Which replicas have which keys: of each key, one bit a replica."""
 

@@ -28,3 +28,8 @@ def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes
         previous = sha256(previous + data[at : at + width]).digest()
         keys.append(previous)
     return keys
+
+
+def short_key(key: bytes) -> int:
+    """A page's key as 64 bits: what routers and events of pages use."""
+    return int.from_bytes(key[:8], "big")

@@ -92,6 +92,16 @@ class PrefixIndex:
         page_of = dict(zip(self._serial[pages].tolist(), pages.tolist()))
         return {page: page_of[at] for page, at in zip(pages.tolist(), self._parent[pages].tolist()) if at}
 
+    def everything(self) -> list[tuple[bytes, bytes | None, list[int]]]:
+        """Of each page its key, the key of the page it continues, and its tokens; none before that page."""
+        here, parents, key_of = self.names, self.parents(), self._key_of
+        order = here[np.argsort(self._serial[here])]  # a page gets its serial after the one it continues
+        tokens = self._tokens[order].tolist()
+        return [
+            (key_of[page], key_of[parents[page]] if page in parents else None, each)
+            for page, each in zip(order.tolist(), tokens)
+        ]
+
     def tail(self, pages: Index) -> int | None:
         """The serial that the page after these continues; None if the last was forgotten."""
         if not len(pages):

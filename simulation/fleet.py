@@ -15,8 +15,8 @@ import numpy as np
 
 from continuous_batching.inspection import queued_tokens
 from continuous_batching.request import Request
-from continuous_batching.routing import Route, RoutedPrompt, Routing, Sent, short_key
-from kv_cache.page_keys import TokenIds, page_keys
+from continuous_batching.routing import Route, RoutedPrompt, Routing, Sent
+from kv_cache.page_keys import TokenIds, page_keys, short_key
 from kv_cache.prefix_cache import PageListener
 from simulation.replica import Replica
 from simulation.serve import in_order

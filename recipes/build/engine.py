@@ -31,6 +31,7 @@ from recipes.build.decoders import cache_of, draft_decoder, drafter_of, shape_of
 from recipes.build.families import share_of
 from recipes.build.machine import Machine, start
 from recipes.build.memory_plan import MemoryPlan, report
+from recipes.build.page_events import publish_pages
 from recipes.build.ranks import Ranks, recipe_of_a_rank
 from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_of
 from recipes.build.sizing import plan_memory
@@ -80,6 +81,8 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         sinks = [RecordingFile(recipe.scheduler.record), *sinks]
     if sinks:
         built.engine.observer = Recorder(built.facts, *sinks)
+    if recipe.cache.events is not None:
+        publish_pages(built.engine.scheduler.prefix, recipe.cache)
     return built
 
 

@@ -1,4 +1,4 @@
-"""Which machines cannot keep keys and values in int8?"""
+"""Which machines cannot keep keys and values in int8, and which caches have nothing to publish?"""
 
 from __future__ import annotations
 
@@ -29,4 +29,15 @@ def int8_contradictions(dtype: str, kind: str, attention: str) -> Iterator[Recip
             f"only plain torch reads int8 keys and values, and device.attention is {attention}",
             "set device.attention to reference, or this to auto",
             value=dtype,
+        )
+
+
+def event_contradictions(endpoint: str | None, *, is_sharing: bool) -> Iterator[RecipeError]:
+    """What contradicts `cache.events`."""
+    if endpoint is not None and not is_sharing:
+        yield RecipeError(
+            ("cache.events", "cache.prefix_sharing"),
+            "no page can be found, so that there is nothing to publish",
+            "set cache.prefix_sharing to true, or leave this out",
+            value=endpoint,
         )

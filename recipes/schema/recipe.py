@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.schema.cache_checks import int8_contradictions
+from recipes.schema.cache_checks import event_contradictions, int8_contradictions
 from recipes.schema.keys import key, keys_of
 from recipes.schema.parallel_section import ParallelSection, stage_contradictions
 from recipes.schema.recipe_error import RecipeError
@@ -172,6 +172,12 @@ class CacheSection:
     compact_pages_per_step: int = key(
         "the most pages moved in one step of a compaction; 0: all at once", default=0, least=0, most=2**31 - 1
     )
+    events: str | None = key(
+        "where the engine publishes which pages it holds, tcp://HOST:PORT or ipc://PATH; what was missed is"
+        " sent again from the next port. They hold the tokens of prompts: keep others out",
+        default=None,
+    )
+    events_topic: str = key("the topic of `cache.events`", default="kv-events")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +238,7 @@ class Recipe:
                 value=self.cache.host_fraction,
             )
         yield from self._device_contradictions()
+        yield from event_contradictions(self.cache.events, is_sharing=self.cache.prefix_sharing)
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 ROUTING = "continuous_batching/routing.py"
-ROUTING_TESTS_OF = {ROUTING: ("tests/continuous_batching/test_routing.py",)}
+EVENTS = "kv_cache/events.py"
+ROUTING_TESTS_OF = {
+    ROUTING: ("tests/continuous_batching/test_routing.py",),
+    EVENTS: ("tests/kv_cache/test_events.py",),
+}
 
 ROUTING_FAULTS = (
     Fault(
@@ -35,5 +39,12 @@ ROUTING_FAULTS = (
         "        return int(equal[np.searchsorted(equal, self._last + 1) % len(equal)])",
         "        return int(equal[0])",
         "the first of equal replicas gets everything",
+    ),
+    Fault(
+        "snapshot_upon_what_was",
+        EVENTS,
+        "            snapshot = KVEventBatch(time.time(), [AllBlocksCleared(), *self._pages.values()])\n",
+        "            snapshot = KVEventBatch(time.time(), [*self._pages.values()])\n",
+        "who missed that a page went believes in it for ever",
     ),
 )

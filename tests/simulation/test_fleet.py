@@ -10,7 +10,8 @@ import pytest
 
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.routing import Route, Routing, short_key
+from continuous_batching.routing import Route, Routing
+from kv_cache.page_keys import short_key
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.fleet import serve_fleet
 from simulation.pipeline import Pipeline, Stages

@@ -1,0 +1,44 @@
+"""Which events of pages does vLLM publish? Its names and its layout, in MessagePack."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
+    """The base of all events."""
+
+
+class BlockStored(Event):
+    """Pages can be found, which follow each other and the page `parent_block_hash`."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    page_size: int = msgspec.field(name="block_size")
+    lora_id: int | None = None
+    medium: str | None = "GPU"
+    lora_name: str | None = None
+
+
+class BlockRemoved(Event):
+    """Pages cannot be found any more."""
+
+    block_hashes: list[int]
+    medium: str | None = "GPU"
+
+
+class AllBlocksCleared(Event):
+    """No page can be found."""
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Events in their order; `ts` is the time of day in seconds."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(KVEventBatch).decode

@@ -1,0 +1,27 @@
+"""Where are an engine's pages published?"""
+
+from __future__ import annotations
+
+import logging
+
+from kv_cache.prefix_cache import PrefixCache
+from recipes.schema.recipe import CacheSection
+from recipes.schema.recipe_error import RecipeError
+
+log = logging.getLogger(__name__)
+
+
+def publish_pages(prefix: PrefixCache, cache: CacheSection) -> None:
+    """Publish what a cache holds at `cache.events`; raises RecipeError where that cannot be."""
+    assert cache.events is not None, "nothing is to be published"
+    try:
+        from kv_cache.events import PageEvents, replay_endpoint
+    except ImportError as error:
+        problem, fix = f"needs {error.name}", "bash scripts/setup.sh serve installs it"
+        raise RecipeError("cache.events", problem, fix, value=cache.events) from error
+    try:
+        again = replay_endpoint(cache.events)
+        prefix.listener = PageEvents(prefix.index, cache.page_size, cache.events, cache.events_topic)
+    except (ValueError, OSError) as error:
+        raise RecipeError("cache.events", str(error), "choose another", value=cache.events) from error
+    log.info("events of pages: %s, and again from %s", cache.events, again)

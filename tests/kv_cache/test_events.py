@@ -1,0 +1,202 @@
+"""What an engine's cache publishes, read as a stranger would: by msgpack alone, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from kv_cache import events
+from kv_cache.events import PageEvents, replay_endpoint
+from kv_cache.page_keys import page_keys, short_key
+from kv_cache.pages import PagePool
+from kv_cache.prefix_cache import PrefixCache
+
+PAGE, WAIT_MS = 4, 20_000
+
+
+class Engine:
+    """A cache whose pages are published and released at once, and what publishes them."""
+
+    def __init__(self, path: Path, num_pages: int = 64) -> None:
+        self.pool = PagePool(num_pages)
+        self.cache = PrefixCache(self.pool, PAGE)
+        self.endpoint = f"ipc://{path}/events"
+        self.events = PageEvents(self.cache.index, PAGE, self.endpoint)
+        self.cache.listener = self.events
+
+    def compute(self, tokens: list[int], salt: str = "") -> list[int]:
+        """Publish the pages of these tokens; their keys."""
+        ids = np.array(tokens, dtype=np.int32)
+        keys = page_keys(ids, PAGE, salt)
+        found = self.cache.find(keys, ids, salt)
+        self.cache.share(found)
+        new = len(keys) - len(found)
+        if new > self.pool.num_free:
+            self.cache.evict(new - self.pool.num_free)
+        pages = np.append(found, self.pool.take(new))
+        standing = self.cache.publish(keys, ids, pages, len(found), salt)
+        pages[len(found) :] = standing
+        self.cache.release(pages)
+        return [*map(short_key, keys)]
+
+    def held(self) -> set[int]:
+        return {short_key(self.cache.index.key(page)) for page in self.cache.index.names.tolist()}
+
+
+class Reader:
+    """Follows the events as vLLM's readers do, and asks again where a sequence is missing."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = zmq.Context()
+        self.live, self.again = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
+        self.live.connect(endpoint)
+        self.live.subscribe(b"kv-events")
+        self.again.connect(replay_endpoint(endpoint))
+        self.pages: set[int] = set()
+        self.batches: list[tuple[int, list[dict[str, object]]]] = []
+
+    def ask(self, first: int) -> int:
+        """All from this sequence on; returns the last."""
+        self.again.send_multipart([b"", first.to_bytes(8, "big")])
+        last = -1
+        while True:
+            assert self.again.poll(WAIT_MS), "no answer"
+            empty, topic, number, batch = self.again.recv_multipart()
+            assert (empty, topic) == (b"", b"kv-events")
+            if int.from_bytes(number, "big", signed=True) == -1:
+                return last
+            last = int.from_bytes(number, "big")
+            self.take(last, batch)
+
+    def take(self, number: int, batch: bytes) -> None:
+        _, found, *_ = msgspec.msgpack.decode(batch)
+        self.batches.append((number, found))
+        for event in found:
+            match event["type"]:
+                case "BlockStored":
+                    self.pages |= {*event["block_hashes"]}
+                case "BlockRemoved":
+                    self.pages -= {*event["block_hashes"]}
+                case "AllBlocksCleared":
+                    self.pages.clear()
+
+    def hear(self) -> int:
+        assert self.live.poll(WAIT_MS), "no event"
+        _, number, batch = self.live.recv_multipart()
+        self.take(int.from_bytes(number, "big"), batch)
+        return int.from_bytes(number, "big")
+
+    def until(self, wanted: set[int]) -> None:
+        """Ask until the pages are these; the publisher is some milliseconds behind."""
+        for _ in range(1000):
+            self.batches.clear()
+            self.ask(0)
+            if self.pages == wanted:
+                return
+        raise AssertionError(f"{self.pages ^ wanted} differ")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    each = Engine(tmp_path)
+    yield each
+    each.events.close()
+
+
+@pytest.fixture
+def reader(engine: Engine) -> Iterator[Reader]:
+    each = Reader(engine.endpoint)
+    yield each
+    each.context.destroy(linger=0)
+
+
+def test_the_layout_is_vllms(engine: Engine, reader: Reader) -> None:
+    keys = engine.compute(list(range(10)))
+    more = engine.compute([*range(8), 20, 21, 22, 23])
+    reader.until({*keys, *more})
+    cleared, first, second = (event for _, batch in reader.batches for event in batch)
+    assert cleared == {"type": "AllBlocksCleared"}
+    assert first == {
+        "type": "BlockStored",
+        "block_hashes": keys,
+        "parent_block_hash": None,
+        "token_ids": list(range(8)),
+        "block_size": PAGE,
+    } | {name: first[name] for name in ("lora_id", "medium", "lora_name") if name in first}
+    assert second["parent_block_hash"] == keys[-1]
+    assert (second["block_hashes"], second["token_ids"]) == (more[2:], [20, 21, 22, 23])
+
+
+def test_who_is_there_hears_each_sequence_once(engine: Engine, reader: Reader) -> None:
+    """A probe is computed until its event is heard: only then is the subscription known to be there."""
+    number = 0
+    while not reader.live.poll(50):
+        engine.compute([number] * PAGE)
+        number += 1
+    heard = [reader.hear()]
+    wanted = engine.compute(list(range(100, 140)))
+    while not {*wanted} <= reader.pages:
+        heard.append(reader.hear())
+    assert heard == list(range(heard[0], heard[0] + len(heard)))
+
+
+def test_a_late_reader_knows_all(engine: Engine, reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the first batches are not kept any more, and pages were evicted."""
+    monkeypatch.setattr(events, "MOST_BATCHES", 3)
+    for number in range(60):
+        engine.compute([number // 3, 1, 2, 3, number, 5, 6, 7])
+        reader.ask(0)  # so that each is a batch of its own
+    assert len(engine.held()) < 100
+    reader.pages.clear()
+    reader.batches.clear()
+    reader.until(engine.held())
+    ((number, snapshot),) = reader.batches
+    assert number > 0
+    assert snapshot[0] == {"type": "AllBlocksCleared"}
+
+
+def test_a_queue_that_overflows_is_replaced_by_all_pages(
+    engine: Engine, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MOST_QUEUED", 2)
+    for number in range(200):
+        engine.compute([number % 23, 1, 2, 3, number, 5, 6, 7])
+    reader.until(engine.held())
+
+
+def test_other_salts_are_other_pages(engine: Engine, reader: Reader) -> None:
+    tokens = list(range(8))
+    assert not {*engine.compute(tokens, "a")} & {*engine.compute(tokens, "b")}
+    reader.until(engine.held())
+    assert len(reader.pages) == 4
+
+
+def test_nonsense_on_the_socket_ends_nothing(engine: Engine, reader: Reader) -> None:
+    for frames in ([b""], [b"", b"x"], [b"", b"", b"", b""], [b"", (2**63).to_bytes(8, "big")]):
+        reader.again.send_multipart(frames)
+    keys = engine.compute(list(range(8)))
+    assert reader.again.poll(WAIT_MS)
+    while reader.again.recv_multipart()[2] != events.END:
+        pass
+    reader.until({*keys})
+
+
+@pytest.mark.parametrize("endpoint", ["", "tcp://a", "tcp://a:0", "tcp://a:65535", "udp://a:1", "ipc://"])
+def test_an_endpoint_is_checked(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="is no tcp://HOST:PORT"):
+        replay_endpoint(endpoint)
+
+
+def test_a_taken_endpoint_is_named(engine: Engine) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(OSError, match=f"cannot be published at {endpoint}: Address already in use"):
+            PageEvents(engine.cache.index, PAGE, endpoint)
