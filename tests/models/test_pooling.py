@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from continuous_batching.request import Request, SamplingParams, Vector
 from recipes.build.engine import build
@@ -83,13 +83,20 @@ def test_preempted_anywhere_nothing_counts_twice_or_is_lost(overrides: list[str]
 @pytest.mark.parametrize("way", ["parallel.tensor=2", "parallel.pipeline=2"])
 def test_ranks_and_stages_find_it_too(way: str) -> None:
     built = build(load(ROOT / "recipes/tiny/cpu.yaml", [*SETTINGS["overlap"], way]))
+    labels = (7, 300)
+    params = SamplingParams(max_tokens=1, pooling="last", label_token_ids=labels)
     try:
         made = requests()[:8]
-        serve(built.engine, made)
+        labelled = Request("labelled", made[0].prompt, params)
+        serve(built.engine, [*made, labelled])
     finally:
         built.engine.observer.close()  # with which the other ranks end
     for request in made:
         check(request)
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    with torch.inference_mode():
+        known = model(torch.from_numpy(labelled.prompt)[None].long()).logits[0, -1].log_softmax(-1)
+    np.testing.assert_allclose(labelled.embedding, known[list(labels)], atol=1e-4)
 
 
 @pytest.mark.parametrize("device", on_each("fused"))

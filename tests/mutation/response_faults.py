@@ -1,4 +1,4 @@
-"""Which faults are seeded where a chat is answered in the form of `/v1/responses`?"""
+"""Which faults are seeded in the form of `/v1/responses`, and where texts are scored?"""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from tests.mutation.fault import Fault
 ITEMS, INPUT, OBJECT = (f"serving/api/responses{name}.py" for name in ("_items", "_input", ""))
 _TESTS = ("tests/serving/test_response_items.py",)
 EFFORT, SPOKEN = "serving/text/effort.py", "serving/api/spoken.py"
+SCORES, QUESTIONS = "serving/api/scores.py", "serving/text/questions.py"
 RESPONSE_TESTS_OF = {
     **dict.fromkeys((ITEMS, INPUT, OBJECT, SPOKEN), _TESTS),
     EFFORT: ("tests/serving/test_effort.py",),
+    **dict.fromkeys((SCORES, QUESTIONS), ("tests/serving/test_scores.py",)),
 }
 
 RESPONSE_FAULTS = (
@@ -54,5 +56,26 @@ RESPONSE_FAULTS = (
         'elif effort != "none" or thinks:',
         'elif effort != "none" and thinks:',
         "a model that always thinks is asked not to, and nobody says that it will",
+    ),
+    Fault(
+        "worst_document_first",
+        SCORES,
+        "key=lambda at: -scores[at]",
+        "key=lambda at: scores[at]",
+        "a search shows what matches least",
+    ),
+    Fault(
+        "score_of_the_other_answer",
+        SCORES,
+        "np.exp(logprobs[:, 1] - logprobs[:, 0])",
+        "np.exp(logprobs[:, 0] - logprobs[:, 1])",
+        "what the model says no to scores high",
+    ),
+    Fault(
+        "documents_may_hold_marks",
+        QUESTIONS,
+        "content = _MARK.sub(lambda mark: texts[mark[1]], self.question)",
+        'content = self.question.replace("{document}", document).replace("{query}", query)',
+        "a document that writes {query} gets the query's words",
     ),
 )
