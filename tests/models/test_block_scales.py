@@ -63,7 +63,12 @@ def checkpoint(tmp_path: Path) -> tuple[Any, Path]:
     """Transformers' model of what is stored, and the directory."""
     variant = next(each for each in VARIANTS if each.name == "deepseek_v3_one_group")
     model, path = make(variant, tmp_path)
-    exact = stored(path)
+    fill(model, stored(path))
+    return model, path
+
+
+def fill(model: Any, exact: dict[str, Tensor]) -> None:
+    """Give transformers' model the numbers that a checkpoint's tensors stand for."""
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in exact.items():
@@ -75,7 +80,6 @@ def checkpoint(tmp_path: Path) -> tuple[Any, Path]:
                 half = joined.shape[1] // 2
                 rows = {"gate_proj": slice(half), "up_proj": slice(half, None)}.get(role, slice(None))
                 joined[int(expert), rows] = weight
-    return model, path
 
 
 JOINED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}

@@ -19,6 +19,7 @@ from recipes.build.int8_checkpoint import quantize
 from recipes.build.scoring import score
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.packed_checkpoints import AWQ, FORMS, GPTQ, compressed, store
+from tests.models.test_block_scales import fill
 from tests.models.test_shared_weights import part_of
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
@@ -144,12 +145,7 @@ def stored(name: str, form: str, tmp_path: Path) -> tuple[Any, Path]:
     """Transformers' model of what is stored, and the directory."""
     torch.manual_seed(0)
     model, path = make(replace(BY_NAME[name], shard_size="5GB"), tmp_path)
-    exact = store(path, FORMS[form])
-    named = dict(model.named_parameters())
-    with torch.no_grad():
-        for each, weight in exact.items():
-            if each in named:
-                named[each].copy_(weight)
+    fill(model, store(path, FORMS[form]))
     return model, path
 
 
@@ -163,6 +159,11 @@ def test_the_model_answers_as_with_the_numbers_that_are_stored(form: str, tmp_pa
 @pytest.mark.parametrize("name", ["phi3", "glm4"])
 def test_linears_may_be_stored_joined_and_packed(name: str, form: str, tmp_path: Path) -> None:
     assert_alike(*stored(name, form, tmp_path))
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq_by_activation", "packed_zeros"])
+def test_experts_and_latents_may_be_packed(form: str, tmp_path: Path) -> None:
+    assert_alike(*stored("deepseek_v3_one_group", form, tmp_path))
 
 
 def assert_alike(model: Any, path: Path) -> None:

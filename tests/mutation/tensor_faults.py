@@ -19,7 +19,7 @@ TENSOR_TESTS = tuple(
     for name in ("share", "shared_weights", "random_stages", "random_shares", "tensor_parallel")
 )
 TENSOR_TESTS_OF = {
-    **dict.fromkeys((SHARE, WEIGHTS), TENSOR_TESTS),
+    **dict.fromkeys((SHARE, LINEAR, WEIGHTS), TENSOR_TESTS),
     GROUP: ("tests/models/test_stage_runner.py", *TENSOR_TESTS),
     DECODER: (*TENSOR_TESTS, "tests/models/test_eagle3.py"),
 }
