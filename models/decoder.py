@@ -159,7 +159,7 @@ class DecoderLayer(nn.Module):
         x, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp.gate_up)
         if isinstance(self.mlp, Mixture):  # no expert computes the rows that were added to fill up the step
             num_tokens, num_rows = len(step.token_ids), len(residual)
-            return pad_rows(self.mlp(x[:num_tokens]), num_rows), residual
+            return pad_rows(self.mlp(x[:num_tokens], step.is_asked), num_rows), residual
         x = self.mlp(x)
         if self.mlp_post_norm is not None:
             x = self.ops.rms_norm(x, self.mlp_post_norm, self.eps)
@@ -198,6 +198,7 @@ class Decoder(nn.Module):
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.ops, self.attention = ops, attention
         sharing = self.share.of_an_expert[1]
+        self.counts_experts = False  # see models/expert_counts.py
         num_embedded = vocab if self.share.holds_embedding(config) else 0
         self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(

@@ -288,6 +288,8 @@ class DecodeGraphs:
         metadata = self.attention.plan_static(StaticDecodes(write_index, page_table, kv_lens))
         is_dynamic = self.decoder.config.rope.kind == "dynamic"
         step = StepInputs(token_ids, positions, metadata, cache, rope_lens if is_dynamic else None)
+        if isinstance(self.decoder, Decoder) and self.decoder.counts_experts:  # padding is on the null page
+            step = replace(step, is_asked=(write_index >= self.slots.page_size).int())
         if isinstance(self.decoder, Head):
             step = replace(step, before_index=_before_index(positions, page_table, self.slots.page_size))
         hidden = self.decoder(step)

@@ -70,6 +70,7 @@ class Mixture(nn.Module):
             dtype = TORCH_DTYPES[config.dtype]
             self.shared_gate = parameter(1, config.hidden_size, dtype=dtype, device=device)
         self._joined: Packed | None = None
+        self.counts: Tensor | None = None  # int32 [E], of tokens that chose each expert, if they are counted
 
     def pack(self) -> None:
         """Called once, when the weights are filled, before those of linears: may join the experts."""
@@ -83,9 +84,12 @@ class Mixture(nn.Module):
             self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
             self.experts, self._parts = nn.ModuleDict(), []
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
+    def forward(self, x: Tensor, is_asked: Tensor | None = None) -> Tensor:
+        """[T, hidden] -> [T, hidden]; `is_asked` says which tokens count, as `StepInputs`."""
         weights, chosen = self.ops.route(x, self.router, self.correction, self.config)
+        if self.counts is not None:
+            one = self.counts.new_ones(len(x)) if is_asked is None else is_asked
+            self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())
         if self._numbers is not None:
             chosen = self._numbers.index_select(0, chosen.flatten()).view_as(chosen)
         if self._joined is not None:

@@ -17,6 +17,7 @@ from models import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
+from models.expert_counts import ExpertCounts
 from models.graphs import captured_sizes
 from models.group import ALONE, Group, StageLinks, divided
 from models.ops.reference import Ops
@@ -53,6 +54,7 @@ class BuiltEngine:
     device_name: str
     largest_step_s: float  # as measured before serving
     facts: dict[str, Any]  # what its scheduler is made of
+    experts: ExpertCounts | None = None  # where they are counted
     ranks: Ranks | None = None  # where there are several
 
 
@@ -125,12 +127,15 @@ def assemble(
     runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
+    experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
     memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world)
     machine.settle(runner)
+    if experts is not None:
+        experts.restart()
     _log(recipe, config, memory, decoder)
     limits = replace(limits, num_pages=memory.num_pages)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
-    return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s, facts)
+    return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s, facts, experts)
 
 
 def _loaded(

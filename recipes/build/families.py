@@ -68,6 +68,8 @@ def model_config(recipe: Recipe) -> DecoderConfig:
 def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
     """The decoder that a recipe names, and what this rank holds of it; raises ValueError."""
     config, parallel = model_config(recipe), recipe.parallel
+    if recipe.device.count_experts and not config.num_mixtures:
+        raise RecipeError("device.count_experts", "the model has no experts", "leave it out", value=True)
     try:
         name = "expert"
         check_experts(config, parallel.tensor, parallel.expert)

@@ -55,10 +55,19 @@ class ParallelSection:
         return self.tensor * self.pipeline
 
 
-def stage_contradictions(section: ParallelSection, drafts: str) -> Iterator[RecipeError]:
-    """What cannot be where the layers are in several stages, or a head on several devices, by the value
-    of speculation.kind.
+def stage_contradictions(
+    section: ParallelSection, drafts: str, *, count_experts: bool
+) -> Iterator[RecipeError]:
+    """What cannot be where the layers are in several stages, or a head on several devices, by the values
+    of speculation.kind and device.count_experts.
     """
+    if section.pipeline > 1 and count_experts:
+        yield RecipeError(
+            ("device.count_experts", "parallel.pipeline"),
+            f"parallel.pipeline is {section.pipeline}, and rank 0 sees the experts of its own stage alone",
+            "set device.count_experts to false, or parallel.pipeline to 1",
+            value=True,
+        )
     if section.tensor > 1 and drafts == "eagle3":
         yield RecipeError(
             ("parallel.tensor", "speculation.kind"),

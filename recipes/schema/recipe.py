@@ -93,6 +93,10 @@ class DeviceSection:
         least=0,
         most=1024,
     )
+    count_experts: bool = key(
+        "count how many tokens choose each expert, for `/experts`, `/metrics` and `scripts.place`",
+        default=False,
+    )
     batch_invariant: bool = key(
         "cuda: a request's results do not depend on its neighbours, bit for bit; slower", default=False
     )
@@ -242,7 +246,9 @@ class Recipe:
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
-        yield from stage_contradictions(self.parallel, self.speculation.kind)
+        yield from stage_contradictions(
+            self.parallel, self.speculation.kind, count_experts=self.device.count_experts
+        )
         cache, longest = self.cache, self.scheduler.max_request_tokens
         if cache.num_pages is not None and longest is not None:
             capacity = (cache.num_pages - 1) * cache.page_size + 1  # the last token is never cached

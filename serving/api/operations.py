@@ -90,7 +90,7 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
 
 
 def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
-    """The route for Prometheus, which needs a key where others do; Prometheus can send one."""
+    """The routes of figures, which need a key where others do; Prometheus can send one."""
     routes = APIRouter()
     exposition = Exposition(llm.stats, model, lambda: llm.engine.pid)
 
@@ -99,6 +99,13 @@ def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
         """All metrics, as text."""
         exposition.read()
         return Response(await asyncio.to_thread(exposition.text), headers={"content-type": CONTENT_TYPE})
+
+    @routes.get("/experts")
+    async def experts() -> dict[str, Any]:
+        """How many tokens chose each expert of each layer since the engine began, for scripts.place."""
+        if llm.stats.experts is None:
+            raise NotFound("experts are not counted, or not yet; device.count_experts of the recipe says so")
+        return msgspec.structs.asdict(llm.stats.experts)
 
     return routes
 

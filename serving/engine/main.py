@@ -22,6 +22,7 @@ from continuous_batching.recording.listeners import RankLost
 from continuous_batching.system_error import in_one_line
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
+from serving.engine.expert_readings import ExpertReadings
 from serving.engine.messages import HURRY
 from serving.engine.worker import Worker, facts_of
 from serving.text.tokenizer import Text
@@ -82,7 +83,8 @@ def main(argv: list[str]) -> int:
     socket.connect(asked.socket)
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
     path = recipe.model.path
-    worker = Worker(built.engine, socket, facts, lambda: Text.load(path) if path else None)
+    read_experts = ExpertReadings(built).due
+    worker = Worker(built.engine, socket, facts, lambda: Text.load(path) if path else None, read_experts)
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is lost, too, and another can be started
     try:

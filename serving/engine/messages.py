@@ -193,6 +193,14 @@ class Stepped(Message):
         return {last[end.stream]: end for end in self.ended if end.stream in last}
 
 
+class ExpertTable(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens chose each expert since the engine began."""
+
+    counts: list[list[int]]  # by layer, none for a dense one
+    num_chosen: int  # experts of a token
+    steps: int
+
+
 class Beat(Message):
     """A sign of life, a few times a second."""
 
@@ -203,6 +211,7 @@ class Beat(Message):
     wrong_pages: int
     accepted_at: list[int] = []  # drafts that were right, by their place in their span: first, second, ...
     grammars: GrammarCounters = msgspec.field(default_factory=GrammarCounters)
+    experts: ExpertTable | None = None  # a new reading
 
 
 class View(Message):

@@ -31,6 +31,7 @@ from serving.engine.messages import (
     Beat,
     Begun,
     EngineFacts,
+    ExpertTable,
     Finish,
     FromEngine,
     Look,
@@ -93,7 +94,10 @@ class TimedRunner:
 
 
 class Worker:
-    """An engine and the socket that it serves. `load_text` reads the tokenizer, if a grammar needs it."""
+    """An engine and the socket that it serves.
+
+    `load_text` reads the tokenizer, if a grammar needs it; `read_experts` is told the time.
+    """
 
     def __init__(
         self,
@@ -101,10 +105,11 @@ class Worker:
         socket: zmq.Socket[bytes],
         facts: EngineFacts,
         load_text: Callable[[], Spelling | None] = lambda: None,
+        read_experts: Callable[[float], ExpertTable | None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._socket = socket
-        self._facts = facts
+        self._facts, self._read_experts = facts, read_experts
         self._clock = TimedRunner(engine.runner)
         engine.runner = self._clock
         scheduler = engine.scheduler
@@ -285,6 +290,7 @@ class Worker:
                     counted.wrong_pages,
                     [] if speculation is None else speculation.accepted_by_position,
                     self._grammars.grammars.counters,
+                    self._read_experts(now_s),
                 )
             )
 

@@ -41,6 +41,12 @@ def all_of(names: tuple[str, ...], counts: Mapping[str, float]) -> dict[str, flo
     return {**dict.fromkeys(names, 0), **counts}
 
 
+def expert_imbalance(stats: ServerStats) -> dict[str, float]:
+    """By layer, how many times the mean the most chosen expert was chosen, where experts are counted."""
+    layers = enumerate([] if stats.experts is None else stats.experts.counts)
+    return {str(layer): max(each) * len(each) / sum(each) for layer, each in layers if sum(each)}
+
+
 def pages_part(stats: ServerStats) -> float:
     """The fraction of the pages that requests use."""
     gauges = stats.gauges
@@ -205,6 +211,13 @@ ENGINE = (
         "gauge",
         "Samples that may run at once",
         lambda t: 0 if t.facts is None else t.facts.num_slots,
+    ),
+    Metric(
+        "expert_imbalance",
+        "gauge",
+        "Tokens of a layer's most chosen expert, in means of all",
+        expert_imbalance,
+        "layer",
     ),
     Metric("log_lines_lost_total", "counter", "Could not be written", lambda t: t.num_lost_lines()),
 )

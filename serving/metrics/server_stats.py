@@ -17,7 +17,7 @@ import numpy as np
 
 from continuous_batching.inspection import Usage
 from serving.answers.answers import AnswerStream
-from serving.engine.messages import Beat, EngineFacts, SampleEnd, StepTimes
+from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, StepTimes
 
 # The headers by which a client says what its request is part of (W3C's Trace Context), during that request
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
@@ -139,6 +139,7 @@ class ServerStats:
         self.silence_limit_s: Callable[[], float] = float  # after which the engine is ended
         self._heard_s = self._beat_s = time.monotonic()
         self.last_beat: Beat | None = None  # of the engine that runs
+        self.experts: ExpertTable | None = None  # its last reading, if it counts
         self._intervals_s: list[float] = []  # between tokens, not yet in the histogram
         self._make_histograms()
 
@@ -226,7 +227,7 @@ class ServerStats:
 
     def lost(self, reason: str) -> None:
         """An engine ended, or was ended."""
-        self.facts = self.last_beat = None
+        self.facts = self.last_beat = self.experts = None
         self.is_idle = True
         self.ends["engine_lost"] += self.num_open
         self.num_open = 0
@@ -315,6 +316,7 @@ class ServerStats:
             self.held_back_s[beat.held_back] += now_s - self._beat_s
         self.last_beat, self._beat_s = beat, now_s
         self.is_idle = not beat.gauges.running_requests
+        self.experts = beat.experts or self.experts
         self.counters.follow(asdict(beat.counters) | {"wrong_pages": beat.wrong_pages})
         self.lookups.follow(beat.gauges.lookups)
         self.grammars.follow(asdict(beat.grammars))

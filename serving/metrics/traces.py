@@ -18,6 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from serving.answers.answers import AnswerStream
 from serving.engine.messages import SampleEnd
+from serving.metrics.prometheus_names import expert_imbalance
 from serving.metrics.server_stats import TRACE_HEADERS, ServerStats
 
 _TIMEOUT_S = 5.0
@@ -100,6 +101,8 @@ class Traces(ServerStats):
                 "gen_ai.latency.e2e": since_arrival_s,
             }
         )
+        if loads := expert_imbalance(self):
+            span.set_attribute("engine.expert_imbalance", max(loads.values()))
         for name, value in (
             ("time_in_queue", ends[0].queue_s),
             ("time_in_model_prefill", ends[0].prefill_s),

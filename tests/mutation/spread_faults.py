@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.fault import Fault
+from tests.mutation.graph_faults import GRAPH_TESTS_OF
 from tests.mutation.latent_faults import LATENT_TESTS_OF
 from tests.mutation.rank_faults import RANK_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_TESTS_OF
@@ -10,13 +11,20 @@ from tests.mutation.tensor_faults import TENSOR_TESTS_OF
 SHARE, MIXTURE, GROUP, NPU = "models/share.py", "models/mixture.py", "models/group.py", "models/ops/npu.py"
 MIXTURE_CONFIG = "models/mixture_config.py"
 PLACEMENT, RANK_PROCESS = "models/placement.py", "recipes/build/rank_process.py"
+COUNTS, GRAPHS, COUNT_TESTS = (
+    "models/expert_counts.py",
+    "models/graphs.py",
+    "tests/models/test_expert_counts.py",
+)
 PLACE_TESTS = "tests/scripts/test_place.py"
 SPREAD_TESTS = "tests/models/test_spread_experts.py"
 SPREAD_TESTS_OF = {
     MIXTURE_CONFIG: (SPREAD_TESTS,),
     PLACEMENT: (PLACE_TESTS,),
+    COUNTS: (COUNT_TESTS,),
+    GRAPHS: (COUNT_TESTS, *GRAPH_TESTS_OF[GRAPHS]),
     RANK_PROCESS: (PLACE_TESTS, *RANK_TESTS_OF.get(RANK_PROCESS, ())),
-    **{file: (SPREAD_TESTS, *LATENT_TESTS_OF[file]) for file in (SHARE, MIXTURE)},
+    **{file: (SPREAD_TESTS, COUNT_TESTS, *LATENT_TESTS_OF[file]) for file in (SHARE, MIXTURE)},
     GROUP: (SPREAD_TESTS, *TENSOR_TESTS_OF[GROUP]),
     NPU: (*LATENT_TESTS_OF[NPU], "tests/models/test_tensor_parallel_npu.py"),
 }
@@ -112,6 +120,34 @@ SPREAD_FAULTS = (
         '        sections["parallel"]["placement"] = digest\n',
         "        assert digest\n",
         "two machines take two placements, and some experts are nowhere",
+    ),
+    Fault(
+        "choices_counted_for_the_ranks_own",
+        MIXTURE,
+        "            self.counts.index_add_(0, chosen.flatten(), ",
+        "            self.counts.index_add_(0, chosen[:, :1].expand_as(chosen).flatten(), ",
+        "only a token's best expert is counted",
+    ),
+    Fault(
+        "padding_counted",
+        GRAPHS,
+        "is_asked=(write_index >= self.slots.page_size).int()",
+        "is_asked=(write_index >= 0).int()",
+        "the experts of the null token seem to be chosen most",
+    ),
+    Fault(
+        "counts_of_the_neighbouring_layer",
+        COUNTS,
+        "for each in self._layers if isinstance(each, Mixture)), self._rows):",
+        "for each in self._layers[::-1] if isinstance(each, Mixture)), self._rows):",
+        "a layer's experts are placed by another layer's choices",
+    ),
+    Fault(
+        "counts_that_begin_again",
+        COUNTS,
+        "self._totals += now - self._last",
+        "self._totals += now.astype(np.int64) - self._last",
+        "after 4e9 tokens of an expert, it seems to be chosen less than never",
     ),
     Fault(
         "parts_that_do_not_divide",

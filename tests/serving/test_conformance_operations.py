@@ -50,6 +50,12 @@ def test_the_version_is_told(http: httpx.Client) -> None:
     assert http.get("/version").json()["version"]
 
 
+def test_experts_that_are_not_counted_are_not_found(http: httpx.Client) -> None:
+    told = http.get("/experts")
+    assert told.status_code == 404
+    assert "device.count_experts" in told.json()["error"]["message"]
+
+
 def test_the_recipe_the_versions_and_the_machine_are_told(http: httpx.Client) -> None:
     told = http.get("/server_info").json()
     assert list(told["recipe"]) == [

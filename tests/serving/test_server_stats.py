@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request, SamplingParams
 from serving.answers.answers import AnswerStream
-from serving.engine.messages import Beat, EngineFacts, SampleEnd, StepTimes
+from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, StepTimes
 from serving.metrics.exposition import Exposition
 from serving.metrics.server_stats import NO_GAUGES, Histogram, ServerStats
 from serving.text.tokenizer import TextOptions
@@ -82,6 +83,17 @@ def test_what_was_counted_outlives_the_engine_that_counted_it() -> None:
     assert found["cb_engine_up", ""] == 1
 
 
+def test_the_most_chosen_expert_is_told_by_layer_until_the_engine_ends() -> None:
+    stats = ServerStats()
+    stats.ready(FACTS, 1)
+    stats.beat(beat(Counters(), experts=ExpertTable([[6, 1, 1, 0], [], [5, 5, 5, 5], [0, 0, 0, 0]], 2, 3)))
+    stats.beat(beat(Counters()))  # between two readings
+    found = {label: value for (name, label), value in samples(stats).items() if "expert" in name}
+    assert found == {"0": 3.0, "2": 1.0}
+    stats.lost("killed")
+    assert not [name for name, _ in samples(stats) if "expert" in name]
+
+
 def test_each_sample_ends_once_for_one_reason() -> None:
     stats = ServerStats()
     stats.ready(FACTS, 1)
@@ -130,7 +142,8 @@ def test_a_step_is_counted_and_an_end_without_one_is_not() -> None:
 def test_who_waits_is_told_with_the_reason() -> None:
     stats = ServerStats()
     stats.ready(FACTS, 1)
-    waiting = NO_GAUGES.__class__(2, 7, 30, 10, 60, *[0] * 5, 0.0, {"whole": 3}, *[0] * 6)
+    pages = {"held_pages": 30, "idle_pages": 10, "free_pages": 60}
+    waiting = replace(NO_GAUGES, running_requests=2, waiting_requests=7, lookups={"whole": 3}, **pages)
     stats.beat(beat(Counters(), held_back="pages", gauges=waiting, shared_pages=4))
     found = samples(stats)
     assert found["cb_requests_waiting_for", "pages"] == 7

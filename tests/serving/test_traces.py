@@ -13,7 +13,7 @@ from serving.answers.answers import AnswerStream
 from serving.api.access import AccessControl
 from serving.api.api_keys import ApiKeys
 from serving.api.bodies import BodyMemory
-from serving.engine.messages import SampleEnd
+from serving.engine.messages import ExpertTable, SampleEnd
 from serving.metrics.server_stats import TRACE_HEADERS
 from serving.text.tokenizer import TextOptions
 
@@ -59,6 +59,20 @@ def end(traces: Traces, answer: AnswerStream, index: int, reason: str = "length"
     ended = SampleEnd(answer.first_stream + index, reason, None, 3, 4, 0, 0.25, 0.5, 1.0, [])
     answer.finish(index, ended)
     traces.ended(answer, index, ended, 2.0)
+
+
+def test_a_span_says_how_unevenly_experts_were_chosen_where_they_are_counted(
+    traces: Traces, exporter: InMemorySpanExporter
+) -> None:
+    for stream, experts in enumerate((None, ExpertTable([[3, 1], [], [5, 5]], 1, 4))):
+        traces.experts = experts
+        answer = asked(stream)
+        traces.added(answer)
+        end(traces, answer, 0)
+    found = [
+        dict(span.attributes or {}).get("engine.expert_imbalance") for span in exporter.get_finished_spans()
+    ]
+    assert found == [None, 1.5]
 
 
 def test_a_request_is_one_span_when_its_last_sample_ends(

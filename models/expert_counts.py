@@ -1,0 +1,44 @@
+"""How many tokens chose each expert?
+
+Counted on the device, in captured steps too, and read now and then: a step never waits for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from models.decoder import Decoder
+from models.mixture import Mixture
+
+
+class ExpertCounts:
+    """The counts of all mixtures of a decoder, which counts from now on; steps are captured after that.
+
+    The device has 32 bits for each, of which a reading takes what was added since the one before: they may
+    begin again from 0, but not twice between two readings, which are 4e9 tokens.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        assert decoder.part.mixture is not None, "the model has experts"
+        self._layers = [layer.mlp for layer in decoder.layers]
+        shape = decoder.part.num_mixtures, decoder.part.mixture.num_experts
+        self._rows = torch.zeros(shape, dtype=torch.int32, device=decoder.attention.device)
+        for mixture, row in zip((each for each in self._layers if isinstance(each, Mixture)), self._rows):
+            mixture.counts = row
+        decoder.counts_experts = True
+        self._last = np.zeros(shape, np.uint32)
+        self._totals = np.zeros(shape, np.int64)
+
+    def read(self) -> list[list[int]]:
+        """Of each layer, how many tokens chose each expert; none for a dense layer. Waits for the device."""
+        now = self._rows.cpu().numpy().view(np.uint32)
+        self._totals += now - self._last  # modulo 2**32
+        self._last = now.copy()
+        rows = iter(self._totals.tolist())
+        return [next(rows) if isinstance(each, Mixture) else [] for each in self._layers]
+
+    def restart(self) -> None:
+        """Forget what was counted before, as of steps that only warmed up."""
+        self.read()
+        self._totals[:] = 0
