@@ -35,7 +35,7 @@ IDLE_S = 75
 _LOG_EVERY_S = 10.0  # between lines about the server's work
 _BACKLOG = 2048  # connections that may wait to be accepted
 _LAST_PORT = 2**16 - 1
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _UNHEARD_S = 60  # a peer may acknowledge nothing, or have no room for data, for so long
 _SENT_BYTES = 2**18  # that the system holds for a reader; more waits in the server, where it is counted
 _MOST_DESCRIPTORS = 2**16
@@ -91,7 +91,6 @@ def run_server(options: ServerOptions) -> int:
 
 def _run(options: ServerOptions, lines: logs.Lines) -> int:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
-    most_connections = _most_connections()
     rights_of = options.rights_of()
     stats, close = _stats(options.otlp_endpoint)
     llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
@@ -101,14 +100,14 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
     stats.model = model = _sendable(model)
     listener = listener_at(options.host, options.port)
     is_open = not keys.are_needed
-    if options.host not in _LOOPBACK and is_open:
+    if options.host not in LOOPBACK and is_open:
         log.warning("everybody who reaches %s may ask: give --api-keys FILE", options.host)
     host, port = listener.getsockname()[:2]
     log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
-    is_local = is_open and options.host in _LOOPBACK
+    is_local = is_open and options.host in LOOPBACK
     batches = None if options.batches is None else Batches.of(Path(options.batches), llm, keys)
     app = application(llm, model, keys, options.cors_origins, is_local=is_local, batches=batches)
-    server = SignalFreeServer(configuration(app, most_connections))
+    server = SignalFreeServer(configuration(app, most_connections()))
     gc.collect()
     gc.freeze()  # a collection while clients wait does not visit what is imported
     try:
@@ -190,7 +189,7 @@ def _drop_lost_clients(listener: socket.socket) -> None:
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _most_connections() -> int:
+def most_connections() -> int:
     """How many connections there may be: this process raises its limit of descriptors as far as it may.
 
     Raises ValueError where it is too low to serve anyone.

@@ -1,0 +1,108 @@
+"""What does a router tell of itself: metrics, one JSON object, and a page that shows it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from continuous_batching.routing import RoutedPrompt, Routing, Sent
+from serving.router.fair_turns import FairTurns
+from serving.router.replicas import FleetReplica
+
+PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STATES = ("unknown", "ready", "not ready", "lost")
+
+
+class FleetFigures:
+    """Counts what was sent where, and why."""
+
+    def __init__(self, routing: Routing, replicas: list[FleetReplica], turns: FairTurns) -> None:
+        self._routing = routing
+        self._replicas = replicas
+        self._turns = turns
+        self.num_again = self.num_refused = self.num_cut_off = self.best_hit_tokens = 0
+        self.waited_s = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """A request had its turn after so long."""
+        self.waited_s += seconds
+
+    def sent(self, replica: FleetReplica, sent: Sent, prompt: RoutedPrompt, *, is_again: bool) -> None:
+        """A request goes to a replica."""
+        replica.num_open += 1
+        replica.num_sent += 1
+        replica.prompt_tokens += prompt.num_tokens
+        replica.hit_tokens += sent.hit_tokens
+        self.best_hit_tokens += sent.best_hit_tokens
+        self.num_again += is_again
+
+    def refused(self) -> None:
+        """No replica took a request."""
+        self.num_refused += 1
+
+    def cut_off(self) -> None:
+        """An answer that had begun was lost, and its client told."""
+        self.num_cut_off += 1
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        queued, requests = self._routing.queued_tokens.tolist(), self._routing.requests.tolist()
+        return {
+            "route": self._routing.route,
+            "open": self._turns.num_open,
+            "waiting": self._turns.num_waiting,
+            "sent_again": self.num_again,
+            "refused": self.num_refused,
+            "cut_off": self.num_cut_off,
+            "best_hit_tokens": self.best_hit_tokens,
+            "known_pages": len(self._routing.held),
+            "replicas": [
+                {
+                    "url": each.url,
+                    "state": each.state,
+                    "trouble": each.trouble,
+                    "drained": each.is_drained,
+                    "tells_pages": each.reader is not None,
+                    "open": each.num_open,
+                    "sent": each.num_sent,
+                    "lost": each.num_lost,
+                    "queued_tokens": queued[each.number],
+                    "requests": requests[each.number],
+                    "prompt_tokens": each.prompt_tokens,
+                    "hit_tokens": each.hit_tokens,
+                }
+                for each in self._replicas
+            ],
+        }
+
+    def as_metrics(self) -> str:
+        """The same for Prometheus."""
+        return "".join(f"{line}\n" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for name, kind, text, value in (
+            ("open_requests", "gauge", "At replicas", self._turns.num_open),
+            ("waiting_requests", "gauge", "Whose turn is to come", self._turns.num_waiting),
+            ("waited_seconds_total", "counter", "For a turn", self.waited_s),
+            ("sent_again_total", "counter", "To another replica", self.num_again),
+            ("refused_total", "counter", "Taken by no replica", self.num_refused),
+            ("cut_off_total", "counter", "Lost in the answer, and told", self.num_cut_off),
+            ("best_hit_tokens_total", "counter", "Expected at the best replica", self.best_hit_tokens),
+        ):
+            yield from (f"# HELP cb_route_{name} {text}", f"# TYPE cb_route_{name} {kind}")
+            yield f"cb_route_{name} {value}"
+        queued, requests = self._routing.queued_tokens, self._routing.requests
+        for name, kind, text, values in (
+            ("replica_up", "gauge", "1 while it is sent requests", self._routing.is_open.astype(int)),
+            ("replica_requests", "gauge", "There, as told and sent", requests),
+            ("replica_queued_tokens", "gauge", "To be computed there", queued),
+            ("replica_sent_total", "counter", "Requests", [each.num_sent for each in self._replicas]),
+            ("replica_lost_total", "counter", "Of these, lost", [each.num_lost for each in self._replicas]),
+            ("replica_prompt_tokens_total", "counter", "Sent", [r.prompt_tokens for r in self._replicas]),
+            ("replica_hit_tokens_total", "counter", "Expected", [r.hit_tokens for r in self._replicas]),
+        ):
+            yield from (f"# HELP cb_route_{name} {text}", f"# TYPE cb_route_{name} {kind}")
+            for replica, value in zip(self._replicas, values):
+                yield f'cb_route_{name}{{replica="{replica.url}"}} {value}'

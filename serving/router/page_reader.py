@@ -1,0 +1,113 @@
+"""Which pages does a replica hold, by the events that it publishes (`kv_cache.events`)?
+
+What is missing in the sequence, as at first, is asked for again; so it is now and then where nothing seems to
+be missing, since the last event may be what was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from continuous_batching.routing import Routing
+from kv_cache.events import END, SEQUENCE_BYTES, replay_endpoint
+from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, decode
+
+log = logging.getLogger("route")
+
+_ASK_S = 2.0  # between two questions where nothing seems to be missing
+_AGAIN_S = 0.1  # between two where something is
+_PLACEHOLDERS = ("*", "0.0.0.0", "[::]")  # by which a server listens at all addresses
+
+
+class PageReader:
+    """Reads the events of one replica into the routing."""
+
+    def __init__(self, endpoint: str, host: str, replica: int, routing: Routing) -> None:
+        kind, _, rest = endpoint.partition("://")
+        name, _, port = rest.rpartition(":")
+        if kind == "tcp" and name in _PLACEHOLDERS:
+            endpoint = f"tcp://{host}:{port}"
+        self._replica = replica
+        self._routing = routing
+        self._context = zmq.asyncio.Context()
+        self._live, self._again = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
+        self._live.subscribe(b"")
+        self._live.connect(endpoint)
+        self._again.connect(replay_endpoint(endpoint))
+        self._next = 0  # the sequence that comes next
+        self._last_live = -1
+        self._asked_s = -1.0
+        self.num_gaps = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Read for ever, in the running event loop."""
+        self._routing.cleared(self._replica)
+        self._task = asyncio.get_running_loop().create_task(self._read())
+
+    def close(self) -> None:
+        """Read no more, and forget what was told."""
+        if self._task is not None:
+            self._task.cancel()
+        self._context.destroy(linger=0)
+        self._routing.cleared(self._replica)
+
+    async def _read(self) -> None:
+        poller = zmq.asyncio.Poller()
+        poller.register(self._live, zmq.POLLIN)
+        poller.register(self._again, zmq.POLLIN)
+        while True:
+            if time.monotonic() >= self._asked_s + _ASK_S:
+                await self._ask()
+            ready = dict(await poller.poll(1e3 * _ASK_S))
+            try:
+                if self._again in ready:
+                    _, _, number, batch = await self._again.recv_multipart()
+                    if number != END:
+                        self._take(int.from_bytes(number, "big"), batch, is_answer=True)
+                if self._live in ready:
+                    _, number, batch = await self._live.recv_multipart()
+                    await self._hear(int.from_bytes(number, "big"), batch)
+            except (ValueError, msgspec.MsgspecError) as error:  # of another layout: nothing is known of it
+                log.warning("replica %d publishes what is no event of pages: %s", self._replica, error)
+                self._routing.cleared(self._replica)
+                return
+
+    async def _ask(self) -> None:
+        self._asked_s = time.monotonic()
+        await self._again.send_multipart([b"", self._next.to_bytes(SEQUENCE_BYTES, "big")])
+
+    async def _hear(self, number: int, batch: bytes) -> None:
+        if number <= self._last_live:  # another engine, which counts from 0
+            self._next = 0
+        self._last_live = number
+        if number > self._next:
+            self.num_gaps += 1
+            if time.monotonic() >= self._asked_s + _AGAIN_S:
+                await self._ask()
+        elif number == self._next:
+            self._take(number, batch)
+
+    def _take(self, number: int, batch: bytes, *, is_answer: bool = False) -> None:
+        """The events of a batch; an answer may be a snapshot, which begins anew."""
+        if number < self._next and not is_answer:
+            return
+        found = decode(batch).events
+        is_snapshot = bool(found) and isinstance(found[0], AllBlocksCleared)
+        if is_answer and number != self._next and not is_snapshot:
+            return  # the answer to an earlier question
+        for event in found:
+            match event:
+                case BlockStored(keys):
+                    self._routing.stored(self._replica, keys)
+                case BlockRemoved(keys):
+                    self._routing.removed(self._replica, keys)
+                case AllBlocksCleared():
+                    self._routing.cleared(self._replica)
+        self._next = number + 1

@@ -1,0 +1,89 @@
+"""What does a router know of a prompt before any replica has seen it?
+
+With the recipe of the replicas, exactly the keys of its pages: the same template, tokenizer, page size and
+salt. Without, keys of the first parts of its text, which say what begins alike and nothing of pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from continuous_batching.refusal import BadRequest
+from continuous_batching.routing import RoutedPrompt
+from kv_cache.page_keys import page_keys, short_key
+from serving.api.api_keys import Client
+from serving.text.request_fields import parse_request
+from serving.text.tokenizer import Text
+
+PART_BYTES = 256  # of a text
+BYTES_A_TOKEN = 4  # about
+_MOST_PARTS = 4096
+_PROMPT_FIELDS = (
+    *("messages", "prompt", "prompt_token_ids", "tools", "tool_choice", "add_generation_prompt"),
+    *("continue_final_message", "chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens"),
+)
+
+
+class RoutedBody(msgspec.Struct):
+    """What of a body matters to a router; all else is passed on unread."""
+
+    model: str | None = None
+    stream: bool | None = None
+    cache_salt: str | None = None
+    tenant: str | None = None
+    user: str | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+
+_decode = msgspec.json.Decoder(RoutedBody).decode
+
+
+class Prompts:
+    """Reads prompts; `text` and `page_size` are those of the replicas, or None and 0."""
+
+    def __init__(self, text: Text | None = None, page_size: int = 0) -> None:
+        self._text = text
+        self.page_size = page_size
+
+    def asked(self, body: bytes) -> RoutedBody:
+        """The fields of a body; of one that no replica will take, none."""
+        try:
+            return _decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return RoutedBody()
+
+    def read(self, body: bytes, asked: RoutedBody, client: Client) -> RoutedPrompt:
+        """What is known of its prompt."""
+        salt = client.salted(asked.cache_salt or "")
+        if self.page_size and not bytes(asked.input):
+            try:
+                return self._pages(msgspec.json.decode(body, type=dict[str, Any]), salt)
+            except (BadRequest, msgspec.MsgspecError):
+                pass  # the replica says what is wrong with it
+        return _parts(bytes(asked.messages) or bytes(asked.prompt) or bytes(asked.input), asked.model, salt)
+
+    def _pages(self, fields: dict[str, Any], salt: str) -> RoutedPrompt:
+        known = {name: fields[name] for name in _PROMPT_FIELDS if fields.get(name) is not None}
+        prompt = known.get("prompt")
+        if isinstance(prompt, list) and prompt:  # of several, the first
+            ids = prompt if isinstance(prompt[0], int) else prompt[0]
+            known["prompt_token_ids" if isinstance(ids, list) else "prompt"] = ids
+            if isinstance(ids, list):
+                del known["prompt"]
+        request = parse_request({"id": "routed", **known}, self._text)
+        keys = page_keys(request.prompt, self.page_size, salt)
+        return RoutedPrompt(request.num_prompt_tokens, [*map(short_key, keys)], self.page_size)
+
+
+def _parts(text: bytes, model: str | None, salt: str) -> RoutedPrompt:
+    key = hashlib.blake2b(f"{model}\0{salt}".encode("utf-8", "replace"), digest_size=8).digest()
+    keys = []
+    for at in range(0, min(len(text) // PART_BYTES, _MOST_PARTS) * PART_BYTES, PART_BYTES):
+        key = hashlib.blake2b(key + text[at : at + PART_BYTES], digest_size=8).digest()
+        keys.append(short_key(key))
+    return RoutedPrompt(-(-len(text) // BYTES_A_TOKEN), keys, PART_BYTES // BYTES_A_TOKEN)

@@ -1,0 +1,250 @@
+"""How does a request get to a replica, and the answer back, whatever becomes of the replica?
+
+A request of whose answer nothing has been sent goes to another replica where the first is lost or refuses.
+Of what has begun, a client is told that it ends here: a stream by an error event in place of its end, an
+answer whose size was announced by a connection that breaks. Nothing is ever sent to two replicas at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from continuous_batching.routing import RoutedPrompt, Routing, Sent
+from serving.api.api_keys import ANYBODY, Client
+from serving.api.errors import error_body, error_response
+from serving.router.fair_turns import FairTurns
+from serving.router.fleet_figures import FleetFigures
+from serving.router.prompts import Prompts, RoutedBody
+from serving.router.replicas import FleetReplica
+from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
+
+log = logging.getLogger("route")
+
+SESSION_HEADER, TENANT_HEADER = b"x-session-id", b"x-tenant"
+RETRY_S = 1.0
+_DONE = b"data: [DONE]"
+_WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # whose streams end so
+_GENERATIONS = (*_WITH_DONE, "/v1/responses")
+_LONG_BYTES = 2**14  # a body is read in a thread from here on
+_MOST_WHOLE_BYTES = 2**23  # of an answer that is held back until it is whole
+_OWN = (b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te")
+_NOT_NOW = (429, 502, 503)  # another replica may take it
+
+
+class Proxy:
+    """Passes requests on. `prompts` says what is known of them, `turns` when they go."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        replicas: list[FleetReplica],
+        prompts: Prompts,
+        turns: FairTurns,
+        figures: FleetFigures,
+    ) -> None:
+        self._routing = routing
+        self._replicas = replicas
+        self._prompts = prompts
+        self._turns = turns
+        self._figures = figures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """UpstreamAnswer one request."""
+        body = await _body(receive)
+        if body is None:
+            return
+        asked, prompt = RoutedBody(), RoutedPrompt(1)
+        client: Client = scope.get("state", {}).get("client") or ANYBODY
+        if scope["method"] == "POST" and scope["path"] in _GENERATIONS:
+            asked, prompt = await self._read(body, client)
+        headers = dict(scope["headers"])
+        named = headers.get(TENANT_HEADER, b"").decode("latin-1") or asked.tenant
+        tenant = (named or asked.user or client.tenant) if client.names_tenants else client.tenant
+        session = (
+            f"{client.owner}\0{value.decode('latin-1')}" if (value := headers.get(SESSION_HEADER)) else ""
+        )
+        work = asyncio.ensure_future(self._in_turn(scope, send, body, prompt, session, tenant))
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _read(self, body: bytes, client: Client) -> tuple[RoutedBody, RoutedPrompt]:
+        asked = self._prompts.asked(body)
+        if len(body) < _LONG_BYTES or not self._prompts.page_size:
+            return asked, self._prompts.read(body, asked, client)
+        return asked, await asyncio.to_thread(self._prompts.read, body, asked, client)
+
+    async def _in_turn(
+        self, scope: Scope, send: Send, body: bytes, prompt: RoutedPrompt, session: str, tenant: str
+    ) -> None:
+        came_s = time.monotonic()
+        await self._turns.enter(tenant, prompt.num_tokens)
+        try:
+            self._figures.waited(time.monotonic() - came_s)
+            await self._send_on(scope, send, body, prompt, session)
+        finally:
+            self._turns.leave()
+
+    async def _send_on(
+        self, scope: Scope, send: Send, body: bytes, prompt: RoutedPrompt, session: str
+    ) -> None:
+        """To one replica after the other, until one begins to answer."""
+        headers = _passed_on(scope)
+        raw = scope["raw_path"].decode("latin-1")
+        path = f"{raw}?{query.decode('latin-1')}" if (query := scope["query_string"]) else raw
+        tried: list[int] = []
+        refusal: tuple[int, HeaderLines, bytes] | None = None
+        while (sent := self._routing.send(prompt, time.monotonic(), session, tried)) is not None:
+            replica = self._replicas[sent.replica]
+            self._figures.sent(replica, sent, prompt, is_again=bool(tried))
+            tried.append(sent.replica)
+            try:
+                answer = await replica.server.ask(scope["method"], path, headers, body)
+            except Lost as lost:
+                self._end(replica, sent)
+                replica.num_lost += 1
+                log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
+                continue
+            except BaseException:
+                self._end(replica, sent)
+                raise
+            try:
+                if answer.status in _NOT_NOW:
+                    refusal = answer.status, answer.headers, await _whole(answer)
+                    continue
+                self._routing.begun(sent)
+                if await self._forward(scope, send, answer, replica):
+                    return
+            except Lost as lost:
+                replica.num_lost += 1
+                log.warning("%s: %s; nothing was sent on, so it goes elsewhere", replica.url, lost)
+            finally:
+                replica.server.done(answer)
+                self._end(replica, sent)
+        self._figures.refused()
+        if refusal is not None:
+            await _send_whole(send, *refusal)
+        else:
+            why = "no replica can take a request now; ask again"
+            await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
+
+    def _end(self, replica: FleetReplica, sent: Sent) -> None:
+        replica.num_open -= 1
+        self._routing.ended(sent)
+
+    async def _forward(self, scope: Scope, send: Send, answer: UpstreamAnswer, replica: FleetReplica) -> bool:
+        """Send an answer on; raises Lost only where nothing of it was sent yet."""
+        kinds = [value for name, value in answer.headers if name == b"content-type"]
+        if not (kinds and kinds[0].startswith(b"text/event-stream")):
+            await self._forward_whole(scope, send, answer, replica)
+            return True
+        part = await answer.next()
+        await send({"type": "http.response.start", "status": answer.status, "headers": _sent_back(answer)})
+        last, wants_done = b"", answer.status == 200 and scope["path"] in _WITH_DONE
+        try:
+            while part:
+                last = (last + part)[-64:] if len(part) < 64 else part[-64:]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                part = await answer.next()
+            if wants_done and not last.rstrip().endswith(_DONE):
+                raise Lost("the stream ended before its end")
+        except Lost as lost:
+            self._told(replica, lost)
+            message = f"the replica was lost during the answer ({lost}); send the request again"
+            part = (b"" if last.endswith(b"\n\n") or not last else b"\n\n") + _error_event(
+                scope["path"], message
+            )
+        await send({"type": "http.response.body", "body": part})
+        return True
+
+    async def _forward_whole(
+        self, scope: Scope, send: Send, answer: UpstreamAnswer, replica: FleetReplica
+    ) -> None:
+        """An answer that is no stream of events: held back until it is whole, unless it is very long."""
+        parts, num_bytes = [], 0
+        while num_bytes <= _MOST_WHOLE_BYTES and (part := await answer.next()):
+            parts.append(part)
+            num_bytes += len(part)
+        if num_bytes <= _MOST_WHOLE_BYTES:
+            await _send_whole(send, answer.status, answer.headers, b"".join(parts))
+            return
+        await send({"type": "http.response.start", "status": answer.status, "headers": _sent_back(answer)})
+        part = b"".join(parts)
+        try:
+            while part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                part = await answer.next()
+        except Lost as lost:
+            self._told(replica, lost)
+            cut_off: Callable[[], None] = scope["state"]["cut_off"]
+            cut_off()
+            return
+        await send({"type": "http.response.body", "body": b""})
+
+    def _told(self, replica: FleetReplica, lost: Lost) -> None:
+        replica.num_lost += 1
+        self._figures.cut_off()
+        log.warning("%s: %s; its client is told", replica.url, lost)
+
+
+def _error_event(path: str, message: str) -> bytes:
+    name = b"" if path in _WITH_DONE else b"event: error\n"
+    return name + b"data: " + error_body(502, message, code="replica_lost") + b"\n\n"
+
+
+def _passed_on(scope: Scope) -> HeaderLines:
+    """The client's headers, but for those of this connection alone."""
+    headers = [each for each in scope["headers"] if each[0] not in _OWN and each[0] != b"x-request-id"]
+    name = scope.get("state", {}).get("request_id")
+    return [*headers, (b"x-request-id", name.encode())] if name else headers
+
+
+def _sent_back(answer: UpstreamAnswer) -> HeaderLines:
+    return [each for each in answer.headers if each[0] not in (*_OWN, b"x-request-id", b"server", b"date")]
+
+
+async def _whole(answer: UpstreamAnswer) -> bytes:
+    parts = []
+    while part := await answer.next():
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _send_whole(send: Send, status: int, headers: HeaderLines, body: bytes) -> None:
+    kept = [each for each in headers if each[0] not in (*_OWN, b"x-request-id", b"server", b"date")]
+    kept.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": kept})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """The whole body; None where the client went away before."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _nothing() -> dict[str, Any]:
+    return {"type": "http.disconnect"}

@@ -1,0 +1,173 @@
+"""Which replicas can take requests, and how much is waiting in each?
+
+Every replica is asked twice a second whether it takes requests (`/ready`, else `/health`) and, at `/metrics`,
+how many prompt tokens wait there; a server that tells no such figure is judged by what was sent to it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from continuous_batching.routing import Routing
+from serving.router.page_reader import PageReader
+from serving.router.upstream import HeaderLines, Lost, Upstream
+
+log = logging.getLogger("route")
+
+State = Literal["unknown", "ready", "not ready", "lost"]
+POLL_S = 0.5
+_ANSWER_S = 2.0  # for an answer to a poll
+_LOST_AFTER = 2  # polls in a row without an answer, unless the connection is refused
+_BEAT_S = 0.5  # how old what a replica tells may be
+_QUEUED, _WAITING, _RUNNING = b"cb_prompt_tokens_queued", b"cb_requests_queued", b"cb_requests_running"
+
+
+class FleetReplica:
+    """A server, by its number in the routing."""
+
+    def __init__(
+        self, number: int, url: str, server: Upstream, routing: Routing, headers: HeaderLines
+    ) -> None:
+        self.number, self.url, self.server = number, url, server
+        self.state: State = "unknown"
+        self.trouble = ""
+        self.is_drained = False  # by an operator: it gets no new requests
+        self.num_open = self.num_sent = self.num_lost = 0
+        self.hit_tokens = self.prompt_tokens = 0
+        self.reader: PageReader | None = None
+        self._routing = routing
+        self._headers = headers
+        self._ready_path = "/ready"
+        self._num_silent = 0
+
+    async def watch(self, page_size: int) -> None:
+        """Ask for ever; `page_size` is that of pages whose events are to be read, or 0."""
+        while True:
+            try:
+                await asyncio.wait_for(self._poll(page_size), _ANSWER_S)
+                self._num_silent = 0
+            except (Lost, asyncio.TimeoutError) as error:
+                self._num_silent += 1
+                why = str(error) or f"no answer within {_ANSWER_S:g} s"
+                if self._num_silent >= _LOST_AFTER or isinstance(error, Lost):
+                    self.lose(why)
+            await asyncio.sleep(POLL_S)
+
+    def lose(self, why: str) -> None:
+        """It is gone, with what it was at: nothing is sent there before it answers again."""
+        if self.state != "lost":
+            self._become("lost", why)
+            self._routing.lost(self.number)
+            self._stop_reading()
+            self.server.lose(f"the replica is lost: {why}")
+
+    def drain(self, is_drained: bool) -> None:
+        """Send it no new requests, or again."""
+        self.is_drained = is_drained
+        self._open()
+
+    def close(self) -> None:
+        """Ask it nothing more."""
+        self._stop_reading()
+        self.server.lose("the router ends")
+
+    async def _poll(self, page_size: int) -> None:
+        status, _ = await self._get(self._ready_path)
+        if status == 404 and self._ready_path == "/ready":
+            self._ready_path = "/health"
+            status, _ = await self._get(self._ready_path)
+        if status != 200:
+            self._become("not ready", f"{self._ready_path} says {status}")
+            self._stop_reading()
+            self._routing.cleared(self.number)
+            return
+        since_s = time.monotonic()
+        if page_size and self.reader is None:
+            await self._read_pages(page_size)
+        self._become("ready", "")
+        status, text = await self._get("/metrics")
+        figures = _figures(text) if status == 200 else {}
+        if _QUEUED in figures:
+            requests = figures.get(_WAITING, 0) + figures.get(_RUNNING, 0)
+            self._routing.told(self.number, figures[_QUEUED], requests, since_s - _BEAT_S)
+
+    async def _read_pages(self, page_size: int) -> None:
+        """Read the events of its pages, if it says where, and they are such as the router knows."""
+        status, text = await self._get("/server_info")
+        said = msgspec.json.decode(text) if status == 200 else {}
+        endpoint = said.get("recipe", {}).get("cache", {}).get("events")
+        if endpoint is None:
+            return
+        if said.get("page_size") != page_size:
+            log.warning(
+                "%s: pages of %s tokens, not %d: by text alone", self.url, said["page_size"], page_size
+            )
+            return
+        self.reader = PageReader(endpoint, self.server.host, self.number, self._routing)
+        self._routing.tells[self.number] = True
+        self.reader.start()
+
+    def _stop_reading(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+            self.reader = None
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        answer = await self.server.ask("GET", path, self._headers, b"")
+        try:
+            parts = []
+            while part := await answer.next():
+                parts.append(part)
+            return answer.status, b"".join(parts)
+        finally:
+            self.server.done(answer)
+
+    def _become(self, state: State, trouble: str) -> None:
+        if state != self.state:
+            log.log(
+                logging.INFO if state == "ready" else logging.WARNING,
+                "%s is %s%s",
+                self.url,
+                state,
+                trouble and f": {trouble}",
+            )
+        self.state, self.trouble = state, trouble
+        self._open()
+
+    def _open(self) -> None:
+        self._routing.is_open[self.number] = self.state == "ready" and not self.is_drained
+
+
+def _figures(text: bytes) -> dict[bytes, int]:
+    """The few figures that matter, of Prometheus' text."""
+    found = {}
+    for line in text.splitlines():
+        name = line.partition(b"{")[0].partition(b" ")[0]
+        if name in (_QUEUED, _WAITING, _RUNNING):
+            found[name] = int(float(line.rpartition(b" ")[2]))
+    return found
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port of http://HOST:PORT; raises ValueError."""
+    kind, _, rest = url.rstrip("/").partition("://")
+    host, _, port = rest.rpartition(":")
+    if kind != "http" or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"--replica {url} is no http://HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def replicas_of(urls: Sequence[str], routing: Routing, headers: HeaderLines) -> list[FleetReplica]:
+    """The replicas at these addresses; raises ValueError for one that is none."""
+    if len({*urls}) < len(urls):
+        raise ValueError("an address stands twice among --replica; name each once")
+    return [
+        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers)
+        for number, url in enumerate(urls)
+    ]

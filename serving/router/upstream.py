@@ -1,0 +1,212 @@
+"""How does a router speak to a server: one request at a time on a connection, its answer as bytes?
+
+A few lines over httptools, the parser of our own server: a stream is passed on as it comes, and its events
+are never parsed. A connection that ends before an answer is whole raises `Lost`, whatever the answer says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import cast
+
+import httptools
+
+HeaderLines = list[tuple[bytes, bytes]]
+CONNECT_S = 2.0
+_MOST_UNREAD = 2**18  # bytes of an answer; then the sender waits
+_MOST_IDLE = 256  # connections that are kept for later
+
+
+class Lost(Exception):
+    """There is no answer, or not the rest of it."""
+
+
+class UpstreamAnswer(asyncio.Protocol):
+    """A connection, and the answer that comes on it: `status` and `headers` once there is a head."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.is_used = False  # it has had an answer before
+        self._loop = asyncio.get_running_loop()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.status, self.headers = 0, HeaderLines()
+        self._head: asyncio.Future[None] = self._loop.create_future()
+        self._parts: deque[bytes] = deque()
+        self._num_unread = 0
+        self._is_kept = False  # the connection, after the answer
+        self._news: asyncio.Future[None] | None = None
+        self._is_whole, self._ends_with_connection, self._trouble = False, False, ""
+
+    async def ask(self, head: bytes, body: bytes) -> None:
+        """Send a request, and wait for the head of its answer; raises Lost."""
+        assert self.transport is not None, "not connected"
+        if self.transport.is_closing():
+            raise Lost("the connection was closed")
+        self.transport.write(head + body)
+        await self._head
+
+    async def next(self) -> bytes:
+        """The next bytes of the answer, b"" at its end; raises Lost."""
+        while not self._parts:
+            if self._is_whole:
+                return b""
+            if self._trouble:
+                raise Lost(self._trouble)
+            self._news = self._loop.create_future()
+            await self._news
+        found = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
+        self._parts.clear()
+        if self._num_unread > _MOST_UNREAD and self.transport is not None:
+            self.transport.resume_reading()
+        self._num_unread = 0
+        return found
+
+    @property
+    def can_be_used_again(self) -> bool:
+        """Whether another request may be sent on the connection."""
+        is_open = self.transport is not None and not self.transport.is_closing()
+        return is_open and self._is_whole and not self._parts and self._is_kept
+
+    def use_again(self) -> None:
+        """Be ready for another request."""
+        self.is_used = True
+        self._reset()
+
+    def fail(self, why: str) -> None:
+        """End the connection; who waits for the answer is told."""
+        self._trouble = self._trouble or why
+        if self.transport is not None:
+            self.transport.abort()
+        self._wake()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._ends_with_connection and exc is None:
+            self._is_whole = True
+        self._trouble = self._trouble or f"the connection ended{f': {exc}' if exc else ''}"
+        self._wake()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.fail(f"it answered with what is no HTTP: {error}")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header."""
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The head is there; one that only asks to go on is none."""
+        self.status = self._parser.get_status_code()
+        if self.status < 200:
+            self.headers.clear()
+            return
+        self._is_kept = self._parser.should_keep_alive()
+        names = {name for name, _ in self.headers}
+        self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
+        self._wake()
+
+    def on_body(self, body: bytes) -> None:
+        """Some bytes of the answer."""
+        self._parts.append(body)
+        self._num_unread += len(body)
+        if self._num_unread > _MOST_UNREAD and self.transport is not None:
+            self.transport.pause_reading()
+        self._wake()
+
+    def on_message_complete(self) -> None:
+        """The answer is whole."""
+        if self.status >= 200:
+            self._is_whole = True
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._head.done():
+            if self.status >= 200:
+                self._head.set_result(None)
+            elif self._trouble:
+                self._head.set_exception(Lost(self._trouble))
+                self._head.exception()  # nobody may be waiting
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+
+class Upstream:
+    """Connections to one server at http://HOST:PORT."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self._idle: list[UpstreamAnswer] = []
+        self._open: set[UpstreamAnswer] = set()
+
+    async def ask(
+        self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes
+    ) -> UpstreamAnswer:
+        """Send a request; its answer, once there is a head. Raises Lost. Who has it calls `done`.
+
+        A connection that was kept may just have been closed by the server: such a request is sent again.
+        """
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        lines = [
+            f"{method} {path} HTTP/1.1\r\nhost: {host}:{self.port}\r\ncontent-length: {len(body)}".encode()
+        ]
+        head = b"\r\n".join([*lines, *(name + b": " + value for name, value in headers), b"", b""])
+        while True:
+            answer = self._kept() or await self._connected()
+            self._open.add(answer)
+            try:
+                await answer.ask(head, body)
+            except Lost:
+                self._open.discard(answer)
+                if not answer.is_used:
+                    raise
+            except BaseException:
+                self._open.discard(answer)
+                answer.fail("nobody waits for it")
+                raise
+            else:
+                return answer
+
+    def done(self, answer: UpstreamAnswer) -> None:
+        """Nobody reads this answer any more."""
+        self._open.discard(answer)
+        if answer.can_be_used_again and len(self._idle) < _MOST_IDLE:
+            answer.use_again()
+            self._idle.append(answer)
+        else:
+            answer.fail("nobody reads it")
+
+    def lose(self, why: str) -> None:
+        """End all connections; who waits for an answer gets Lost."""
+        for answer in [*self._open, *self._idle]:
+            answer.fail(why)
+        self._idle.clear()
+
+    def _kept(self) -> UpstreamAnswer | None:
+        while self._idle:
+            answer = self._idle.pop()
+            if answer.transport is not None and not answer.transport.is_closing():
+                return answer
+        return None
+
+    async def _connected(self) -> UpstreamAnswer:
+        loop = asyncio.get_running_loop()
+        connecting = loop.create_connection(UpstreamAnswer, self.host, self.port)
+        try:
+            _, answer = await asyncio.wait_for(connecting, CONNECT_S)
+        except asyncio.TimeoutError:
+            raise Lost(f"no connection within {CONNECT_S:g} s") from None
+        except OSError as error:
+            raise Lost(f"no connection: {error.strerror or error}") from None
+        with suppress(AttributeError):
+            answer.transport.set_write_buffer_limits(2**20)
+        return answer

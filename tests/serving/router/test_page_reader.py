@@ -1,0 +1,75 @@
+"""What a router knows of a replica's pages: what its cache holds, also after something was missed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from continuous_batching.routing import Routing
+from serving.router.fair_turns import FairTurns
+from serving.router.page_reader import PageReader
+from tests.kv_cache.test_events import Engine
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to hold")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+
+def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
+    """One that comes late; then evictions; then another engine at the same place, which counts from 0."""
+
+    async def test() -> None:
+        engine, routing = Engine(tmp_path, 16), Routing(2)
+        engine.compute(list(range(12)))
+        reader = PageReader(engine.endpoint, "127.0.0.1", 1, routing)
+        reader.start()
+
+        def knows() -> bool:
+            held = engine.held()
+            return len(routing.held) == len(held) and all(routing.held.mask(key) == 2 for key in held)
+
+        await until(knows)
+        for number in range(30):
+            engine.compute([number, *range(7)])
+        await until(knows)
+        engine.events.close()
+        engine = Engine(tmp_path, 16)
+        engine.compute(list(range(50, 58)))
+        await until(knows)
+        reader.close()
+        assert len(routing.held) == 0
+        engine.events.close()
+
+    run(test)
+
+
+def test_tenants_take_turns_however_many_requests_they_have() -> None:
+    async def test() -> None:
+        turns, order = FairTurns(lambda: 1), list[str]()
+
+        async def ask(tenant: str) -> None:
+            await turns.enter(tenant, 100)
+            order.append(tenant)
+            await asyncio.sleep(0)
+            turns.leave()
+
+        many = [asyncio.ensure_future(ask("many")) for _ in range(6)]
+        await asyncio.sleep(0)
+        few = [asyncio.ensure_future(ask("few")) for _ in range(2)]
+        gone = asyncio.ensure_future(ask("gone"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(*many, *few)
+        assert order[:6].count("few") == 2, "not behind all that came before"
+        assert (turns.num_open, turns.num_waiting) == (0, 0)
+
+    run(test)

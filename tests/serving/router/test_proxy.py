@@ -1,0 +1,292 @@
+"""What a client gets through a router, whatever its replicas do: scripted servers on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from continuous_batching.routing import Routing
+from serving.router.fair_turns import FairTurns
+from serving.router.fleet_figures import FleetFigures
+from serving.router.prompts import Prompts
+from serving.router.proxy import Proxy
+from serving.router.replicas import FleetReplica
+from serving.router.upstream import Upstream
+
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+WHOLE = [b'data: {"a":1}\n\n', b'data: {"b":2}\n\n', b"data: [DONE]\n\n"]
+Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def stream(*events: bytes, ends: bool = True) -> Script:
+    """These events, and then the stream's proper end, or nothing."""
+
+    async def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(EVENTS)
+        for event in events:
+            writer.write(chunk(event))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        if ends:
+            writer.write(b"0\r\n\r\n")
+        else:
+            writer.transport.abort()
+
+    return script
+
+
+def whole(status: int, body: bytes, length: int | None = None) -> Script:
+    async def script(writer: asyncio.StreamWriter) -> None:
+        size = len(body) if length is None else length
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+        if size > len(body):
+            writer.transport.abort()
+
+    return script
+
+
+async def hang(writer: asyncio.StreamWriter) -> None:
+    await asyncio.sleep(60)
+
+
+class Stub:
+    """A server that answers each request by its script."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.bodies: list[bytes] = []
+        self.num_closed = 0
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def start(self) -> int:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return int(self.server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        answering: asyncio.Task[None] | None = None
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.bodies.append(await reader.readexactly(size))
+                answering = asyncio.ensure_future(self.script(writer))
+                asked = asyncio.ensure_future(reader.read(0)) if self.script is not hang else None
+                if self.script is hang:
+                    await reader.read(1)  # returns when the other side goes away
+                    raise asyncio.IncompleteReadError(b"", 1)
+                await answering
+                if asked is not None:
+                    await asked
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.num_closed += 1
+            if answering is not None:
+                answering.cancel()
+            writer.close()
+
+
+class Fleet:
+    """A proxy in front of stubs; None in the place of a script: nobody listens there."""
+
+    def __init__(self, *scripts: Script | None) -> None:
+        self.stubs = [each and Stub(each) for each in scripts]
+
+    async def __aenter__(self) -> Fleet:
+        self.routing = Routing(len(self.stubs), "round_robin")
+        ports = [9 if stub is None else await stub.start() for stub in self.stubs]
+        self.replicas = [
+            FleetReplica(number, f"http://127.0.0.1:{port}", Upstream("127.0.0.1", port), self.routing, [])
+            for number, port in enumerate(ports)
+        ]
+        turns = FairTurns(lambda: 100)
+        self.figures = FleetFigures(self.routing, self.replicas, turns)
+        self.proxy = Proxy(self.routing, self.replicas, Prompts(), turns, self.figures)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.routing.requests.tolist() == [0] * len(self.stubs), "a request was left behind"
+        assert [each.num_open for each in self.replicas] == [0] * len(self.stubs)
+        for replica in self.replicas:
+            replica.server.lose("the test is over")
+        for stub in filter(None, self.stubs):
+            stub.server.close()
+            for writer in stub.writers:
+                writer.transport.abort()
+        await asyncio.sleep(0.05)  # until both sides have closed
+
+    async def ask(
+        self, path: str = "/v1/chat/completions", session: str = "", leaves_after: int | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body; the client goes away after so many pieces."""
+        received = asyncio.Queue[dict[str, Any]]()
+        body = json.dumps({"messages": [{"role": "user", "content": "x" * 600}], "stream": True}).encode()
+        received.put_nowait({"type": "http.request", "body": body})
+        status, parts = 0, list[bytes]()
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            if message["type"] == "http.response.body":
+                parts.append(message.get("body", b""))
+            if leaves_after is not None and len(parts) >= leaves_after:
+                received.put_nowait({"type": "http.disconnect"})
+
+        headers = [(b"x-session-id", session.encode())] if session else []
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+        }
+        if leaves_after == 0:
+            asyncio.get_running_loop().call_later(0.05, received.put_nowait, {"type": "http.disconnect"})
+        await self.proxy(scope | {"headers": headers, "state": {}}, received.get, send)
+        return status, b"".join(parts)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    error = json.loads(body.rstrip().rpartition(b"data: ")[2])["error"]
+    assert isinstance(error, dict)
+    return error
+
+
+def test_a_stream_is_passed_on_byte_for_byte() -> None:
+    async def test() -> None:
+        async with Fleet(stream(*WHOLE)) as fleet:
+            for _ in range(3):  # on one connection
+                assert await fleet.ask() == (200, b"".join(WHOLE))
+            assert fleet.stubs[0] is not None
+            assert fleet.stubs[0].num_closed == 0
+
+    run(test)
+
+
+def test_a_stream_that_ends_early_never_looks_whole() -> None:
+    """Neither where the connection breaks, nor where it ends as if all had been said."""
+
+    async def test() -> None:
+        for ends in (False, True):
+            async with Fleet(stream(WHOLE[0], b'data: {"cut', ends=ends)) as fleet:
+                status, body = await fleet.ask()
+                assert (status, body.startswith(WHOLE[0])) == (200, True)
+                assert b"[DONE]" not in body
+                assert b'{"cut\n\ndata: ' in body, "the error is an event of its own"
+                assert error_of(body)["code"] == "replica_lost"
+                assert fleet.figures.num_cut_off == 1
+
+    run(test)
+
+
+def test_responses_end_without_done() -> None:
+    async def test() -> None:
+        event = b'event: response.completed\ndata: {"type":"response.completed"}\n\n'
+        async with Fleet(stream(event)) as fleet:
+            assert await fleet.ask("/v1/responses") == (200, event)
+        async with Fleet(stream(event, ends=False)) as fleet:
+            assert b"\nevent: error\ndata: {" in (await fleet.ask("/v1/responses"))[1]
+
+    run(test)
+
+
+def test_what_has_not_begun_goes_to_another() -> None:
+    """No connection; a refusal; a stream that breaks, or an answer that is cut, before anything is sent."""
+
+    async def test() -> None:
+        for first in (None, whole(503, b"{}"), stream(ends=False), whole(200, b'{"half', 100)):
+            async with Fleet(first, stream(*WHOLE)) as fleet:
+                assert await fleet.ask() == (200, b"".join(WHOLE))
+                assert [len(stub.bodies) for stub in fleet.stubs if stub][-1] == 1
+                assert fleet.figures.num_again == 1
+
+    run(test)
+
+
+def test_where_nobody_can_answer_the_client_is_told() -> None:
+    async def test() -> None:
+        async with Fleet(None, None) as fleet:
+            status, body = await fleet.ask()
+            assert status == 503
+            assert "no replica" in error_of(body)["message"]
+        refusal = b'{"error":{"message":"full"}}'
+        async with Fleet(whole(429, refusal), whole(429, refusal)) as fleet:
+            assert await fleet.ask() == (429, refusal), "as the replica said it"
+
+    run(test)
+
+
+def test_a_wrong_request_is_not_tried_again() -> None:
+    async def test() -> None:
+        async with Fleet(whole(400, b"{}"), whole(200, b"{}")) as fleet:
+            assert await fleet.ask() == (400, b"{}")
+            assert fleet.stubs[1] is not None
+            assert not fleet.stubs[1].bodies
+
+    run(test)
+
+
+def test_a_client_that_goes_away_ends_its_request() -> None:
+    async def test() -> None:
+        async with Fleet(hang) as fleet:
+            assert await fleet.ask(leaves_after=0) == (0, b"")
+            assert fleet.stubs[0] is not None
+            while not fleet.stubs[0].num_closed:
+                await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_a_replica_that_is_lost_tells_all_its_clients() -> None:
+    """As where it stands still: its connections do not end by themselves."""
+
+    async def test() -> None:
+        async def begins(writer: asyncio.StreamWriter) -> None:
+            writer.write(EVENTS + chunk(WHOLE[0]))
+            await asyncio.sleep(60)
+
+        async with Fleet(begins) as fleet:
+            asking = [asyncio.ensure_future(fleet.ask()) for _ in range(3)]
+            while fleet.replicas[0].num_open < 3:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            fleet.replicas[0].lose("no answer within 2 s")
+            for status, body in await asyncio.gather(*asking):
+                if status == 200:
+                    assert error_of(body)["code"] == "replica_lost"
+                else:
+                    assert status == 503
+            assert not fleet.routing.is_open[0]
+
+    run(test)
+
+
+def test_a_drained_replica_gets_nothing_and_a_session_stays() -> None:
+    async def test() -> None:
+        async with Fleet(stream(*WHOLE), stream(*WHOLE), stream(*WHOLE)) as fleet:
+            for each in fleet.replicas:
+                each.state = "ready"
+            for _ in range(4):
+                await fleet.ask(session="a")
+            sent = [each.num_sent for each in fleet.replicas]
+            assert sorted(sent) == [0, 0, 4]
+            home = sent.index(4)
+            fleet.replicas[home].drain(True)
+            for _ in range(3):
+                await fleet.ask(session="a")
+            assert fleet.replicas[home].num_sent == 4
+            fleet.replicas[home].drain(False)
+            assert fleet.routing.is_open.all()
+
+    run(test)
