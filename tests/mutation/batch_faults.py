@@ -11,7 +11,7 @@ BATCH_TESTS_OF = {
     STORE: ("tests/serving/test_batch_store.py",),
     LINES: _RUNNER_TESTS,
     RUNNER: _RUNNER_TESTS,
-    "serving/api/multipart.py": ("tests/serving/test_batches.py",),
+    "serving/api/multipart.py": ("tests/serving/test_multipart.py",),
 }
 
 BATCH_FAULTS = (

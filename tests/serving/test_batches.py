@@ -13,17 +13,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai.types import Batch
 
-from continuous_batching.refusal import BadRequest
 from serving.api.batches import MOST_OPEN, BatchBody, created
-from serving.api.multipart import read_form
 from serving.batches.store import BatchStore
 from serving.failures import Overloaded
 from tests.serving.server import PATIENCE_S, TINY, Server
-from tests.thorough import cases
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 KEYS = {"authorization": "Bearer first"}
@@ -211,31 +206,6 @@ def test_bodies_of_other_paths_stay_small(served: Server) -> None:
     )
     assert answer.status_code == 413
     assert "server.max_body_mib" in answer.text
-
-
-_NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=20)
-_CONTENTS = st.tuples(_NAMES | st.none(), st.binary() | st.just(b"\r\n--"))
-
-
-@settings(max_examples=cases(30, 1000))
-@given(st.dictionaries(_NAMES, _CONTENTS, min_size=1, max_size=16))
-def test_a_form_is_read_as_it_was_written(fields: dict[str, tuple[str | None, bytes]]) -> None:
-    request = httpx.Request("POST", "http://a", files=[*fields.items()])  # type: ignore[arg-type]
-    form = read_form(request.headers["content-type"], request.read())
-    assert [each.content for each in form.values()] == [content for _, content in fields.values()]
-    if all(name.isalnum() and name.isascii() for name in fields):
-        assert [*form] == [*fields]
-        plain = [name for name, _ in fields.values()]
-        if all(name is None or (name.isalnum() and name.isascii()) for name in plain):
-            assert [each.filename for each in form.values()] == plain
-
-
-@given(st.binary(max_size=60))
-def test_a_form_that_is_none_is_refused(body: bytes) -> None:
-    with pytest.raises(BadRequest):
-        read_form("multipart/form-data; boundary=b", body.replace(b"--b", b""))
-    with pytest.raises(BadRequest):
-        read_form("multipart/form-data", body)
 
 
 @pytest.mark.slow
