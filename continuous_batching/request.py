@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from continuous_batching.constraints import Constraint
+from continuous_batching.own_processors import OwnProcessors
 from continuous_batching.refusal import BadRequest
 
 TokenIds = NDArray[np.int32]
@@ -38,6 +39,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: bytes | None = None  # int32, as `packed_ids` makes them; None: all
     bad_words: tuple[TokenSequence, ...] = ()  # token ids that the answer never holds in this order
+    processors: tuple[tuple[str, str], ...] = ()  # of the operator's own: names, and arguments as JSON
     grammar: str | None = None  # that the answer follows, as serving/grammars writes it; None: none
     logprobs: int | None = None  # None: off; n: the chosen token's and the n best
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
@@ -123,6 +125,7 @@ class SamplingParams:
             value = getattr(self, name)
             _check(name, value, value == off, _NOT_DRAWN)
         _check("stop", self.stop, not self.stop, "left out beside beam_width; stop_token_ids end a beam")
+        _check("logits_processors", self.processors, not self.processors, "left out beside beam_width")
         if self.grammar is not None:
             raise BadRequest("beam_width", _NO_BEAMS, value=width, fix="leave one of them out")
         asked = self.prompt_logprobs
@@ -202,6 +205,7 @@ class Request:
     arrival_s: float = 0.0
     timeout_s: float | None = None  # after its arrival it ends where it stands; None: never
 
+    processors: OwnProcessors | None = None  # where params.processors names any; each sample has its own
     constraint: Constraint | None = None  # where params.grammar is one; each sample has its own
 
     # Requests of the same prompt that fork from this one when the prompt is computed

@@ -158,6 +158,7 @@ class SlotPool:
             or params.frequency_penalty
             or params.logit_bias
             or params.masks_tokens
+            or params.processors
             or params.logprobs is not None
             or params.min_tokens
             or params.beam_width

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
         output = stack.enter_context(opened(options.output, goes_on=options.resume))
         is_hidden = None if options.input is not None else True  # None: unless on a terminal
         progress = stack.enter_context(tqdm(total=len(jobs), unit="request", disable=is_hidden))
-        for record in run_jobs(engine, text, jobs):
+        for record in run_jobs(engine, text, jobs, recipe=recipe):
             progress.update()
             if output is not None:
                 write_record(output, record | ({"device": "VIRTUAL"} if recipe.device.virtual else {}))

@@ -34,6 +34,7 @@ from serving.outputs import (
     fields_of,
     request_output,
 )
+from serving.own_processors import KnownProcessors
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
 
@@ -57,6 +58,7 @@ class LLM:
         self.engine: Engine = build(asked).engine
         scheduler = self.engine.scheduler
         self._grammars = Grammars(lambda: self.text, scheduler.vocab_size, scheduler.eos_token_ids)
+        self._processors = KnownProcessors.of(asked, scheduler.vocab_size)
         self._ids = itertools.count()
 
     def generate(
@@ -125,6 +127,7 @@ class LLM:
         request = parse_request(given, self.text, longest=most, limit=most)
         scheduler.check(request)
         self._grammars.constrain(request)
+        self._processors.give(request)
         return Job(request, text_options(given), params.n, params.logprobs is not None)
 
     def _run(self, jobs: list[Job], use_tqdm: Progress) -> dict[str, list[AnswerDelta]]:

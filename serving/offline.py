@@ -21,10 +21,12 @@ from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.validation import longest_allowed
 from continuous_batching.system_error import naming
 from models.file_bounds import bounded_lines, lines_of
+from recipes.schema.recipe import Recipe
 from serving.answers.answers import finite
 from serving.answers.embeddings import unit
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
 from serving.grammars.matching import Grammars
+from serving.own_processors import KnownProcessors
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
 from serving.text.truncation import fit
@@ -92,14 +94,16 @@ def run_jobs(
     *,
     observe: Callable[[Step], None] | None = None,
     sleep: Callable[[float], None] = time.sleep,
+    recipe: Recipe | None = None,
 ) -> Iterator[Record]:
     """The records of all jobs, each when it ends; refusals among the jobs pass through.
 
     All jobs are read before the first step. The records' times count from then, in seconds. `observe` is as
-    in `JobRun.answers`.
+    in `JobRun.answers`; `recipe` says which logits processors jobs may name.
     """
     pending: list[Job] = []
     grammars = Grammars(lambda: text, engine.scheduler.vocab_size, engine.scheduler.eos_token_ids)
+    processors = KnownProcessors.of(recipe, engine.scheduler.vocab_size)
     for job in jobs:
         if not isinstance(job, Job):
             yield job
@@ -108,6 +112,7 @@ def run_jobs(
             fit(job.request, longest_allowed(engine.slots, engine.scheduler.pool))
         try:
             grammars.constrain(job.request)
+            processors.give(job.request)
         except BadRequest as error:
             yield {"id": job.request.id, "error": str(error)}
         else:

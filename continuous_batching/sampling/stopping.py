@@ -23,6 +23,8 @@ def failure(token: int) -> str:
 def complaint(reason: str, request: Request) -> str:
     """Why a request got no token, where the row that it had ended for this reason."""
     constraint = request.constraint
+    if reason == "blocked" and request.processors is not None and request.processors.error:
+        return request.processors.error
     if reason != "blocked" or constraint is None:
         return FAILURES[reason]
     if constraint.error:

@@ -4,22 +4,37 @@ In this order: `logit_bias` is added; `repetition_penalty` divides the positive 
 logits of every token seen in prompt or answer (Keskar et al. 2019, arXiv 1909.05858; Hugging Face's
 RepetitionPenaltyLogitsProcessor); `presence_penalty` is subtracted once from every token of the answer,
 `frequency_penalty` as often as it occurs there (OpenAI's API reference, "Frequency and presence
-penalties"); tokens that may not come yet (`min_tokens`) or at all (token_masks.py) become impossible.
+penalties"); the operator's own processors act, which a request names; tokens that may not come yet
+(`min_tokens`) or at all (token_masks.py) become impossible.
 
 Everything is read from the slot table in each step, so preemption has nothing to restore.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous_batching.batch import ragged_ranges
+from continuous_batching.own_processors import OwnProcessors
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays
 from models.sampling.token_masks import apply_masks, gather_masks
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChange:
+    """A row, by its index, that processors of the operator's change, and its tokens so far."""
+
+    row: int
+    processors: OwnProcessors
+    prompt: Index
+    answer: Index
 
 
 def changes_logits(rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.bool_]:
@@ -30,8 +45,20 @@ def changes_logits(rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.b
     needed |= targets < slots.min_total[rows]
     for index in np.flatnonzero(~needed & ~slots.plain[rows]).tolist():
         params = slots.requests[rows[index]].params
-        needed[index] = bool(params.logit_bias) or params.masks_tokens
+        needed[index] = bool(params.logit_bias or params.processors) or params.masks_tokens
     return needed
+
+
+def own_changes(rows: Index, targets: Index, slots: SlotPool) -> list[OwnChange]:
+    """Which of the rows the operator's processors change, and by what tokens before `targets`."""
+    found = []
+    for index, (row, target) in enumerate(zip(rows.tolist(), targets.tolist())):
+        request = slots.requests[row]
+        if request.params.processors:
+            assert request.processors is not None, f"{request.id} was not given its processors"
+            known, num_prompt = slots.token_ids[row, :target], int(slots.num_prompt[row])
+            found.append(OwnChange(index, request.processors, known[:num_prompt], known[num_prompt:]))
+    return found
 
 
 def gather_changes(
@@ -48,7 +75,7 @@ def gather_changes(
     return arrays
 
 
-def apply_changes(scores: Tensor, changes: dict[str, Tensor]) -> None:
+def apply_changes(scores: Tensor, changes: dict[str, Tensor], own: Sequence[OwnChange] = ()) -> None:
     """Change scores [rows, vocabulary] in place by what `gather_changes` found, sent to the device."""
     at = changes["bias_row"], changes["bias_token"]
     if len(at[0]):
@@ -60,6 +87,9 @@ def apply_changes(scores: Tensor, changes: dict[str, Tensor]) -> None:
     at = changes["answer_row"], changes["answer_token"]
     if len(at[0]):
         scores[at] = scores[at] - changes["answer_penalty"]
+    for each in own:
+        found = each.processors.changed(each.prompt, each.answer, scores[each.row])
+        scores[each.row] = -float("inf") if found is None else found
     at = changes["barred_row"], changes["barred_token"]
     if len(at[0]):
         scores[at] = -float("inf")

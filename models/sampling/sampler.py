@@ -11,7 +11,7 @@ Legend: R sampled rows, W those of them that need more than the best token, V vo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,13 @@ from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
 from models.ops.reference import Ops
 from models.sampling.draw_columns import packed, unpacked
-from models.sampling.logit_processors import apply_changes, changes_logits, gather_changes
+from models.sampling.logit_processors import (
+    OwnChange,
+    apply_changes,
+    changes_logits,
+    gather_changes,
+    own_changes,
+)
 from models.sampling.logprobs import (
     BeamRows,
     read_top_logprobs,
@@ -142,14 +148,16 @@ class Sampler:
             host["work"] = work
         off_cpu = logits.device.type != "cpu"
         host |= self._parameters(rows[work], targets[work], drawn[work], slots, off_cpu=off_cpu)
+        own: list[OwnChange] = []
         if changed.any():
             asking = rows[work], targets[work], slots
+            own = own_changes(*asking)
             host |= gather_changes(*asking, self._eos_token_ids, self._vocab_size)
         if beams:
             host |= beams.arrays()
         sent = all_to_device(host, logits.device)
         if len(work):
-            tokens = self._choose(logits, best, host, sent)
+            tokens = self._choose(logits, best, host, sent, own)
         if not asked and not beams:
             return arriving(tokens)
         up = {"tokens": tokens}
@@ -195,7 +203,9 @@ class Sampler:
             arrays |= {"p_rows": p_rows, "top_p": top_p[p_rows]}
         return arrays
 
-    def _choose(self, logits: Tensor, best_of: Best, host: Arrays, sent: Tensors) -> Tensor:
+    def _choose(
+        self, logits: Tensor, best_of: Best, host: Arrays, sent: Tensors, own: Sequence[OwnChange] = ()
+    ) -> Tensor:
         """Tokens [R] of logits [R, V]: the best of each row, but chosen anew where it is changed or drawn."""
         work, given = sent.get("work"), (logits, best_of.tokens, best_of.chosen)
         scores, best, chosen = given if work is None else (each[work] for each in given)
@@ -203,7 +213,7 @@ class Sampler:
         if scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # the caller's stay as they are
         if "bias" in sent:
-            apply_changes(scores, sent)
+            apply_changes(scores, sent, own)
             best = scores.argmax(-1)
             is_possible = scores.gather(1, best[:, None]).isfinite()[:, 0]
             changed = torch.where(is_possible, best, NONE_LEFT)

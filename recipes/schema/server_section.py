@@ -37,6 +37,11 @@ class ServerSection:
         "two answers, of one token each: a score is the probability of the first, beside the second",
         default=("yes", "no"),
     )
+    logits_processors: tuple[str, ...] = key(
+        "classes of the operator's own, as MODULE:CLASS, which change the logits of requests that name them"
+        " (docs/serving.md)",
+        default=(),
+    )
     max_requests: int = key(
         "the most requests in the server at once, each sample counted; further ones are asked to try again"
         " later",

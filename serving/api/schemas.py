@@ -161,6 +161,7 @@ class SamplingBody(RequestBody):
     logit_bias: Biases | None = Field(None, description="by token id, what to add to its logit")
     allowed_token_ids: Allowed | None = Field(None, description="no other tokens may be chosen")
     bad_words: Strings | None = Field(None, description="the answer never holds the tokens of these words")
+    logits_processors: list[Any] | None = Field(None, description="the operator's own, by name and args")
     stop: str | Strings | None = None
     stop_token_ids: Integers | None = None
     ignore_eos: bool | None = None

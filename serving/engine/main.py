@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 
 import zmq
 
@@ -25,6 +26,7 @@ from recipes.schema.command_line import add_recipe
 from serving.engine.expert_readings import ExpertReadings
 from serving.engine.messages import HURRY
 from serving.engine.worker import Worker, facts_of
+from serving.own_processors import KnownProcessors
 from serving.text.tokenizer import Text
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ def main(argv: list[str]) -> int:
     try:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
         built = build(recipe)
+        processors = KnownProcessors.of(recipe, built.config.vocab_size)
     except (ValueError, OSError) as error:
         log.error("%s", in_one_line(error))
         return verb.UNUSABLE
@@ -84,7 +87,8 @@ def main(argv: list[str]) -> int:
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
     path = recipe.model.path
     read_experts = ExpertReadings(built).due
-    worker = Worker(built.engine, socket, facts, lambda: Text.load(path) if path else None, read_experts)
+    load_text = partial(Text.load, path) if path else lambda: None
+    worker = Worker(built.engine, socket, facts, load_text, read_experts, processors)
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is lost, too, and another can be started
     try:

@@ -46,6 +46,7 @@ from serving.engine.messages import (
 )
 from serving.engine.silence import COMPILER_S, SHORTEST_S
 from serving.grammars.matching import Grammars, Spelling
+from serving.own_processors import KnownProcessors
 
 BEAT_S = 0.25  # between beats
 _IDLE_MS = 1  # between checks of a queue that waits for a fuller batch
@@ -106,14 +107,15 @@ class Worker:
         facts: EngineFacts,
         load_text: Callable[[], Spelling | None] = lambda: None,
         read_experts: Callable[[float], ExpertTable | None] = lambda _: None,
+        processors: KnownProcessors | None = None,
     ) -> None:
         self._engine = engine
         self._socket = socket
         self._facts, self._read_experts = facts, read_experts
-        self._clock = TimedRunner(engine.runner)
-        engine.runner = self._clock
+        engine.runner = self._clock = TimedRunner(engine.runner)
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
+        self._processors = processors or KnownProcessors({}, scheduler.vocab_size)
         self._requests: dict[int, Request] = {}  # by stream, until their end is sent
         self._stream_of: dict[str, int] = {}
         # The streams without a token so far, each with its leader while that one's prompt log-probabilities
@@ -197,6 +199,7 @@ class Worker:
     def _enqueue(self, first: int, leader: Request) -> bool:
         """Give the engine a request whose samples are the streams from `first` on; False: it is refused."""
         try:
+            self._processors.give(leader)
             self._engine.add(leader)
         except (QueueFull, BadRequest) as refusal:
             self._refuse(first, refusal)

@@ -139,6 +139,13 @@ FIELDS = (
         default="none",
     ),
     RequestField(
+        ("logits_processors",),
+        "the operator's own that change the logits, of those that the recipe names (docs/serving.md); not "
+        "beside `beam_width`",
+        allowed='up to 8 of `{"name": ..., "args": {...}}`; the args in up to 4096 characters of JSON',
+        default="none",
+    ),
+    RequestField(
         ("response_format", "structured_outputs"),
         "the answer's form, by OpenAI's name or by vLLM's (docs/structured_output.md); an answer that is cut "
         "at `max_tokens` breaks off; not beside `beam_width` or `ignore_eos`; log-probabilities stay the "

@@ -20,6 +20,7 @@ from continuous_batching.scheduling.validation import too_long
 from kv_cache.pages import Index
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import grammar_of
+from serving.own_processors import read_processors
 from serving.text import field_types as types
 from serving.text.bad_words import spellings
 from serving.text.chat_options import ChatOptions
@@ -166,6 +167,8 @@ def _params(
         named["max_tokens"] = values["max_completion_tokens"]
     if "bad_words" in values:
         named["bad_words"] = spellings(values["bad_words"], text)
+    if "logits_processors" in named:
+        named["processors"] = named.pop("logits_processors")
     grammar = grammar_of(values)
     if grammar is not None and text is None:
         asked = next(name for name in STRUCTURED if name in values)
@@ -261,6 +264,7 @@ _SAMPLING: dict[str, types.Reader] = {
     "logit_bias": types.biases,
     "allowed_token_ids": types.packed_token_ids,
     "bad_words": types.string_list,
+    "logits_processors": read_processors,
     "prompt_logprobs": types.integer,
     "pooling": types.string,
     "label_token_ids": types.token_id_list,

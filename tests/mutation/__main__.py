@@ -40,6 +40,7 @@ from tests.mutation.latent_faults import LATENT_FAULTS, LATENT_TESTS_OF
 from tests.mutation.mixture_faults import MIXTURE_FAULTS, MIXTURE_TESTS_OF
 from tests.mutation.mtp_faults import MTP_FAULTS, MTP_TESTS_OF
 from tests.mutation.npu_faults import NPU_FAULTS, NPU_TESTS_OF
+from tests.mutation.own_processor_faults import PROCESSOR_FAULTS, PROCESSOR_TESTS_OF
 from tests.mutation.packing_faults import PACKING_FAULTS, PACKING_TESTS_OF
 from tests.mutation.paging_faults import PAGING_FAULTS
 from tests.mutation.prefix_faults import PREFIX_FAULTS
@@ -76,6 +77,7 @@ FAULTS = (
     *TOOL_FAULTS,
     *RESPONSE_FAULTS,
     *BATCH_FAULTS,
+    *PROCESSOR_FAULTS,
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
     *MTP_FAULTS,
@@ -149,6 +151,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **TOOL_TESTS_OF,
     **RESPONSE_TESTS_OF,
     **BATCH_TESTS_OF,
+    **PROCESSOR_TESTS_OF,
     **ROUTING_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,

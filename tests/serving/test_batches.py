@@ -19,6 +19,7 @@ from serving.api.batches import MOST_OPEN, BatchBody, created
 from serving.batches.store import BatchStore
 from serving.failures import Overloaded
 from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.thorough import cases
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 KEYS = {"authorization": "Bearer first"}
@@ -210,7 +211,8 @@ def test_bodies_of_other_paths_stay_small(served: Server) -> None:
 
 @pytest.mark.slow
 def test_after_kills_of_the_server_each_line_is_answered_once(tmp_path: Path) -> None:
-    answered_once(tmp_path, num_lines=200, num_kills=2)
+    num_lines, num_kills = cases((200, 2), (1000, 5))
+    answered_once(tmp_path, num_lines, num_kills)
 
 
 def answered_once(folder: Path, num_lines: int, num_kills: int, seed: int = 0) -> None:

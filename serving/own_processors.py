@@ -1,0 +1,93 @@
+"""Which logits processors of the operator's may a request name, and how does it get them?
+
+`server.logits_processors` of the recipe names classes, as MODULE:CLASS, which are imported where the engine
+starts. A request names them by their classes alone, so that it can never import anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from continuous_batching.own_processors import OwnProcessors, Processor
+from continuous_batching.refusal import BadRequest, shown
+from continuous_batching.request import Request
+from recipes.schema.recipe import Recipe
+
+MOST_PROCESSORS = 8  # of a request
+LONGEST_ARGUMENTS = 4096  # characters of the JSON of one's
+_KEY = "server.logits_processors"
+
+
+class KnownProcessors:
+    """The classes by their names, called with the size of the vocabulary and with what a request gives."""
+
+    def __init__(self, classes: Mapping[str, Callable[..., Processor]], vocab_size: int) -> None:
+        self._classes = classes
+        self._vocab_size = vocab_size
+
+    @staticmethod
+    def of(recipe: Recipe | None, vocab_size: int) -> KnownProcessors:
+        """Those that a recipe names, if there is one; raises ValueError for one that cannot be imported, or
+        has the name of another.
+        """
+        names = () if recipe is None else recipe.server.logits_processors
+        if names and recipe is not None and recipe.parallel.ranks > 1:
+            raise ValueError(f"{_KEY} is for one rank, and parallel asks for more; leave one of them out")
+        classes: dict[str, Callable[..., Processor]] = {}
+        for path in names:
+            module, _, name = path.partition(":")
+            if not module or not name:
+                raise ValueError(f"{_KEY} has {shown(path)}; it must be MODULE:CLASS")
+            if name in classes:
+                raise ValueError(f"{_KEY} names {name} twice; requests could not tell them apart")
+            try:
+                classes[name] = getattr(importlib.import_module(module), name)
+            except Exception as error:  # whatever a module does when it is imported
+                raise ValueError(f"{_KEY}: {path}: {type(error).__name__}: {error}") from error
+        return KnownProcessors(classes, vocab_size)
+
+    def give(self, request: Request) -> None:
+        """Give a request, and its further samples, the processors that it names; raises BadRequest."""
+        if not request.params.processors:
+            return
+        named = [self._made(index, *each) for index, each in enumerate(request.params.processors)]
+        for each in (request, *request.followers):
+            each.processors = OwnProcessors(named)
+
+    def _made(self, index: int, name: str, arguments: str) -> tuple[str, Processor]:
+        place = f"[{index}]"
+        if name not in self._classes:
+            limit = " or ".join(map(shown, self._classes)) or f"left out: the recipe has no {_KEY}"
+            raise BadRequest("logits_processors", value=name, limit=limit, place=f"{place}.name")
+        try:
+            return name, self._classes[name](self._vocab_size, **json.loads(arguments))
+        except Exception as error:  # of the operator's code, about what a client gave
+            problem = f"of {name}: {type(error).__name__}: {error}"
+            raise BadRequest("logits_processors", problem, place=f"{place}.args") from error
+
+
+def read_processors(name: str, value: Any) -> tuple[tuple[str, str], ...]:
+    """The field of a request: names, and arguments as JSON; raises BadRequest."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MOST_PROCESSORS:
+        raise BadRequest(name, f"must be a list of at most {MOST_PROCESSORS} processors")
+    return tuple(_read(name, f"[{index}]", each) for index, each in enumerate(value))
+
+
+def _read(name: str, place: str, value: object) -> tuple[str, str]:
+    if (
+        not isinstance(value, Mapping)
+        or not isinstance(value.get("name"), str)
+        or value.keys() - {"name", "args"}
+    ):
+        raise BadRequest(name, value=value, limit='{"name": ..., "args": {...}}', place=place)
+    arguments = value.get("args")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise BadRequest(name, value=arguments, limit="an object", place=f"{place}.args")
+    written = json.dumps(arguments or {})
+    if len(written) > LONGEST_ARGUMENTS:
+        problem = f"has {len(written)} characters of JSON; it may have {LONGEST_ARGUMENTS}"
+        raise BadRequest(name, problem, place=f"{place}.args")
+    return str(value["name"]), written
