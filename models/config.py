@@ -12,6 +12,7 @@ from models.packing import Packing
 from models.quantization import BlockScales, Quantization
 
 DType = Literal["float32", "bfloat16", "float16"]
+Gate = Literal["silu", "gelu_tanh"]
 Form = Literal["plain", "int8", "quantize"]  # how a linear is stored; quantize: plain, then in int8
 
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -19,6 +20,7 @@ SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has, and
 
 ROUTER_BYTES = 4  # of one weight of a router, which is kept in float32
 FUSED = ("q_proj", "k_proj", "v_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")  # before attention and before the MLP
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # how a checkpoint calls linears that it stores as one
 UP = ".kv_b_proj"  # of latent attention, which is held in the model's type however it is stored
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -49,6 +51,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()  # of each pair, where no request is longer than it was trained on
     long_factors: tuple[float, ...] = ()  # and where one may be
     width: int = 0  # of a head, of which `dim` are turned
+    is_within: bool = False  # whether `max_positions` are all that it reaches, however it is stretched
     interleaved: bool = False  # whether a checkpoint has pairs that are turned side by side, not halves apart
 
     @property
@@ -90,7 +93,12 @@ class DecoderConfig:
     latent: LatentConfig | None = None
     stored_form: BlockScales | Packing | None = None  # of weights that are read into the model's type
     stored_joined: tuple[str, ...] = ()  # QKV, GATE_UP: linears that the checkpoint stores as one
-    post_norms: bool = False  # of what attention and MLP made, before it is added
+    norms: tuple[str, ...] = NORMS  # of a layer, in a checkpoint; two more are of what attention and MLP made
+    norms_add_one: bool = False  # to what a checkpoint says of them
+    gate: Gate = "silu"  # of the MLP
+    embedding_scale: float = 1.0
+    own_scale: float | None = None  # of attention's scores; None: as the size of a head asks for
+    window_rope: RopeConfig | None = None  # of layers with a window, where it is another
     num_unread_layers: int = 0  # that a checkpoint may have behind its own, to predict further tokens
 
     def form(self, name: str) -> Form:
@@ -149,7 +157,8 @@ class DecoderConfig:
     @property
     def scale(self) -> float:
         """Of attention's scores."""
-        return self.head_dim**-0.5 if self.latent is None else self.latent.scale
+        own = self.head_dim**-0.5 if self.own_scale is None else self.own_scale
+        return own if self.latent is None else self.latent.scale
 
     def mixture_of(self, layer: int) -> MixtureConfig | None:
         """The mixture of experts of a layer; None where it has a dense MLP."""
@@ -275,7 +284,7 @@ class DecoderConfig:
         """Weights of the whole decoder, each tied one counted once."""
         attention_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = sum(inputs * outputs for _, inputs, outputs in self.attention_linears())
-        layer += (4 if self.post_norms else 2) * self.hidden_size
+        layer += len(self.norms) * self.hidden_size
         layer += 0 if self.latent is None else self.latent.norm_width
         layer += self.attention_bias * (attention_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
         layer += self.qk_norm * 2 * self.head_dim

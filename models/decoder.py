@@ -135,7 +135,7 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.attention_post_norm: nn.Parameter | None = None
         self.mlp_post_norm: nn.Parameter | None = None
-        if config.post_norms:
+        if len(config.norms) > 2:
             self.attention_post_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
             self.mlp_post_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.mlp: MLP | Mixture
@@ -210,7 +210,9 @@ class Decoder(nn.Module):
             self.head = Linear(ops, hidden, vocab, False, dtype, device, config.form("lm_head"))
             if config.tie_embeddings:
                 self.head.weight = self.embedding
-        self.rope = Rope(config.rope, device)
+        ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
+        self.ropes = [Rope(each, device) for each in ropes]  # the last one of layers with a window
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()  # as it is rounded
         self._taps: tuple[int, ...] = ()
         self._take: Callable[[Tensor, StepInputs], None] | None = None
 
@@ -219,6 +221,11 @@ class Decoder(nn.Module):
         experts of one layer, where the device joins them.
         """
         pack(self)
+
+    def tabulate(self, num_positions: int) -> None:
+        """Prepare the rotary embedding for positions below this; called once, before the first step."""
+        for rope in self.ropes:
+            rope.tabulate(num_positions, self.embedding.dtype)
 
     def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None]) -> None:
         """In each step, let a head `take` what these layers read, [T, layers * hidden], in rising order; one
@@ -240,11 +247,12 @@ class Decoder(nn.Module):
         else:
             both = self.norm.new_empty(2, num_rows, self.config.hidden_size)
             x, residual = self.stages.receive(both).unbind()
-        cos, sin = self.rope.cos_sin(positions, rope_lens, x.dtype)
+        turns = [rope.cos_sin(positions, rope_lens, x.dtype) for rope in self.ropes]
         tapped = []
         for number, layer in enumerate(self.layers):
             if number in self._taps:
                 tapped.append((x if residual is None else x + residual)[:num_tokens])
+            cos, sin = turns[0 if self.part.windows[number] is None else -1]
             x, residual = layer(x, residual, cos, sin, step)
         if not self.share.is_last:
             assert residual is not None, "a stage has a layer"
@@ -280,7 +288,11 @@ class Decoder(nn.Module):
         return torch.cat(parts, dim=-1)[:, : self.config.vocab_size].contiguous()
 
     def embedded(self, token_ids: Tensor) -> Tensor:
-        """Rows [T, hidden] of the embedding, each of which is on one rank: the others bring zeros."""
+        """Rows [T, hidden] of the embedding, scaled; each is on one rank: the others bring zeros."""
+        x = self._embedding_rows(token_ids)
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
+
+    def _embedding_rows(self, token_ids: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(token_ids, self.embedding)
         tokens = self.share.tokens(self.config)

@@ -23,7 +23,6 @@ from kv_cache.pages import Index
 from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device
 from models.decoder import Decoder
-from models.dtypes import TORCH_DTYPES
 from models.graphs import DecodeGraphs
 from models.head import Head
 from models.inputs import step_inputs
@@ -57,7 +56,7 @@ class Drafter:
         self._greedy = Greedy(decoder.ops, decoder.offsets if isinstance(decoder, Head) else None)
         self._device = decoder.attention.device
         self._last = LastTokens(slots.num_slots, self._device)
-        decoder.rope.tabulate(slots.max_tokens, TORCH_DTYPES[decoder.config.dtype])
+        decoder.tabulate(slots.max_tokens)
 
     def capture(self, target: DecodeGraphs) -> None:
         """Capture graphs, which from now on run the steps that make drafts, if the device holds them, too."""

@@ -68,6 +68,10 @@ class Head(nn.Module, ABC):
         self.fresh = self.fused(tapped)
         self.features.write(self.fresh, step.metadata.write_index)
 
+    def tabulate(self, num_positions: int) -> None:
+        """As `Decoder.tabulate`."""
+        self.rope.tabulate(num_positions, self.dtype)
+
     @abstractmethod
     def fused(self, tapped: Tensor) -> Tensor:
         """[T, taps * hidden of the target] -> features [T, hidden]."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from models.config import (
     DTYPE_BYTES,
+    NORMS,
     ROPE_KINDS,
     DecoderConfig,
     DType,
@@ -55,10 +56,13 @@ MOST = {
     "num_experts_per_tok": 2**10,
     "decoder_sparse_step": 2**12,
     "sliding_window": 2**31,
+    "sliding_window_pattern": 2**12,
+    "query_pre_attn_scalar": 2**24,
     "max_position_embeddings": 2**31,
     "original_max_position_embeddings": 2**31,
     "rms_norm_eps": 1.0,
     "rope_theta": 1e18,
+    "rope_local_base_freq": 1e18,
 }
 MOST_NUMBER = 2.0**24  # of the other numbers, which are factors
 
@@ -76,7 +80,7 @@ def decoder_config(
     latent: LatentConfig | None = None,
     turned: float | None = None,
     interleaved: bool = False,
-    post_norms: bool = False,
+    norms: tuple[str, ...] = NORMS,
     stored_joined: tuple[str, ...] = (),
 ) -> DecoderConfig:
     """The decoder of `hf`, a parsed config.json; the keywords are where families differ.
@@ -118,7 +122,7 @@ def decoder_config(
         latent=latent,
         stored_form=packed or block_scales(hf),
         stored_joined=stored_joined,
-        post_norms=post_norms,
+        norms=norms,
         num_unread_layers=integer(hf, "num_nextn_predict_layers", 0, least=0),
     )
     check_fused(config)
@@ -226,6 +230,30 @@ def _turned_dim(hf: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, t
     if not 0 < share <= 1 or dim < 2 or dim % 2:
         raise refused("partial_rotary_factor", share, f"an even part of {head_dim} dimensions is turned")
     return dim
+
+
+def ropes_by_layer_type(
+    hf: Mapping[str, Any], *, theta: float, local_theta: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary embeddings as `rope_parameters`, of layers that see all and of those with a window; older files
+    give each a base of its own, and `rope_scaling` of the first alone.
+    """
+    said, scaling = (hf.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(said, Mapping) or set(said) - set(kinds):
+        raise refused("rope_parameters", said, f"it must be a mapping of {' and '.join(kinds)}")
+    parts = {**{f"rope_parameters.{kind}": said.get(kind) or {} for kind in kinds}, "rope_scaling": scaling}
+    for key, part in parts.items():
+        if not isinstance(part, Mapping):
+            raise refused(key, part, "it must be a mapping")
+        kind = part.get("rope_type", part.get("type"))
+        if kind in ("dynamic", "longrope", "su"):
+            raise refused(f"{key}.rope_type", kind, "of layers that differ, no angles depend on lengths")
+    full, local, scaled = parts.values()
+    return (
+        {"rope_theta": number(hf, "rope_theta", theta), **full, **scaled},
+        {"rope_theta": number(hf, "rope_local_base_freq", local_theta), **local},
+    )
 
 
 def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:

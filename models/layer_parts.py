@@ -27,10 +27,8 @@ class LayerParts:
         attention, mlp = layer.attention, layer.mlp
         parts = LayerParts({}, [], {})
         whole, joined, orders = parts.whole, parts.joined, parts.orders
-        whole[prefix + "input_layernorm.weight"] = layer.input_norm
-        whole[prefix + "post_attention_layernorm.weight"] = layer.mlp_norm
-        whole[prefix + "post_self_attn_layernorm.weight"] = layer.attention_post_norm
-        whole[prefix + "post_mlp_layernorm.weight"] = layer.mlp_post_norm
+        norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
+        whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms)}
         for name, norm in attention.norms().items():
             whole[f"{prefix}self_attn.{name}.weight"] = norm
             orders[f"{prefix}self_attn.{name}"] = attention.order(name)

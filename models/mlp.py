@@ -17,7 +17,7 @@ from models.ops.reference import Ops
 
 
 class MLP(nn.Module):
-    """SwiGLU with one product for gate and up."""
+    """SwiGLU, or GeGLU, with one product for gate and up."""
 
     def __init__(
         self,
@@ -32,17 +32,20 @@ class MLP(nn.Module):
         hidden, dtype = config.hidden_size, TORCH_DTYPES[config.dtype]
         form = [config.form(name) for name in names[::2]]  # of gate and down
         self.ops, self.group = ops, group
+        self.gated = ops.swiglu if config.gate == "silu" else ops.geglu
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
+        both_int8 = self.gate_up.is_int8 and self.down.is_int8
+        self.joins_int8 = both_int8 and config.gate == "silu"  # the only gate that is fused with int8
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, hidden] -> [T, hidden]; `x` as for a linear."""
-        if self.gate_up.is_int8 and self.down.is_int8:
+        if self.joins_int8:
             return self.group.all_reduce(self.part(x))
-        return self.down(self.ops.swiglu(self.gate_up(x)))
+        return self.down(self.gated(self.gate_up(x)))
 
     def part(self, x: Tensor | Int8Rows) -> Tensor:
         """What this rank of the group adds to it."""
-        if self.gate_up.is_int8 and self.down.is_int8:
+        if self.joins_int8:
             return self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
-        return self.down.part(self.ops.swiglu(self.gate_up(x)))
+        return self.down.part(self.gated(self.gate_up(x)))

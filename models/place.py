@@ -34,6 +34,7 @@ class Place:
     slices: Slices  # what this rank reads of it
     order: Tensor | None = None  # of the rows that were read, as the room has them; None: as they are
     ranges: tuple[slice, ...] = ()  # of rows that this rank reads one after the other, in place of `slices`
+    added: float = 0.0  # to what was read
     rounding: Rounding | None = None  # to the int8 of the room; None: as they are
 
     @property
@@ -62,6 +63,8 @@ class Place:
         """With what was read."""
         if self.order is not None:
             tensor = tensor[self.order]
+        if self.added:
+            tensor = tensor.float() + self.added  # before it is rounded to the room's type
         rooms = [self.room]
         if self.rounding is None:
             self.room[: len(tensor)].copy_(tensor)

@@ -62,7 +62,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.decoder, self.cache, self.attention = decoder, cache, attention
         self.sampler, self.slots, self.drafter = sampler, slots, drafter
-        decoder.rope.tabulate(slots.max_tokens, decoder.embedding.dtype)
+        decoder.tabulate(slots.max_tokens)
         self._last = LastTokens(slots.num_slots, attention.device)
 
     def capture(self, most: int, width: int = 1) -> None:

@@ -167,7 +167,8 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
     for name, tensor in parts.whole.items():
         if tensor is not None:
             order = orders.get(name.removesuffix(".weight"))
-            places[name] = Place(tensor.data, tuple(tensor.shape), (), order)
+            added = float(config.norms_add_one and name.endswith("norm.weight"))
+            places[name] = Place(tensor.data, tuple(tensor.shape), (), order, added=added)
     for prefix, names, linear in parts.joined:
         names = tuple(prefix + name for name in names)
         stored = _stored_as(names, config)

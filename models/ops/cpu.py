@@ -45,11 +45,13 @@ class CpuOps(Ops):
         plain = Ops()
         self._rms_norm, self._add_rms_norm = plain.rms_norm, plain.add_rms_norm
         self._rotary, self._swiglu, self._greedy = plain.rotary, plain.swiglu, plain.greedy
+        self._geglu = plain.geglu
         if compile:
             self._rms_norm = Compiled(plain.rms_norm, ((0,), (), None), limit=limit)
             self._add_rms_norm = Compiled(plain.add_rms_norm, ((0,), (0,), (), None), limit=limit)
             self._rotary = Compiled(_rotary, ((0,), (0,), (0,), (0,)), limit=limit, plain=plain.rotary)
             self._swiglu = Compiled(plain.swiglu, ((0,),), limit=limit)
+            self._geglu = Compiled(plain.geglu, ((0,),), limit=limit)
             self._greedy = Compiled(_greedy, ((0,),), limit=limit, plain=plain.greedy)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,6 +69,10 @@ class CpuOps(Ops):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
         return self._swiglu(gate_up)
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """As `swiglu`, with the tanh form of gelu: gelu(gate) * up."""
+        return self._geglu(gate_up)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""

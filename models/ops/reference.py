@@ -142,6 +142,11 @@ class Ops:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """As `swiglu`, with the tanh form of gelu: gelu(gate) * up."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
     def route(
         self, x: Tensor, router: Tensor, correction: Tensor | None, config: MixtureConfig
     ) -> tuple[Tensor, Tensor]:

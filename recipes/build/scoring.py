@@ -91,10 +91,10 @@ def score(
     check(path, lines)
     config = config_in(path)
     config = replace(config, dtype=dtype or config.dtype, int8_cache=int8_cache)
-    computed, shape = TORCH_DTYPES[config.dtype], shape_of(PAGE_SIZE, config)
+    shape = shape_of(PAGE_SIZE, config)
     decoder = Decoder(config, CpuOps(), Attention(shape) if shape.latent is None else LatentAttention(shape))
     weights.load(decoder, path)
-    decoder.rope.tabulate(max(map(len, lines), default=1), computed)
+    decoder.tabulate(max(map(len, lines), default=1))
     parts = [_score(decoder, tokens) for tokens in lines if len(tokens) > 1]
     logprobs, likeliest = zip(*parts)
     return Score(torch.cat(logprobs), torch.cat(likeliest))

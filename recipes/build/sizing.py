@@ -159,6 +159,8 @@ def _longest_cached(recipe: Recipe, config: DecoderConfig) -> int:
 def max_positions(config: DecoderConfig) -> int:
     """The positions that a model reaches with its rotary embedding stretched as its configuration says."""
     rope = config.rope
+    if rope.is_within:
+        return config.max_positions
     if rope.kind == "yarn":
         return max(config.max_positions, int(rope.original_max_positions * rope.factor))
     if rope.kind in ("linear", "dynamic"):
@@ -219,7 +221,10 @@ def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_toke
 def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: int) -> int:
     """Bytes of the token ids and page tables of all slots, and of the tables of rotary embeddings."""
     rope_bytes = sum(
-        longest_tokens * 2 * max(each.rope.dim, each.rope.width) * each.dtype_bytes for each in configs
+        longest_tokens * 2 * max(rope.dim, rope.width) * each.dtype_bytes
+        for each in configs
+        for rope in (each.rope, each.window_rope)
+        if rope is not None
     )
     return rope_bytes + recipe.scheduler.num_slots * 4 * (
         longest_tokens + -(-longest_tokens // recipe.cache.page_size)

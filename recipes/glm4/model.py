@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import GATE_UP, DecoderConfig
+from models.config import GATE_UP, NORMS, DecoderConfig
 from models.huggingface import boolean, decoder_config, integer
 
 DEFAULTS = {
@@ -28,6 +28,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         attention_bias=boolean(hf, "attention_bias", True),
         turned=0.5,
         interleaved=True,
-        post_norms=True,
+        norms=(*NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
         stored_joined=(GATE_UP,),
     )

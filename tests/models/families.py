@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
@@ -51,17 +53,21 @@ def make(variant: Variant, root: Path) -> tuple[Any, Path]:
         "eos_token_id": None,
     }
     config_class, model_class = CLASSES[variant.family]
-    config = config_class(**options | variant.options, rope_parameters=dict(variant.rope))
+    config = config_class(**options | variant.options, rope_parameters=deepcopy(variant.rope))
     config._attn_implementation = "eager"
     config.eos_token_id = None  # a family's default may lie beyond this vocabulary
     model = model_class(config).eval()
-    _fill(model, seed=len(variant.name))
+    _fill(model, seed=len(variant.name), norm=0.0 if variant.family == "gemma3_text" else 1.0)
     model.to(variant.saved_as)
     model.config.dtype = variant.saved_as
     model.save_pretrained(path, max_shard_size=variant.shard_size)
     if variant.old:
         _spell_old(path / "config.json")
-    return model.float(), path
+    model.float()
+    embedding = model.model.embed_tokens
+    if hasattr(embedding, "embed_scale"):  # which `.to(dtype)` rounds, as it does a rotary embedding
+        embedding.embed_scale.fill_(embedding.scalar_embed_scale)
+    return model, path
 
 
 def wide(variant: Variant, head_dim: int = 64) -> Variant:
@@ -76,13 +82,15 @@ def wide(variant: Variant, head_dim: int = 64) -> Variant:
         for name, each in variant.rope.items()
     }
     options = variant.options | {"head_dim": head_dim}
-    if rope["rope_type"] == "longrope":  # of which transformers checks that heads share the hidden size
+    if rope.get("rope_type") == "longrope":  # of which transformers checks that heads share the hidden size
         options |= {"hidden_size": 4 * head_dim}
     return replace(variant, name=f"{variant.name}_wide", options=options, rope=rope)
 
 
-def _fill(model: Any, seed: int) -> None:
-    """Weights large enough that attention is sharp and positions matter, and small enough for float32."""
+def _fill(model: Any, seed: int, norm: float) -> None:
+    """Weights large enough that attention is sharp and positions matter, and small enough for float32; those
+    of norms around `norm`.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -91,7 +99,7 @@ def _fill(model: Any, seed: int) -> None:
                 gain = 2.0 if name.startswith(("lm_head", "model.embed")) else 1.2
                 weight.copy_(noise * gain / math.sqrt(weight.shape[-1]))
             else:
-                weight.copy_(noise * 0.3 + (0 if name.endswith("bias") else 1))
+                weight.copy_(noise * 0.3 + (0 if name.endswith("bias") else norm))
         for name, correction in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)
@@ -101,6 +109,9 @@ def _spell_old(path: Path) -> None:
     """config.json as it was written before transformers 5."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     config["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")

@@ -44,6 +44,7 @@ def test_sizes_are_those_of_the_checkpoint(variant: Variant, tmp_path: Path) -> 
     assert TORCH_DTYPES[config.dtype] == variant.saved_as
     if config.latent is None:
         assert config.head_dim == model.model.layers[0].self_attn.head_dim
+        assert config.scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-12)
     else:
         attention = model.model.layers[0].self_attn
         assert (config.num_kv_heads, config.head_dim) == (1, attention.kv_lora_rank)
@@ -78,7 +79,11 @@ def test_what_a_file_leaves_out_is_as_in_transformers(family: str) -> None:
         assert sum(mixture.layers) == max(0, 2 - theirs.first_k_dense_replace)
     assert ours.rms_eps == theirs.rms_norm_eps
     assert ours.max_positions == theirs.max_position_embeddings
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    ropes = theirs.rope_parameters
+    if ours.window_rope is not None:
+        assert ours.window_rope.theta == ropes["sliding_attention"]["rope_theta"]
+        ropes = ropes["full_attention"]
+    assert ours.rope.theta == ropes["rope_theta"]
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     assert list(ours.eos_token_ids) == ([] if theirs.eos_token_id is None else [theirs.eos_token_id])
     types = (

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.npu, stand_in_alone]
 MODELS: dict[str, dict[str, Any]] = {
     "llama_biased": {"vocab_size": 509},
     "qwen3_layer_types": {"num_key_value_heads": 1},
+    "gemma3_layer_types": {},
     "deepseek_v3": {"moe_intermediate_size": 32},
     "qwen3_moe": {"moe_intermediate_size": 32},
 }

@@ -54,6 +54,13 @@ PUBLISHED_LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+
+
+def _ropes(full: dict[str, Any], theta: float = 1e4, **local: Any) -> dict[str, Any]:
+    own = {"rope_type": "default", "rope_theta": theta} | local
+    return {"full_attention": full, "sliding_attention": own}
+
+
 HALF_TURNED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONGROPE = {  # two thirds of heads of 12
     "rope_type": "longrope",
@@ -217,6 +224,41 @@ VARIANTS = [
         saved_as=torch.bfloat16,
     ),
     Variant("glm4_old", "glm4", {"head_dim": 24, "rms_norm_eps": 1e-3}, {**HALF_TURNED}, old=True),
+    Variant(
+        "gemma3",
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 37, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+        _ropes({"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, 500.0),
+        old=True,
+    ),
+    Variant(
+        "gemma3_layer_types",
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": 21,
+            "layer_types": HALF,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 7,
+        },
+        _ropes(_yarn(), 3e2, rope_type="linear", factor=1.5),
+        saved_as=torch.bfloat16,
+        shard_size="60KB",
+    ),
+    Variant(
+        "gemma3_pattern",
+        "gemma3_text",
+        {
+            "head_dim": 20,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "rms_norm_eps": 1e-4,
+        },
+        _ropes(LLAMA3),
+        saved_as=torch.float16,
+    ),
     Variant("phi3", "phi3", {"num_key_value_heads": 4}),
     Variant(
         "phi3_window",

@@ -29,6 +29,7 @@ from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
 from tests.mutation.draft_model_faults import DRAFT_MODEL_FAULTS, DRAFT_MODEL_TESTS_OF
 from tests.mutation.fault import Fault
+from tests.mutation.gemma3_faults import GEMMA3_FAULTS, GEMMA3_TESTS_OF
 from tests.mutation.grammar_faults import GRAMMAR_FAULTS, GRAMMAR_TESTS_OF
 from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
 from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
@@ -89,6 +90,7 @@ FAULTS = (
     *LATENT_FAULTS,
     *PACKING_FAULTS,
     *SPREAD_FAULTS,
+    *GEMMA3_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -164,6 +166,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **LATENT_TESTS_OF,
     **PACKING_TESTS_OF,
     **SPREAD_TESTS_OF,
+    **GEMMA3_TESTS_OF,
 }
 
 

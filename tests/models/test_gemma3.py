@@ -1,0 +1,138 @@
+"""Is what Gemma 3 alone has as in transformers, and is the rest refused by its key?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from models.decoder import Decoder
+from models.group import ALONE
+from recipes.build.families import decoder_config
+from recipes.build.sizing import max_positions
+from tests.device_kinds import Kind, on_each
+from tests.models.families import VARIANTS, Variant, make, wide
+from tests.models.tensor_rank import built, logits_of
+
+SMALL = {"model_type": "gemma3_text", "vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4}
+SMALL |= {"num_hidden_layers": 13, "intermediate_size": 96}
+BASE = {
+    "model_type": "gemma3_text", "head_dim": 256, "eos_token_id": [1, 106], "rms_norm_eps": 1e-06,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 1000000,
+    "attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "rope_local_base_freq": 10000, "sliding_window_pattern": 6, "vocab_size": 262144,
+}  # fmt: skip
+PUBLISHED = {  # what the hub's files say of the text
+    "1b": {
+        "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "sliding_window": 512, "max_position_embeddings": 32768,
+        "rope_scaling": None,
+    },
+    "27b": {
+        "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+}  # fmt: skip
+
+
+def gemma(name: str) -> Variant:
+    return next(each for each in VARIANTS if each.name == name)
+
+
+def both(hf: dict[str, Any]) -> tuple[Any, Any]:
+    theirs = transformers.Gemma3TextConfig(**{key: hf[key] for key in hf if key != "model_type"})
+    return decoder_config(hf), theirs
+
+
+def test_every_sixth_layer_sees_all_unless_the_file_says_otherwise() -> None:
+    for more in ({}, {"sliding_window_pattern": 4}, {"layer_types": ["full_attention"] * 13}):
+        ours, theirs = both(SMALL | more | {"sliding_window": 9})
+        assert ours.windows == tuple(9 if kind[0] == "s" else None for kind in theirs.layer_types)
+    assert ours.windows == (None,) * 13
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_a_published_file_is_read_as_it_is_meant(size: str) -> None:
+    ours, theirs = both(BASE | PUBLISHED[size])
+    with torch.device("meta"):
+        model = transformers.Gemma3ForCausalLM(theirs)
+    assert ours.num_parameters == sum(each.numel() for each in model.parameters())
+    assert ours.window_rope is not None
+    assert (ours.rope.theta, ours.window_rope.theta) == (1e6, 1e4)
+    assert (ours.rope.kind, ours.window_rope.kind) == ("linear" if size == "27b" else "default", "default")
+    assert ours.scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-12)
+    assert max_positions(ours) == theirs.max_position_embeddings, "what is stretched is within them"
+
+
+def decoder(variant: Variant, folder: Path, **more: Any) -> tuple[Any, Decoder]:
+    model, path = make(variant, folder)
+    made = built(path, ALONE, **more)[0]
+    return model, made
+
+
+def test_what_is_rounded_is_rounded_as_in_transformers(tmp_path: Path) -> None:
+    """1 + w is rounded once, and so is the root that scales embeddings."""
+    model, made = decoder(gemma("gemma3_layer_types"), tmp_path, dtype="bfloat16")
+    fresh = type(model)(model.config).to(torch.bfloat16)
+    fresh.load_state_dict(model.state_dict())
+    ids = torch.arange(160)
+    assert torch.equal(made.embedded(ids), fresh.model.embed_tokens(ids))
+    assert float(made.embedded(ids).float().norm() / made.embedding.float().norm()) > 6
+    for ours, theirs in (
+        (made.norm, fresh.model.norm),
+        (made.layers[1].mlp_norm, fresh.model.layers[1].pre_feedforward_layernorm),
+        (made.layers[1].attention_post_norm, fresh.model.layers[1].post_attention_layernorm),
+        (made.layers[2].attention.key_norm, fresh.model.layers[2].self_attn.k_norm),
+    ):
+        assert torch.equal(ours, (1 + theirs.weight.float()).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("pair", on_each("fused"))
+def test_in_int8_it_is_gated_by_the_same_function(pair: tuple[Kind, str], tmp_path: Path) -> None:
+    variant = wide(replace(gemma("gemma3"), saved_as=torch.float32))
+    path = make(variant, tmp_path)[1]
+    exact = logits_of(built(path, ALONE)[0])
+    rounded = logits_of(built(path, ALONE, int8_at_load=True)[0])
+    found = logits_of(built(path, ALONE, pair[0], int8_at_load=True, dtype="bfloat16")[0])
+    assert (rounded - exact).norm() < 0.2 * exact.norm()
+    assert (found - exact).norm() <= 1.5 * (rounded - exact).norm()
+
+
+def test_geglu_is_the_tanh_form_of_gelu(tmp_path: Path) -> None:
+    made = decoder(gemma("gemma3"), tmp_path)[1]
+    gate, up = torch.linspace(-4, 4, 66).split(33)
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate**3)
+    expected = gate / 2 * (1 + inner.tanh()) * up
+    torch.testing.assert_close(made.ops.geglu(torch.cat((gate, up))[None])[0], expected)
+    assert not torch.allclose(F.gelu(gate) * up, expected, atol=1e-5), "the exact form is another"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0; no published Gemma 3"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0; no published Gemma 3"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: True; no published"),
+        ({"hidden_activation": "gelu"}, "hidden_activation: 'gelu'; it must be gelu_pytorch_tanh"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0; it must be an integer from 1"),
+        ({"sliding_window": None}, "sliding layers need use_sliding_window: true and sliding_window"),
+        ({"layer_types": ["full_attention"]}, "for each of 13 layers"),
+        ({"rope_parameters": {"rope_type": "default"}}, "a mapping of full_attention and sliding_attention"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention: 3; .* be a mapping"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type: 'dynamic'; of layers",
+        ),
+        ({"rope_scaling": {"type": "abf"}}, "rope_type: 'abf'; supported are default"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "longrope"}}}, "'longrope'; of layers"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_key(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        decoder_config(SMALL | changes)
