@@ -32,7 +32,8 @@ RUN = (  # and of a trace, or of requests that all come at once
     *(
         f"cache_after_all_runs.{name}"
         for name in (
-            *("running_requests", "waiting_requests", "held_pages", "idle_pages", "free_pages", "lookups"),
+            *("running_requests", "waiting_requests", "queued_tokens", "held_pages", "idle_pages"),
+            *("free_pages", "lookups"),
             *("fragmentation", "swapped_host_pages", "resting_host_pages", "free_host_pages", "hit_rate"),
             *("host_hit_rate", "copied_on_write_bytes", "compacted_bytes", "swapped_out_bytes"),
             *("swapped_in_bytes", "rested_bytes", "promoted_bytes"),

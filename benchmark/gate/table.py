@@ -246,7 +246,7 @@ POOLS = (
             "count",
             ties=(Tie(CACHE, "that of an engine at rest", other.zero),),
         )
-        for name in ("running_requests", "waiting_requests", "held_pages")
+        for name in ("running_requests", "waiting_requests", "queued_tokens", "held_pages")
     ),
     Figure(
         "cache_after_all_runs.free_pages",

@@ -62,6 +62,8 @@ def proposer_of(kind: str) -> str:
 
 
 def _not_named(kind: str) -> str:
+    if kind not in DRAFTERS:
+        return f"the recipe does not say speculation.kind={kind}"
     return (
         f"the recipe names no {DRAFTERS[kind]}; add speculation.kind={kind} speculation.draft_path=DIRECTORY"
     )

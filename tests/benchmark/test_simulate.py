@@ -120,7 +120,7 @@ def test_a_router_needs_engines_to_choose_from(trace: str, capsys: pytest.Captur
             main([*asked, *few, "--route", "prefix"])
     results = []
     for route in ("round_robin", "least_loaded"):
-        main([*asked, "--split", "2:2", "--route", route])
+        main([*asked, "--dp", "2", "--route", route])
         results.append(json.loads(capsys.readouterr().out)["ttft_ms"])
     assert results[0] != results[1]
 

@@ -120,7 +120,7 @@ def test_original_length_beside_the_rope_comes_first() -> None:
 @pytest.mark.parametrize(
     ("hf", "words"),
     [
-        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type: 'longrope'; supported are default"),
+        ({"rope_scaling": {"type": "abf"}}, "rope_scaling.rope_type: 'abf'; supported are default"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor: '2'; it must be a number"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor: 0.5; .* at least 1"),

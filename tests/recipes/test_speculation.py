@@ -58,7 +58,8 @@ def test_every_choice_can_be_built() -> None:
     [
         (
             "speculation.kind=ngrams",
-            "'ngrams' is not allowed; it must be none, ngram, suffix, draft or eagle3; did you mean ngram?",
+            "'ngrams' is not allowed; it must be none, ngram, suffix, draft, eagle3 or mtp; did you mean"
+            " ngram?",
         ),
         ("speculation.max_tokens=0", "0 is not allowed; it must be an integer from 1 to 64"),
         ("speculation.window=9", "read by adaptive: source alone, and adaptive is throughput"),

@@ -97,7 +97,8 @@ def test_what_the_engine_calls_is_tried() -> None:
     text = "".join((ROOT / file).read_text() for file in files)
     called = set(re.findall(r"torch_npu\.(npu_\w+)[.(]", text))
     assert len(called) > 5
-    assert called <= set(MAKERS)
+    # What takes the name of a communicator is tried by the probe of several ranks
+    assert called - set(MAKERS) == {"npu_mm_all_reduce_base"}
     of_310p = set(
         re.findall(r"torch_npu\.(_npu_\w+)\(", (ROOT / "attention/npu/atb_attention.py").read_text())
     )
