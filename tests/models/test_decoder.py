@@ -123,9 +123,11 @@ def test_logprobs_are_those_of_transformers(variant: Variant, pair: Pair, checkp
 
 @pytest.mark.parametrize("pair", on_each("reference", "fused")[:2])  # of the CPU, which rounds as it does
 def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, checkpoints: Path) -> None:
-    """Of mixtures a rounding may choose other experts: twice as far from its float32 at most, together."""
-    ours: dict[str, list[Tensor]] = {"dense": [], "mixture": []}  # mean distances, one a variant
-    own: dict[str, list[Tensor]] = {"dense": [], "mixture": []}
+    """Of mixtures a rounding may choose other experts, and Gemma rounds norms with their 1, as NPUs take
+    them: twice as far from its float32 at most, together.
+    """
+    ours: dict[str, list[Tensor]] = {"dense": [], "other": []}  # mean distances, one a variant
+    own: dict[str, list[Tensor]] = {"dense": [], "other": []}
     for variant in VARIANTS:
         exact_model, path = make(replace(fitting(variant, pair), saved_as=torch.bfloat16), checkpoints)
         prompts = prompts_of(np.random.default_rng(8))
@@ -134,14 +136,15 @@ def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, chec
         exact = [expected_logprobs(exact_model, prompt) for prompt in prompts]
         model = exact_model.to(torch.bfloat16)
         theirs = [expected_logprobs(model, prompt) for prompt in prompts]
-        kind, near = ("dense", theirs) if decoder.config.mixture is None else ("mixture", exact)
+        is_dense = decoder.config.mixture is None and not decoder.config.norms_add_one
+        kind, near = ("dense", theirs) if is_dense else ("other", exact)
         apart = [logprobs - near[row][at] for (row, at), logprobs in seen.items()]
         ours[kind].append(torch.stack(apart).abs().mean())
         own[kind].append(torch.stack([exact[row][at] - theirs[row][at] for row, at in seen]).abs().mean())
-        is_near = kind == "mixture" or ours[kind][-1] <= 1.15 * own[kind][-1]
+        is_near = kind == "other" or ours[kind][-1] <= 1.15 * own[kind][-1]
         assert is_near, f"{variant.name}: {ours[kind][-1]:.4f} against {own[kind][-1]:.4f}"
     assert sum(ours["dense"]) <= sum(own["dense"])
-    assert sum(ours["mixture"]) <= 2 * sum(own["mixture"])
+    assert sum(ours["other"]) <= 2 * sum(own["other"])
 
 
 @pytest.mark.slow
