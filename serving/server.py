@@ -92,28 +92,28 @@ def run_server(options: ServerOptions) -> int:
 def _run(options: ServerOptions, lines: logs.Lines) -> int:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
     rights_of = options.rights_of()
+    most = most_connections()
     stats, close = _stats(options.otlp_endpoint)
-    llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
-    stats.num_lost_lines = lambda: lines.num_lost
-    keys = ApiKeys(rights_of, share_prefixes=llm.recipe.server.share_prefixes)
-    model = _name_of(llm, options.recipe) if options.model_name is None else options.model_name
-    stats.model = model = _sendable(model)
-    listener = listener_at(options.host, options.port)
-    is_open = not keys.are_needed
-    if options.host not in LOOPBACK and is_open:
-        log.warning("everybody who reaches %s may ask: give --api-keys FILE", options.host)
-    host, port = listener.getsockname()[:2]
-    log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
-    is_local = is_open and options.host in LOOPBACK
-    batches = None if options.batches is None else Batches.of(Path(options.batches), llm, keys)
-    app = application(llm, model, keys, options.cors_origins, is_local=is_local, batches=batches)
-    server = SignalFreeServer(configuration(app, most_connections()))
-    gc.collect()
-    gc.freeze()  # a collection while clients wait does not visit what is imported
-    try:
+    with contextlib.ExitStack() as ends:
+        ends.callback(close)
+        llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
+        stats.num_lost_lines = lambda: lines.num_lost
+        keys = ApiKeys(rights_of, share_prefixes=llm.recipe.server.share_prefixes)
+        model = _name_of(llm, options.recipe) if options.model_name is None else options.model_name
+        stats.model = model = _sendable(model)
+        listener = ends.enter_context(listener_at(options.host, options.port))
+        is_open = not keys.are_needed
+        if options.host not in LOOPBACK and is_open:
+            log.warning("everybody who reaches %s may ask: give --api-keys FILE", options.host)
+        host, port = listener.getsockname()[:2]
+        log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
+        is_local = is_open and options.host in LOOPBACK
+        batches = None if options.batches is None else Batches.of(Path(options.batches), llm, keys)
+        app = application(llm, model, keys, options.cors_origins, is_local=is_local, batches=batches)
+        server = SignalFreeServer(configuration(app, most))
+        gc.collect()
+        gc.freeze()  # a collection while clients wait does not visit what is imported
         uvloop.run(_serve(llm, server, listener, batches))
-    finally:
-        close()
     return 1 if llm.engine.has_failed else 0
 
 

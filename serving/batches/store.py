@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from serving.failures import Failure
 
@@ -43,7 +43,17 @@ _UNANSWERED = (
     "FROM lines WHERE file = ? AND number > ?"
     " AND NOT EXISTS (SELECT 1 FROM answers WHERE batch = ? AND answers.number = lines.number)"
 )
-OPEN = ("validating", "in_progress", "cancelling")
+OPEN = ("validating", "in_progress", "cancelling")  # as the two queries below have it
+_LAST = 2**63 - 1  # beyond every place
+_ALL_OPEN = "SELECT * FROM batches WHERE status IN ('validating', 'in_progress', 'cancelling') ORDER BY place"
+_OPEN_OF = "SELECT id FROM batches WHERE input = ? AND status IN ('validating', 'in_progress', 'cancelling')"
+_FILES = {  # by whether the oldest comes first
+    True: "SELECT * FROM files WHERE owner = ? AND place > ? AND purpose = coalesce(?, purpose)"
+    " ORDER BY place LIMIT ?",
+    False: "SELECT * FROM files WHERE owner = ? AND place < ? AND purpose = coalesce(?, purpose)"
+    " ORDER BY place DESC LIMIT ?",
+}
+_BATCHES = "SELECT * FROM batches WHERE owner = ? AND place < ? ORDER BY place DESC LIMIT ?"
 WINDOW_S = 24 * 3600
 
 Ended = Literal["completed", "expired", "cancelled"]
@@ -184,26 +194,9 @@ class BatchStore:
         self, owner: str, *, after: int | None, most: int, is_ascending: bool, purpose: str | None
     ) -> list[StoredFile]:
         """Those of this owner behind a place, from the newest on or from the oldest."""
-        rows = self._listed("files", owner, after, most, is_ascending, purpose)
+        first = (-1 if is_ascending else _LAST) if after is None else after
+        rows = self._db.execute(_FILES[is_ascending], (owner, first, purpose, most))
         return [StoredFile(*row) for row in rows]
-
-    def _listed(
-        self,
-        table: str,
-        owner: str,
-        after: int | None,
-        most: int,
-        is_ascending: bool,
-        purpose: str | None = None,
-    ) -> list[Any]:
-        sign, order = (">", "ASC") if is_ascending else ("<", "DESC")
-        where, values = "owner = ?", [owner]
-        if after is not None:
-            where, values = f"{where} AND place {sign} ?", [*values, after]
-        if purpose is not None:
-            where, values = f"{where} AND purpose = ?", [*values, purpose]
-        query = f"SELECT * FROM {table} WHERE {where} ORDER BY place {order} LIMIT ?"
-        return self._db.execute(query, (*values, most)).fetchall()
 
     def content(self, file: StoredFile, after: int, most_bytes: int) -> list[tuple[int, bytes]]:
         """Its numbered lines behind number `after`, until there are so many bytes; none at its end."""
@@ -222,8 +215,7 @@ class BatchStore:
 
     def delete(self, file: StoredFile) -> None:
         """Forget a file; raises InUse while a batch that has not ended reads it."""
-        query = f"SELECT id FROM batches WHERE input = ? AND status IN {OPEN}"
-        if (row := self._db.execute(query, (file.id,)).fetchone()) is not None:
+        if (row := self._db.execute(_OPEN_OF, (file.id,)).fetchone()) is not None:
             raise InUse(f"{file.id} is read by {row[0]}; cancel that first, or wait for its end")
         with self._transaction():
             if file.batch is None:
@@ -255,12 +247,12 @@ class BatchStore:
 
     def batches(self, owner: str, *, after: int | None, most: int) -> list[StoredBatch]:
         """Those of this owner behind a place, from the newest on."""
-        return [StoredBatch(*row) for row in self._listed("batches", owner, after, most, is_ascending=False)]
+        rows = self._db.execute(_BATCHES, (owner, _LAST if after is None else after, most))
+        return [StoredBatch(*row) for row in rows]
 
     def open_batches(self) -> list[StoredBatch]:
         """Of all owners those that have not ended, from the oldest on."""
-        rows = self._db.execute(f"SELECT * FROM batches WHERE status IN {OPEN} ORDER BY place")
-        return [StoredBatch(*row) for row in rows]
+        return [StoredBatch(*row) for row in self._db.execute(_ALL_OPEN)]
 
     def begin(self, batch: StoredBatch, check: Check) -> None:
         """Read all lines of a batch that is validated; those that cannot be run are answered at once."""
@@ -287,10 +279,10 @@ class BatchStore:
 
     def answer(self, batch: StoredBatch, number: int, text: bytes, *, is_error: bool) -> None:
         """Keep the answer to a line that has none."""
-        count = "failed" if is_error else "completed"
+        query = "UPDATE batches SET failed = failed + ?, completed = completed + ? WHERE id = ?"
         with self._transaction():
             self._db.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (batch.id, number, is_error, text))
-            self._db.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (batch.id,))
+            self._db.execute(query, (is_error, not is_error, batch.id))
 
     def cancel(self, batch: StoredBatch) -> None:
         """Begin no more of its lines, unless it has ended."""

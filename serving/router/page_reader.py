@@ -7,6 +7,7 @@ be missing, since the last event may be what was lost.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import time
 
@@ -22,7 +23,14 @@ log = logging.getLogger("route")
 
 _ASK_S = 2.0  # between two questions where nothing seems to be missing
 _AGAIN_S = 0.1  # between two where something is
-_PLACEHOLDERS = ("*", "0.0.0.0", "[::]")  # by which a server listens at all addresses
+
+
+def _means_every_address(name: str) -> bool:
+    """Is this what a server listens at, and no place to connect to?"""
+    try:
+        return name == "*" or ipaddress.ip_address(name.strip("[]")).is_unspecified
+    except ValueError:  # the name of a host
+        return False
 
 
 class PageReader:
@@ -31,7 +39,7 @@ class PageReader:
     def __init__(self, endpoint: str, host: str, replica: int, routing: Routing) -> None:
         kind, _, rest = endpoint.partition("://")
         name, _, port = rest.rpartition(":")
-        if kind == "tcp" and name in _PLACEHOLDERS:
+        if kind == "tcp" and _means_every_address(name):
             endpoint = f"tcp://{host}:{port}"
         self._replica = replica
         self._routing = routing

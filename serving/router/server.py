@@ -92,13 +92,13 @@ def _run(options: RouterOptions) -> None:
     is_local = not keys.are_needed and options.host in LOOPBACK
     memory = BodyMemory(_MOST_BODIES_BYTES)
     guarded = AccessControl(app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local)
-    listener = listener_at(options.host, options.port)
-    host, port = listener.getsockname()[:2]
-    log.info("listening at http://%s:%d, %d replicas by %s", host, port, len(replicas), options.route)
     server = SignalFreeServer(configuration(guarded, most_connections()))
-    gc.collect()
-    gc.freeze()
-    uvloop.run(_serve(app, server, listener, replicas, turns, prompts.page_size, options.drain_s))
+    with listener_at(options.host, options.port) as listener:
+        host, port = listener.getsockname()[:2]
+        log.info("listening at http://%s:%d, %d replicas by %s", host, port, len(replicas), options.route)
+        gc.collect()
+        gc.freeze()
+        uvloop.run(_serve(app, server, listener, replicas, turns, prompts.page_size, options.drain_s))
 
 
 async def _serve(

@@ -80,8 +80,8 @@ def test_the_server_fetches_nothing() -> None:
     ]
     found = {name(path) for path in served if clients.search(path.read_text(encoding="utf-8"))}
     # to the collector that the command line names; a client of the server; options of incoming connections;
-    # connections that the ranks of an engine have made already
-    ours = {"serving/metrics/traces.py", "serving/terminal_view.py"}
+    # connections that the ranks of an engine have made already; the replicas that a router's operator names
+    ours = {"serving/metrics/traces.py", "serving/terminal_view.py", "serving/router/server.py"}
     ours |= {f"continuous_batching/recording/{each}.py" for each in ("follower", "listeners")}
     assert found <= ours | {"serving/server.py", "serving/api/protocol.py"}
 
