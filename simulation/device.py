@@ -14,10 +14,11 @@ class SimulatedDevice:
     """One device, from the `step` of a file of `simulation/profiles`.
 
     What a step reaches is a rate times its efficiency; `basis` says how these are known. A matrix product
-    computes whole tiles of [rows, columns]. `link_gb_per_s` is of one device, one way; `link_us` is what a
-    message takes however short it is. `launch_us` is what the host takes to launch one operator, `graph_us`
-    a captured graph, `kernel_us` what an operator takes on the device however small it is, and `host_us` what
-    the host does between steps.
+    computes whole tiles of [rows, columns]; where not `reads_ahead`, as on the cores of a CPU, it reads its
+    weights before it multiplies. `link_gb_per_s` is of one device, one way; `link_us` is what a message takes
+    however short it is. `launch_us` is what the host takes to launch one operator, `graph_us` a captured
+    graph, `kernel_us` what an operator takes on the device however small it is, and `host_us` what the host
+    does between steps, with `row_us` more for each row that is sampled.
     """
 
     name: str
@@ -25,12 +26,14 @@ class SimulatedDevice:
     memory_gib: float
     tflop_per_s: dict[str, float]  # by dtype
     tile: tuple[int, int]
+    reads_ahead: bool
     link_gb_per_s: float
     link_us: float
     launch_us: float
     kernel_us: float
     graph_us: float
     host_us: float
+    row_us: float
     matrix_efficiency: float
     memory_efficiency: float
     link_efficiency: float
@@ -56,6 +59,11 @@ class SimulatedDevice:
     @property
     def bytes_per_s(self) -> float:
         return self.memory_gb_per_s * 1e9 * self.memory_efficiency
+
+    def operator_s(self, operations: float, dtype: str, num_bytes: float) -> float:
+        """Seconds of an operator that multiplies and adds so often, and reads and writes so many bytes."""
+        computing_s, moving_s = operations / self.flop_per_s(dtype), num_bytes / self.bytes_per_s
+        return max(computing_s, moving_s) if self.reads_ahead else computing_s + moving_s
 
     def send_s(self, num_bytes: float) -> float:
         """Seconds for a message to reach another device."""

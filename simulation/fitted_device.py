@@ -20,6 +20,7 @@ from simulation.roofline import Roofline
 
 FACTORS = (4.0, 2.0, 1.4, 1.2, 1.1, 1.05, 1.02)  # by which rates are changed in turn, ever less
 MOST_TURNS = 50  # with one factor
+Rates = tuple[float, float, float]  # TFLOP/s, and microseconds of the host a step and a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,13 @@ def fitted_device(
     steps: Sequence[tuple[StepSize, float]],
     memory_gb_per_s: float,
 ) -> SimulatedDevice:
-    """The device that reads so fast, and whose rate of products and host come nearest to steps that took so
-    many seconds on one: the mean of |log(predicted / measured)| is least, so that stalls count little.
+    """The device that reads so fast, and whose rate of products and host (a step, and a row that is sampled)
+    come nearest to steps that took so many seconds on one: the mean of |log(predicted / measured)| is least,
+    so that stalls count little.
 
     How fast it reads is measured apart: steps of few rows all read the same weights, which looks as what the
     host takes does, and devices that share a step do not share that. Operators take no time of their own: on
-    a CPU the host is the device. In each turn both are tried a factor away from the best, and factors fall.
+    a CPU the host is the device. In each turn all are tried a factor away from the best, and factors fall.
     """
     device = replace(
         device,
@@ -63,22 +65,24 @@ def fitted_device(
     dtype = config.dtype
     taken_s = np.log([seconds for _, seconds in steps])
 
-    def of(rates: tuple[float, float]) -> SimulatedDevice:
-        tflop, host_us = rates
-        return replace(device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, host_us=host_us)
+    def of(rates: Rates) -> SimulatedDevice:
+        tflop, host_us, row_us = rates
+        return replace(
+            device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, host_us=host_us, row_us=row_us
+        )
 
-    def error(rates: tuple[float, float]) -> float:
+    def error(rates: Rates) -> float:
         roofline = Roofline(config, of(rates))
         said = np.log([predicted_s(roofline, size) for size, _ in steps])
         return float(np.abs(said - taken_s).mean())
 
-    best = (0.1, 500.0)  # as one core has them
+    best = (0.1, 500.0, 100.0)  # as one core has them
     least = error(best)
     for factor in FACTORS:
         for _ in range(MOST_TURNS):
             tried = [
-                (best[0] * one, best[1] * other)
-                for one, other in product((factor, 1.0, 1 / factor), repeat=2)
+                (best[0] * one, best[1] * other, best[2] * third)
+                for one, other, third in product((factor, 1.0, 1 / factor), repeat=3)
             ]
             errors = [error(each) for each in tried]
             if min(errors) >= least:

@@ -1,8 +1,9 @@
 """How long would a step take, by what it multiplies, reads, sends and launches?
 
-Each product takes the longer of its multiplications, in whole tiles, and of reading its weights; attention
-the same of its scores and of the keys and values that it sees; what lies between them reads and writes the
-activations. Operators follow one another: nothing overlaps but the host's launches with the device's work.
+Each product takes the longer of its multiplications, in whole tiles, and of reading its weights, or both
+after one another on a device that does not read ahead; attention the same of its scores and of the keys and
+values that it sees; what lies between them reads and writes the activations. Operators follow one another:
+nothing overlaps but the host's launches with the device's work.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Roofline:
         busy_s += size.activations_s
         busy_s += size.all_reduce_s
         busy_s += size.kernels_s
-        host_s = 0.0 if self.hides_host else self.device.host_us * 1e-6
+        host_s = 0.0 if self.hides_host else 1e-6 * (self.device.host_us + self.device.row_us * num_sampled)
         return host_s + (busy_s + size.launch_s if size.is_graph else max(busy_s, size.launch_s))
 
     def _copies_s(self, batch: Batch, slots: SlotPool) -> float:
@@ -192,7 +193,7 @@ class Roofline:
         height, width = self.device.tile
         operations = 2 * (-(-rows // height) * height) * inputs * (-(-outputs // width) * width)
         read = inputs * outputs * weight_bytes + rows * (inputs + outputs) * self.config.dtype_bytes
-        return max(operations / self.device.flop_per_s(dtype), read / self.device.bytes_per_s)
+        return self.device.operator_s(operations, dtype, read)
 
     def _attention_s(self, num_tokens: int, context: float, pairs: float) -> float:
         config, device = self.config, self.device
@@ -200,7 +201,7 @@ class Roofline:
         kv_heads = -(-config.num_kv_heads // self.tensor)
         moved = kv_heads * config.kv_layer_bytes * (context + config.num_layers * num_tokens)
         operations = heads * attention_operations(config, context, pairs)
-        return max(operations / device.flop_per_s(config.dtype), moved / device.bytes_per_s)
+        return device.operator_s(operations, config.dtype, moved)
 
 
 def attention_products(config: DecoderConfig) -> tuple[LayerProduct, ...]:

@@ -1,9 +1,9 @@
 """How much faster do the tensor ranks of a recipe compute its steps than one, and does the simulation say so?
 
-Rank 0 serves the same requests alone, and then with the others, by turns. The steps that it took alone and
-sums over all ranks of some sizes are what the roofline of `simulate --tp` is fitted to
-(simulation/fitted_device.py); no step of several ranks is. What it says of these is held against what they
-took.
+Rank 0 serves the same requests alone, and then with the others, by turns. The steps that it took alone, and
+sums over all ranks of some sizes that each follow a product, are what the roofline of `simulate --tp` is
+fitted to (simulation/fitted_device.py); no step of several ranks is. What it says of these is held against
+what they took.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from benchmark.micro.collective import times_us
 from benchmark.micro.stages import serve
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
@@ -47,7 +46,7 @@ from simulation.roofline import Roofline
 
 ROUNDS = 5  # of which the median counts, after one that warms up
 SUMMED_TOKENS = (1, 8, 64, 256)  # whose hidden states are added up
-REPEATS = 20  # of each sum
+REPEATS = 10  # of them in a round
 READ_SIDE, READ_WEIGHTS = 4096, 4  # of products with one row: more than caches hold
 Steps = list[tuple[StepSize, float]]  # and the seconds that each took
 
@@ -92,23 +91,32 @@ def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[St
         one = [] if alone is None else timed(alone, ALONE, number, num_requests)
         world.least(0, torch.device("cpu"))  # the others wait for it
         rounds.append((one, timed(shared, world, number, num_requests)))
-    hidden_bytes = shared.config.hidden_size * shared.config.dtype_bytes
-    sizes = [count * hidden_bytes for count in SUMMED_TOKENS]
-    sums = [
-        (num_bytes, 1e-6 * us)
-        for name, num_bytes, us in times_us(world, torch.device("cpu"), sizes, REPEATS)
-        if name == "all_reduce"
-    ]
-    dtype = TORCH_DTYPES[shared.config.dtype]
+    hidden, dtype = shared.config.hidden_size, TORCH_DTYPES[shared.config.dtype]
+    sums, read_gb_per_s = beside_products(world, dtype, hidden)
+    return rounds[1:], sums, read_gb_per_s
+
+
+def beside_products(group: Group, dtype: torch.dtype, hidden: int) -> tuple[list[tuple[int, float]], float]:
+    """How long sums of some bytes take that each follow a product, as they do in a step, where ranks that are
+    done apart wait for each other; and GB/s of the products alone, of one row, which all ranks do at once.
+    """
     weights = [torch.ones(READ_SIDE, READ_SIDE, dtype=dtype) for _ in range(READ_WEIGHTS)]
-    row, taken_s = torch.ones(1, READ_SIDE, dtype=dtype), []
-    for _ in range(1 + ROUNDS):
+    row, num_bytes = torch.ones(1, READ_SIDE, dtype=dtype), sum(weight.nbytes for weight in weights)
+
+    def seconds(x: torch.Tensor | None) -> float:
+        group.least(0, torch.device("cpu"))  # all begin at once
         start_s = time.perf_counter()
-        for weight in weights:
+        for weight in weights * REPEATS:
             F.linear(row, weight)
-        taken_s.append(time.perf_counter() - start_s)
-    num_bytes = sum(weight.nbytes for weight in weights)
-    return rounds[1:], sums, 1e-9 * num_bytes / statistics.median(taken_s[1:])
+            if x is not None:
+                group.all_reduce(x)
+        return (time.perf_counter() - start_s) / REPEATS
+
+    summed = [torch.zeros(tokens, hidden, dtype=dtype) for tokens in SUMMED_TOKENS]
+    taken_s = [[seconds(x) for x in (None, *summed)] for _ in range(1 + ROUNDS)][1:]
+    alone_s, *with_sums_s = (statistics.median(column) for column in zip(*taken_s))
+    sums = [(x.nbytes, max(each_s - alone_s, 0.0) / READ_WEIGHTS) for x, each_s in zip(summed, with_sums_s)]
+    return sums, 1e-9 * num_bytes / alone_s
 
 
 def timed(built: BuiltEngine, group: Group, seed: int, num_requests: int) -> Steps:
@@ -144,7 +152,7 @@ def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
         name: compared(Roofline(config, device, tensor), [pair[at] for pair in rounds])
         for at, (name, tensor) in enumerate((("1", 1), (str(ranks), ranks)))
     }
-    fields = ("tflop_per_s", "memory_gb_per_s", "host_us", "link_us", "link_gb_per_s")
+    fields = ("tflop_per_s", "memory_gb_per_s", "host_us", "row_us", "link_us", "link_gb_per_s")
     said = asdict(device)
     return {
         "requests": num_requests,
@@ -173,8 +181,9 @@ def print_table(result: Mapping[str, Any]) -> None:
     device = found["device"]
     print(
         f"{found['requests']} requests; one rank is as {device['tflop_per_s']:.3f} TFLOP/s,"
-        f" {device['memory_gb_per_s']:.1f} GB/s and {device['host_us']:.0f} us of the host a step, and a sum"
-        f" as hops of {device['link_us']:.0f} us and {device['link_gb_per_s']:.2f} GB/s\n"
+        f" {device['memory_gb_per_s']:.1f} GB/s and {device['host_us']:.0f} us of the host a step and"
+        f" {device['row_us']:.0f} a row, and a sum as hops of {device['link_us']:.0f} us and"
+        f" {device['link_gb_per_s']:.2f} GB/s\n"
     )
     print("| ranks | measured, s | simulated, s | error | of a step, median |\n|---|---|---|---|---|")
     for name, row in found["ranks"].items():

@@ -31,6 +31,7 @@ CORE = replace(
     tflop_per_s={"float32": 0.07},
     memory_gb_per_s=11.0,
     host_us=900.0,
+    row_us=600.0,
     launch_us=0.0,
     kernel_us=0.0,
     graph_us=0.0,
@@ -60,6 +61,7 @@ def test_rates_are_found_again_and_say_what_two_devices_take(stalls: float) -> N
     found = fitted_device(SimulatedDevice.load("epyc"), CONFIG, steps, 11.0)
     assert found.tflop_per_s["float32"] == pytest.approx(0.07, rel=0.05)
     assert found.host_us == pytest.approx(900.0, rel=0.2)
+    assert found.row_us == pytest.approx(600.0, rel=0.1)
     both = [Roofline(CONFIG, replace(each, link_us=700.0, link_gb_per_s=1.5), 2) for each in (found, CORE)]
     for size in all_sizes:
         said, true = (predicted_s(each, size) for each in both)
@@ -74,3 +76,8 @@ def test_links_are_found_again(num_devices: int) -> None:
     assert found.link_us == pytest.approx(350.0)
     assert found.link_gb_per_s == pytest.approx(1.25)
     assert found.all_reduce_s(10**6, num_devices) == pytest.approx(linked.all_reduce_s(10**6, num_devices))
+
+
+def test_products_are_read_before_they_are_multiplied_on_a_core_and_meanwhile_elsewhere() -> None:
+    assert CORE.operator_s(7e9, "float32", 11e8) == pytest.approx(0.2)
+    assert replace(CORE, reads_ahead=True).operator_s(7e9, "float32", 11e8) == pytest.approx(0.1)
