@@ -22,6 +22,7 @@ from recipes.deepseek.model import v3 as deepseek_v3
 from recipes.gemma3.model import config as gemma3
 from recipes.glm4.model import config as glm4
 from recipes.glm4_moe.model import config as glm4_moe
+from recipes.internlm3.model import config as internlm3
 from recipes.llama.eagle3 import config as eagle3
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
@@ -41,6 +42,7 @@ FAMILIES = {
     "gemma3_text": gemma3,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
+    "internlm3": internlm3,
     "kimi_k2": deepseek_v3,
     "llama": llama,
     "mistral": mistral,

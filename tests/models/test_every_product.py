@@ -63,6 +63,7 @@ HEAD_DIMS = {
     "qwen3": 128,
     "qwen3_layer_types": 64,
     "gemma3_layer_types": 128,
+    "internlm3_biased": 64,
 }
 MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64}
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing

@@ -44,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3_layer_types": {"vocab_size": 509},
     "phi3_part": {"vocab_size": 509},
     "phi3_long": {},
+    "internlm3_biased": {"vocab_size": 509},
 }
 # Those whose whole experts are spread over two parts of the ranks
 SPREAD = {f"{name}_spread": name for name in MODELS if "moe" in name or name.startswith(("mixtral", "deep"))}

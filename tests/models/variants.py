@@ -103,6 +103,26 @@ VARIANTS = [
         LLAMA3,
         shard_size="60KB",
     ),
+    Variant(
+        "internlm3",
+        "internlm3",
+        {"head_dim": 16, "max_position_embeddings": 100},
+        {"rope_type": "dynamic", "rope_theta": 5e7, "factor": 6.0},
+        old=True,
+    ),
+    Variant(
+        "internlm3_biased",
+        "internlm3",
+        {"head_dim": 20, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        saved_as=torch.bfloat16,
+    ),
+    Variant(
+        "internlm3_yarn",
+        "internlm3",
+        {"head_dim": None, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
+        _yarn(),
+        shard_size="60KB",
+    ),
     Variant("mistral_window", "mistral", {"sliding_window": 37}),
     Variant(
         "mistral_yarn",

@@ -1,0 +1,34 @@
+"""Which decoder does an InternLM3 checkpoint describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import DecoderConfig
+from models.huggingface import boolean, decoder_config, integer, refused
+
+DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+BIASES = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))  # as transformers, and as the hub's files say
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. As Llama, with a bias in every linear but the head, or in none."""
+    hf = {**DEFAULTS, **hf}
+    of_attention, of_mlp = (boolean(hf, new, boolean(hf, old, False)) for new, old in BIASES)
+    if of_attention != of_mlp:
+        raise refused("qkv_bias", of_attention, f"bias is {str(of_mlp).lower()}, and the two must be equal")
+    return decoder_config(
+        hf,
+        "internlm3",
+        windows=(None,) * integer(hf, "num_hidden_layers"),
+        attention_bias=of_attention,
+        output_bias=of_attention,
+        mlp_bias=of_mlp,
+    )
