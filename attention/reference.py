@@ -68,6 +68,9 @@ class Attention:
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
         self.device = torch.device(device)
+        self.sinks: dict[
+            int, Tensor
+        ] = {}  # by layer [H], where the shape has them: the decoder's own weights
 
     def check(self) -> None:
         """Raise ValueError for a shape that cannot be served, with the value, the limit and how to fix it."""
@@ -158,19 +161,27 @@ class Attention:
     ) -> Tensor:
         """Each query [T, H, D] attends to its request's positions up to its own; returns the same shape.
 
-        With the layer's window w, the query at position p sees positions p-w+1 to p. Only places that the
-        request has written are read: other places of the cache may hold NaN.
+        With the layer's window w, the query at position p sees positions p-w+1 to p. A layer's sink is one
+        more score of each row, whose share of the weights goes to no value (arXiv 2309.17453). Only
+        places that the request has written are read: other places of the cache may hold NaN.
         """
-        window = self.shape.windows[layer]
+        window, sinks = self.shape.windows[layer], self.sinks.get(layer)
         output = torch.empty_like(query)
         for span in metadata.spans:
             keys = self._numbers(layer_keys[span.pages].flatten(0, 1))
             values = self._numbers(layer_values[span.pages].flatten(0, 1))
-            self._attend_span(query, keys, values, span, window, output)
+            self._attend_span(query, keys, values, span, window, output, sinks)
         return output
 
     def _attend_span(
-        self, query: Tensor, keys: Tensor, values: Tensor, span: Span, window: int | None, output: Tensor
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        span: Span,
+        window: int | None,
+        output: Tensor,
+        sinks: Tensor | None = None,
     ) -> None:
         """Write the span's rows of the output, given keys and values of its request from the first on."""
         for start in range(span.start, span.stop, QUERY_ROWS):
@@ -179,7 +190,7 @@ class Attention:
             if window is not None:
                 seen = max(seen, start - window + 1)
             rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
-            output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window)
+            output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window, sinks)
 
     def graph_sizes(self, sizes: list[int], beside: int = 0, most_layers: int = 0) -> list[int]:
         """Which of these numbers of decodes are captured as graphs, the largest always among them, where so
@@ -211,15 +222,26 @@ class Attention:
         """What places of the cache stand for: [n, K, D]."""
         return unpacked(stored) if self.shape.int8_pages else stored
 
-    def _dense(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def _capped(self, scores: Tensor) -> Tensor:
+        """Scores of any shape, within the cap if there is one (arXiv 2408.00118)."""
+        cap = self.shape.score_cap
+        return scores if cap is None else (scores / cap).tanh() * cap
+
+    def _dense(
+        self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """Queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D]."""
         num_rows, length = len(query), len(keys)
         grouped = query.float().unflatten(1, (keys.shape[1], -1))
-        scores = torch.einsum("tkgd,lkd->kgtl", grouped, keys.float()) * self.shape.scale
+        scores = self._capped(torch.einsum("tkgd,lkd->kgtl", grouped, keys.float()) * self.shape.scale)
         last = torch.arange(length - num_rows, length, device=query.device)[:, None]
         position = torch.arange(length, device=query.device)
         hidden = position > last
         if window is not None:
             hidden |= position <= last - window
-        weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill_(hidden, -torch.inf)
+        if sinks is not None:
+            of_head = sinks.float().view(*scores.shape[:2], 1, 1).expand(-1, -1, num_rows, 1)
+            scores = torch.cat((scores, of_head), -1)
+        weights = scores.softmax(-1)[..., :length]
         return torch.einsum("kgtl,lkd->tkgd", weights, values.float()).flatten(1, 2).to(query.dtype)

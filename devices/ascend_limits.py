@@ -86,6 +86,16 @@ class AscendProduct:
                 "model.dtype is float16; verify_npu.sh found that fused attention of this"
                 f" {self.name} is wrong in it: set model.dtype to bfloat16, {plain}"
             )
+        if shape.score_cap is not None:
+            raise ValueError(
+                f"the model's attn_logit_softcapping is {shape.score_cap:g}; attention of the {self.name} has"
+                f" no cap of scores: choose another model, {plain}"
+            )
+        if shape.has_sinks and self.is_atb:
+            raise ValueError(
+                f"the model has attention sinks; attention of the {self.name} takes none: choose another"
+                f" model, {plain}"
+            )
         if shape.latent is not None:
             self._check_latent(shape, plain)
         elif self.is_atb:

@@ -35,4 +35,8 @@ class AttentionShape:
     windows: tuple[int | None, ...]
     int8_pages: bool = False  # keys and values in int8, with a scale for each token and head; else `dtype`
     first_key: int = 0
+    score_cap: float | None = None  # scores are cap * tanh(score / cap)
+    has_sinks: bool = (
+        False  # whether a score of each query head, which no key has, takes its share of the weights
+    )
     latent: LatentShape | None = None  # then there is one key-value head, as wide as a latent

@@ -80,6 +80,8 @@ def attention(capability: int, dtype: str, head_dim: int, few: bool, batch_invar
         "ROWS": ours._num_rows(1 if few else 100),
         "STEP": ours.step,
         "WINDOW": 0,
+        "CAP": 0.0,
+        "HAS_SINKS": few,
         "CHUNK": CHUNK if batch_invariant else 0,
         "OPERAND": kernel_dtype(shape.dtype),
     }
@@ -97,7 +99,7 @@ def small(capability: int, dtype: str, name: str) -> dict[str, Any]:
     product |= {"OPERAND": kernel_dtype(getattr(torch, dtype)), "HAS_BIAS": True}
     cases: dict[str, tuple[Any, dict[str, Any], int]] = {
         "write": (write_places, {"NUM_KV": 8, "HEAD_DIM": 128, "TOKENS": 4, "WIDTH": 1024}, 4),
-        "join": (join_parts, {**heads, "PADDED_DIM": 128}, 4),
+        "join": (join_parts, {**heads, "PADDED_DIM": 128, "HAS_SINKS": True}, 4),
         "norm": (norm_rows, {"SIZE": 4096, "PADDED": 4096, "ADD": True}, 8),
         "turn": (turn_heads, {**heads, "NUM_KV": 8, "PADDED_HALF": 64, "HEADS": 8}, 4),
         "weigh": (weigh_by_gate, {"SIZE": 12_288, "COLUMNS": 1024}, 4),

@@ -67,18 +67,20 @@ class CpuAttention(Attention):
         self.key_view = (-1, heads, self.tile // lanes, dim, lanes)
         self.value_view = (-1, heads, dim // value_lanes, self.tile, value_lanes)
         self.compile = compile
+        self._no_sinks = torch.full((shape.num_heads,), -torch.inf)
+        self._is_plain = shape.score_cap is None and not shape.has_sinks
         self._product_dtype = product_dtype(shape.dtype)
         if compile:
             self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)), limit=limit)
             self._decode = Compiled(
                 self._decode_fused,
-                ((0,), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1)),
+                ((0,), (), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1)),
                 limit=limit,
                 plain=self._decode,
             )
             self._rows = Compiled(self._rows, ((0,), (0,)), limit=limit)
             self._columns = Compiled(self._columns, ((0,), (0,), (0,)), limit=limit)
-            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,)), limit=limit)
+            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,), ()), limit=limit)
             self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)), limit=limit)
 
     def plan(
@@ -150,7 +152,9 @@ class CpuAttention(Attention):
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata, layer: int
     ) -> Tensor:
         """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
-        window = self.shape.windows[layer]
+        window, sinks = self.shape.windows[layer], self._no_sinks
+        if self.shape.has_sinks:
+            sinks = self.sinks[layer].float()
         decoded = None
         if metadata.num_decodes:
             chosen = query[metadata.decodes].float()
@@ -161,6 +165,7 @@ class CpuAttention(Attention):
                 chosen,
                 layer_keys,
                 layer_values,
+                sinks,
                 tiles.address,
                 tiles.row,
                 tiles.low,
@@ -174,12 +179,12 @@ class CpuAttention(Attention):
         if decoded is not None:
             output[metadata.decodes] = decoded
         for prompt in metadata.prompts[window]:
-            if prompt.whole is not None and self._product_dtype == torch.float32:
+            if prompt.whole is not None and self._is_plain and self._product_dtype == torch.float32:
                 output[prompt.whole] = self._attend_whole(query, *metadata.fresh, prompt.whole)
                 continue
             keys, values = self._matrices(prompt, layer_keys, layer_values, metadata)
             for chunk in prompt.chunks:
-                self._attend_chunk(query, keys, values, chunk, output)
+                self._attend_chunk(query, keys, values, chunk, sinks, output)
         return output
 
     def _attend_whole(self, query: Tensor, key: Tensor, value: Tensor, tokens: slice) -> Tensor:
@@ -212,12 +217,12 @@ class CpuAttention(Attention):
         return keys.reshape(heads, dim, -1), values
 
     def _attend_chunk(
-        self, query: Tensor, keys: Tensor, values: Tensor, chunk: QueryChunk, output: Tensor
+        self, query: Tensor, keys: Tensor, values: Tensor, chunk: QueryChunk, sinks: Tensor, output: Tensor
     ) -> None:
         """Two products for each kv head, with all query heads that share it as rows of one matrix."""
         rows = self._rows(query, chunk.rows)
         scores = self._product(rows.flatten(1, 2), keys[:, :, chunk.keys])
-        weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last)
+        weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last, sinks)
         sums = self._product(weights.flatten(1, 2), values[:, chunk.keys])
         self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
 
@@ -234,16 +239,19 @@ class CpuAttention(Attention):
         """Some of the keys and values [T, K, D], each as [K, tokens, D]."""
         return key[tokens].transpose(0, 1).contiguous(), value[tokens].transpose(0, 1).contiguous()
 
-    def _weigh(self, scores: Tensor, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and the sums.
+    def _weigh(self, scores: Tensor, first: Tensor, last: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        """exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and the sums, in
+        which sinks [H] count.
 
         The result is divided by the sums instead of the larger scores: two passes over these instead of four.
         """
         key = torch.arange(scores.shape[-1], dtype=torch.int32)
         seen = (key >= first[:, None]) & (key <= last[:, None])
-        scores = torch.where(seen[:, None], scores.float() * self.shape.scale, -torch.inf)
-        weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-        return weights.to(self.shape.dtype), weights.sum(-1)
+        scores = torch.where(seen[:, None], self._capped(scores.float() * self.shape.scale), -torch.inf)
+        peak = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - peak)
+        sunk = torch.exp(sinks.view(scores.shape[0], 1, -1) - peak[..., 0])
+        return weights.to(self.shape.dtype), weights.sum(-1) + sunk
 
     def _scatter(self, output: Tensor, sums: Tensor, totals: Tensor, tokens: Tensor) -> None:
         """Write sums [K, rows, G, D] / totals [K, rows, G] to rows `tokens` of [T, H, D], without padding."""
@@ -261,6 +269,7 @@ class CpuAttention(Attention):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
+        sinks: Tensor,
         address: Tensor,
         row: Tensor,
         low: Tensor,
@@ -278,20 +287,21 @@ class CpuAttention(Attention):
             exists = place < end[:, None]
             seen = exists & (place >= begin[:, None])
             key = keys[at].float().transpose(2, 3).flatten(3)  # [J, K, D, W]
-            scores = torch.where(seen[:, None, None], query[rows] @ key, -torch.inf)
+            scores = torch.where(seen[:, None, None], self._capped(query[rows] @ key), -torch.inf)
             peak = scores.amax(-1)
             weights = torch.exp(scores - peak[..., None])
             value = values[at].float().transpose(2, 3).flatten(3)  # [J, K, W, D]
             value = torch.where(exists[:, None, :, None], value, 0.0)
             parts.append((peak, weights.sum(-1), weights @ value))
         peak, weight, output = (torch.cat(each).flatten(1, 2) for each in zip(*parts))
-        return _combine(peak, weight, output, of_row, is_tile).to(self.shape.dtype)
+        return _combine(peak, weight, output, sinks, of_row, is_tile).to(self.shape.dtype)
 
     def _decode_fused(
         self,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
+        sinks: Tensor,
         address: Tensor,
         row: Tensor,
         low: Tensor,
@@ -313,22 +323,25 @@ class CpuAttention(Attention):
         value = torch.where(exists[:, None, None, :, None], value, 0.0)
         outputs = []
         scores = [(asked[:, :, g, None, :, None] * key).sum(3).flatten(2) for g in range(group)]
-        scores = [torch.where(seen, each * self.shape.scale, -torch.inf) for each in scores]
+        scores = [torch.where(seen, self._capped(each * self.shape.scale), -torch.inf) for each in scores]
         peaks = [each.amax(-1) for each in scores]
         weights = [torch.exp(each - peak[..., None]) for each, peak in zip(scores, peaks)]
         parts = [(each[:, :, None, :, None] * value).sum(3).flatten(2) for each in weights]
-        for peak, each, part in zip(peaks, weights, parts):
-            outputs.append(_combine(peak, each.sum(-1), part, of_row, is_tile))
+        for g, (peak, each, part) in enumerate(zip(peaks, weights, parts)):
+            outputs.append(_combine(peak, each.sum(-1), part, sinks[g::group], of_row, is_tile))
         return torch.stack(outputs, 2).flatten(1, 2).to(self.shape.dtype)
 
 
-def _combine(peak: Tensor, weight: Tensor, output: Tensor, of_row: Tensor, is_tile: Tensor) -> Tensor:
+def _combine(
+    peak: Tensor, weight: Tensor, output: Tensor, sinks: Tensor, of_row: Tensor, is_tile: Tensor
+) -> Tensor:
     """Join the softmaxes of each row's tiles (Milakov and Gimelshein, "Online normalizer calculation", 2018).
 
     `peak` [J, heads] is the largest score of a tile, `weight` [J, heads] the sum of exp(score - peak), and
-    `output` [J, heads, D] the sum of values weighted by it. Returns [R, heads, D].
+    `output` [J, heads, D] the sum of values weighted by it; `sinks` [heads]. Returns [R, heads, D].
     """
     peaks = torch.where(is_tile[:, :, None], peak[of_row], -torch.inf)
-    scale = torch.exp(peaks - peaks.amax(1, keepdim=True))
-    total = (scale * weight[of_row]).sum(1)
+    top = peaks.amax(1, keepdim=True)
+    scale = torch.exp(peaks - top)
+    total = (scale * weight[of_row]).sum(1) + torch.exp(sinks - top[:, 0])
     return (scale[..., None] * output[of_row]).sum(1) / total[..., None]

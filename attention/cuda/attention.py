@@ -172,20 +172,22 @@ class CudaAttention(Attention):
         shape, window = self.shape, self.shape.windows[layer]
         launch = metadata.launches[window]
         parts = self._parts(launch.num_parts)
-        options: dict[str, Any] = {"enable_fp_fusion": not self.batch_invariant}
+        cap, sinks = shape.score_cap, self.sinks[layer] if shape.has_sinks else query
+        scale = shape.scale * math.log2(math.e) if cap is None else shape.scale / cap
+        options: dict[str, Any] = {"HAS_SINKS": shape.has_sinks, "enable_fp_fusion": not self.batch_invariant}
         output = torch.empty(query.shape, dtype=stored_dtype(query.dtype), device=query.device)
         attend_tiles[(len(launch.tiles) * shape.num_kv_heads,)](
-            query, layer_keys, layer_values, output, launch.tiles, metadata.page_table, *parts,
-            *_strides(query), metadata.page_table.stride(0), shape.scale * math.log2(math.e),
+            query, layer_keys, layer_values, output, sinks, launch.tiles, metadata.page_table, *parts,
+            *_strides(query), metadata.page_table.stride(0), scale,
             NUM_KV=shape.num_kv_heads, GROUP=self.group, HEAD_DIM=shape.head_dim, PADDED_DIM=self.padded_dim,
             PAGE=shape.page_size, RUN=math.gcd(shape.page_size, self.step), ROWS=metadata.num_rows,
-            STEP=self.step, WINDOW=window or 0,
+            STEP=self.step, WINDOW=window or 0, CAP=cap or 0.0,
             CHUNK=CHUNK if self.batch_invariant else 0, OPERAND=kernel_dtype(shape.dtype),
             num_warps=self.num_warps, num_stages=3, **options,
         )  # fmt: skip
         if len(launch.joins):
             join_parts[(len(launch.joins) * shape.num_heads,)](
-                output, launch.joins, *parts, NUM_HEADS=shape.num_heads, HEAD_DIM=shape.head_dim,
+                output, sinks, launch.joins, *parts, NUM_HEADS=shape.num_heads, HEAD_DIM=shape.head_dim,
                 PADDED_DIM=self.padded_dim, **options,
             )  # fmt: skip
         return output.to(query.dtype)

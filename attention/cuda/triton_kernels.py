@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def write_places(
@@ -37,15 +39,16 @@ def write_places(
 
 @triton.jit(do_not_specialize=["table_row"])
 def attend_tiles(
-    query, keys, values, output, tiles, page_table, part_sums, part_peaks, part_totals,
+    query, keys, values, output, sinks, tiles, page_table, part_sums, part_peaks, part_totals,
     query_row, query_head, table_row, scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     PAGE: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, OPERAND: tl.constexpr,
+    CAP: tl.constexpr, CHUNK: tl.constexpr, OPERAND: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of queries and one kv head; writes `output` [T, H, D], or parts [X, H, D].
 
-    `scale` is for powers of two. WINDOW 0: all positions. CHUNK 0: positions in one run; otherwise each CHUNK
+    `scale` is for powers of two, or makes parts of CAP, which bounds scores unless it is 0. `sinks` [H]
+    count in the sums of weights. WINDOW 0: all positions. CHUNK 0: positions in one run; otherwise each CHUNK
     of them separately, and the results are combined in order. RUN divides PAGE and STEP. OPERAND is the type
     in which matrices are multiplied.
     """
@@ -70,7 +73,7 @@ def attend_tiles(
     if CHUNK == 0:
         peak, total, sums = _read(
             rows, last, low, high, table, head, keys, values, scale,
-            NUM_KV, HEAD_DIM, PADDED_DIM, PAGE, RUN, ROWS, STEP, WINDOW, OPERAND,
+            NUM_KV, HEAD_DIM, PADDED_DIM, PAGE, RUN, ROWS, STEP, WINDOW, CAP, OPERAND,
         )  # fmt: skip
     else:
         peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -79,13 +82,15 @@ def attend_tiles(
         for chunk in range(low // CHUNK * CHUNK, high, CHUNK):
             chunk_peak, chunk_total, chunk_sums = _read(
                 rows, last, tl.maximum(low, chunk), tl.minimum(high, chunk + CHUNK), table, head, keys,
-                values, scale, NUM_KV, HEAD_DIM, PADDED_DIM, PAGE, RUN, ROWS, STEP, WINDOW, OPERAND,
+                values, scale, NUM_KV, HEAD_DIM, PADDED_DIM, PAGE, RUN, ROWS, STEP, WINDOW, CAP, OPERAND,
             )  # fmt: skip
             peak, old, new = _weights(peak, chunk_peak)
             total = total * old + chunk_total * new
             sums = sums * old[:, None] + chunk_sums * new[:, None]
 
     if part < 0:
+        if HAS_SINKS:
+            total += _sunk(sinks + of_head, peak)
         at_head = (first_row + index) * (NUM_KV * GROUP) + of_head
         tl.store(output + at_head[:, None] * HEAD_DIM + dim[None, :], sums / total[:, None], mask=mask)
     else:
@@ -99,7 +104,8 @@ def attend_tiles(
 def _read(
     rows, last, low, high, table, head, keys, values, scale,
     NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE: tl.constexpr,
-    RUN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, OPERAND: tl.constexpr,
+    RUN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Rows [Q, D] over positions low to high - 1, each row up to its `last` [Q].
 
@@ -127,6 +133,8 @@ def _read(
         if WINDOW > 0:
             seen = seen & (position[None, :] > last[:, None] - WINDOW)
         scores = tl.dot(rows, key.to(OPERAND), input_precision="ieee") * scale
+        if CAP > 0:
+            scores = (1 - 2 / (tl.exp(2 * scores) + 1)) * (CAP * LOG2_E)  # the tanh of it
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing has been seen yet
@@ -135,6 +143,12 @@ def _read(
         peak, sums = new_peak, sums * old[:, None]
         sums = tl.dot(weights.to(OPERAND), value.to(OPERAND), sums, input_precision="ieee")
     return peak, total, sums
+
+
+@triton.jit
+def _sunk(sinks, peak):
+    """The weights of sinks, relative to the largest scores of their rows."""
+    return tl.exp2(tl.load(sinks).to(tl.float32) * LOG2_E - peak)
 
 
 @triton.jit
@@ -150,8 +164,8 @@ def _weights(peak, other):
 
 @triton.jit
 def join_parts(
-    output, joins, part_sums, part_peaks, part_totals,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    output, sinks, joins, part_sums, part_peaks, part_totals,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one query and head, in order, into `output` [T, H, D]."""
     program = tl.program_id(0)
@@ -171,4 +185,6 @@ def join_parts(
         peak, old, new = _weights(peak, tl.load(part_peaks + at))
         total = total * old + tl.load(part_totals + at) * new
         sums = sums * old + part_sum * new
+    if HAS_SINKS:
+        total += _sunk(sinks + head, peak)
     tl.store(output + (row * NUM_HEADS + head) * HEAD_DIM + dim, sums / total, mask=mask)

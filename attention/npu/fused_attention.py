@@ -26,6 +26,13 @@ from devices.shapes import AttentionShape
 
 # sparse_mode: all keys, those up to a query's own, or the last pre_tokens + 1 of these
 ALL, CAUSAL, BAND = 0, 3, 4
+# What the operator's second version, which alone takes sinks, calls arguments of the first
+SECOND_NAMES = {
+    "actual_seq_lengths": "actual_seq_qlen",
+    "actual_seq_lengths_kv": "actual_seq_kvlen",
+    "num_heads": "num_query_heads",
+    "scale": "softmax_scale",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +113,17 @@ class FusedAttention(AscendAttention):
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: FusedMetadata, layer: int
     ) -> Tensor:
         """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
-        calls = [
-            self._arguments(query, layer_keys, layer_values, part, self.shape.windows[layer])
-            for part in metadata.parts
-        ]
+        calls = [self._arguments(query, layer_keys, layer_values, part, layer) for part in metadata.parts]
         if torch.npu.is_current_stream_capturing():
             return self._capture(calls[0], metadata.captured, metadata.workspaces)
-        parts = [self._seen(*torch_npu.npu_fused_infer_attention_score(**call)) for call in calls]
+        parts = [self._seen(*self._operator(**call)) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @property
+    def _operator(self) -> Any:
+        if self.shape.has_sinks:
+            return torch_npu.npu_fused_infer_attention_score_v2
+        return torch_npu.npu_fused_infer_attention_score
 
     @property
     def leaves_first_out(self) -> bool:
@@ -131,8 +141,20 @@ class FusedAttention(AscendAttention):
         return (output / seen.clamp_min(torch.finfo(torch.float32).tiny)).to(output.dtype)
 
     def _arguments(
+        self, query: Tensor, keys: Tensor, values: Tensor, part: FusedSpans, layer: int
+    ) -> dict[str, Any]:
+        arguments = self._unsunk(query, keys, values, part, self.shape.windows[layer])
+        if not self.shape.has_sinks:
+            return arguments
+        sinks = self.sinks[layer].to(torch.bfloat16)  # the type that the operator takes
+        return {SECOND_NAMES.get(name, name): each for name, each in arguments.items()} | {
+            "learnable_sink": sinks
+        }
+
+    def _unsunk(
         self, query: Tensor, keys: Tensor, values: Tensor, part: FusedSpans, window: int | None
     ) -> dict[str, Any]:
+        """The arguments of the first version, which takes no sinks."""
         arguments = {
             "query": query[part.rows],
             "key": keys.flatten(2),  # [P, B, K * D]
@@ -169,7 +191,10 @@ class FusedAttention(AscendAttention):
         """Capture the call as a task group, which a replay enters once its event is recorded."""
         kind = call.get("pre_tokens")
         if kind not in workspaces:
-            workspaces[kind] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(**call)
+            measure = torch_npu._npu_fused_infer_attention_score_get_max_workspace
+            if self.shape.has_sinks:
+                measure = torch_npu._npu_fused_infer_attention_score_v2_get_max_workspace
+            workspaces[kind] = measure(**call)
         output = torch.empty_like(call["query"])
         num_sums = (*output.shape[:2], 1) if self.leaves_first_out else (1,)
         lse = torch.empty(num_sums, dtype=torch.float32, device=self.device)
@@ -178,7 +203,7 @@ class FusedAttention(AscendAttention):
         event.wait(stream)
         event.reset(stream)
         torch.npu.graph_task_group_begin(stream)
-        torch_npu.npu_fused_infer_attention_score.out(**call)
+        self._operator.out(**call)
         captured.append(CapturedCall(event, torch.npu.graph_task_group_end(stream), call))
         return self._seen(output, lse)
 
@@ -191,10 +216,10 @@ class FusedAttention(AscendAttention):
         # before the replay, which itself waits for the updates
         self.update_stream.wait_stream(current)
         graph.replay()
+        lengths = "actual_seq_kvlen" if self.shape.has_sinks else "actual_seq_lengths_kv"
         with torch.npu.stream(self.update_stream):
             for call in metadata.captured:
                 torch.npu.graph_task_update_begin(self.update_stream, call.handle)
-                arguments = call.arguments | {"actual_seq_lengths_kv": kv_lens}
-                torch_npu.npu_fused_infer_attention_score.out(**arguments)
+                self._operator.out(**call.arguments | {lengths: kv_lens})
                 torch.npu.graph_task_update_end(self.update_stream)
                 call.event.record(self.update_stream)

@@ -60,6 +60,9 @@ class Bench:
         self.attention, self.device = attention, attention.device
         self.attention.check()
         self.layers = range(len(shape.windows))
+        drawn = torch.randn(len(self.layers), shape.num_heads, generator=torch.Generator().manual_seed(seed))
+        for layer, sinks in enumerate(drawn if shape.has_sinks else ()):
+            attention.sinks[layer] = (2 * sinks).bfloat16().to(self.device)  # as checkpoints have them
         max_pages = -(-MOST_TOKENS // shape.page_size)
         num_pages = 1 + ROWS * max_pages
         self.cache = KVCache(
@@ -133,7 +136,8 @@ class Bench:
                 told.values.append(kept_value[:0])
             told.keys[layer] = torch.cat((told.keys[layer], kept_key[new]))
             told.values[layer] = torch.cat((told.values[layer], kept_value[new]))
-            expected = alone(query[new], told.keys[layer], told.values[layer], self.shape, layer)
+            sinks = self.attention.sinks.get(layer)
+            expected = alone(query[new], told.keys[layer], told.values[layer], self.shape, layer, sinks)
             is_seen = np.arange(told.length, told.length + count) >= self.shape.first_key
             near = 2e-5 if self.shape.dtype == torch.float32 else 2e-2
             found = output[new].double()
@@ -168,7 +172,14 @@ def spoil(pages: Tensor) -> None:
     pages.fill_(torch.nan if pages.is_floating_point() else -1)
 
 
-def alone(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, layer: int) -> Tensor:
+def alone(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    shape: AttentionShape,
+    layer: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The last len(query) positions of one request, in float64, each position and head by itself."""
     group, window = shape.num_heads // shape.num_kv_heads, shape.windows[layer] or len(keys)
     query = query.double()
@@ -177,7 +188,12 @@ def alone(query: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape, la
     for index in range(len(query)):
         position = keys.shape[1] - len(query) + index
         seen = slice(max(min(position, shape.first_key), position - window + 1), position + 1)
-        weights = torch.softmax(keys[:, seen] @ query[index, :, :, None] * shape.scale, 1)
+        scores = keys[:, seen] @ query[index, :, :, None] * shape.scale
+        if shape.score_cap is not None:
+            scores = shape.score_cap * torch.tanh(scores / shape.score_cap)
+        weights = scores.exp() / scores.exp().sum(1, keepdim=True)
+        if sinks is not None:
+            weights = scores.exp() / (scores.exp().sum(1) + sinks.cpu().double().exp()[:, None])[:, None]
         output[index] = (weights * values[:, seen]).sum(1)
     return output
 
@@ -266,6 +282,24 @@ def run_random_schedule(pair: Pair, seed: int, page_sizes: list[int], **changes:
                 bench.leave(row)
         rows = rng.permutation(ROWS)[: rng.integers(1, ROWS + 1)].tolist()
         bench.step({row: int(rng.choice([1, 1, 1, rng.integers(2, 60)])) for row in rows})
+
+
+OWN_SCORES = [{"has_sinks": True}, {"score_cap": 0.5}, {"has_sinks": True, "score_cap": 1.5}]
+
+
+@pytest.mark.parametrize("own", OWN_SCORES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_and_caps_of_scores(pair: Pair, dtype: torch.dtype, own: dict[str, object]) -> None:
+    if pair == ("npu", "fused") and "score_cap" in own:
+        with pytest.raises(ValueError, match=r"has no cap of scores: .* set device.attention to reference"):
+            bench_of(pair, shape(**own))
+        return
+    bench = bench_of(pair, shape(**own, dtype=dtype, windows=(None, 7, 40)))
+    bench.step({2: 5, 0: 1})
+    bench.step({0: 33, 2: 1, 4: 130})
+    bench.step({4: 1, 0: 1, 2: 3})
+    bench.step({1: QUERY_ROWS + 30, 4: 1})
+    bench.step(dict.fromkeys((4, 2, 1), 1))
 
 
 def test_all_rows_decode_with_unequal_lengths(pair: Pair) -> None:

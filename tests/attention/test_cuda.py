@@ -62,6 +62,8 @@ class World:
             torch.cat([each[slot, start:stop] for slot, (start, stop) in spans.items()]).to(attention.device)
             for each in self.told
         ]
+        if self.shape.has_sinks:
+            attention.sinks[layer] = torch.linspace(-2, 3, self.shape.num_heads).to(attention.device)
         metadata = planned(attention, batch, self.page_table)
         attention.write(packed[1], packed[2], *cached, metadata)  # type: ignore[arg-type]
         output = attention.attend(packed[0], *cached, metadata, layer).cpu()  # type: ignore[arg-type]
@@ -124,6 +126,20 @@ def test_mixed_batches_agree_with_the_definition(seed: int) -> None:
     attention = CudaAttention(drawn_shape, DEVICE, batch_invariant=bool(rng.integers(2)))
     attention.check()
     agree(world, attention, drawn(rng, 4, 170))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    "own", [{"has_sinks": True}, {"score_cap": 0.5}, {"has_sinks": True, "score_cap": 30.0}], ids=str
+)
+def test_sinks_and_caps_of_scores(
+    own: dict[str, object], batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_attention, "LEAST_SHARE", 16)  # then a long decode is shared out
+    own_shape = shape(windows=(None, 30), scale=0.6, **own)
+    spans = {1: (190, 191), 0: (0, 53), 2: (17, 20)}
+    attention = CudaAttention(own_shape, DEVICE, batch_invariant=batch_invariant)
+    agree(World(own_shape, 3, 200, seed=5), attention, spans)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
