@@ -10,6 +10,7 @@ from models.latent_config import LatentConfig
 from models.mixture_config import MLP_ROLES, MixtureConfig
 from models.packing import Packing
 from models.quantization import BlockScales, Quantization
+from models.rope_config import RopeConfig
 
 DType = Literal["float32", "bfloat16", "float16"]
 Gate = Literal["silu", "gelu_tanh"]
@@ -23,41 +24,6 @@ FUSED = ("q_proj", "k_proj", "v_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")  # before attention and before the MLP
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # how a checkpoint calls linears that it stores as one
 UP = ".kv_b_proj"  # of latent attention, which is held in the model's type however it is stored
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """A rotary position embedding; which fields count depends on `kind`, one of ROPE_KINDS.
-
-    `max_positions` is what the checkpoint says it reaches, `original_max_positions` what it was first
-    trained on; `attention_factor` None means that yarn derives it.
-    """
-
-    kind: str
-    theta: float
-    dim: int
-    factor: float = 1.0
-    original_max_positions: int = 0
-    max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factors: tuple[float, ...] = ()  # of each pair, where no request is longer than it was trained on
-    long_factors: tuple[float, ...] = ()  # and where one may be
-    width: int = 0  # of a head, of which `dim` are turned
-    is_within: bool = False  # whether `max_positions` are all that it reaches, however it is stretched
-    interleaved: bool = False  # whether a checkpoint has pairs that are turned side by side, not halves apart
-
-    @property
-    def num_fixed(self) -> int:
-        """Dimensions of a head that are not turned."""
-        return max(0, self.width - self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +63,9 @@ class DecoderConfig:
     norms_add_one: bool = False  # to what a checkpoint says of them
     gate: Gate = "silu"  # of the MLP
     embedding_scale: float = 1.0
+    score_cap: float | None = None  # of attention: it is cap * tanh(score / cap)
+    logit_cap: float | None = None  # the same of logits
+    has_sinks: bool = False  # of attention: each query head has a score that no key has
     own_scale: float | None = None  # of attention's scores; None: as the size of a head asks for
     window_rope: RopeConfig | None = None  # of layers with a window, where it is another
     num_unread_layers: int = 0  # that a checkpoint may have behind its own, to predict further tokens
@@ -287,7 +256,7 @@ class DecoderConfig:
         layer += len(self.norms) * self.hidden_size
         layer += 0 if self.latent is None else self.latent.norm_width
         layer += self.attention_bias * (attention_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
-        layer += self.qk_norm * 2 * self.head_dim
+        layer += self.qk_norm * 2 * self.head_dim + self.has_sinks * self.num_heads
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         mlps = (self.num_layers - self.num_mixtures) * mlp + self._router_parameters

@@ -281,7 +281,9 @@ class Decoder(nn.Module):
 
     def head_logits(self, normed: Tensor, num_rows: int) -> Tensor:
         """The same of the first rows of what a norm has made, padded as products want it."""
-        logits = self.head(normed)[:num_rows]
+        logits, cap = self.head(normed)[:num_rows], self.config.logit_cap
+        if cap is not None:
+            logits = (logits / cap).tanh() * cap
         if self.group.size == 1:
             return logits
         parts = self.group.all_gather(logits).unbind()

@@ -13,16 +13,15 @@ from typing import Any
 from models.config import (
     DTYPE_BYTES,
     NORMS,
-    ROPE_KINDS,
     DecoderConfig,
     DType,
-    RopeConfig,
     check_fused,
 )
 from models.latent_config import LatentConfig
 from models.mixture_config import MixtureConfig
 from models.packing import packing
 from models.quantization import block_scales, quantization
+from models.rope_config import ROPE_KINDS, RopeConfig
 from models.shown import shown
 
 Windows = tuple[int | None, ...]

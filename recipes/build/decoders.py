@@ -41,6 +41,8 @@ def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
         windows=config.windows,
         int8_pages=config.int8_cache,
         first_key=FIRST_KEY if isinstance(config, HeadConfig) else 0,
+        score_cap=config.score_cap,
+        has_sinks=config.has_sinks,
         latent=None if latent is None else LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim),
     )
 

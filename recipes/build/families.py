@@ -19,6 +19,7 @@ from models.share import Share, check_experts, check_ranks, check_stages
 from models.shown import shown
 from recipes.deepseek.model import v2 as deepseek_v2
 from recipes.deepseek.model import v3 as deepseek_v3
+from recipes.gemma2.model import config as gemma2
 from recipes.gemma3.model import config as gemma3
 from recipes.glm4.model import config as glm4
 from recipes.glm4_moe.model import config as glm4_moe
@@ -39,6 +40,7 @@ Auto = Literal["auto"]
 FAMILIES = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "gemma2": gemma2,
     "gemma3_text": gemma3,
     "glm4": glm4,
     "glm4_moe": glm4_moe,

@@ -14,9 +14,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.models.variants import PUBLISHED_LATENT, VARIANTS, Variant
+from tests.models.score_variants import SCORE_VARIANTS
+from tests.models.variants import PUBLISHED_LATENT, Variant
+from tests.models.variants import VARIANTS as PLAIN_VARIANTS
 
 VOCABULARY = 160
+VARIANTS = [*PLAIN_VARIANTS, *SCORE_VARIANTS]
 __all__ = ["VARIANTS", "Variant"]
 
 
@@ -27,6 +30,7 @@ CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "internlm3": (transformers.InternLM3Config, transformers.LlamaForCausalLM),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
@@ -58,7 +62,7 @@ def make(variant: Variant, root: Path) -> tuple[Any, Path]:
     config._attn_implementation = "eager"
     config.eos_token_id = None  # a family's default may lie beyond this vocabulary
     model = model_class(config).eval()
-    _fill(model, seed=len(variant.name), norm=0.0 if variant.family == "gemma3_text" else 1.0)
+    _fill(model, seed=len(variant.name), norm=0.0 if variant.family.startswith("gemma") else 1.0)
     model.to(variant.saved_as)
     model.config.dtype = variant.saved_as
     model.save_pretrained(path, max_shard_size=variant.shard_size)

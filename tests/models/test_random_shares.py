@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from models import weights
-from models.config import DecoderConfig, RopeConfig
+from models.config import DecoderConfig
 from models.group import ALONE, Alone, Group
+from models.rope_config import RopeConfig
 from models.share import check_ranks
 from tests.models.tensor_rank import empty, logits_of
 from tests.serving.server import PATIENCE_S

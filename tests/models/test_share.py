@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from models.config import DecoderConfig, RopeConfig
+from models.config import DecoderConfig
+from models.rope_config import RopeConfig
 from models.share import Share
 
 WHOLE = DecoderConfig(

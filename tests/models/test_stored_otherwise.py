@@ -10,11 +10,11 @@ import torch
 
 from attention.reference import Attention
 from models import weights
-from models.config import RopeConfig
 from models.decoder import Decoder
 from models.linear import Linear
 from models.ops.reference import Ops
 from models.rope import Rope, head_order
+from models.rope_config import RopeConfig
 from models.share import Share
 from recipes.build.decoders import shape_of
 from recipes.build.families import config_in
@@ -23,7 +23,7 @@ from recipes.build.scoring import score
 from tests.models.families import VARIANTS, Variant, expected_logprobs, make
 from tests.models.test_shared_weights import Rank
 
-FAMILIES = ("gemma3_text", "glm4", "glm4_moe", "internlm3", "phi3")
+FAMILIES = ("gemma2", "gemma3_text", "glm4", "glm4_moe", "internlm3", "phi3")
 TOKENS = torch.randint(0, 160, (90,), generator=torch.Generator().manual_seed(5)).tolist()
 
 

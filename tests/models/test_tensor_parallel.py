@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_key_value_heads": 1},
     "glm4_moe": {},
     "glm4": {},
+    "gemma2": {"vocab_size": 509},
     "gemma3_layer_types": {"vocab_size": 509},
     "phi3_part": {"vocab_size": 509},
     "phi3_long": {},

@@ -21,7 +21,7 @@ class Variant:
     shard_size: str = "5GB"
 
 
-def _yarn(**more: Any) -> dict[str, Any]:
+def yarn(**more: Any) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "rope_theta": 5e3,
@@ -120,7 +120,7 @@ VARIANTS = [
         "internlm3_yarn",
         "internlm3",
         {"head_dim": None, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
-        _yarn(),
+        yarn(),
         shard_size="60KB",
     ),
     Variant("mistral_window", "mistral", {"sliding_window": 37}),
@@ -128,7 +128,7 @@ VARIANTS = [
         "mistral_yarn",
         "mistral",
         {"sliding_window": None, "num_key_value_heads": 1, "head_dim": 20},
-        _yarn(),
+        yarn(),
         old=True,
         saved_as=torch.float16,
     ),
@@ -142,7 +142,7 @@ VARIANTS = [
         "qwen2_yarn",
         "qwen2",
         {"tie_word_embeddings": True, "sliding_window": 20},
-        _yarn(mscale=0.7, mscale_all_dim=0.4, truncate=False, beta_fast=16.0, beta_slow=2.0),
+        yarn(mscale=0.7, mscale_all_dim=0.4, truncate=False, beta_fast=16.0, beta_slow=2.0),
         saved_as=torch.bfloat16,
     ),
     Variant(
@@ -162,7 +162,7 @@ VARIANTS = [
             "sliding_window": 3,
             "layer_types": HALF,
         },
-        _yarn(attention_factor=1.3),
+        yarn(attention_factor=1.3),
         shard_size="100KB",
     ),
     Variant(
@@ -204,7 +204,7 @@ VARIANTS = [
             "use_sliding_window": True,
             "sliding_window": 21,
         },
-        _yarn(),
+        yarn(),
         old=True,
         shard_size="60KB",
     ),
@@ -240,7 +240,7 @@ VARIANTS = [
         "glm4_unbiased",
         "glm4",
         {"head_dim": 32, "attention_bias": False, "num_key_value_heads": 1, "tie_word_embeddings": True},
-        _yarn(partial_rotary_factor=0.25),
+        yarn(partial_rotary_factor=0.25),
         saved_as=torch.bfloat16,
     ),
     Variant("glm4_old", "glm4", {"head_dim": 24, "rms_norm_eps": 1e-3}, {**HALF_TURNED}, old=True),
@@ -262,7 +262,7 @@ VARIANTS = [
             "tie_word_embeddings": False,
             "query_pre_attn_scalar": 7,
         },
-        _ropes(_yarn(), 3e2, rope_type="linear", factor=1.5),
+        _ropes(yarn(), 3e2, rope_type="linear", factor=1.5),
         saved_as=torch.bfloat16,
         shard_size="60KB",
     ),
@@ -319,7 +319,7 @@ VARIANTS = [
             "decoder_sparse_step": 2,
             "num_key_value_heads": 4,
         },
-        _yarn(),
+        yarn(),
         saved_as=torch.bfloat16,
     ),
     Variant(
@@ -366,7 +366,7 @@ VARIANTS = [
             "num_key_value_heads": 1,
             "num_mtp_layers": 0,
         },
-        _yarn(partial_rotary_factor=0.25, attention_factor=1.3),
+        yarn(partial_rotary_factor=0.25, attention_factor=1.3),
         saved_as=torch.bfloat16,
     ),
     Variant(
@@ -390,7 +390,7 @@ VARIANTS = [
         "deepseek_v2",
         LATENT
         | {"q_lora_rank": None, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2},
-        _yarn(mscale=0.707, mscale_all_dim=0.707),
+        yarn(mscale=0.707, mscale_all_dim=0.707),
         old=True,
     ),
     Variant(
@@ -406,7 +406,7 @@ VARIANTS = [
             "routed_scaling_factor": 1.7,
             "n_shared_experts": 1,
         },
-        _yarn(mscale=0.7, mscale_all_dim=1.0),
+        yarn(mscale=0.7, mscale_all_dim=1.0),
         saved_as=torch.bfloat16,
     ),
     Variant(
@@ -421,7 +421,7 @@ VARIANTS = [
             "norm_topk_prob": True,
             "num_mtp_layers": 0,
         },
-        _yarn(mscale=1.0, mscale_all_dim=1.0),
+        yarn(mscale=1.0, mscale_all_dim=1.0),
         shard_size="60KB",
     ),
     Variant(

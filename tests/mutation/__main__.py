@@ -51,6 +51,7 @@ from tests.mutation.rank_faults import RANK_FAULTS, RANK_TESTS_OF
 from tests.mutation.response_faults import RESPONSE_FAULTS, RESPONSE_TESTS_OF
 from tests.mutation.routing_faults import ROUTING_FAULTS, ROUTING_TESTS_OF
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
+from tests.mutation.score_faults import SCORE_FAULTS, SCORE_TESTS_OF
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
 from tests.mutation.spread_faults import SPREAD_FAULTS, SPREAD_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
@@ -91,6 +92,7 @@ FAULTS = (
     *PACKING_FAULTS,
     *SPREAD_FAULTS,
     *GEMMA3_FAULTS,
+    *SCORE_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -167,6 +169,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **PACKING_TESTS_OF,
     **SPREAD_TESTS_OF,
     **GEMMA3_TESTS_OF,
+    **SCORE_TESTS_OF,
 }
 
 

@@ -38,7 +38,7 @@ ANSWER_FAULTS = (
     Fault(
         "tiles_joined_unscaled",
         ATTENTION,
-        "    scale = torch.exp(peaks - peaks.amax(1, keepdim=True))\n",
+        "    scale = torch.exp(peaks - top)\n",
         "    scale = is_tile[:, :, None].float()\n",
         "each tile counts alike, whatever its scores",
     ),

@@ -143,7 +143,7 @@ NPU_FAULTS = (
     Fault(
         "replay_of_old_lengths",
         NPU,
-        'call.arguments | {"actual_seq_lengths_kv": kv_lens}',
+        "call.arguments | {lengths: kv_lens}",
         "call.arguments",
         "vllm-ascend #4649: a replay attends to what was there when it was captured",
     ),

@@ -1,0 +1,49 @@
+"""Which decoder does a Gemma 2 checkpoint describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from models.config import DecoderConfig
+from models.huggingface import boolean, decoder_config, integer, number, refused, windows_by_layer_type
+from recipes.gemma3.model import NORMS
+
+DEFAULTS = {
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "use_sliding_window": True,
+}
+CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. Every other layer has a window, from the first on."""
+    hf = {**DEFAULTS, **CAPS, **hf}
+    if hf.get("use_bidirectional_attention"):
+        raise refused("use_bidirectional_attention", True, "no published Gemma 2 has it: leave it out")
+    if (act := hf.get("hidden_activation") or "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise refused("hidden_activation", act, "it must be gelu_pytorch_tanh")
+    hf["hidden_act"] = "silu"  # which older files say beside it, and transformers does not read
+    if hf.get("layer_types") is None:
+        kinds = ("full" if layer % 2 else "sliding" for layer in range(integer(hf, "num_hidden_layers")))
+        hf["layer_types"] = [f"{kind}_attention" for kind in kinds]
+    bias, windows = boolean(hf, "attention_bias", False), windows_by_layer_type(hf)
+    caps = {key: None if hf[key] is None else number(hf, key) for key in CAPS}
+    for key, cap in caps.items():
+        if cap == 0:
+            raise refused(key, hf[key], "it must be more than 0, or null for none")
+    plain = decoder_config(hf, "gemma2", windows=windows, attention_bias=bias, output_bias=bias, norms=NORMS)
+    return replace(
+        plain,
+        norms_add_one=True,
+        gate="gelu_tanh",
+        embedding_scale=plain.hidden_size**0.5,
+        own_scale=integer(hf, "query_pre_attn_scalar", 256) ** -0.5,
+        score_cap=caps["attn_logit_softcapping"],
+        logit_cap=caps["final_logit_softcapping"],
+    )

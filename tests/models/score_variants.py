@@ -1,0 +1,51 @@
+"""Which small checkpoints have scores of their own: caps?"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.models.variants import HALF, Variant, yarn
+
+SCORE_VARIANTS = [
+    Variant(
+        "gemma2",
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 37,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+        old=True,
+    ),
+    Variant(
+        "gemma2_layer_types",
+        "gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 21,
+            "layer_types": HALF,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": 0.7,
+            "final_logit_softcapping": None,
+        },
+        yarn(),
+        saved_as=torch.bfloat16,
+        shard_size="60KB",
+    ),
+    Variant(
+        "gemma2_uncapped",
+        "gemma2",
+        {
+            "head_dim": 20,
+            "num_key_value_heads": 1,
+            "sliding_window": 5,
+            "rms_norm_eps": 1e-4,
+            "attn_logit_softcapping": None,
+        },
+        saved_as=torch.float16,
+    ),
+]
