@@ -202,6 +202,7 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0  # larger goes first
+    adapter: int = 0  # the place of its adapter on the device, from 1; `cache_salt` parts what it makes
     arrival_s: float = 0.0
     timeout_s: float | None = None  # after its arrival it ends where it stands; None: never
 

@@ -35,6 +35,7 @@ class SlotPool:
         self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
         self.number = self._integers()  # order of arrival
         self.priority = self._integers()
+        self.adapter = np.zeros(num_slots, dtype=np.int32)  # its place on the device; 0: none
         self.num_prompt = self._integers()
         self.num_tokens = self._integers()  # known: prompt and answer so far
         self.num_computed = self._integers()  # of these, how many are in the cache
@@ -126,6 +127,7 @@ class SlotPool:
             self._row_of[request.id] = row
         self.number[row] = request.number
         self.priority[row] = request.priority
+        self.adapter[row] = request.adapter
         self.token_ids[row, :count] = request.tokens
         self.num_prompt[row] = request.num_prompt_tokens
         self.num_tokens[row] = count

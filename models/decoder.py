@@ -18,6 +18,7 @@ from models.dtypes import TORCH_DTYPES
 from models.group import ALONE, NO_LINKS, Group, StageLinks
 from models.latent import LatentSelfAttention, UpProjection
 from models.linear import Linear, SplitLinear, SummedLinear, parameter
+from models.low_rank import AdapterRooms
 from models.mixture import Mixture
 from models.mlp import MLP
 from models.ops.int8 import Int8Rows
@@ -169,7 +170,9 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor, weight: Tensor, reader: Linear | None
     ) -> tuple[Tensor | Int8Rows, Tensor]:
         """The norm of the sum, as the linear that reads it takes it, and the sum."""
-        norm = self.ops.add_rms_norm_int8 if reader is not None and reader.is_int8 else self.ops.add_rms_norm
+        norm = (
+            self.ops.add_rms_norm_int8 if reader is not None and reader.takes_int8 else self.ops.add_rms_norm
+        )
         return norm(x, residual, weight, self.eps)
 
 
@@ -199,6 +202,7 @@ class Decoder(nn.Module):
         self.ops, self.attention = ops, attention
         sharing = self.share.of_an_expert[1]
         self.counts_experts = False  # see models/expert_counts.py
+        self.adapters: AdapterRooms | None = None  # see models/adapters.py
         num_embedded = vocab if self.share.holds_embedding(config) else 0
         self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
@@ -240,6 +244,8 @@ class Decoder(nn.Module):
         num_tokens = len(step.token_ids)
         num_rows = self.ops.padded(num_tokens)
         token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
+        if self.adapters is not None:
+            self.adapters.choose(step.adapters, num_rows)
         rope_lens = None if step.rope_lens is None else pad_rows(step.rope_lens, num_rows)
         residual: Tensor | None = None
         if self.share.is_first:

@@ -17,10 +17,11 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from models.sampling import draw_columns
 
-# Columns of a token: token id, position, place to write, kv length, length that sets dynamic rope, and where
-# its token is read; then of the tokens of the batch, in its order: how each is drawn, and where it stands
-SOURCE = 5
-DRAW = slice(6, 6 + draw_columns.COLUMNS)
+# Columns of a token: token id, position, place to write, kv length, length that sets dynamic rope, where its
+# token is read, and its adapter; then of the tokens of the batch, in its order: how each is drawn, and where
+# it stands
+SOURCE, ADAPTER = 5, 6
+DRAW = slice(7, 7 + draw_columns.COLUMNS)
 PLACE = DRAW.stop
 COLUMNS = PLACE + 1
 
@@ -61,6 +62,7 @@ class GraphInputs:
         columns[0, places], columns[1, places] = packed.token_ids, packed.positions
         columns[2, places], columns[3, places] = packed.write_index, kv_lens
         columns[4, places] = np.maximum(slots.num_prompt[rows], kv_lens)
+        columns[ADAPTER, places] = slots.adapter[rows]
         columns[SOURCE] = self._sources
         width = -(-int(batch.stops.max()) // slots.page_size)
         self._pages[:width, : len(owners)] = slots.page_table[owners, :width].T

@@ -281,7 +281,7 @@ class DecodeGraphs:
         return CapturedStep(graph, inputs, sent, metadata, logits, best, draw, drawn)
 
     def _step(self, columns: Tensor, pages: Tensor, cache: KVCache) -> tuple[Tensor, Best, AttentionMetadata]:
-        _, positions, write_index, kv_lens, rope_lens, source = columns[: DRAW.start]
+        _, positions, write_index, kv_lens, rope_lens, source, adapters = columns[: DRAW.start]
         # A row that failed has no token: its request ends, and this step of it counts no more
         token_ids = self._table.index_select(0, source).clamp_(min=0)
         page_table = pages.t().contiguous()
@@ -290,6 +290,8 @@ class DecodeGraphs:
         step = StepInputs(token_ids, positions, metadata, cache, rope_lens if is_dynamic else None)
         if isinstance(self.decoder, Decoder) and self.decoder.counts_experts:  # padding is on the null page
             step = replace(step, is_asked=(write_index >= self.slots.page_size).int())
+        if isinstance(self.decoder, Decoder) and self.decoder.adapters is not None:
+            step = replace(step, adapters=adapters)
         if isinstance(self.decoder, Head):
             step = replace(step, before_index=_before_index(positions, page_table, self.slots.page_size))
         hidden = self.decoder(step)

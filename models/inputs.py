@@ -30,4 +30,8 @@ def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: K
         pages, offsets = np.divmod(np.maximum(packed.positions - 1, 0), slots.page_size)
         places = slots.page_table[rows, pages] * np.int64(slots.page_size) + offsets
         before_index = to_device(places, attention.device)
-    return StepInputs(token_ids, positions, metadata, cache, rope_lens, before_index)
+    adapters = None
+    if isinstance(decoder, Decoder) and decoder.adapters is not None and slots.adapter[batch.slots].any():
+        numbers = np.repeat(slots.adapter[batch.slots], batch.stops - batch.starts)
+        adapters = to_device(numbers, attention.device)
+    return StepInputs(token_ids, positions, metadata, cache, rope_lens, before_index, adapters=adapters)

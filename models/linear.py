@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from devices.int8 import quantize_rows
 from models.config import Form
 from models.group import Group
+from models.low_rank import LowRank
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Widths
 
@@ -50,6 +51,7 @@ class Linear(nn.Module):
             self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
         self.packed = None
+        self.low_rank: LowRank | None = None  # what the adapters of requests add
 
     def pack(self) -> None:
         """Called once, when the weight is filled; drops the unpacked weight."""
@@ -92,11 +94,19 @@ class Linear(nn.Module):
         """Whether it multiplies in int8."""
         return self.form != "plain"
 
+    @property
+    def takes_int8(self) -> bool:
+        """Whether its inputs may come in int8, which adapters cannot read."""
+        return self.is_int8 and self.low_rank is None
+
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """[T, in] -> [T, out]; rows in int8 are taken by a linear in int8 alone."""
+        """[T, in] -> [T, out]; rows in int8 are taken by a linear that `takes_int8`."""
         assert self.packed is not None, "pack the decoder before its first step"
         linear = self.ops.linear_int8 if self.is_int8 else self.ops.linear
-        return linear(x, self.packed)
+        y = linear(x, self.packed)
+        if self.low_rank is not None:
+            self.low_rank.add(y.split(self.low_rank.widths, dim=-1), x)
+        return y
 
 
 class SplitLinear(Linear):
@@ -106,7 +116,10 @@ class SplitLinear(Linear):
         """[T, in] -> a tensor [T, width] for each width."""
         assert self.packed is not None, "pack the decoder before its first step"
         linear = self.ops.linear_int8_split if self.is_int8 else self.ops.linear_split
-        return linear(x, self.packed, self.widths)
+        parts = linear(x, self.packed, self.widths)
+        if self.low_rank is not None:
+            self.low_rank.add(parts, x)
+        return parts
 
 
 class SummedLinear(Linear):
@@ -132,7 +145,7 @@ class SummedLinear(Linear):
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""
-        if self.is_int8:
+        if self.is_int8 or self.low_rank is not None:
             return self.group.all_reduce(self.part(x))
         assert self.packed is not None, "pack the decoder before its first step"
         return self.ops.linear_summed(x, self.packed, self.group)

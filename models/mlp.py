@@ -35,8 +35,12 @@ class MLP(nn.Module):
         self.gated = ops.swiglu if config.gate == "silu" else ops.geglu
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
-        both_int8 = self.gate_up.is_int8 and self.down.is_int8
-        self.joins_int8 = both_int8 and config.gate == "silu"  # the only gate that is fused with int8
+        self.has_fused_gate = config.gate == "silu"  # with int8
+
+    @property
+    def joins_int8(self) -> bool:
+        """Whether all of it is one operator."""
+        return self.has_fused_gate and self.gate_up.takes_int8 and self.down.takes_int8
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, hidden] -> [T, hidden]; `x` as for a linear."""

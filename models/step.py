@@ -24,3 +24,4 @@ class StepInputs:
     rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
     before_index: Tensor | None = None  # [T] cache place of the position before each token, for heads
     is_asked: Tensor | None = None  # int32 [T], 0 for padding of a captured step, else 1; None: all are
+    adapters: Tensor | None = None  # int32 [T], the place of each token's, 0 for none; None: no token has one

@@ -29,6 +29,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "collective": ("micro.collective", "how long the ranks of a recipe wait for each other, by size"),
     "ranks": ("micro.shared_steps", "how long tensor ranks take for a step, and what the simulation says"),
     "stages": ("micro.stages", "how long stages of layers wait for each other, and what the simulation says"),
+    "adapters": ("micro.adapters", "what adapters of requests cost beside none"),
     "simulation": ("micro.simulation", "simulated tokens a second, with the real scheduler"),
     "cache-types": ("micro.cache_types", "what keys and values in int8 change in answers and in attention"),
     "kv": ("micro.kv", "what pages cost: to find, name, take, copy, and leave half empty"),

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
-    jobs = list(read_jobs(lines_of(options), text))  # before the model is built: a bad file fails at once
+    jobs = list(read_jobs(lines_of(options), text, recipe))  # before the model: a bad file fails at once
     engine = build(recipe).engine
     jobs = unanswered(options.output, jobs) if options.resume else jobs
     with contextlib.ExitStack() as stack:  # what stood in the file is kept where no engine could be built

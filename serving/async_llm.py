@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from kv_cache.page_keys import page_keys
 from recipes.schema.reader import load
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.engine.messages import (
+    AdapterPut,
     Add,
     AddRefused,
     Beat,
@@ -39,6 +40,7 @@ from serving.failures import CutOff, Failure, Overloaded, ShutDown, Unavailable
 from serving.limits import ServerLimits
 from serving.metrics.server_stats import ServerStats
 from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
+from serving.served_adapters import ServedAdapters
 from serving.text.request_fields import check_length, is_short, parse_request, text_options
 from serving.text.tokenizer import Text
 
@@ -71,6 +73,7 @@ class AsyncLLM:
         self.engine = Supervisor(self._arguments_of, self.recipe.server, self._hear, self._lose_engine)
         self.stats.is_slow = lambda: self.engine.status == "slow"
         self.stats.silence_limit_s = lambda: self.engine.silence.limit_s
+        self.adapters = ServedAdapters(self.recipe.adapters, self.engine.send, self._requests)
         self._threads = ThreadPoolExecutor(self.recipe.server.text_threads, "text")
         self._streams: dict[int, tuple[AnswerStream, int]] = {}  # until the engine has sent their end
         self._num_parsing = 0
@@ -97,6 +100,9 @@ class AsyncLLM:
     def num_requests(self) -> int:
         """Samples in the engine, and requests on their way to it."""
         return len(self._streams) + self._num_parsing
+
+    def _requests(self) -> Iterator[Request]:
+        return (answer.request for answer, _ in self._streams.values())
 
     def start(self) -> None:
         """Start the engine, which is ready later."""
@@ -148,6 +154,8 @@ class AsyncLLM:
         ]
         parsed = await asyncio.gather(*works)
         self.check_ready()
+        for each in parsed:
+            self.adapters.check(each)
         self.limits.check_room(self.num_requests, sum(1 + len(each.followers) for each in parsed))
         reserved = self.limits.reserve(parsed, requests[0], facts.max_tokens)
         return [self._send(*each, group, owner) for each in zip(parsed, requests, reserved)]
@@ -155,7 +163,7 @@ class AsyncLLM:
     def _send(
         self, request: Request, fields: Fields, num_logprobs: int, group: str, owner: str
     ) -> AnswerStream:
-        samples = [request, *request.followers]
+        num_samples = 1 + len(request.followers)
         answer = AnswerStream(
             request,
             self.text,
@@ -167,23 +175,10 @@ class AsyncLLM:
         )
         answer.num_reserved_logprobs = num_logprobs
         answer.first_stream = self._next_stream
-        self._next_stream += len(samples)
-        self._streams |= {answer.first_stream + index: (answer, index) for index in range(len(samples))}
-        self.engine.send(
-            Add(
-                stream=answer.first_stream,
-                ids=[each.id for each in samples],
-                prompt=request.prompt.tobytes(),
-                page_keys=b"".join(request.page_keys),
-                params=request.params,
-                seeds=[each.params.seed for each in samples],
-                tenant=request.tenant,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                timeout_s=request.timeout_s,
-                age_s=time.monotonic() - answer.arrival_s,
-            )
-        )
+        self._next_stream += num_samples
+        self._streams |= {answer.first_stream + index: (answer, index) for index in range(num_samples)}
+        age_s = time.monotonic() - answer.arrival_s
+        self.engine.send(Add.of(answer.first_stream, request, age_s))
         self.stats.added(answer)
         return answer
 
@@ -191,7 +186,8 @@ class AsyncLLM:
         """The request, with the keys of its pages: hashing them in the engine would delay a step."""
         check_length(fields, facts.max_tokens, self.text)
         most, shared = facts.max_tokens, facts.max_shared_tokens
-        request = parse_request(fields, self.text, longest=most if fill else None, limit=most)
+        longest, adapters = most if fill else None, self.adapters
+        request = parse_request(fields, self.text, longest=longest, limit=most, adapters=adapters)
         if facts.prefix_sharing and (shared is None or request.num_prompt_tokens <= shared):
             request.page_keys = page_keys(request.prompt, facts.page_size, request.cache_salt)
         return request
@@ -276,6 +272,9 @@ class AsyncLLM:
                 self._step(message)
             case Ready(facts):
                 self.stats.ready(facts, self.engine.start_s)
+                self.adapters.begin()
+            case AdapterPut():
+                self.adapters.hear(message)
             case Beat():
                 self.stats.beat(message)
             case AddRefused(stream):
@@ -344,6 +343,7 @@ class AsyncLLM:
                 self.stats.aborted(answer, cause)
             answer.fail(failure)
         self._streams.clear()
+        self.adapters.lose(failure)
         for look in (each for each in self._looks if not each.done()):
             look.set_exception(failure)
         self._looks.clear()

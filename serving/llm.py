@@ -22,6 +22,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.scheduling.validation import longest_allowed
 from recipes.build.engine import build
 from recipes.schema.reader import load
+from serving.adapters import KnownAdapters
 from serving.answers.answers import AnswerDelta
 from serving.answers.jobs import Job, JobAnswer, JobRun
 from serving.grammars.matching import Grammars
@@ -54,6 +55,7 @@ class LLM:
 
     def __init__(self, recipe: str | Path, *overrides: str, profile: str | None = None) -> None:
         asked = load(recipe, overrides, profile)
+        self._adapters = KnownAdapters(asked.adapters)
         self.text = Text.load(asked.model.path) if asked.model.path else None
         self.engine: Engine = build(asked).engine
         scheduler = self.engine.scheduler
@@ -124,7 +126,7 @@ class LLM:
     def _job(self, prompt: dict[str, Any], params: VllmSamplingParams) -> Job:
         scheduler, given = self.engine.scheduler, params.asked() | prompt | {"id": str(next(self._ids))}
         most = longest_allowed(scheduler.slots, scheduler.pool)
-        request = parse_request(given, self.text, longest=most, limit=most)
+        request = parse_request(given, self.text, longest=most, limit=most, adapters=self._adapters)
         scheduler.check(request)
         self._grammars.constrain(request)
         self._processors.give(request)

@@ -22,6 +22,7 @@ from continuous_batching.scheduling.validation import longest_allowed
 from continuous_batching.system_error import naming
 from models.file_bounds import bounded_lines, lines_of
 from recipes.schema.recipe import Recipe
+from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.answers.answers import finite
 from serving.answers.embeddings import unit
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
@@ -37,11 +38,15 @@ Record = dict[str, Any]
 MOST_REQUESTS = 10**6  # of a file, all of which are in memory while they are served
 
 
-def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]:
-    """For each line of JSON its job, or {"id", "error"}; blank lines are skipped.
+def read_jobs(
+    lines: Iterable[str], text: Text | None, recipe: Recipe | None = None
+) -> Iterator[Job | Record]:
+    """For each line of JSON its job, or {"id", "error"}; blank lines are skipped. `recipe` says which
+    adapters they may name.
 
     Raises ValueError for more than MOST_REQUESTS lines.
     """
+    adapters = NO_ADAPTERS if recipe is None else KnownAdapters(recipe.adapters)
     line_of: dict[str, int] = {}
     num_requests = 0
     for number, line in enumerate(lines, 1):
@@ -55,7 +60,7 @@ def read_jobs(lines: Iterable[str], text: Text | None) -> Iterator[Job | Record]
             line.encode()  # fails where the file was not UTF-8
             fields = json.loads(line, parse_constant=_refuse_constant)
             job = Job(
-                parse_request(fields, text),
+                parse_request(fields, text, adapters=adapters),
                 text_options(fields),
                 num_answers=fields.get("n") or 1,
                 show_logprobs=fields.get("logprobs") is not None,

@@ -11,7 +11,7 @@ from continuous_batching.request import Request, TokenLogprobs
 from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
 
-Prompt = str | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, and "cache_salt"
+Prompt = str | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, "cache_salt", "adapter"
 
 
 @dataclass(slots=True)
@@ -145,11 +145,14 @@ def _piece(token: int, text: Text | None) -> str | None:
     return None if text is None else text.decode([token], skip_special_tokens=False, start=False)
 
 
+_OF_PROMPTS = {"prompt", "prompt_token_ids", "cache_salt", "adapter"}
+
+
 def fields_of(prompt: object) -> dict[str, Any]:
     """The fields of a request with a prompt; raises BadRequest for anything else."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
-    if isinstance(prompt, Mapping) and set(prompt) <= {"prompt", "prompt_token_ids", "cache_salt"}:
+    if isinstance(prompt, Mapping) and set(prompt) <= _OF_PROMPTS:
         return dict(prompt)
     raise BadRequest(
         "prompt",

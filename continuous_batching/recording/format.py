@@ -50,6 +50,7 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     priority: int
     arrival_s: float
     timeout_s: float | None = None
+    adapter: int = 0
 
 
 class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):

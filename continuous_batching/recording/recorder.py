@@ -151,6 +151,7 @@ class Recorder(Observer):
                 request.priority,
                 request.arrival_s,
                 request.timeout_s,
+                request.adapter,
             )
         )
 

@@ -95,6 +95,7 @@ def request_of(entry: Added) -> Request:
             priority=entry.priority,
             arrival_s=entry.arrival_s,
             timeout_s=entry.timeout_s,
+            adapter=entry.adapter,
         )
         for sample in entry.samples
     )

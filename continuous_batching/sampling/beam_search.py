@@ -83,6 +83,7 @@ class BeamSearches:
                 request.tenant,
                 request.cache_salt,
                 request.priority,
+                request.adapter,
                 request.arrival_s,
             )
             beam.number, beam.seed, beam.page_keys = request.number + index, request.seed, request.page_keys

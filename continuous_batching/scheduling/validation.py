@@ -35,6 +35,7 @@ def check_samples(leader: Request) -> None:
     ids = {leader.id}
     for each in leader.followers:
         same = np.array_equal(each.prompt, leader.prompt) and each.cache_salt == leader.cache_salt
+        same &= each.adapter == leader.adapter
         assert same, f"{each.id} cannot follow {leader.id}"
         if each.id in ids:
             raise BadRequest(

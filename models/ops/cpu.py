@@ -117,6 +117,15 @@ class CpuOps(Ops):
             return weight, bias
         return torch.ops.mkldnn._reorder_linear_weight(weight), bias
 
+    def pack_low_rank(self, weight: Tensor) -> Tensor:
+        """As `pack` has weights: no step is captured here."""
+        packed: Tensor = self.pack(weight, None)[0]
+        return packed
+
+    def plain_low_rank(self, packed: Tensor) -> Tensor:
+        """In the order of before."""
+        return packed.to_dense() if packed.is_mkldnn else packed
+
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """Transpose the weight to [in, out], which is read 1.3 times as fast at 17 rows."""
         if _has_vnni():

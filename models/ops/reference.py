@@ -62,6 +62,16 @@ class Ops:
         """[T, in] -> a tensor [T, width] for each of `widths`."""
         return self.linear(x, packed).split(widths, dim=-1)
 
+    def pack_low_rank(self, weight: Tensor) -> Tensor:
+        """A weight [out, in] of adapters in this device's form for `linear`, which other numbers come into
+        later: captured steps read it where it is.
+        """
+        return weight
+
+    def plain_low_rank(self, packed: Tensor) -> Tensor:
+        """What `pack_low_rank` was given, to be changed and packed again."""
+        return packed
+
     def check_int8(self, dtype: torch.dtype) -> None:
         """Raise ValueError where this device cannot multiply in int8 for a model of this type."""
 

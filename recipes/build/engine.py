@@ -13,7 +13,10 @@ from typing import Any
 from attention.reference import Attention
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
+from continuous_batching.system_error import in_one_line
 from models import weights
+from models.adapter_files import look_at
+from models.adapters import Adapters
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
@@ -36,7 +39,7 @@ from recipes.build.page_events import publish_pages
 from recipes.build.ranks import Ranks, recipe_of_a_rank
 from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_of
 from recipes.build.sizing import plan_memory
-from recipes.schema.recipe import Recipe
+from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed
 
@@ -56,6 +59,7 @@ class BuiltEngine:
     facts: dict[str, Any]  # what its scheduler is made of
     experts: ExpertCounts | None = None  # where they are counted
     ranks: Ranks | None = None  # where there are several
+    adapters: Adapters | None = None  # where there is room for any
 
 
 def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltEngine:
@@ -105,6 +109,7 @@ def assemble(
     # The smaller is refused before the larger is read
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages))
+    adapters = _adapters(recipe, decoder)
     beside = None if draft is None else cache_of(draft, recipe, memory)
     cache = cache_of(decoder, recipe, memory, beside)
     limits = SchedulerLimits.of(
@@ -135,7 +140,9 @@ def assemble(
     _log(recipe, config, memory, decoder)
     limits = replace(limits, num_pages=memory.num_pages)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
-    return BuiltEngine(engine, runner, config, memory, machine.name, largest_step_s, facts, experts)
+    return BuiltEngine(
+        engine, runner, config, memory, machine.name, largest_step_s, facts, experts, adapters=adapters
+    )
 
 
 def _loaded(
@@ -162,6 +169,22 @@ def _loaded(
         assert recipe.model.path is not None, "a checkpoint has a path"
         weights.load(decoder, recipe.model.path)
     return decoder
+
+
+def _adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
+    """Room for the recipe's adapters, and those that are there from the start."""
+    asked = recipe.adapters
+    if not asked.most:
+        return None
+    adapters = Adapters(decoder, asked.most, asked.rank)
+    for number, (name, folder) in enumerate((asked.folders or {}).items(), 1):
+        try:
+            adapters.put(number, adapters.read(look_at(ROOT / folder, asked.rank)))
+        except (ValueError, OSError) as error:
+            raise RecipeError(
+                f"adapters.folders.{name}", in_one_line(error), "mend it, or leave it out"
+            ) from error
+    return adapters
 
 
 def _least(

@@ -77,6 +77,7 @@ def too_much_of_the_host(gib: float, memory_bytes: int) -> RecipeError:
 def _parts(sizing: MemoryPlan) -> str:
     parts = {
         "weights": sizing.weight_bytes,
+        "adapters": sizing.adapter_bytes,
         "activations": sizing.activation_bytes,
         "reserve": sizing.reserve_bytes,
         "slot table": sizing.slot_bytes,

@@ -21,6 +21,7 @@ class MemoryPlan:
 
     num_parameters: int
     weight_bytes: int
+    adapter_bytes: int  # of the places for adapters
     page_bytes: int  # of one page: keys and values of all layers
     num_pages: int  # allocated, the null page among them
     num_pages_fitting: int  # that would fit beside all else
@@ -52,8 +53,8 @@ class MemoryPlan:
     @property
     def beside_bytes(self) -> int:
         """Everything on the device except the pages of the cache."""
-        parts = (self.weight_bytes, self.slot_bytes, self.activation_bytes, self.reserve_bytes)
-        return sum(parts) + self.host_beside_bytes
+        parts = (self.slot_bytes, self.activation_bytes, self.reserve_bytes, self.host_beside_bytes)
+        return self.weight_bytes + self.adapter_bytes + sum(parts)
 
     @property
     def total_bytes(self) -> int:
@@ -86,6 +87,7 @@ def report(
         *_spread(config, share),
         *beside,
         ("weights", in_gib(sizing.weight_bytes)),
+        *_adapters(recipe, sizing),
         (
             "a page",
             f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {num_layers} layers"
@@ -105,6 +107,13 @@ def report(
             f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
         ),
     ]
+
+
+def _adapters(recipe: Recipe, sizing: MemoryPlan) -> list[tuple[str, str]]:
+    asked = recipe.adapters
+    if not asked.most:
+        return []
+    return [("adapters", f"{in_gib(sizing.adapter_bytes)}, room for {asked.most} of rank {asked.rank}")]
 
 
 def _stages(config: DecoderConfig, share: Share) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ import torch
 
 from devices.ascend_limits import PRODUCTS
 from devices.onednn import product_dtype
+from models.adapters import bytes_of_adapters
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
 from models.head_config import HeadConfig
@@ -53,6 +54,7 @@ def plan_memory(
     sizing = MemoryPlan(
         num_parameters=both[0].num_parameters,
         weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
+        adapter_bytes=_adapter_bytes(recipe, both[0]),
         page_bytes=cache.page_size * tensor * sum(each.kv_bytes_per_token(tensor) for each in both)
         + sum(each.feature_bytes for each in both if isinstance(each, HeadConfig)),
         num_pages=0,
@@ -185,6 +187,18 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
         is_packed = device.kind == "npu" and device.product in tiles and stored != torch.float32
     is_kept_twice = is_packed and config.tie_embeddings
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
+
+
+def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
+    """What the places for adapters take; raises RecipeError for a model that they cannot be of."""
+    asked = recipe.adapters
+    if not asked.most:
+        return 0
+    if part.latent is not None:
+        raise RecipeError(
+            "adapters.most", "attention over latents has no adapters here", "set it to 0", value=asked.most
+        )
+    return bytes_of_adapters(part, asked.most, asked.rank)
 
 
 def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[DecoderConfig]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from recipes.schema.adapters_section import AdaptersSection, adapter_contradictions
 from recipes.schema.cache_checks import event_contradictions, int8_contradictions
 from recipes.schema.keys import key, keys_of
 from recipes.schema.parallel_section import ParallelSection, stage_contradictions
@@ -194,6 +195,7 @@ class Recipe:
     scheduler: SchedulerSection
     speculation: SpeculationSection = field(default_factory=SpeculationSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
+    adapters: AdaptersSection = field(default_factory=AdaptersSection)
     server: ServerSection = field(default_factory=ServerSection)
 
     def __post_init__(self) -> None:
@@ -244,6 +246,7 @@ class Recipe:
         yield from self._device_contradictions()
         yield from event_contradictions(self.cache.events, is_sharing=self.cache.prefix_sharing)
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
+        yield from adapter_contradictions(self.adapters, self.parallel)
         yield from contradictions(self.scheduler)
         yield from speculation_contradictions(self.speculation, self.device.kind)
         yield from stage_contradictions(

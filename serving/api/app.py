@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from serving import fingerprint
+from serving.api import adapters as adapter_routes
 from serving.api import batches as batch_routes
 from serving.api import errors, files, live_page, operations
 from serving.api.access import AccessControl, HeadAndOptions
@@ -49,7 +50,7 @@ def application(
         redoc_url=None,
     )
     errors.install(app)
-    names = ModelNames(model, llm.recipe.server.model_names)
+    names = ModelNames(model, llm.recipe.server.model_names, llm.adapters)
     turns = Turns()
     generation = Generation(llm, names, fingerprint.of(llm.recipe, operations.VERSION), turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
@@ -63,6 +64,7 @@ def application(
     for path, answer in (answers | ScoreRoutes(generation).by_path()).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     app.include_router(operations.router(llm, names))
+    app.include_router(adapter_routes.adapters_router(llm, names, route))
     app.include_router(operations.text_router(llm, names, route))
     app.include_router(operations.metrics_router(llm, model))
     app.include_router(live_page.router(llm))

@@ -90,6 +90,8 @@ class Generation:
         if priority := client.priority_for(body.priority):
             fields["priority"] = priority
         fields["cache_salt"] = client.salted(body.cache_salt or "")
+        if body.model is not None and self.llm.adapters.knows(body.model):
+            fields["adapter"] = body.model
         return fields
 
     def check_number(

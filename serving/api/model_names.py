@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from serving.adapters import KnownAdapters
 from serving.api.errors import NotFound
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The name that the server goes by, in metrics for example, and the others that mean the same model."""
+    """The name that the server goes by, in metrics for example, the others that mean the same model, and
+    adapters of it.
+    """
 
     name: str
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...]
+    adapters: KnownAdapters
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every name once, the server's own first."""
+        """Every name once, the server's own first, adapters last."""
+        return tuple(dict.fromkeys((*self.of_model, *(each.name for each in self.adapters.all))))
+
+    @property
+    def of_model(self) -> tuple[str, ...]:
+        """Those that mean the model itself."""
         return tuple(dict.fromkeys((self.name, *self.aliases)))
 
     def asked(self, name: str | None) -> str:

@@ -64,7 +64,8 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     def entry(name: str) -> dict[str, Any]:
         limits = {} if llm.facts is None else {"max_model_len": llm.facts.max_tokens}
         named = {"id": name, "object": "model", "created": born_s, "owned_by": "local", "root": names.name}
-        return named | limits
+        parent = {} if name in names.of_model else {"parent": names.name}
+        return named | parent | limits
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     path = recipe.model.path
     read_experts = ExpertReadings(built).due
     load_text = partial(Text.load, path) if path else lambda: None
-    worker = Worker(built.engine, socket, facts, load_text, read_experts, processors)
+    worker = Worker(built.engine, socket, facts, load_text, read_experts, processors, built.adapters)
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is lost, too, and another can be started
     try:

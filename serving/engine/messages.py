@@ -35,6 +35,42 @@ class Add(Message):
     priority: int
     timeout_s: float | None
     age_s: float
+    adapter: int = 0  # its place, from 1
+
+    @staticmethod
+    def of(stream: int, request: Request, age_s: float) -> Add:
+        """The message for a request and its samples."""
+        samples = [request, *request.followers]
+        return Add(
+            stream=stream,
+            ids=[each.id for each in samples],
+            prompt=request.prompt.tobytes(),
+            page_keys=b"".join(request.page_keys),
+            params=request.params,
+            seeds=[each.params.seed for each in samples],
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            timeout_s=request.timeout_s,
+            age_s=age_s,
+            adapter=request.adapter,
+        )
+
+
+class PutAdapter(Message):
+    """Let a place hold an adapter, by whose number no request goes; the files must still have this digest."""
+
+    number: int
+    folder: str
+    digest: str
+
+
+class AdapterPut(Message):
+    """The place holds it now; or why not, and then no request may have the number."""
+
+    number: int
+    digest: str
+    problem: str
 
 
 class Finish(Message):
@@ -222,8 +258,8 @@ class View(Message):
     cached: bytes  # one byte a page: whether the prefix cache holds it
 
 
-ToEngine = Add | Finish | Look
-FromEngine = Ready | AddRefused | QueueRefused | Stepped | Beat | View
+ToEngine = Add | Finish | Look | PutAdapter
+FromEngine = Ready | AddRefused | QueueRefused | Stepped | Beat | View | AdapterPut
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -10,19 +10,19 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
 
-from continuous_batching.batch import Batch, Sampled
-from continuous_batching.engine import Engine, Runner, Step
+from continuous_batching.engine import Engine, Step
 from continuous_batching.inspection import Recount, recount, usage
 from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.scheduling.validation import longest_allowed
 from kv_cache.page_keys import KEY_BYTES
+from serving.engine.adapter_loads import AdapterLoads
 from serving.engine.grammar_queue import GrammarQueue
 from serving.engine.messages import (
     Add,
@@ -35,6 +35,7 @@ from serving.engine.messages import (
     Finish,
     FromEngine,
     Look,
+    PutAdapter,
     QueueRefused,
     Ready,
     SampleEnd,
@@ -45,6 +46,7 @@ from serving.engine.messages import (
     encode,
 )
 from serving.engine.silence import COMPILER_S, SHORTEST_S
+from serving.engine.timed_runner import TimedRunner
 from serving.grammars.matching import Grammars, Spelling
 from serving.own_processors import KnownProcessors
 
@@ -53,45 +55,10 @@ _IDLE_MS = 1  # between checks of a queue that waits for a fuller batch
 _RECOUNTS_COST = 1000  # the pause after a recount of the pages, in times of its duration
 
 if TYPE_CHECKING:
+    from models.adapters import Adapters
     from recipes.build.engine import BuiltEngine
 
 log = logging.getLogger(__name__)
-
-
-class TimedRunner:
-    """A runner that measures its own time."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._taken_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def taken(self) -> float:
-        """Seconds in the runner since the last call."""
-        taken_s, self._taken_s = self._taken_s, 0.0
-        return taken_s
-
-    def run(self, batch: Batch) -> Sampled:
-        """As the runner's."""
-        return self._measured(lambda: self._runner.run(batch))
-
-    def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """As the runner's; the wait for its result counts."""
-        wait = self._measured(lambda: self._runner.start(batch))
-        return lambda: self._measured(wait)
-
-    def resize(self, num_pages: int, copies: Any) -> None:
-        """As the runner's."""
-        self._runner.resize(num_pages, copies)
-
-    def _measured(self, do: Callable[[], Any]) -> Any:
-        start_s = time.perf_counter()
-        try:
-            return do()
-        finally:
-            self._taken_s += time.perf_counter() - start_s
 
 
 class Worker:
@@ -108,6 +75,7 @@ class Worker:
         load_text: Callable[[], Spelling | None] = lambda: None,
         read_experts: Callable[[float], ExpertTable | None] = lambda _: None,
         processors: KnownProcessors | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -115,6 +83,7 @@ class Worker:
         engine.runner = self._clock = TimedRunner(engine.runner)
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
+        self._adapters = AdapterLoads(adapters)
         self._processors = processors or KnownProcessors({}, scheduler.vocab_size)
         self._requests: dict[int, Request] = {}  # by stream, until their end is sent
         self._stream_of: dict[str, int] = {}
@@ -132,10 +101,12 @@ class Worker:
         stepped = True
         while True:
             self._beat()
-            is_busy = self._engine.has_work or len(self._grammars)
+            is_busy = self._engine.has_work or len(self._grammars) or len(self._adapters)
             self._take(0 if stepped else _IDLE_MS if is_busy else int(BEAT_S * 1e3))
             if self._grammars:
                 self._admit_compiled()
+            for done in self._adapters.take_done() if self._adapters else ():
+                self._send(done)
             step = self._engine.step() if self._engine.has_work else None
             stepped = step is not None
             if step is not None:
@@ -155,6 +126,8 @@ class Worker:
                     self._add(message)
                 case Finish(stream, reason):
                     self._finish(stream, reason)
+                case PutAdapter():
+                    self._adapters.begin(message)
                 case Look():
                     self._send(self._view())
 
@@ -169,6 +142,7 @@ class Worker:
                 params=message.params if seed == message.params.seed else replace(message.params, seed=seed),
                 tenant=message.tenant,
                 cache_salt=message.cache_salt,
+                adapter=message.adapter,
                 priority=message.priority,
                 arrival_s=arrival_s,
                 timeout_s=message.timeout_s,

@@ -291,6 +291,12 @@ FIELDS = (
         ("cache_salt",), "only requests with the same one share pages", allowed="a string", default="empty"
     ),
     RequestField(
+        ("adapter",),
+        "an adapter of the recipe's, in files of requests; over HTTP `model` names it",
+        allowed="a name of `adapters.folders`",
+        default="none",
+    ),
+    RequestField(
         ("priority",),
         "larger goes first where `scheduler.queue` is priority; where `scheduler.victim` is lowest_priority, "
         "the lowest makes room first",

@@ -18,6 +18,7 @@ from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import MOST_LOGPROBS, Request, SamplingParams
 from continuous_batching.scheduling.validation import too_long
 from kv_cache.pages import Index
+from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import grammar_of
 from serving.own_processors import read_processors
@@ -41,13 +42,19 @@ _LONG = (  # these may take longer to read
 
 
 def parse_request(
-    fields: object, text: Text | None, *, longest: int | None = None, limit: int | None = None
+    fields: object,
+    text: Text | None,
+    *,
+    longest: int | None = None,
+    limit: int | None = None,
+    adapters: KnownAdapters = NO_ADAPTERS,
 ) -> Request:
     """A request from a decoded JSON object; raises BadRequest.
 
     A field that is null counts as absent. `text` None: the model has no tokenizer, and prompts are token ids.
     With `longest`, an answer without max_tokens may be so long that prompt and answer come to that many.
     `limit` is the most that they ever may come to; None: `truncation.fit` is for the caller, who learns it.
+    Its adapter is one of `adapters`; raises Unavailable while that is loaded.
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {shown(fields)}")
@@ -68,6 +75,7 @@ def parse_request(
     if tools is not None and tools.schemas and text is not None and text.tool_format is None:
         problem = "are not supported: the recipe names no server.tool_format for this model"
         raise BadRequest("tools", problem, fix='leave them out, or send tool_choice: "none"')
+    adapter = adapters.find(values["adapter"]) if "adapter" in values else None
     prompt = np.array(_prompt(values, text, tools), dtype=np.int32)
     asked = values.get("truncate_prompt_tokens")
     if asked is not None:
@@ -75,13 +83,15 @@ def parse_request(
     if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
         # Where too little room is left, the scheduler refuses the request as too long
         values["max_tokens"] = max(1, longest - len(prompt), min(values.get("min_tokens", 0), types.LAST_ID))
+    salt = values.get("cache_salt", "")
     leader, *followers = (
         Request(
             id=f"{values['id']}#{index}" if index else values["id"],
             prompt=prompt,
             params=params,
             tenant=values.get("tenant", values.get("user", "")),
-            cache_salt=values.get("cache_salt", ""),
+            cache_salt=salt if adapter is None else adapter.salted(salt),
+            adapter=0 if adapter is None else adapter.number,
             priority=values.get("priority", 0),
             arrival_s=values.get("arrival_s", 0.0),
             timeout_s=values.get("timeout_s"),
@@ -308,6 +318,7 @@ _READERS: dict[str, types.Reader] = {
     "tenant": types.label,
     "user": types.label,
     "cache_salt": types.label,
+    "adapter": types.label,
     "priority": types.priority,
 }
 FIELDS = frozenset(_READERS)
@@ -322,5 +333,5 @@ _WITH_POOLING = {
         "label_token_ids",
         *_CHAT,
     ),
-    *("arrival_s", "timeout_s", "tenant", "user", "cache_salt", "priority"),
+    *("arrival_s", "timeout_s", "tenant", "user", "cache_salt", "adapter", "priority"),
 }

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from recipes.schema import verb
 from tests.mutation.aclop_faults import ACLOP_FAULTS, ACLOP_TESTS_OF
+from tests.mutation.adapter_faults import ADAPTER_FAULTS, ADAPTER_TESTS_OF
 from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from tests.mutation.batch_faults import BATCH_FAULTS, BATCH_TESTS_OF
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
@@ -80,6 +81,7 @@ FAULTS = (
     *RESPONSE_FAULTS,
     *BATCH_FAULTS,
     *PROCESSOR_FAULTS,
+    *ADAPTER_FAULTS,
     *GRAPH_FAULTS,
     *HCCL_FAULTS,
     *MTP_FAULTS,
@@ -156,6 +158,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **RESPONSE_TESTS_OF,
     **BATCH_TESTS_OF,
     **PROCESSOR_TESTS_OF,
+    **ADAPTER_TESTS_OF,
     **ROUTING_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,

@@ -27,8 +27,8 @@ GEMMA3_FAULTS = (
     Fault(
         "gelu_lost_in_int8",
         MLP,
-        'both_int8 and config.gate == "silu"',
-        "both_int8",
+        "self.has_fused_gate and self.gate_up.takes_int8",
+        "self.gate_up.takes_int8",
         "the operator that joins gate and rounding knows no other gate",
     ),
     Fault(

@@ -141,7 +141,7 @@ def test_a_wrong_key_or_value_is_one_line(recipe, old, new, line):
             "r.yaml:2: not YAML: could not determine a constructor",
         ),
         ("model:\n  path: 2026-99-99\n", "r.yaml:2: not YAML: '2026-99-99' is no timestamp (month"),
-        ("- model\n", "r.yaml: not a recipe; it must be a mapping of cache, device, model, parallel"),
+        ("- model\n", "r.yaml: not a recipe; it must be a mapping of adapters, cache, device, model"),
         ("", "r.yaml: device.kind: required, and missing; it must be cpu, cuda or npu"),
         ("a: \x07", "r.yaml: not YAML: unacceptable character #x0007"),
         ("model: " + "[" * 600 + "]" * 600, "r.yaml:1: nested more than 32 levels deep"),

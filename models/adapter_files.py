@@ -1,0 +1,78 @@
+"""What do the files of an adapter (LoRA) say?
+
+A folder as peft saves it: adapter_config.json and adapter_model.safetensors. What of peft's forms is not
+computed here is refused by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.file_bounds import check_regular
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_WEIGHTS_BYTES = 2**34
+# Forms of peft that change what is computed, and the values that change nothing
+_UNCHANGED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "megatron_config": (None,),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (None, False),
+    "arrow_config": (None,),
+    "use_bdlora": (None, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that has been looked at, and not yet read."""
+
+    folder: Path
+    rank: int
+    scale: float  # of what it adds
+    digest: str  # of its files: of equal ones, what it makes of a prompt is equal
+
+
+def look_at(folder: Path, most_rank: int) -> AdapterFiles:
+    """What the files of an adapter say; raises ValueError in one line where it cannot be used, OSError where
+    a file is not there.
+    """
+    check_regular(folder / CONFIG, fix="save the adapter again")
+    check_regular(folder / WEIGHTS, MOST_WEIGHTS_BYTES, fix="save the adapter again")
+    text = (folder / CONFIG).read_bytes()
+    try:
+        config = json.loads(text)
+        rank, alpha = config["r"], config["lora_alpha"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{folder / CONFIG} is no configuration of a LoRA adapter ({error})") from None
+    for name, harmless in _UNCHANGED.items():
+        if config.get(name) not in harmless:
+            raise ValueError(
+                f"{folder}: adapters with {name}: {json.dumps(config[name])[:60]} are not computed"
+            )
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool)
+    if not is_rank or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"{folder / CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers")
+    if not 1 <= rank <= most_rank:
+        raise ValueError(f"{folder} has rank {rank}, and adapters.rank leaves room for 1 to {most_rank}")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    hashed = hashlib.sha256(text)
+    with (folder / WEIGHTS).open("rb") as file:
+        while data := file.read(2**20):
+            hashed.update(data)
+    return AdapterFiles(folder, rank, scale, hashed.hexdigest())

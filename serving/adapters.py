@@ -1,0 +1,68 @@
+"""Which adapters (LoRA) may requests ask for, and by which name?
+
+Pages that an adapter's requests computed are kept apart from all others by the digest of its files: an
+adapter that is loaded again under its old name, but with other files, finds none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from continuous_batching.refusal import BadRequest, shown
+from continuous_batching.system_error import in_one_line
+from models.adapter_files import AdapterFiles, look_at
+from recipes.schema.adapters_section import AdaptersSection
+from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
+from serving.failures import Unavailable
+
+
+@dataclass(slots=True)
+class NamedAdapter:
+    """An adapter by its name, and the number of its place on the device."""
+
+    name: str
+    number: int
+    files: AdapterFiles
+    is_there: bool = True  # the place holds it
+
+    def salted(self, salt: str) -> str:
+        """What parts the pages of its requests with this salt from all others."""
+        return f"{salt}:adapter:{self.files.digest}"
+
+
+class KnownAdapters:
+    """Those that a recipe names; raises RecipeError for one that cannot be used."""
+
+    def __init__(self, section: AdaptersSection) -> None:
+        self._by_name: dict[str, NamedAdapter] = {}
+        self.most, self._rank = section.most, section.rank
+        for number, (name, folder) in enumerate((section.folders or {}).items(), 1):
+            try:
+                files = look_at(ROOT / folder, section.rank)
+            except (ValueError, OSError) as error:
+                problem = in_one_line(error)
+                raise RecipeError(f"adapters.folders.{name}", problem, "mend it, or leave it out") from error
+            self._by_name[name] = NamedAdapter(name, number, files)
+
+    @property
+    def all(self) -> Sequence[NamedAdapter]:
+        return tuple(self._by_name.values())
+
+    def knows(self, name: str) -> bool:
+        """Whether there is one of this name."""
+        return name in self._by_name
+
+    def find(self, name: str) -> NamedAdapter:
+        """The adapter of this name; raises BadRequest where there is none, Unavailable while it is loaded."""
+        found = self._by_name.get(name)
+        if found is None:
+            known = " or ".join(map(shown, self._by_name)) or "left out: there are no adapters"
+            raise BadRequest("adapter", value=name, limit=known)
+        if not found.is_there:
+            raise Unavailable(f"the adapter {name!r} is being loaded")
+        return found
+
+
+NO_ADAPTERS = KnownAdapters(AdaptersSection())

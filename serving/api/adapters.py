@@ -1,0 +1,48 @@
+"""How does an operator load and unload adapters while the server runs? By the names of vLLM's routes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
+
+from continuous_batching.refusal import BadRequest
+from serving.api.model_names import ModelNames
+from serving.api.schemas import StrictBody
+from serving.async_llm import AsyncLLM
+
+
+class LoadBody(StrictBody):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: str = Field(description="by which requests ask for it, as their `model`")
+    lora_path: str = Field(description="a folder below `adapters.root`, as peft saves it")
+
+
+class UnloadBody(StrictBody):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+def adapters_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:
+    """Both routes; the recipe allows them by adapters.root."""
+    routes = APIRouter(route_class=route)
+
+    @routes.post("/v1/load_lora_adapter", response_class=Response)
+    async def load(body: LoadBody) -> Response:
+        """Answers when the adapter can be asked for."""
+        llm.check_ready()
+        if body.lora_name in names.of_model:
+            raise BadRequest("lora_name", "is the name of the model", value=body.lora_name)
+        await llm.adapters.load(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter", response_class=Response)
+    async def unload(body: UnloadBody) -> Response:
+        """Requests that have begun go on; its place is free when they have ended."""
+        llm.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return routes

@@ -1,0 +1,128 @@
+"""How do adapters (LoRA) come and go while a server runs, and how does each of its engines get them?"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request
+from continuous_batching.system_error import in_one_line
+from models.adapter_files import look_at
+from recipes.schema.adapters_section import AdaptersSection
+from serving.adapters import KnownAdapters, NamedAdapter
+from serving.engine.messages import AdapterPut, PutAdapter
+from serving.failures import Unavailable
+
+log = logging.getLogger(__name__)
+
+LONGEST_NAME = 256  # characters
+
+
+class ServedAdapters(KnownAdapters):
+    """The same while a server runs, where others can be loaded and each engine needs them again.
+
+    `send` leads to the engine, `requests` tells those that it has.
+    """
+
+    def __init__(
+        self,
+        section: AdaptersSection,
+        send: Callable[[PutAdapter], None],
+        requests: Callable[[], Iterable[Request]],
+    ) -> None:
+        super().__init__(section)
+        self.root = section.root
+        self._at_start = len(self._by_name)  # which each engine reads by itself, at the first numbers
+        self._send, self._requests = send, requests
+        self._waiting: dict[str, asyncio.Future[None]] = {}  # by name
+
+    async def load(self, name: str, path: str) -> None:
+        """Load the adapter of a folder below the root; raises BadRequest, or Unavailable where the engine
+        ends.
+        """
+        folder = self._folder(path)
+        if not name or len(name) > LONGEST_NAME or name in self._by_name:
+            problem = "is loaded already; unload it first" if name in self._by_name else ""
+            raise BadRequest("lora_name", problem, value=name, limit=f"of 1 to {LONGEST_NAME} characters")
+        taken = {each.number for each in self._by_name.values()} | {each.adapter for each in self._requests()}
+        free = [number for number in range(1, self.most + 1) if number not in taken]
+        if not free:
+            fix = "unload one, or raise adapters.most; its requests must have ended"
+            raise BadRequest("lora_name", f"has no place: all {self.most} are taken", value=name, fix=fix)
+        try:
+            files = await asyncio.to_thread(look_at, folder, self._rank)
+        except (ValueError, OSError) as error:
+            raise BadRequest("lora_path", f"cannot be used: {in_one_line(error)}") from error
+        if name in self._by_name or any(each.number == free[0] for each in self.all):
+            raise Unavailable("another adapter has taken the name or the place meanwhile", 0.0)
+        self._by_name[name] = adapter = NamedAdapter(name, free[0], files, is_there=False)
+        self._waiting[name] = asyncio.get_running_loop().create_future()
+        self._tell(adapter)
+        await self._waiting[name]
+
+    def unload(self, name: str) -> None:
+        """Take no more requests for it; raises BadRequest. Its place is free when those that it has ended."""
+        try:
+            found = self.find(name)
+        except BadRequest as error:
+            raise error.of_field("lora_name") from error
+        if found.number <= self._at_start:
+            problem = "is one of the recipe's, which each engine reads at its start"
+            raise BadRequest("lora_name", problem, value=name, fix="take it out of adapters.folders")
+        del self._by_name[name]
+
+    def begin(self) -> None:
+        """An engine is ready, which holds those of the recipe alone: let it have the others again."""
+        for each in self.all:
+            if each.number > self._at_start:
+                each.is_there = False
+                self._tell(each)
+
+    def hear(self, message: AdapterPut) -> None:
+        """What became of one."""
+        for each in self.all:
+            if (each.number, each.files.digest) != (message.number, message.digest):
+                continue
+            each.is_there = not message.problem
+            if message.problem:
+                log.error("the adapter %s is gone: %s", each.name, message.problem)
+                del self._by_name[each.name]
+            waiting = self._waiting.pop(each.name, None)
+            if waiting is not None and not waiting.done():
+                if message.problem:
+                    waiting.set_exception(BadRequest("lora_path", f"cannot be used: {message.problem}"))
+                else:
+                    waiting.set_result(None)
+
+    def lose(self, failure: Unavailable) -> None:
+        """The engine has ended: nobody will hear what became of those that it was reading."""
+        for name, waiting in self._waiting.items():
+            del self._by_name[name]
+            if not waiting.done():
+                waiting.set_exception(failure)
+        self._waiting.clear()
+
+    def check(self, request: Request) -> None:
+        """Raise Unavailable where a request's place no longer holds what it held when that was read."""
+        held = {each.number: each for each in self.all if each.is_there}.get(request.adapter)
+        is_same = held is not None and request.cache_salt.endswith(held.files.digest)
+        if request.adapter and not is_same:
+            raise Unavailable("the adapter was unloaded, or is being loaded again", 0.0)
+
+    def _tell(self, adapter: NamedAdapter) -> None:
+        self._send(PutAdapter(adapter.number, str(adapter.files.folder), adapter.files.digest))
+
+    def _folder(self, path: str) -> Path:
+        """The folder of a path below the root; raises BadRequest for one that leads elsewhere."""
+        if self.root is None:
+            raise BadRequest(None, "adapters cannot be loaded here: the recipe has no adapters.root")
+        try:
+            folder = (self.root / path).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise BadRequest("lora_path", f"is no path: {error}") from error
+        if not folder.is_relative_to(self.root.resolve()):
+            raise BadRequest("lora_path", "leads out of adapters.root", value=path)
+        return folder

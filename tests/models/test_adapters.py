@@ -1,0 +1,285 @@
+"""Does each request get what its own adapter makes of the model, whatever its neighbours have?
+
+The judge is peft: adapters that it made and saved, merged into the weights of transformers' model in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from continuous_batching.request import Request, SamplingParams
+from models.low_rank import AdapterRooms, LowRank
+from models.ops.reference import Ops
+from recipes.build.engine import BuiltEngine, build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
+from tests.device_kinds import settings
+from tests.models.families import VARIANTS, VOCABULARY, generated, make, wide
+
+NUM_NEW = 24
+# Fused and split linears, rotary heads in another order, extra norms, biases, experts beside attention
+NAMES = ("llama_biased", "qwen2_yarn", "phi3_part", "glm4", "gemma3_layer_types", "qwen3_moe")
+JOINED = {"phi3_part": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
+JOINED["glm4"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(model: Any, folder: Path, seed: int, **options: Any) -> Any:
+    """transformers' model with an adapter of peft's merged into it, which peft saves in the folder."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ALL} | options)
+    with warnings.catch_warnings():  # peft and copies of models ask torch for what will be no more
+        warnings.simplefilter("ignore")
+        wrapped = peft.get_peft_model(deepcopy(model), config)
+        with torch.no_grad():
+            for name, weight in wrapped.named_parameters():
+                if "lora_" in name:
+                    weight.copy_(torch.randn(weight.shape) * 0.25)
+        wrapped.save_pretrained(folder)
+        return wrapped.merge_and_unload()
+
+
+def built(path: Path, folders: Sequence[Path], *overrides: str, most: int = 4, rank: int = 8) -> BuiltEngine:
+    named = ", ".join(f"a{number}: {folder}" for number, folder in enumerate(folders, 1))
+    texts = [
+        *(f"model.path={path}", "model.dtype=float32", "device.compile=false", "cache.memory_gib=null"),
+        *("cache.page_size=16", "cache.num_pages=26", "scheduler.num_slots=6"),
+        *("scheduler.max_batch_tokens=40", "scheduler.max_request_tokens=160"),
+        *(f"adapters.most={most}", f"adapters.rank={rank}", f"adapters.folders={{{named}}}"),
+    ]
+    return build(load(ROOT / "recipes/any/cpu.yaml", [*texts, *overrides]))
+
+
+def serve(engine: Any, asked: Sequence[tuple[list[int], int]], **params: Any) -> list[Request]:
+    """The requests of prompts and adapters, two joining at each step."""
+    chosen = SamplingParams(**{"max_tokens": NUM_NEW, "temperature": 0.0, "ignore_eos": True} | params)
+    requests = [
+        Request(str(index), np.array(prompt), chosen, adapter=adapter, cache_salt=f"adapter {adapter}")
+        for index, (prompt, adapter) in enumerate(asked)
+    ]
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        for request in waiting[:2]:
+            engine.add(request)
+        waiting = waiting[2:]
+        engine.step()
+    return requests
+
+
+def prompts_of(adapters: int, seed: int = 5) -> list[tuple[list[int], int]]:
+    """Equal prompts for each adapter and for none: their pages would be shared if they could."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in (70, 33, 5)]
+    prompts.insert(1, prompts[0])
+    return [(prompt, adapter) for prompt in prompts for adapter in range(adapters + 1)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
+    variant = next(each for each in VARIANTS if each.name == name)
+    model, path = make(variant, tmp_path)
+    modules = ATTENTION if name == "qwen3_moe" else JOINED.get(name, ALL)
+    ways: list[dict[str, Any]] = [
+        {"target_modules": modules},
+        {"target_modules": [modules[0], modules[-1]], "r": 8, "lora_alpha": 4, "use_rslora": True},
+        {"target_modules": modules[1:], "r": 1, "layers_to_transform": [1]},
+    ]
+    folders = [tmp_path / f"adapter{number}" for number in range(len(ways))]
+    models = [model, *(adapted(model, at, seed, **way) for seed, (at, way) in enumerate(zip(folders, ways)))]
+    engine = built(path, folders).engine
+    requests = serve(engine, asked := prompts_of(len(ways)))
+    counters = engine.scheduler.counters
+    assert counters.preemptions, "no request came back"
+    assert counters.hit_tokens, "no prefix was shared"
+    for request, (prompt, adapter) in zip(requests, asked):
+        expected, _ = generated(models[adapter], prompt, NUM_NEW)
+        assert request.answer.tolist() == expected, (adapter, len(prompt))
+    answers = {tuple(request.answer.tolist()) for request in requests[:4]}
+    assert len(answers) == 4, "adapters change nothing"
+
+
+def llama(folder: Path) -> tuple[Any, Path]:
+    return make(next(each for each in VARIANTS if each.name == "llama_biased"), folder)
+
+
+def test_beams_scores_and_guesses_are_those_of_merged_weights(tmp_path: Path) -> None:
+    model, path = llama(tmp_path)
+    merged = adapted(model, tmp_path / "adapter", seed=1)
+    merged.save_pretrained(tmp_path / "merged")
+    guessing = ("speculation.kind=ngram", "speculation.max_tokens=3")
+    ours = built(path, [tmp_path / "adapter"], *guessing).engine
+    theirs = built(tmp_path / "merged", [], *guessing, most=0).engine
+    prompt = [3, 5, 7, 9] * 8
+    for params in (
+        {"beam_width": 3},
+        {"prompt_logprobs": 2, "logprobs": 2},
+        {"pooling": "mean", "max_tokens": 1},
+        {"max_tokens": 40},
+    ):
+        (mine,), (other,) = (serve(each, [(prompt, at)], **params) for each, at in ((ours, 1), (theirs, 0)))
+        assert mine.answer.tolist() == other.answer.tolist()
+        for name in ("logprobs", "prompt_logprobs"):
+            found, wanted = ([each.logprob for each in getattr(one, name)] for one in (mine, other))
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+        if "pooling" in params:
+            np.testing.assert_allclose(mine.embedding, other.embedding, atol=1e-4)
+    assert ours.scheduler.counters.accepted_tokens, "no guess was right"
+
+
+@pytest.mark.parametrize("graphs", [0, 6])
+def test_so_they_are_on_a_virtual_npu(graphs: int, tmp_path: Path) -> None:
+    model, path = make(wide(next(each for each in VARIANTS if each.name == "qwen2_yarn")), tmp_path)
+    folders = [tmp_path / f"adapter{number}" for number in range(2)]
+    models = [model, *(adapted(model, at, seed) for seed, at in enumerate(folders))]
+    engine = built(path, folders, *settings("npu"), f"device.graphs={graphs}").engine
+    for request, (prompt, adapter) in zip(serve(engine, asked := prompts_of(2)), asked):
+        assert request.answer.tolist() == generated(models[adapter], prompt, NUM_NEW)[0], (
+            adapter,
+            len(prompt),
+        )
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "phi3_part"])
+def test_ranks_hold_their_parts_of_an_adapter(name: str, tmp_path: Path) -> None:
+    model, path = make(next(each for each in VARIANTS if each.name == name), tmp_path)
+    merged = adapted(model, tmp_path / "adapter", 3, target_modules=JOINED.get(name, ALL))
+    whole = built(path, [tmp_path / "adapter"], "parallel.tensor=2")
+    try:
+        for request, (prompt, adapter) in zip(serve(whole.engine, asked := prompts_of(1)), asked):
+            expected, _ = generated((model, merged)[adapter], prompt, NUM_NEW)
+            assert request.answer.tolist() == expected, (adapter, len(prompt))
+    finally:
+        whole.engine.observer.close()
+
+
+def test_int8_weights_take_adapters(tmp_path: Path) -> None:
+    """Nothing else adds to products in int8: alone, beside others, and of a place, tokens are the same."""
+    model, path = llama(tmp_path)
+    folders = [tmp_path / f"adapter{number}" for number in range(2)]
+    for seed, at in enumerate(folders):
+        adapted(model, at, seed)
+    engines = [
+        built(path, some, "model.quantization=w8a8").engine for some in (folders, folders[1:], folders[::-1])
+    ]
+    prompt = prompts_of(0)[0][0]
+    together = serve(engines[0], [(prompt, adapter) for adapter in (0, 1, 2)])
+    answers = [request.answer.tolist() for request in together]
+    assert len(set(map(tuple, answers))) == 3
+    for engine, adapter, at in (
+        (engines[1], 1, 2),
+        (engines[2], 2, 1),
+        (engines[2], 1, 2),
+        (engines[1], 0, 0),
+    ):
+        (alone,) = serve(engine, [(prompt, adapter)])
+        assert alone.answer.tolist() == answers[at]
+
+
+def test_what_another_adapter_makes_of_a_token_reaches_it_not_even_where_it_is_infinite() -> None:
+    rooms = AdapterRooms(3, 2, torch.device("cpu"))
+    low_rank = LowRank(rooms, Ops(), 4, [5, 1], torch.float16, torch.device("cpu"))
+    x = torch.ones(4, 4, dtype=torch.float16)
+    for number in (1, 2, 3):
+        a = torch.full((2, 4), 10.0 if number == 3 else 60_000.0)  # sums of which are infinite
+        for index, width in enumerate(low_rank.widths):
+            low_rank.put(number, index, a, torch.full((width, 2), number / 10))
+    for numbers in ([3, 1, 0, 3], [3, 0, 0, 3], [0, 0, 0, 0], None):
+        rooms.choose(None if numbers is None else torch.tensor(numbers), 4)
+        outputs = torch.zeros(4, 5, dtype=torch.float16), torch.zeros(4, 1, dtype=torch.float16)
+        low_rank.add(outputs, x)
+        for row, number in enumerate(numbers or [0] * 4):
+            wanted = {3: 24.0, 1: torch.inf, 0: 0.0}[number]  # 2 * 40 * 0.3
+            for output in outputs:
+                found = output[row].float()
+                torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-3, atol=0)
+
+
+def test_a_place_holds_nothing_of_what_it_held() -> None:
+    rooms = AdapterRooms(2, 2, torch.device("cpu"))
+    rooms.choose(torch.tensor([2]), 1)
+    used, new = (LowRank(rooms, Ops(), 3, [4], torch.float32, torch.device("cpu")) for _ in range(2))
+    used.put(2, 0, torch.randn(2, 3), torch.randn(4, 2))
+    for rank in (1, 0):
+        a, b, x = torch.randn(rank, 3), torch.randn(4, rank), torch.randn(1, 3)
+        found = []
+        for each in (used, new):
+            each.put(2, 0, a, b)
+            output = torch.zeros(1, 4)
+            each.add([output], x)
+            found.append(output)
+        assert torch.equal(*found)
+        torch.testing.assert_close(found[0], x @ a.T @ b.T)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"use_dora": True}, "use_dora: true"),
+        ({"bias": "all"}, 'bias: "all"'),
+        ({"peft_type": "IA3"}, 'peft_type: "IA3"'),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"r": 9}, "has rank 9, and adapters.rank leaves room for 1 to 8"),
+        ({"r": True}, "both must be numbers"),
+        ({"lora_alpha": "8"}, "both must be numbers"),
+        ({"r": 3}, "and this model needs"),
+    ],
+)
+def test_forms_that_are_not_computed_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
+    model, path = llama(tmp_path)
+    adapted(model, tmp_path / "adapter", seed=1)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{re.escape(why)}"):
+        built(path, [tmp_path / "adapter"])
+
+
+@pytest.mark.parametrize(("name", "modules"), [("llama_biased", ["lm_head"]), ("qwen2_moe", ALL)])
+def test_adapters_of_other_linears_are_refused(name: str, modules: list[str], tmp_path: Path) -> None:
+    model, path = make(next(each for each in VARIANTS if each.name.startswith(name)), tmp_path)
+    adapted(model, tmp_path / "adapter", seed=1, target_modules=modules)
+    with pytest.raises(RecipeError, match="changes what adapters cannot change here: they are of"):
+        built(path, [tmp_path / "adapter"])
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    model, path = llama(tmp_path)
+    adapted(model, tmp_path / "adapter", seed=1)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[next(name for name in tensors if "lora_B" in name)][0, 0] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(RecipeError, match="holds NaN or infinity"):
+        built(path, [tmp_path / "adapter"])
+
+
+def test_a_recipe_says_what_adapters_take_and_where_they_cannot_be(tmp_path: Path) -> None:
+    _, path = llama(tmp_path)
+    with_room, without = (built(path, [], most=most) for most in (4, 0))
+    linears = [(48, 48), (48, 24), (48, 24), (48, 48), (48, 80), (48, 80), (80, 48)]
+    expected = 4 * 8 * 3 * sum(map(sum, linears)) * 4  # places, rank, layers, numbers of A and B, bytes
+    assert with_room.memory.adapter_bytes == expected
+    held = sum(
+        4 * each.rooms.most * each.rooms.rank * (len(each.widths) * each.num_inputs + sum(each.widths))
+        for each in with_room.runner.decoder.modules()
+        if isinstance(each, LowRank)
+    )
+    assert held == expected
+    assert without.memory.adapter_bytes == 0
+    latent = make(next(each for each in VARIANTS if each.name == "deepseek_v2"), tmp_path)[1]
+    with pytest.raises(RecipeError, match=r"adapters\.most: attention over latents has no adapters here"):
+        built(latent, [])

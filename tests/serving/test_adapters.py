@@ -1,0 +1,157 @@
+"""Do clients get answers of the adapter that they name, while adapters come, go, and outlive an engine?
+
+What is right is said by transformers with peft's adapters merged into its weights.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipes.schema.recipe import ROOT
+from serving.llm import LLM, SamplingParams
+from serving.text.tokenizer import Text
+from tests.models.test_adapters import adapted
+from tests.serving.server import PATIENCE_S, TINY, Server
+
+WEIGHTS = ROOT / "recipes/tiny/weights"
+PROMPTS = ["348+275=", "One day, a fox", "Ben has 506 books and gets 3 more."]
+ROOM = ("adapters.most=2", "adapters.rank=8")
+NUM_NEW = 8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters called one, two and three."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "two", "three")):
+        models()[name] = adapted(models()["tiny"], root / name, seed, r=2 + seed)
+    return root
+
+
+@cache
+def models() -> dict[str, Any]:
+    """transformers' models by the names that the server has for them."""
+    return {"tiny": AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)}
+
+
+def expected(name: str, prompt: str) -> list[int]:
+    text = Text.load(WEIGHTS)
+    assert text is not None
+    tokens, found = text.encode(prompt), []
+    with torch.inference_mode():
+        for _ in range(NUM_NEW):
+            logits = models()[name](torch.tensor([tokens + found])).logits
+            found.append(int(logits[0, -1].argmax()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(folders: Path) -> Iterator[Server]:
+    server = Server(
+        *(TINY, *ROOM, f"adapters.folders={{one: {folders / 'one'}}}", f"adapters.root={folders}"),
+        *("model.dtype=float32", "scheduler.num_slots=8", "server.spare_engine=false"),
+    ).ready()
+    yield server
+    assert server.close() == 0
+
+
+def answers(served: Server, name: str) -> list[list[int]]:
+    with openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="any", max_retries=9, timeout=PATIENCE_S
+    ) as client:
+        found = [
+            client.completions.create(
+                model=name, prompt=prompt, max_tokens=NUM_NEW, temperature=0, logprobs=0,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            )
+            for prompt in PROMPTS
+        ]  # fmt: skip
+        assert all(each.model == name for each in found)
+        return [each.choices[0].token_ids for each in found]  # type: ignore[attr-defined]
+
+
+def check(served: Server, *names: str) -> None:
+    for name in names:
+        assert answers(served, name) == [expected(name, prompt) for prompt in PROMPTS], name
+
+
+def post(served: Server, verb: str, **body: str) -> httpx.Response:
+    return httpx.post(f"{served.url}/v1/{verb}_lora_adapter", json=body, timeout=PATIENCE_S)
+
+
+def refusal(served: Server, verb: str, **body: str) -> str:
+    response = post(served, verb, **body)
+    assert response.status_code == 400
+    message: str = response.json()["error"]["message"]
+    return message
+
+
+def listed(served: Server) -> dict[str, str | None]:
+    data = httpx.get(f"{served.url}/v1/models", timeout=PATIENCE_S).json()["data"]
+    return {each["id"]: each.get("parent") for each in data}
+
+
+def test_adapters_come_and_go_and_outlive_an_engine(served: Server, folders: Path) -> None:
+    check(served, "tiny", "one")
+    assert listed(served) == {"tiny": None, "one": "tiny"}
+    assert post(served, "load", lora_name="deux", lora_path="two").text == (
+        "Success: LoRA adapter 'deux' added successfully."
+    )
+    models()["deux"] = models()["two"]
+    check(served, "tiny", "one", "deux")
+    assert "all 2 are taken" in refusal(served, "load", lora_name="three", lora_path="three")
+    os.kill(served.engine_pid, signal.SIGKILL)
+    check(served, "deux", "one", "tiny")
+    assert post(served, "unload", lora_name="deux").status_code == 200
+    with pytest.raises(openai.NotFoundError, match="there is no model 'deux'"):
+        answers(served, "deux")
+    assert post(served, "load", lora_name="three", lora_path=str(folders / "three")).status_code == 200
+    check(served, "three", "one", "tiny")
+    assert post(served, "unload", lora_name="three").status_code == 200
+    shutil.copytree(folders / "two", folders / "again")
+    assert post(served, "load", lora_name="three", lora_path="again").status_code == 200
+    models()["three"] = models()["two"]  # of the same name, with other files: no page of the old one is found
+    check(served, "three")
+    assert post(served, "unload", lora_name="three").status_code == 200
+
+
+def test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on(served: Server, folders: Path) -> None:
+    damaged = folders / "damaged"
+    shutil.copytree(folders / "two", damaged)
+    (damaged / "adapter_model.safetensors").write_bytes(b"nothing")
+    for name, path, why in (
+        ("tiny", "two", "is the name of the model"),
+        ("one", "two", "is loaded already; unload it first"),
+        ("", "two", "must be of 1 to 256 characters"),
+        ("more", "absent", "no such file or directory"),
+        ("more", "../..", "leads out of adapters.root"),
+        ("more", "/etc", "leads out of adapters.root"),
+        ("more", "damaged", "cannot be read as safetensors"),
+    ):
+        assert why in refusal(served, "load", lora_name=name, lora_path=path), (name, path)
+    assert 'must be "one"' in refusal(served, "unload", lora_name="more")
+    assert "is one of the recipe's" in refusal(served, "unload", lora_name="one")
+    check(served, "one")
+
+
+def test_programs_name_the_adapters_of_the_recipe(folders: Path) -> None:
+    llm = LLM(TINY, *ROOM, f"adapters.folders={{one: {folders / 'one'}}}", "model.dtype=float32")
+    params = SamplingParams(max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
+    for name in ("one", "tiny"):
+        own = {} if name == "tiny" else {"adapter": name}
+        found = llm.generate([{"prompt": each, **own} for each in PROMPTS], params, use_tqdm=False)
+        assert [each.outputs[0].token_ids for each in found] == [expected(name, each) for each in PROMPTS]
+    with pytest.raises(ValueError, match='adapter is "two"; it must be "one"'):
+        llm.generate([{"prompt": "a", "adapter": "two"}], params, use_tqdm=False)
