@@ -1,15 +1,17 @@
-"""How many held-out sums does the tiny model get right?"""
+"""How many held-out sums does the tiny model get right, and how many turns the tiny agent?"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from recipes.tiny.corpus import held_out_sums, messages
+from recipes.tiny import agent_corpus
+from recipes.tiny.corpus import BOS, EOS, held_out_sums, messages
 
 
 def answers(directory: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32) -> list[list[int]]:
@@ -51,3 +53,22 @@ def report(directory: Path, count: int = 1000) -> str:
     """One line for people."""
     bare, chat = accuracy(directory, count, chat=False), accuracy(directory, count, chat=True)
     return f"held-out sums right of {count}: bare {bare:.1%}, in a chat {chat:.1%}"
+
+
+def turns_right(directory: Path, count: int, *, long: bool, seed: int = 10**6) -> float:
+    """The share of `count` turns of the agent that come out as the corpus has them, thoughts and all. Nearly
+    all of their numbers are in no document that it has read.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    asked = list(islice(agent_corpus.documents(seed, long=long), count))
+    texts = [[text for text, _ in document] for document in asked]
+    prompts = [tokenizer.encode("".join(each[:-1]).removeprefix(BOS)) for each in texts]
+    expected = [each[-1].removesuffix(EOS) for each in texts]
+    told = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers(directory, prompts, 120)]
+    return sum(text == right for text, right in zip(told, expected)) / count
+
+
+def agent_report(directory: Path, count: int = 500) -> str:
+    """One line for people."""
+    short, long = (turns_right(directory, count, long=long) for long in (False, True))
+    return f"turns right of {count}: after one question {short:.1%}, after several {long:.1%}"

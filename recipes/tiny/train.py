@@ -1,9 +1,9 @@
 """How is the tiny model made?
 
-`python -m recipes.tiny.train [--output DIR] [--draft]` writes a tokenizer and a model in the Hugging Face
-layout. The tokenizer is trained first, on the same corpus and from the same seed, so that the model and its
-draft (`--draft`) share it. The layers' matrices are trained with Muon (momentum, orthogonalised; Jordan
-2024), embeddings and norms with AdamW.
+`python -m recipes.tiny.train [--output DIR] [--draft | --agent]` writes a tokenizer and a model in the
+Hugging Face layout. The tokenizer is trained first, on the same corpus and from the same seed, so that the
+model and its draft (`--draft`) share it; the agent (`--agent`) has a corpus of its own. The layers' matrices
+are trained with Muon (momentum, orthogonalised; Jordan 2024), embeddings and norms with AdamW.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes.schema.numbers import MOST_SEED, whole
-from recipes.tiny.corpus import ASSISTANT, BOS, CHAT_TEMPLATE, EOS, SYSTEM, USER, Document, documents
-from recipes.tiny.evaluate import report
+from recipes.tiny import agent_corpus, corpus
+from recipes.tiny.corpus import ASSISTANT, BOS, EOS, SYSTEM, USER, Document
+from recipes.tiny.evaluate import agent_report, report
 
 HERE = Path(__file__).parent
 PAD, UNK, BOS_ID, EOS_ID = 3, 0, 1, 2
@@ -42,9 +43,35 @@ class TrainingStage:
 
 
 @dataclass(frozen=True, slots=True)
+class Language:
+    """What a model reads, and how its tokenizer writes that.
+
+    `documents` are drawn from a seed, `long` or not. Of the symbols that are one token each, `roles` begin a
+    turn and are never part of a text, and `words` are.
+    """
+
+    documents: Callable[..., Iterator[Document]]
+    chat_template: str
+    roles: tuple[str, ...]
+    words: tuple[str, ...]
+    vocab_size: int
+
+
+CHAT = Language(corpus.documents, corpus.CHAT_TEMPLATE, (SYSTEM, USER, ASSISTANT), ("\n",), 1024)
+AGENT_CHAT = Language(
+    agent_corpus.documents,
+    agent_corpus.CHAT_TEMPLATE,
+    (SYSTEM, USER, ASSISTANT, agent_corpus.TOOL),
+    (agent_corpus.THINK, agent_corpus.THOUGHT, agent_corpus.CALL, agent_corpus.CALLED, "\n"),
+    512,
+)
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingPlan:
     """A model's shape and its training."""
 
+    language: Language
     hidden_size: int
     num_layers: int
     intermediate_size: int
@@ -53,26 +80,29 @@ class TrainingPlan:
     other_rate: float = 2e-3
 
 
-MODEL = TrainingPlan(192, 4, 512, (TrainingStage(2800, 16, 128, False), TrainingStage(600, 6, 512, True)))
-DRAFT = TrainingPlan(64, 2, 96, (TrainingStage(2000, 16, 128, False), TrainingStage(600, 6, 512, True)))
+MODEL = TrainingPlan(
+    CHAT, 192, 4, 512, (TrainingStage(2800, 16, 128, False), TrainingStage(600, 6, 512, True))
+)
+DRAFT = TrainingPlan(CHAT, 64, 2, 96, (TrainingStage(2000, 16, 128, False), TrainingStage(600, 6, 512, True)))
+AGENT = TrainingPlan(
+    AGENT_CHAT, 128, 4, 256, (TrainingStage(4500, 8, 256, False), TrainingStage(900, 5, 512, True))
+)
 
 
-def train_tokenizer(
-    target: Path, *, vocab_size: int = 1024, seed: int = 0, num_documents: int = 20_000
-) -> None:
+def train_tokenizer(target: Path, language: Language, *, seed: int = 0, num_documents: int = 20_000) -> None:
     """Writes `target`/tokenizer.model. Any text survives a round trip: rare signs are spelt as bytes."""
     pieces = (
         line
-        for document in itertools.islice(documents(seed, long=True), num_documents)
+        for document in itertools.islice(language.documents(seed, long=True), num_documents)
         for text, _ in document
-        for line in _without_markers(text)
+        for line in _without_markers(text, language)
     )
     model = io.BytesIO()  # a file would record its own path
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=pieces,
         model_writer=model,
         model_type="bpe",
-        vocab_size=vocab_size,
+        vocab_size=language.vocab_size,
         byte_fallback=True,
         split_digits=True,
         normalization_rule_name="identity",
@@ -81,7 +111,7 @@ def train_tokenizer(
         character_coverage=1.0,
         max_sentencepiece_length=8,
         # Markers are plain symbols, so that a rendered chat template is encoded as text.
-        user_defined_symbols=[SYSTEM, USER, ASSISTANT, "\n"],
+        user_defined_symbols=[*language.roles, *language.words],
         unk_id=UNK,
         bos_id=BOS_ID,
         eos_id=EOS_ID,
@@ -92,8 +122,8 @@ def train_tokenizer(
     (target / "tokenizer.model").write_bytes(model.getvalue())
 
 
-def _without_markers(text: str) -> Iterator[str]:
-    for marker in (BOS, EOS, SYSTEM, USER, ASSISTANT):
+def _without_markers(text: str, language: Language) -> Iterator[str]:
+    for marker in (BOS, EOS, *language.roles, *language.words):
         text = text.replace(marker, "\n")
     return (line for line in text.split("\n") if line)
 
@@ -114,10 +144,10 @@ def encode(
 
 
 def batches(
-    tokenizer: sentencepiece.SentencePieceProcessor, stage: TrainingStage, seed: int
+    tokenizer: sentencepiece.SentencePieceProcessor, language: Language, stage: TrainingStage, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Token ids and labels, [rows, length] each: whole documents packed in rows, the rest of a row padded."""
-    source = (encode(tokenizer, document) for document in documents(seed, long=stage.long))
+    source = (encode(tokenizer, document) for document in language.documents(seed, long=stage.long))
     waiting = next(source)
     for _ in range(stage.steps):
         ids = torch.full((stage.rows, stage.length), PAD)
@@ -154,7 +184,7 @@ def train(
     stream = (
         batch
         for number, stage in enumerate(plan.stages)
-        for batch in batches(tokenizer, stage, seed + 1 + number)
+        for batch in batches(tokenizer, plan.language, stage, seed + 1 + number)
     )
     started = time.monotonic()
     for step, (ids, labels) in enumerate(stream):
@@ -199,7 +229,7 @@ def _config(plan: TrainingPlan, vocab_size: int) -> LlamaConfig:
     )
 
 
-def save(model: LlamaForCausalLM, target: Path) -> None:
+def save(model: LlamaForCausalLM, language: Language, target: Path) -> None:
     """Writes the Hugging Face layout into `target`, beside tokenizer.model; weights in bfloat16."""
     model.to(torch.bfloat16).save_pretrained(target)
     special = {
@@ -210,7 +240,7 @@ def save(model: LlamaForCausalLM, target: Path) -> None:
             "rstrip": False,
             "normalized": False,
         }
-        for number, content in enumerate(("<unk>", BOS, EOS, "<pad>", SYSTEM, USER, ASSISTANT))
+        for number, content in enumerate(("<unk>", BOS, EOS, "<pad>", *language.roles))
     }
     settings = {
         "tokenizer_class": "LlamaTokenizer",
@@ -225,27 +255,32 @@ def save(model: LlamaForCausalLM, target: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 2048,
         "added_tokens_decoder": special,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": language.chat_template,
     }
     (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="default: recipes/tiny/weights, or recipes/tiny/draft")
-    parser.add_argument("--draft", action="store_true", help="train the smaller sibling")
+    parser.add_argument("--output", type=Path, help="default: recipes/tiny/weights, draft or agent")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--draft", action="store_true", help="train the smaller sibling")
+    which.add_argument("--agent", action="store_true", help="train the one that calls tools")
     parser.add_argument("--seed", type=whole(0, MOST_SEED), default=0)
     arguments = parser.parse_args()
-    target = arguments.output or HERE / ("draft" if arguments.draft else "weights")
+    name, plan = "weights", MODEL
+    if arguments.draft or arguments.agent:
+        name, plan = ("draft", DRAFT) if arguments.draft else ("agent", AGENT)
+    target = arguments.output or HERE / name
     target.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
-    train_tokenizer(target, seed=arguments.seed)
+    train_tokenizer(target, plan.language, seed=arguments.seed)
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(target / "tokenizer.model"))
-    model = train(DRAFT if arguments.draft else MODEL, tokenizer, arguments.seed)
+    model = train(plan, tokenizer, arguments.seed)
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
-    save(model, target)
-    print(report(target))
+    save(model, plan.language, target)
+    print(agent_report(target) if arguments.agent else report(target))
 
 
 if __name__ == "__main__":

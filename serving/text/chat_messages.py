@@ -13,8 +13,10 @@ from continuous_batching.refusal import BadRequest, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_CALLS = 128  # of one message
+# LiteLLM keeps there what else an answer said, and sends it back: it asks for nothing
+_UNREAD = "provider_specific_fields"
 _KNOWN = {
-    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", _UNREAD},
     "tool": {"role", "content", "name", "tool_call_id"},
 }
 _PLAIN = {"role", "content", "name"}

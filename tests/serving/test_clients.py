@@ -1,4 +1,4 @@
-"""Clients that people have, unmodified: OpenAI's for Node.js, LangChain's, lm-eval and guidellm.
+"""Clients that people have, unmodified: OpenAI's for Node.js, LangChain's, LiteLLM's, lm-eval and guidellm.
 
 They live in an environment of their own, which `bash scripts/setup.sh clients` makes.
 """
@@ -60,6 +60,14 @@ def test_openais_client_for_node(shared: Server, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_langchains_client(shared: Server, tmp_path: Path) -> None:
     assert run(PYTHON, SCRIPTS / "chain.py", shared.url, folder=tmp_path) == "passed\n"
+
+
+@needs_clients
+@pytest.mark.slow
+def test_langchains_and_litellms_tools(tmp_path: Path) -> None:
+    agent = Server("recipes/tiny/agent.yaml").ready()
+    assert run(PYTHON, SCRIPTS / "tools.py", agent.url, folder=tmp_path) == "passed\n"
+    assert agent.close() == 0
 
 
 @pytest.fixture(scope="module")
