@@ -13,7 +13,7 @@ from models.quantization import BlockScales, Quantization
 from models.rope_config import RopeConfig
 
 DType = Literal["float32", "bfloat16", "float16"]
-Gate = Literal["silu", "gelu_tanh"]
+Gate = Literal["silu", "gelu_tanh", "clamped"]
 Form = Literal["plain", "int8", "quantize"]  # how a linear is stored; quantize: plain, then in int8
 
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,6 +62,8 @@ class DecoderConfig:
     norms: tuple[str, ...] = NORMS  # of a layer, in a checkpoint; two more are of what attention and MLP made
     norms_add_one: bool = False  # to what a checkpoint says of them
     gate: Gate = "silu"  # of the MLP
+    gate_slope: float = 1.702  # of the sigmoid of a clamped gate
+    gate_limit: float = 7.0  # to which a clamped gate, and what it weighs, are bound
     embedding_scale: float = 1.0
     score_cap: float | None = None  # of attention: it is cap * tanh(score / cap)
     logit_cap: float | None = None  # the same of logits
@@ -276,15 +278,22 @@ class DecoderConfig:
 
     @property
     def _expert_parameters(self) -> int:
-        return 0 if self.mixture is None else 3 * self.hidden_size * self.mixture.inner_size
+        if self.mixture is None:
+            return 0
+        inner, hidden = self.mixture.inner_size, self.hidden_size
+        return 3 * hidden * inner + self.mlp_bias * (2 * inner + hidden)
 
     @property
     def _router_parameters(self) -> int:
-        """Of all routers, and what corrects their choices."""
+        """Of all routers, their biases, and what corrects their choices."""
         mixture = self.mixture
         if mixture is None:
             return 0
-        return self.num_mixtures * mixture.num_experts * (self.hidden_size + mixture.is_corrected)
+        return (
+            self.num_mixtures
+            * mixture.num_experts
+            * (self.hidden_size + mixture.is_corrected + mixture.is_biased)
+        )
 
 
 def _joined(prefix: str, roles: tuple[str, str, str]) -> tuple[str, str, str]:

@@ -59,6 +59,9 @@ class SelfAttention(nn.Module):
         self.output = SummedLinear(ops, heads, hidden, config.output_bias, dtype, device, form[1], group)
         self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
         self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.sinks: nn.Parameter | None = None
+        if config.has_sinks:
+            self.sinks = attention.sinks[layer] = parameter(config.num_heads, dtype=dtype, device=device)
 
     def norms(self) -> dict[str, nn.Parameter | None]:
         """Of what a checkpoint calls so."""

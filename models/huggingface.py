@@ -27,6 +27,7 @@ from models.shown import shown
 Windows = tuple[int | None, ...]
 
 UNQUANTISED = "linears that are stored joined are read unquantised or packed: use the original checkpoint"
+STACKED = "mxfp4 is of experts in one tensor (gpt_oss), which no other form is read of"
 
 # Far above every published model, and low enough that what is derived from them can be computed and planned
 MOST = {
@@ -86,9 +87,8 @@ def decoder_config(
 
     `turned` is how much of a head is where the file does not say, in families that turn a part of it.
     """
-    said, packed = hf.get("quantization_config"), packing(hf)
-    if stored_joined and said and isinstance(said, Mapping) and packed is None:
-        raise refused("quantization_config.quant_method", said.get("quant_method"), UNQUANTISED)
+    packed = packing(hf)
+    _check_joined(hf, bool(stored_joined) and packed is None, mixture is not None and mixture.is_stacked)
     if hf.get("hidden_act", "silu") != "silu":
         raise refused("hidden_act", hf["hidden_act"], "it must be silu")
     num_heads, num_kv_heads, head_dim = _heads(hf, latent)
@@ -126,6 +126,17 @@ def decoder_config(
     )
     check_fused(config)
     return config
+
+
+def _check_joined(hf: Mapping[str, Any], is_joined: bool, is_stacked: bool) -> None:
+    """Raise ValueError where linears, or experts, that a checkpoint joins are quantised as none are read."""
+    said = hf.get("quantization_config")
+    if isinstance(said, Mapping) and said:
+        method = said.get("quant_method")
+        if is_stacked != (method == "mxfp4"):
+            raise refused("quantization_config.quant_method", method, STACKED)
+        if is_joined:
+            raise refused("quantization_config.quant_method", method, UNQUANTISED)
 
 
 def _heads(hf: Mapping[str, Any], latent: LatentConfig | None) -> tuple[int, int, int]:

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from models.config import DecoderConfig
-from models.decoder import DecoderLayer
+from models.decoder import DecoderLayer, SelfAttention
 from models.latent import UpProjection
 from models.linear import Linear
 from models.mixture import Mixture
+
+SINKS = "sinks"  # of attention, one number for each query head
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """What is filled of a layer, or of several: by names in a checkpoint."""
 
-    whole: dict[str, Tensor | None]  # held by every rank
+    whole: dict[str, Tensor | None]  # held by every rank, but for sinks, which are cut by heads
     joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]  # linears that a linear joins
     orders: dict[str, Tensor | None]  # of rows, as `Place.order`
 
@@ -35,6 +37,8 @@ class LayerParts:
         for names, linear in attention.joined():
             joined.append((f"{prefix}self_attn.", names, linear))
             orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in names}
+        if isinstance(attention, SelfAttention):
+            whole[f"{prefix}self_attn.{SINKS}"] = attention.sinks
         names = config.mlp_names(number, prefix)
         experts = mlp.experts.items() if isinstance(mlp, Mixture) else [("0", mlp)]
         for which, expert in experts:
@@ -42,7 +46,8 @@ class LayerParts:
             joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
         if isinstance(mlp, Mixture):
             block = f"{prefix}{mlp.config.block}."
-            whole[f"{block}gate.weight"] = mlp.router
+            whole[f"{block}{mlp.config.router}.weight"] = mlp.router
+            whole[f"{block}{mlp.config.router}.bias"] = mlp.router_bias
             whole[f"{block}gate.e_score_correction_bias"] = mlp.correction
             whole[f"{block}{mlp.config.shared_block}_gate.weight"] = mlp.shared_gate
             shared = config.shared_names(number, prefix)

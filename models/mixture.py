@@ -61,6 +61,9 @@ class Mixture(nn.Module):
             order = torch.tensor([*held, *others], device=device)
             self._numbers = order.argsort().int()
         self.correction: nn.Parameter | None = None
+        self.router_bias: nn.Parameter | None = None
+        if mixture.is_biased:
+            self.router_bias = parameter(mixture.num_experts, dtype=torch.float32, device=device)
         if mixture.is_corrected:
             self.correction = parameter(mixture.num_experts, dtype=torch.float32, device=device)
         shared = config.shared_names(layer, name)
@@ -86,7 +89,7 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, is_asked: Tensor | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]; `is_asked` says which tokens count, as `StepInputs`."""
-        weights, chosen = self.ops.route(x, self.router, self.correction, self.config)
+        weights, chosen = self.ops.route(x, self.router, self.correction, self.config, self.router_bias)
         if self.counts is not None:
             one = self.counts.new_ones(len(x)) if is_asked is None else is_asked
             self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())

@@ -35,6 +35,9 @@ class MixtureConfig:
     num_chosen_groups: int = 1
     group_best: int = 1
     is_corrected: bool = False
+    router: str = "gate"  # how a checkpoint calls it
+    is_biased: bool = False  # whether the router has a bias
+    is_stacked: bool = False  # whether a checkpoint has all experts of a layer in one tensor
     scale: float = 1.0
     shared_size: int = 0  # of an expert that computes every token; 0: there is none
     shared_block: str = "shared_experts"  # how a checkpoint calls it

@@ -5,10 +5,13 @@ Legend: T tokens of the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from models.config import DecoderConfig
+from models.config import DecoderConfig, Gate
 from models.dtypes import TORCH_DTYPES
 from models.group import Group
 from models.linear import Linear, SummedLinear
@@ -17,7 +20,7 @@ from models.ops.reference import Ops
 
 
 class MLP(nn.Module):
-    """SwiGLU, or GeGLU, with one product for gate and up."""
+    """SwiGLU, its clamped form, or GeGLU, with one product for gate and up."""
 
     def __init__(
         self,
@@ -32,7 +35,10 @@ class MLP(nn.Module):
         hidden, dtype = config.hidden_size, TORCH_DTYPES[config.dtype]
         form = [config.form(name) for name in names[::2]]  # of gate and down
         self.ops, self.group = ops, group
-        self.gated = ops.swiglu if config.gate == "silu" else ops.geglu
+        clamped = partial(ops.clamped_swiglu, slope=config.gate_slope, limit=config.gate_limit)
+        gates: dict[Gate, Callable[[Tensor], Tensor]]
+        gates = {"silu": ops.swiglu, "gelu_tanh": ops.geglu, "clamped": clamped}
+        self.gated = gates[config.gate]
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
         self.has_fused_gate = config.gate == "silu"  # with int8

@@ -16,7 +16,10 @@ from models.shown import shown
 
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
-PACKED, PACKED_FORMAT = ("awq", "gptq"), "pack-quantized"  # the methods, and a format, of models/packing.py
+PACKED, PACKED_FORMAT = (
+    ("awq", "gptq", "mxfp4"),
+    "pack-quantized",
+)  # the methods, and a format, of models/packing.py
 MOST_BLOCK = 2**16
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

@@ -181,6 +181,10 @@ class Share:
         assert role.endswith(("norm", "gate")), f"say which part of {name} a rank holds"
         return ()
 
+    def heads(self, config: DecoderConfig) -> Slices:
+        """The query heads that this rank has, of a tensor with a number for each."""
+        return () if self.tensors == 1 else (_equal(config.num_heads, self.tensor, self.tensors),)
+
     def _kv_heads(self, config: DecoderConfig) -> slice:
         """The rows of the key-value heads that this rank's query heads read."""
         first = self.tensor * config.num_kv_heads // self.tensors

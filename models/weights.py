@@ -21,12 +21,13 @@ from models.checkpoint import checkpoint_files, names_in, open_checkpoint, tenso
 from models.config import FUSED, GATE_UP, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.latent import UpProjection
-from models.layer_parts import LayerParts
+from models.layer_parts import SINKS, LayerParts
 from models.linear import Linear
 from models.mixture_config import MLP_ROLES
 from models.place import Place, Rounding
 from models.share import Share
-from models.stored_parts import PartPlace, Places, in_parts
+from models.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
+from models.stored_parts import PartPlace, in_parts
 
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
 MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping count as the process's memory
@@ -41,7 +42,7 @@ def load(decoder: Decoder, path: str | Path) -> int:
     """
     path = Path(path)
     own, config = places_by_name(decoder), decoder.config
-    places = in_parts(own, config.stored_form, path)
+    places = in_stacks(in_parts(own, config.stored_form, path), config, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
     share, prefix = decoder.share, ""
@@ -76,7 +77,9 @@ def fill(
     found = accounted(path, places, known, is_unread)
     num_bytes, files = 0, {name: file for file, names in found.items() for name in names}
     far = {
-        name for name, place in places.items() if isinstance(place, PartPlace) and place.is_far(name, files)
+        name
+        for name, place in places.items()
+        if isinstance(place, (PartPlace, PackedStack)) and place.is_far(name, files)
     }
     for some in (places.keys() - far, far):
         for file, names in found.items():
@@ -168,7 +171,10 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
         if tensor is not None:
             order = orders.get(name.removesuffix(".weight"))
             added = float(config.norms_add_one and name.endswith("norm.weight"))
-            places[name] = Place(tensor.data, tuple(tensor.shape), (), order, added=added)
+            shape, slices = tuple(tensor.shape), ()
+            if name.endswith(SINKS):
+                shape, slices = (config.num_heads,), share.heads(config)
+            places[name] = Place(tensor.data, shape, slices, order, added=added)
     for prefix, names, linear in parts.joined:
         names = tuple(prefix + name for name in names)
         stored = _stored_as(names, config)
@@ -246,7 +252,7 @@ def _tensors(file: Path, places: Places) -> Iterator[tuple[str, Tensor]]:
             mapped, num_bytes = open_checkpoint(file), 0
 
 
-def _read(mapped: Any, name: str, place: Place | PartPlace) -> Tensor:
+def _read(mapped: Any, name: str, place: AnyPlace) -> Tensor:
     """What this rank reads of a tensor of a mapped file."""
     if not (place.slices or place.ranges):
         return mapped.get_tensor(name)
@@ -280,7 +286,7 @@ def _account(
     return found, faults
 
 
-def _misfits(name: str, header: Any, place: Place | PartPlace) -> list[str]:
+def _misfits(name: str, header: Any, place: AnyPlace) -> list[str]:
     faults = []
     shape, dtypes = list(place.shape), place.stored
     if header.get_shape() != shape:

@@ -45,13 +45,14 @@ class CpuOps(Ops):
         plain = Ops()
         self._rms_norm, self._add_rms_norm = plain.rms_norm, plain.add_rms_norm
         self._rotary, self._swiglu, self._greedy = plain.rotary, plain.swiglu, plain.greedy
-        self._geglu = plain.geglu
+        self._geglu, self._clamped_swiglu = plain.geglu, plain.clamped_swiglu
         if compile:
             self._rms_norm = Compiled(plain.rms_norm, ((0,), (), None), limit=limit)
             self._add_rms_norm = Compiled(plain.add_rms_norm, ((0,), (0,), (), None), limit=limit)
             self._rotary = Compiled(_rotary, ((0,), (0,), (0,), (0,)), limit=limit, plain=plain.rotary)
             self._swiglu = Compiled(plain.swiglu, ((0,),), limit=limit)
             self._geglu = Compiled(plain.geglu, ((0,),), limit=limit)
+            self._clamped_swiglu = Compiled(plain.clamped_swiglu, ((0,), None, None), limit=limit)
             self._greedy = Compiled(_greedy, ((0,),), limit=limit, plain=plain.greedy)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,6 +74,10 @@ class CpuOps(Ops):
     def geglu(self, gate_up: Tensor) -> Tensor:
         """As `swiglu`, with the tanh form of gelu: gelu(gate) * up."""
         return self._geglu(gate_up)
+
+    def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        """As `swiglu`, of numbers within the limit; see Ops.clamped_swiglu."""
+        return self._clamped_swiglu(gate_up, slope, limit)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""

@@ -200,12 +200,17 @@ class NpuOps(PlainNpuOps):
         return torch_npu.npu_rotary_mul(query, cos, sin), torch_npu.npu_rotary_mul(key, cos, sin)
 
     def route(
-        self, x: Tensor, router: Tensor, correction: Tensor | None, config: MixtureConfig
+        self,
+        x: Tensor,
+        router: Tensor,
+        correction: Tensor | None,
+        config: MixtureConfig,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As Ops.route, the experts int32."""
         if not self.product.has_mixtures:
-            return super().route(x, router, correction, config)
-        scores = F.linear(x.float(), router)
+            return super().route(x, router, correction, config, bias)
+        scores = F.linear(x.float(), router, bias)
         if config.is_plain:
             weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=config.num_chosen)
             return self._shares(weights, config), chosen

@@ -157,14 +157,27 @@ class Ops:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        """As `swiglu`, of numbers within the limit (a gate may be lower):
+        gate * sigmoid(slope * gate) * (up + 1).
+        """
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * slope))
+
     def route(
-        self, x: Tensor, router: Tensor, correction: Tensor | None, config: MixtureConfig
+        self,
+        x: Tensor,
+        router: Tensor,
+        correction: Tensor | None,
+        config: MixtureConfig,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [T, hidden], float32 router [E, hidden] -> float32 weights [T, C] of the chosen experts [T, C].
 
-        `correction` [E] is there where the mixture `is_corrected`.
+        `correction` [E] is there where the mixture `is_corrected`, `bias` [E] where it `is_biased`.
         """
-        scores = F.linear(x.float(), router)
+        scores = F.linear(x.float(), router, bias)
         scores = scores.softmax(-1) if config.scores == "softmax" else scores.sigmoid()
         ranked = scores if correction is None else scores + correction
         if config.num_groups > 1:

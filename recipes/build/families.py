@@ -23,6 +23,7 @@ from recipes.gemma2.model import config as gemma2
 from recipes.gemma3.model import config as gemma3
 from recipes.glm4.model import config as glm4
 from recipes.glm4_moe.model import config as glm4_moe
+from recipes.gpt_oss.model import config as gpt_oss
 from recipes.internlm3.model import config as internlm3
 from recipes.llama.eagle3 import config as eagle3
 from recipes.llama.model import config as llama
@@ -44,6 +45,7 @@ FAMILIES = {
     "gemma3_text": gemma3,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
+    "gpt_oss": gpt_oss,
     "internlm3": internlm3,
     "kimi_k2": deepseek_v3,
     "llama": llama,

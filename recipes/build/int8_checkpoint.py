@@ -44,6 +44,8 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     if config.stored_joined:
         joined = " and ".join(config.stored_joined)
         raise ValueError(f"{source} stores linears joined ({joined}); set model.quantization: w8a8 instead")
+    if config.mixture is not None and config.mixture.is_stacked:
+        raise ValueError(f"{source} stores experts joined; set model.quantization: w8a8 instead")
     ignore = ["lm_head"]
     if config.mixture is not None:
         ignore.append(ROUTERS)

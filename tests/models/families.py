@@ -33,6 +33,7 @@ CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "internlm3": (transformers.InternLM3Config, transformers.LlamaForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
@@ -104,7 +105,7 @@ def _fill(model: Any, seed: int, norm: float) -> None:
                 gain = 2.0 if name.startswith(("lm_head", "model.embed")) else 1.2
                 weight.copy_(noise * gain / math.sqrt(weight.shape[-1]))
             else:
-                weight.copy_(noise * 0.3 + (0 if name.endswith("bias") else norm))
+                weight.copy_(noise * 0.3 + (norm if "norm" in name else 0))
         for name, correction in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)

@@ -1,4 +1,4 @@
-"""Which small checkpoints have scores of their own: caps?"""
+"""Which small checkpoints have scores of their own: caps, or sinks?"""
 
 from __future__ import annotations
 
@@ -7,6 +7,43 @@ import torch
 from tests.models.variants import HALF, Variant, yarn
 
 SCORE_VARIANTS = [
+    Variant(
+        "gpt_oss",
+        "gpt_oss",
+        {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21},
+        yarn(truncate=False),
+        old=True,
+    ),
+    Variant(
+        "gpt_oss_wide",
+        "gpt_oss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 96,
+            "sliding_window": 7,
+            "layer_types": HALF,
+            "num_key_value_heads": 1,
+            "swiglu_limit": 0.7,
+            "swiglu_alpha": 1.1,
+            "rms_norm_eps": 1e-3,
+        },
+        yarn(beta_fast=16.0, beta_slow=2.0),
+        saved_as=torch.bfloat16,
+        shard_size="60KB",
+    ),
+    Variant(
+        "gpt_oss_unbiased",
+        "gpt_oss",
+        {
+            "head_dim": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     Variant(
         "gemma2",
         "gemma2",

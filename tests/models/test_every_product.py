@@ -65,7 +65,7 @@ HEAD_DIMS = {
     "gemma3_layer_types": 128,
     "internlm3_biased": 64,
 }
-MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64}
+MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64, "gpt_oss_wide": 64}
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
 QUICK = {  # the two whose contracts are least like a 910B's

@@ -25,7 +25,16 @@ Pair = tuple[Kind, Way]
 
 NUM_REQUESTS, NUM_NEW, LONGEST = 32, 48, 300
 FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen2_window_from", "qwen3", "qwen3_layer_types")
-FAST += ("gemma2", "gemma3", "qwen3_moe_window", "mixtral_window", "deepseek_v2", "deepseek_v3", "glm4_moe")
+FAST += (
+    "gpt_oss",
+    "gemma2",
+    "gemma3",
+    "qwen3_moe_window",
+    "mixtral_window",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+)
 ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # for other devices
 
 

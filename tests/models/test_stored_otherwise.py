@@ -23,7 +23,7 @@ from recipes.build.scoring import score
 from tests.models.families import VARIANTS, Variant, expected_logprobs, make
 from tests.models.test_shared_weights import Rank
 
-FAMILIES = ("gemma2", "gemma3_text", "glm4", "glm4_moe", "internlm3", "phi3")
+FAMILIES = ("gemma2", "gemma3_text", "glm4", "glm4_moe", "gpt_oss", "internlm3", "phi3")
 TOKENS = torch.randint(0, 160, (90,), generator=torch.Generator().manual_seed(5)).tolist()
 
 

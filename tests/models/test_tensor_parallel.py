@@ -41,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_key_value_heads": 1},
     "glm4_moe": {},
     "glm4": {},
+    "gpt_oss": {"vocab_size": 509, "num_local_experts": 4},
+    "gpt_oss_wide": {},
     "gemma2": {"vocab_size": 509},
     "gemma3_layer_types": {"vocab_size": 509},
     "phi3_part": {"vocab_size": 509},
@@ -48,7 +50,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "internlm3_biased": {"vocab_size": 509},
 }
 # Those whose whole experts are spread over two parts of the ranks
-SPREAD = {f"{name}_spread": name for name in MODELS if "moe" in name or name.startswith(("mixtral", "deep"))}
+SPREAD = {
+    f"{name}_spread": name for name in MODELS if "moe" in name or name.startswith(("mixtral", "deep", "gpt"))
+}
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL = "llama_biased"
 Cases = dict[str, dict[str, Any]]

@@ -31,6 +31,7 @@ from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
 from tests.mutation.draft_model_faults import DRAFT_MODEL_FAULTS, DRAFT_MODEL_TESTS_OF
 from tests.mutation.fault import Fault
 from tests.mutation.gemma3_faults import GEMMA3_FAULTS, GEMMA3_TESTS_OF
+from tests.mutation.gpt_oss_faults import GPT_OSS_FAULTS, GPT_OSS_TESTS_OF
 from tests.mutation.grammar_faults import GRAMMAR_FAULTS, GRAMMAR_TESTS_OF
 from tests.mutation.graph_faults import GRAPH_FAULTS, GRAPH_TESTS_OF
 from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
@@ -95,6 +96,7 @@ FAULTS = (
     *SPREAD_FAULTS,
     *GEMMA3_FAULTS,
     *SCORE_FAULTS,
+    *GPT_OSS_FAULTS,
 )
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
@@ -173,6 +175,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **SPREAD_TESTS_OF,
     **GEMMA3_TESTS_OF,
     **SCORE_TESTS_OF,
+    **GPT_OSS_TESTS_OF,
 }
 
 

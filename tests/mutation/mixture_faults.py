@@ -32,8 +32,8 @@ MIXTURE_FAULTS = (
     Fault(
         "router_in_the_type_of_the_model",
         REFERENCE,
-        "F.linear(x.float(), router)",
-        "F.linear(x, router.to(x.dtype)).float()",
+        "F.linear(x.float(), router, bias)",
+        "F.linear(x, router.to(x.dtype), bias).float()",
         "experts that score nearly alike change places by rounding",
     ),
     Fault(

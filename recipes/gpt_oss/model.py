@@ -1,0 +1,58 @@
+"""Which decoder does a gpt-oss checkpoint describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from models.config import DecoderConfig
+from models.huggingface import boolean, decoder_config, integer, number, refused, windows_by_layer_type
+from models.huggingface_parts import experts
+from models.mixture_config import MixtureConfig
+from models.stacked_experts import BLOCK
+
+DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "use_sliding_window": True,
+}
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def config(hf: Mapping[str, Any]) -> DecoderConfig:
+    """`hf` is a parsed config.json. Every other layer has a window, from the first on; all have experts."""
+    hf = {**DEFAULTS, **hf}
+    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+        hf["rope_parameters"] = YARN
+    if hf.get("num_experts") is None and hf.get("num_local_experts") is None:
+        hf["num_local_experts"] = 128
+    num_layers, bias = integer(hf, "num_hidden_layers"), boolean(hf, "attention_bias", True)
+    if hf.get("layer_types") is None:
+        kinds = ("full" if layer % 2 else "sliding" for layer in range(num_layers))
+        hf["layer_types"] = [f"{kind}_attention" for kind in kinds]
+    num_experts, num_chosen = experts(hf)
+    inner, hidden = integer(hf, "intermediate_size"), integer(hf, "hidden_size")
+    if hf.get("quantization_config") and (inner % BLOCK or hidden % BLOCK):
+        raise refused("intermediate_size", inner, f"in mxfp4 it and hidden_size are multiples of {BLOCK}")
+    mixture = MixtureConfig(
+        num_experts,
+        num_chosen,
+        inner_size=inner,
+        normalizes=True,
+        layers=(True,) * num_layers,
+        router="router",
+        is_biased=True,
+        is_stacked=True,
+    )
+    windows = windows_by_layer_type(hf)
+    options = {"attention_bias": bias, "output_bias": bias, "mlp_bias": True}
+    plain = decoder_config(hf, "gpt_oss", windows=windows, mixture=mixture, **options)
+    slope, limit = number(hf, "swiglu_alpha", 1.702), number(hf, "swiglu_limit", 7.0)
+    rope = replace(plain.rope, is_within=True)
+    return replace(plain, rope=rope, has_sinks=True, gate="clamped", gate_slope=slope, gate_limit=limit)
