@@ -5,6 +5,7 @@ What is right is said by transformers with peft's adapters merged into its weigh
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -19,8 +20,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from continuous_batching.request import Request
+from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
+from serving.engine.messages import AdapterPut, PutAdapter
+from serving.failures import Unavailable
 from serving.llm import LLM, SamplingParams
+from serving.served_adapters import ServedAdapters
 from serving.text.tokenizer import Text
 from tests.models.test_adapters import adapted
 from tests.serving.server import PATIENCE_S, TINY, Server
@@ -155,3 +161,28 @@ def test_programs_name_the_adapters_of_the_recipe(folders: Path) -> None:
         assert [each.outputs[0].token_ids for each in found] == [expected(name, each) for each in PROMPTS]
     with pytest.raises(ValueError, match='adapter is "two"; it must be "one"'):
         llm.generate([{"prompt": "a", "adapter": "two"}], params, use_tqdm=False)
+
+
+def test_an_adapter_is_not_asked_for_before_a_new_engine_has_it(folders: Path) -> None:
+    sent: list[PutAdapter] = []
+    adapters = ServedAdapters(AdaptersSection(most=1, rank=8, root=folders), sent.append, lambda: ())
+
+    async def load() -> None:
+        loading = asyncio.ensure_future(adapters.load("one", "one"))
+        while not sent:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="is being loaded"):
+            adapters.find("one")
+        adapters.hear(AdapterPut(sent[0].number, sent[0].digest, ""))
+        await loading
+
+    asyncio.run(load())
+    request = Request("one", [1], adapter=1, cache_salt=adapters.find("one").salted(""))
+    adapters.check(request)
+    adapters.begin()  # of another engine
+    assert sent[1] == sent[0]
+    for ask in (lambda: adapters.find("one"), lambda: adapters.check(request)):
+        with pytest.raises(Unavailable):
+            ask()
+    adapters.hear(AdapterPut(1, sent[0].digest, "the file is gone"))
+    assert not adapters.knows("one")

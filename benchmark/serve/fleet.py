@@ -1,0 +1,272 @@
+"""What does a router that knows pages bring, beside one that sends by turns, with real servers behind it?
+
+Some servers of a recipe are started on this machine, and in front of them the router, by each of its ways in
+turn. Sessions of several turns, half of which share one system prompt, ask through it; each turn has the
+conversation before it. The servers are asked to forget nothing between the ways: each round has conversations
+of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from benchmark.options import add_json, show
+from benchmark.run_clock import RunClock
+from benchmark.serve.sse import Events, read_chunk
+from recipes.build import versions
+from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, real, whole
+from recipes.schema.recipe import ROOT
+
+WAYS = ("prefix", "round_robin")
+READY_S, STOP_S = 300.0, 30.0
+WORDS = (
+    *("the", "fox", "lamp", "river", "stone", "wind", "little", "green"),
+    *("house", "bread", "song", "night", "star", "cloud", "road", "tree"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLoad:
+    """What is asked for in a round."""
+
+    sessions: int
+    at_once: int  # sessions
+    systems: int  # system prompts, the first of which every other session has
+    system_words: int
+    turn_words: int
+    answer_tokens: int
+    think_s: float  # between an answer and the next turn
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of a round."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    failed: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def started(*command: str) -> Iterator[str]:
+    """The URL of a server of ours, which ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    said, reader = [], threading.Thread(target=process.stderr.read)  # so that a full pipe never stops it
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if found := re.search(r"listening at (http://\S+?),", line):
+                break
+        else:
+            raise OSError(f"{' '.join(command)} has ended: {''.join(said[-3:]).strip()}")
+        reader.start()
+        yield found[1]
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if reader.ident is not None:
+            reader.join()
+        process.stderr.close()
+
+
+async def ready(url: str, num_replicas: int) -> None:
+    """Until the router, or a server where there are none behind it, takes requests."""
+    until_s = time.monotonic() + READY_S
+    async with aiohttp.ClientSession() as http:
+        while time.monotonic() < until_s:
+            if num_replicas:
+                async with http.get(f"{url}/fleet") as response:
+                    states = [each["state"] for each in (await response.json())["replicas"]]
+                if states == ["ready"] * num_replicas:
+                    return
+            else:
+                async with http.get(f"{url}/ready") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+    raise OSError(f"{url} was not ready within {READY_S:g} s")
+
+
+async def serve(url: str, load: FleetLoad, seed: int) -> Found:
+    """All sessions of a round, so many at once."""
+    random, found = np.random.default_rng(seed), Found()
+
+    def words(count: int) -> str:
+        return " ".join(random.choice(WORDS, count))
+
+    systems = [words(load.system_words) for _ in range(load.systems)]
+    waiting = []
+    for number in range(load.sessions):
+        which = 0 if number % 2 == 0 else int(random.integers(0, load.systems))
+        turns = [words(load.turn_words) for _ in range(int(random.integers(1, 6)))]
+        waiting.append((systems[which], turns))
+    waiting.reverse()
+
+    async def sessions(http: aiohttp.ClientSession) -> None:
+        while waiting:
+            system, turns = waiting.pop()
+            messages = [{"role": "system", "content": system}]
+            for turn in turns:
+                messages.append({"role": "user", "content": turn})
+                answer = await ask(http, url, messages, load.answer_tokens, found)
+                messages.append({"role": "assistant", "content": answer})
+                await asyncio.sleep(load.think_s)
+
+    async with aiohttp.ClientSession() as http:
+        await asyncio.gather(*(sessions(http) for _ in range(load.at_once)))
+    return found
+
+
+async def ask(
+    http: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]], tokens: int, found: Found
+) -> str:
+    """The text of an answer, whose figures are added to what was found."""
+    body = {
+        "messages": list(messages), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    start_s, first_s, text, events, is_whole = time.perf_counter(), None, "", Events(), False
+    async with http.post(f"{url}/v1/chat/completions", json=body) as response:
+        async for received in response.content.iter_any():
+            for data in events.feed(received):
+                if data == b"[DONE]":
+                    is_whole = True
+                    continue
+                chunk = read_chunk(data)
+                if first_s is None and chunk.choices:
+                    first_s = time.perf_counter() - start_s
+                for each in chunk.choices or []:
+                    text += "" if each.delta is None else each.delta.content or ""
+                if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+                    found.prompt_tokens += chunk.usage.prompt_tokens or 0
+                    found.cached_tokens += chunk.usage.prompt_tokens_details.cached_tokens or 0
+    if not is_whole or first_s is None:
+        found.failed += 1
+    else:
+        found.ttft_s.append(first_s)
+    return text
+
+
+async def fleet(url: str) -> dict[str, Any]:
+    """What a router tells of itself."""
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/fleet") as response:
+        told: dict[str, Any] = await response.json()
+        return told
+
+
+def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
+    """Rounds of each way by turns: tokens found, of what the best replica had, load, and first tokens."""
+    with ExitStack() as running:
+        ports = [options.events_port + 10 * number for number in range(options.replicas)]
+        urls = [
+            running.enter_context(
+                started(
+                    "scripts.serve", options.recipe, *options.overrides, "--port", "0",
+                    f"cache.events=tcp://127.0.0.1:{port}", "server.spare_engine=false",
+                )
+            )
+            for port in ports
+        ]  # fmt: skip
+        for url in urls:
+            asyncio.run(ready(url, 0))
+        behind = [argument for url in urls for argument in ("--replica", url)]
+        rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+        for number in range(1 + options.rounds):
+            for way in WAYS:
+                command = ("scripts.route", *behind, "--recipe", options.recipe, *options.overrides)
+                with started(*command, "--route", way, "--port", "0") as url:
+                    asyncio.run(ready(url, len(urls)))
+                    found = asyncio.run(serve(url, load, seed=2 * number + WAYS.index(way)))
+                    rounds[way].append(figures(found, asyncio.run(fleet(url))))
+        return {way: medians(each[1:]) for way, each in rounds.items()}
+
+
+def figures(found: Found, told: Mapping[str, Any]) -> dict[str, float]:
+    """Of one round."""
+    loads = [each["prompt_tokens"] - each["hit_tokens"] for each in told["replicas"]]
+    # Without events of pages, a router knows no best one
+    is_known = told["route"] == "prefix"
+    of_best = {"of_best": found.cached_tokens / max(1, told["best_hit_tokens"])} if is_known else {}
+    p50, p99 = np.percentile(found.ttft_s, [50, 99]).tolist()
+    return {
+        "found": found.cached_tokens / max(1, found.prompt_tokens),
+        "sent_max_over_mean": max(each["sent"] for each in told["replicas"])
+        / statistics.mean(each["sent"] for each in told["replicas"]),
+        "computed_max_over_mean": max(loads) / statistics.mean(loads),
+        "ttft_p50_ms": 1e3 * p50,
+        "ttft_p99_ms": 1e3 * p99,
+        "requests": len(found.ttft_s),
+        "failed": found.failed,
+        **of_best,
+    }
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each figure, over rounds."""
+    return {name: round(statistics.median(each[name] for each in rounds), 4) for name in rounds[0]}
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """A row a way, in Markdown."""
+    print("| route | tokens found | of the best known | requests | computed | TTFT p50 | p99 |")
+    print("|---|---|---|---|---|---|---|")
+    for way, row in result["fleet"].items():
+        best = f"{row['of_best']:.3f}" if "of_best" in row else ""
+        loads = f"{row['sent_max_over_mean']:.2f} | {row['computed_max_over_mean']:.2f}"
+        times = f"{row['ttft_p50_ms']:.0f} ms | {row['ttft_p99_ms']:.0f} ms"
+        print(f"| {way} | {row['found']:.2f} | {best} | {loads} | {times} |")
+    print("\nrequests, and prompt tokens that were computed: the most of a replica / the mean")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `fleet`."""
+    add_recipe(parser)
+    for name, default, meaning in (
+        ("replicas", 4, "servers"),
+        ("rounds", 3, "of each way, of which the median counts, after one that warms up"),
+        ("sessions", 48, "of a round"),
+        ("at-once", 8, "sessions"),
+        ("systems", 6, "system prompts; every other session has the first"),
+        ("system-words", 120, "of each"),
+        ("turn-words", 20, "of each turn"),
+        ("answer-tokens", 16, "of each"),
+        ("events-port", 15_550, "the first of the servers' ports for events of pages; every tenth is taken"),
+    ):
+        said = f"{meaning} (default: {default})"
+        parser.add_argument(f"--{name}", type=whole(1, MOST_COUNT), default=default, metavar="N", help=said)
+    parser.add_argument("--think-s", type=real(0, 3600), default=0.2, help="between turns (default: 0.2)")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    clock = RunClock()
+    names = ("sessions", "at_once", "systems", "system_words", "turn_words", "answer_tokens", "think_s")
+    load = FleetLoad(**{name: getattr(options, name) for name in names})
+    found = measure(options, load)
+    described = {"benchmark": "fleet", "machine": versions.describe(), "clock": clock.read()}
+    show({**described, "fleet": found}, options, print_table)

@@ -1,0 +1,44 @@
+"""Do servers of the tiny model behind a router find what one that knew all their pages would?"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+
+import pytest
+
+from benchmark.serve import fleet
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports, ten apart, that nobody listens at, nor at those behind them."""
+    for first in range(20_000, 30_000, 100):
+        ports = [first + 10 * number + at for number in range(count) for at in (0, 1)]
+        try:
+            for port in ports:
+                socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no ports are free")
+
+
+@pytest.mark.slow
+def test_sessions_are_sent_where_their_pages_are() -> None:
+    parser = argparse.ArgumentParser()
+    fleet.add_arguments(parser)
+    options = parser.parse_args(
+        [
+            *("recipes/tiny/cpu.yaml", "--replicas", "4", "--rounds", "1"),
+            *("--events-port", str(free_ports(4))),
+        ]
+    )
+    load = fleet.FleetLoad(
+        sessions=24, at_once=6, systems=4, system_words=100, turn_words=15, answer_tokens=4, think_s=0.3
+    )
+    found = fleet.measure(options, load)
+    by_pages, by_turns = found["prefix"], found["round_robin"]
+    assert by_pages["failed"] == by_turns["failed"] == 0
+    assert by_pages["requests"] >= 24
+    assert by_pages["of_best"] >= 0.9
+    assert by_pages["found"] > by_turns["found"]
