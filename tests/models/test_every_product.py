@@ -65,6 +65,7 @@ HEAD_DIMS = {
     "gemma3_layer_types": 128,
     "internlm3_biased": 64,
 }
+CAPPED = {"gemma2": 64}
 MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64, "gpt_oss_wide": 64}
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
@@ -74,6 +75,7 @@ QUICK = {  # the two whose contracts are least like a 910B's
 }
 NO_WINDOW = r"layer \d of the model has a sliding window of \d+; attention of the 310P has none"
 NO_LATENTS = "the model has latent attention, whose operators the {} lacks, and 910B, 910C have"
+NO_CAP = "attn_logit_softcapping is 2; attention of the {} has no cap of scores"
 NO_INT8 = "the model is in W8A8; the {} takes no scale for each token, 910B, 910C do"
 
 
@@ -112,6 +114,8 @@ MATRIX = [
     Cell("950", "deepseek_v3", "eager", PLAIN),
     *(Cell("310P", "mixtral", way) for way in ("eager", "disturbed")),
     Cell("950", "qwen3_moe_window", "disturbed"),
+    Cell("950", "gpt_oss_wide", "disturbed"),
+    Cell("950", "gemma2", "eager", PLAIN),
 ]
 REFUSED = [
     *(Cell("310P", name, refused=NO_WINDOW) for name in WITH_WINDOWS),
@@ -119,6 +123,8 @@ REFUSED = [
     Cell("910", "llama", "eager", PLAIN + INT8, NO_INT8.format("910")),
     Cell("910", "llama", "captured", refused="device.product is 910, for which there is no fused attention"),
     Cell("910", "llama", "captured", PLAIN, "cannot be captured"),
+    Cell("310P", "gpt_oss_wide", refused="the model has attention sinks; attention of the 310P takes none"),
+    *(Cell(each, "gemma2", refused=NO_CAP.format(each)) for each in ("310P", "910B", "950")),
     *(Cell(each, "deepseek_v3", refused=NO_LATENTS.format(each)) for each in ("310P", "950")),
 ]
 
@@ -148,7 +154,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expect
 
     @cache
     def of(name: str) -> Expected:
-        model, path = make(wide(variants[name], (HEAD_DIMS | MIXTURES | LATENTS)[name]), folder)
+        model, path = make(wide(variants[name], (HEAD_DIMS | MIXTURES | LATENTS | CAPPED)[name]), folder)
         random = np.random.default_rng(len(name))
         greedy, drawn = greedily(model, random), by_chance(path, random)
         # One after the other, so that each step has both
