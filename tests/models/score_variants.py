@@ -15,7 +15,7 @@ SCORE_VARIANTS = [
         old=True,
     ),
     Variant(
-        "gpt_oss_wide",
+        "gpt_oss_half",
         "gpt_oss",
         {
             "head_dim": 32,

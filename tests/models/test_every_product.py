@@ -66,7 +66,7 @@ HEAD_DIMS = {
     "internlm3_biased": 64,
 }
 CAPPED = {"gemma2": 64}
-MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64, "gpt_oss_wide": 64}
+MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64, "gpt_oss_half": 64}
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
 QUICK = {  # the two whose contracts are least like a 910B's
@@ -114,7 +114,7 @@ MATRIX = [
     Cell("950", "deepseek_v3", "eager", PLAIN),
     *(Cell("310P", "mixtral", way) for way in ("eager", "disturbed")),
     Cell("950", "qwen3_moe_window", "disturbed"),
-    Cell("950", "gpt_oss_wide", "disturbed"),
+    Cell("950", "gpt_oss_half", "disturbed"),
     Cell("950", "gemma2", "eager", PLAIN),
 ]
 REFUSED = [
@@ -123,7 +123,7 @@ REFUSED = [
     Cell("910", "llama", "eager", PLAIN + INT8, NO_INT8.format("910")),
     Cell("910", "llama", "captured", refused="device.product is 910, for which there is no fused attention"),
     Cell("910", "llama", "captured", PLAIN, "cannot be captured"),
-    Cell("310P", "gpt_oss_wide", refused="the model has attention sinks; attention of the 310P takes none"),
+    Cell("310P", "gpt_oss_half", refused="the model has attention sinks; attention of the 310P takes none"),
     *(Cell(each, "gemma2", refused=NO_CAP.format(each)) for each in ("310P", "910B", "950")),
     *(Cell(each, "deepseek_v3", refused=NO_LATENTS.format(each)) for each in ("310P", "950")),
 ]

@@ -374,6 +374,17 @@ def _adding_up(ops: Ops, rows: torch.Tensor) -> None:
         dist.destroy_process_group()
 
 
+def _with_sinks() -> None:
+    """Run a step, and capture one, of a model that has attention sinks."""
+    attention = operators("npu", "fused", shape(windows=(None,), has_sinks=True))[1]
+    bench = Bench(attention)
+    bench.step({0: 20, 3: 1})
+    zeros, query = torch.zeros(2, dtype=torch.int32, device="npu:0"), torch.ones(2, 4, 64, device="npu:0")
+    metadata = attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        attention.attend(query, bench.cache.keys[0], bench.cache.values[0], metadata, 0)
+
+
 def _fetching(ops: Ops, rows: torch.Tensor) -> None:
     """Capture a product whose weight is fetched before it."""
     with torch.npu.graph(torch.npu.NPUGraph()):
@@ -401,6 +412,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delattr(torch_npu, "npu_scatter_pa_kv_cache")
         Bench(attention).step({0: 20, 3: 1})
         Bench(operators("npu", "fused", shape(windows=(None,), first_key=1))[1]).step({0: 1})
+        _with_sinks()
         tiled = replace(ops.product, tiles_weights=True)  # type: ignore[attr-defined]
         NpuOps(tiled).pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
         ops.check_int8(torch.bfloat16)

@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "glm4": {},
     "gpt_oss": {"vocab_size": 509, "num_local_experts": 4},
-    "gpt_oss_wide": {},
+    "gpt_oss_half": {},
     "gemma2": {"vocab_size": 509},
     "gemma3_layer_types": {"vocab_size": 509},
     "phi3_part": {"vocab_size": 509},

@@ -65,6 +65,7 @@ def test_the_recipe_the_versions_and_the_machine_are_told(http: httpx.Client) ->
         "scheduler",
         "speculation",
         "parallel",
+        "adapters",
         "server",
     ]
     assert told["recipe"]["model"]["path"] == "recipes/tiny/weights"
