@@ -18,6 +18,7 @@ from models.dtypes import TORCH_DTYPES
 from models.group import ALONE, NO_LINKS, Group, StageLinks
 from models.latent import LatentSelfAttention, UpProjection
 from models.linear import Linear, SplitLinear, SummedLinear, parameter
+from models.logit_parts import LogitParts
 from models.low_rank import AdapterRooms
 from models.mixture import Mixture
 from models.mlp import MLP
@@ -184,7 +185,8 @@ class Decoder(nn.Module):
 
     Of the decoder that `config` describes, it holds the `part` of this rank, which is its `share`: the ranks
     of `group` share its layers, and `stages` leads to those that hold others. Every rank of a group gets the
-    same hidden states and, in the last stage, the same logits.
+    same hidden states. In the last stage each has the logits of its own tokens; `parts` brings them together,
+    and is None where that is not to be done.
     """
 
     def __init__(
@@ -213,7 +215,10 @@ class Decoder(nn.Module):
             for layer, number in enumerate(self.share.layers(config))
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)
+        self.parts: LogitParts | None = None
         if self.share.is_last:
+            if group.size > 1:
+                self.parts = LogitParts(group, self.share.tokens(config), config.vocab_size, ops)
             self.head = Linear(ops, hidden, vocab, False, dtype, device, config.form("lm_head"))
             if config.tie_embeddings:
                 self.head.weight = self.embedding
@@ -282,6 +287,11 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> logits [R, V], in the model's dtype; [R, 0] but in the last stage."""
+        own = self.own_logits(hidden)
+        return own if self.parts is None else self.parts.joined(own)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """The same of this rank's tokens."""
         if not self.share.is_last:
             return hidden[:, :0]
         num_rows = len(hidden)
@@ -291,12 +301,7 @@ class Decoder(nn.Module):
     def head_logits(self, normed: Tensor, num_rows: int) -> Tensor:
         """The same of the first rows of what a norm has made, padded as products want it."""
         logits, cap = self.head(normed)[:num_rows], self.config.logit_cap
-        if cap is not None:
-            logits = (logits / cap).tanh() * cap
-        if self.group.size == 1:
-            return logits
-        parts = self.group.all_gather(logits).unbind()
-        return torch.cat(parts, dim=-1)[:, : self.config.vocab_size].contiguous()
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Rows [T, hidden] of the embedding, scaled; each is on one rank: the others bring zeros."""

@@ -27,6 +27,7 @@ from models.graphs import DecodeGraphs
 from models.head import Head
 from models.inputs import step_inputs
 from models.last_tokens import LastTokens
+from models.logit_parts import LogitParts
 from models.ops.reference import Ops
 from models.sampling.sampler import Best
 
@@ -146,20 +147,20 @@ class Drafter:
         return tokens
 
     def _best(self, hidden: Tensor) -> Tensor:
-        return self._greedy.best(self.decoder.logits(hidden)).tokens
+        return self._greedy.best(self.decoder.own_logits(hidden), self.decoder.parts).tokens
 
 
 class Greedy:
     """Chooses the best tokens, and draws none; `offsets` lead from those of a smaller vocabulary."""
 
-    captures_draws = False
+    captures_draws = reads_logits = False
 
     def __init__(self, ops: Ops, offsets: Tensor | None = None) -> None:
         self._ops, self._offsets = ops, offsets
 
-    def best(self, logits: Tensor) -> Best:
+    def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
         """The best tokens of logits [R, V]."""
-        tokens, _ = self._ops.greedy(logits)
+        tokens, _ = self._ops.greedy(logits) if parts is None else parts.greedy(logits)
         if self._offsets is not None:
             tokens = tokens + self._offsets[tokens]
         return Best(tokens, tokens)

@@ -102,7 +102,7 @@ class Eagle3(Head):
         x, _, cos, sin = self._inputs(step, features)
         self.self_attention.write(x, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> logits [R, V]."""
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))

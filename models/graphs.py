@@ -34,7 +34,8 @@ from models.decoder import Decoder
 from models.graph_inputs import DRAW, PLACE, GraphInputs, num_values, split
 from models.head import Head
 from models.last_tokens import LastTokens
-from models.sampling.sampler import Best
+from models.logit_parts import LogitParts
+from models.sampling.sampler import Best, takes_best
 from models.step import StepInputs
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,10 @@ class CapturedSampler(Protocol):
     """What of models/sampling/sampler.py a captured step ends with."""
 
     captures_draws: bool
+    reads_logits: bool  # or `best` is all that is asked of it
 
-    def best(self, logits: Tensor) -> Best:
-        """The best tokens of logits [R, V]."""
+    def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
+        """The best tokens of logits [R, V], or of all ranks' `parts` of them."""
         ...
 
     def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.int32] | None:
@@ -114,6 +116,7 @@ class CapturedStep:
     metadata: AttentionMetadata
     logits: Tensor  # [R * W, V], the tokens of the batch first
     best: Best
+    joins: Any  # the graph that joins these logits of the ranks' parts; None where one rank has them
     draw: Any  # the graph that draws tokens; None where the device does not capture that
     drawn: Tensor | None  # int64 [R * W]
 
@@ -126,13 +129,14 @@ class FilledStep:
     step: CapturedStep
     inputs: GraphInputs
     is_drawn: bool  # by the step itself
+    takes_best: bool  # and nothing reads the logits
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
     """What a captured step found, valid until the next run."""
 
-    logits: Tensor  # [T, V]
+    logits: Tensor | None  # [T, V]; None where only the best tokens were asked for, and ranks have parts
     best: Best  # [T]
     drawn: Tensor | None  # int64 [T]: the tokens, where the step drew them
 
@@ -225,7 +229,7 @@ class DecodeGraphs:
             columns = self.sampler.draw_columns(batch.owners, batch.targets, self.slots)
         if columns is not None:
             inputs.columns[DRAW, : batch.num_tokens] = columns
-        return FilledStep(batch, step, inputs, columns is not None)
+        return FilledStep(batch, step, inputs, columns is not None, takes_best(batch.owners, self.slots))
 
     def run(self, filled: FilledStep, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
         """What comes of a step, where `last` has the tokens of the step before.
@@ -244,13 +248,19 @@ class DecodeGraphs:
         step.sent.copy_(inputs.values, non_blocking=True)
         self.attention.replay(step.graph, step.metadata, inputs.kv_lens())
         best = Best(step.best.tokens[:count], step.best.chosen[:count])
+        logits: Tensor | None = step.logits[:count]
+        if step.joins is not None:
+            if filled.takes_best:
+                logits = None
+            else:
+                step.joins.replay()
         drawn = None
         if filled.is_drawn:
             assert step.drawn is not None, "draws are captured for every size or none"
             step.draw.replay()
             drawn = step.drawn[:count]
         self._held = best.chosen if drawn is None else drawn
-        return StepOutputs(step.logits[:count], best, drawn)
+        return StepOutputs(logits, best, drawn)
 
     def _captured(self, rows: int, width: int, pool: Any, scratch: KVCache) -> CapturedStep:
         size = num_values(rows, width, self.slots.max_pages)
@@ -261,12 +271,19 @@ class DecodeGraphs:
         columns, pages = split(sent, rows, width)
         # Operators compile and allocate, which no capture may
         logits, best, _ = self._step(columns, pages, scratch)
+        parts = self.decoder.parts if self.sampler.reads_logits else None
+        if parts is not None:
+            logits = parts.joined(logits)
         graph_of = getattr(self.device, GRAPHS[self.attention.device.type])
-        graph, draw, drawn = graph_of(), None, None
+        graph, joins, draw, drawn = graph_of(), None, None, None
         if self.sampler.captures_draws:
             self._drawn(logits, best, columns)
         with self.device.graph(graph, pool=pool):
             logits, best, metadata = self._step(columns, pages, self.cache)
+        if parts is not None:
+            joins = graph_of()
+            with self.device.graph(joins, pool=pool):
+                logits = parts.joined(logits)
         if self.sampler.captures_draws:
             draw = graph_of()
             try:
@@ -278,7 +295,7 @@ class DecodeGraphs:
                     f" ({_first_line(error)}); run `bash scripts/verify_npu.sh`, whose answer the next start"
                     " follows, or set it to 0"
                 ) from error
-        return CapturedStep(graph, inputs, sent, metadata, logits, best, draw, drawn)
+        return CapturedStep(graph, inputs, sent, metadata, logits, best, joins, draw, drawn)
 
     def _step(self, columns: Tensor, pages: Tensor, cache: KVCache) -> tuple[Tensor, Best, AttentionMetadata]:
         _, positions, write_index, kv_lens, rope_lens, source, adapters = columns[: DRAW.start]
@@ -297,8 +314,8 @@ class DecodeGraphs:
         hidden = self.decoder(step)
         if len(page_table) < len(token_ids):  # the batch's tokens first, without the padding between them
             hidden = hidden.index_select(0, columns[PLACE])
-        logits = self.decoder.logits(hidden)
-        best = self.sampler.best(logits)
+        logits = self.decoder.own_logits(hidden)
+        best = self.sampler.best(logits, self.decoder.parts)
         self._table[: len(logits)].copy_(best.chosen)
         return logits, best, metadata
 

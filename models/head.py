@@ -5,7 +5,7 @@ of the position before: what the target found, or, ahead of the target, what the
 depends on the tokens up to its own alone, as keys of the same page do, and the first position has none.
 
 A family of heads says which layers it reads (`taps`), what a feature is made of (`fused`), and what it
-computes (`computed`, `fill`, `logits`).
+computes (`computed`, `fill`, `own_logits`).
 
 Legend: T tokens of the step, R rows, V draft vocabulary.
 """
@@ -23,6 +23,7 @@ from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
 from models.features import FeaturePages
 from models.linear import Linear
+from models.logit_parts import LogitParts
 from models.ops.reference import Ops
 from models.rope import Rope
 from models.step import StepInputs
@@ -35,6 +36,7 @@ class Head(nn.Module, ABC):
 
     taps: tuple[int, ...]  # the target's layers whose inputs it reads, in rising order
     offsets: Tensor | None = None  # int64 [V]: what is added to a draft token for the target's token
+    parts: LogitParts | None = None  # as a decoder's
 
     def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention) -> None:
         super().__init__()
@@ -85,5 +87,5 @@ class Head(nn.Module, ABC):
         """Write the entries of the step's tokens, zeros before FIRST_KEY, and compute nothing else."""
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> logits [R, V]."""
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> logits [R, V], those of this rank's tokens."""

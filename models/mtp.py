@@ -101,6 +101,7 @@ class Mtp(Head):
         super().attach(target, features)
         self._target_norm: Tensor = target.norm
         self._head_logits: Callable[[Tensor, int], Tensor] = target.head_logits
+        self.parts = target.parts
 
     def fused(self, tapped: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]: the target's last norm."""
@@ -118,8 +119,8 @@ class Mtp(Head):
         normed = self.ops.rms_norm(x, self.layer.input_norm, self.eps)
         self.layer.attention.write(normed, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """What the layer made [R, hidden] -> logits [R, V]."""
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """What the layer made [R, hidden] -> logits [R, V], those of this rank's tokens."""
         return self._head_logits(pad_rows(hidden, self.ops.padded(len(hidden))), len(hidden))
 
     def _inputs(self, step: StepInputs, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,11 +22,11 @@ from kv_cache.storage import KVCache
 from kv_cache.transfer import to_device, to_host
 from models.decoder import Decoder
 from models.drafter import Drafter
-from models.graphs import CapturedSampler, DecodeGraphs, FilledStep
+from models.graphs import CapturedSampler, DecodeGraphs, FilledStep, StepOutputs
 from models.inputs import step_inputs
 from models.last_tokens import LastTokens
 from models.sampling import of_prompts
-from models.sampling.sampler import Best, Chosen, arriving
+from models.sampling.sampler import Best, Chosen, arriving, takes_best
 from models.step import StepInputs
 
 
@@ -119,8 +119,7 @@ class ModelRunner:
         """What follows from the hidden states [T, hidden] of a batch."""
         arrived = None if drafts is None else self._arriving(batch, drafts)
         found = None if wanted is None else of_prompts.find(wanted, hidden, self.decoder)
-        hidden = self._sampled(batch, hidden)
-        chosen = self._chosen(batch, self.decoder.logits(hidden) if len(hidden) else hidden)
+        chosen = self._chosen(batch, self._sampled(batch, hidden))
         if arrived is not None:
             chosen = _with_drafts(chosen, arrived)
         if found is None:
@@ -140,17 +139,31 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.finish()
         arrived = None if drafts is None else self._arriving(batch, drafts)
-        if step.drawn is not None:
-            chosen = arriving(step.drawn)
-        else:
-            best = step.best if batch.yields_all else None
-            chosen = self._chosen(batch, self._sampled(batch, step.logits), best)
+        chosen = arriving(step.drawn) if step.drawn is not None else self._chosen_of(batch, step)
         return chosen if arrived is None else _with_drafts(chosen, arrived)
 
-    def _chosen(self, batch: Batch, logits: Tensor, best: Best | None = None) -> Chosen:
-        """Tokens for logits [R, V], or for none."""
-        if len(logits):
-            return self.sampler.start(logits, batch.owners, batch.targets, self.slots, best)
+    def _chosen(self, batch: Batch, hidden: Tensor) -> Chosen:
+        """Tokens for hidden states [R, hidden], or for none."""
+        if not len(hidden):
+            return self._none()
+        logits, parts = self.decoder.own_logits(hidden), self.decoder.parts
+        if parts is not None:
+            if takes_best(batch.owners, self.slots):
+                return arriving(self.sampler.best(logits, parts).chosen)
+            logits = parts.joined(logits)
+        return self.sampler.start(logits, batch.owners, batch.targets, self.slots)
+
+    def _chosen_of(self, batch: Batch, step: StepOutputs) -> Chosen:
+        """Tokens for what a captured step found."""
+        if not len(batch.owners):
+            return self._none()
+        if step.logits is None:
+            return arriving(self._sampled(batch, step.best.chosen))
+        best = step.best if batch.yields_all else None
+        logits = self._sampled(batch, step.logits)
+        return self.sampler.start(logits, batch.owners, batch.targets, self.slots, best)
+
+    def _none(self) -> Chosen:
         return Chosen(self._last.tokens[:0], lambda: Sampled(np.empty(0, np.int64)))
 
     def _sampled(self, batch: Batch, step: Tensor) -> Tensor:

@@ -204,7 +204,14 @@ def _drafts(batch: Batch, slots: SlotPool) -> bytes:
 
 
 def _recorded(params: SamplingParams) -> SamplingParams:
-    """Parameters without allowed tokens and grammar, which may be long: a replay chooses no tokens."""
-    if params.allowed_token_ids is None and params.grammar is None:
+    """Parameters without most of the allowed tokens and the grammar, which may be long: a replay chooses no
+    tokens. That there are any is kept: for a request with masks, tensor ranks bring all logits together.
+    """
+    allowed, grammar = params.allowed_token_ids, params.grammar
+    if allowed is None and grammar is None:
         return params
-    return replace(params, allowed_token_ids=None, grammar=None)
+    return replace(
+        params,
+        allowed_token_ids=None if allowed is None else allowed[:4],  # the first, an int32
+        grammar=None if grammar is None else "",
+    )

@@ -1,8 +1,9 @@
 """Which tokens do the ranks get that do not lead? Those that the leader chose.
 
 A choice of their own could differ from the leader's by the last bit of a logit, and every step after it would
-too. The host hears the leader's tokens with its decisions; `ModelRunner.start`, whose next step may begin
-before that, fetches them from device to device.
+too; only among the best of all parts (models/logit_parts.py) do all choose alike. The host hears the leader's
+tokens with its decisions; `ModelRunner.start`, whose next step may begin before that, fetches them from
+device to device.
 
 Legend: R sampled rows, V vocabulary.
 """
@@ -17,13 +18,14 @@ from continuous_batching.batch import Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import to_host
+from models.logit_parts import LogitParts
 from models.sampling.sampler import Best, Chosen
 
 
 class FollowerSampler:
     """Stands where the leader has its `Sampler`, and chooses nothing."""
 
-    captures_draws = False
+    captures_draws, reads_logits = False, True
 
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
@@ -40,8 +42,10 @@ class FollowerSampler:
 
         return Chosen(tokens, wait)
 
-    def best(self, logits: Tensor) -> Best:
-        """Zeros [R]. A capture takes it."""
+    def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
+        """Zeros [R], or what all ranks find alike in their parts. A capture takes it."""
+        if parts is not None:
+            return Best.of(*parts.greedy(logits))
         nothing = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         return Best(nothing, nothing)
 

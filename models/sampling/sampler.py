@@ -23,6 +23,7 @@ from continuous_batching.batch import NONE_LEFT, NOT_FINITE, Sampled
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
+from models.logit_parts import LogitParts
 from models.ops.reference import Ops
 from models.sampling.draw_columns import packed, unpacked
 from models.sampling.logit_processors import (
@@ -74,6 +75,11 @@ class Best:
     tokens: Tensor  # int64 [R]
     chosen: Tensor  # int64 [R], the same, but NOT_FINITE where the row's largest logit is not finite
 
+    @staticmethod
+    def of(tokens: Tensor, is_finite: Tensor) -> Best:
+        """Of what `Ops.greedy` finds."""
+        return Best(tokens, torch.where(is_finite, tokens, NOT_FINITE))
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -93,6 +99,8 @@ class Sampler:
     each other. A beam gets candidates (logprobs.py).
     """
 
+    reads_logits = True
+
     def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int, ops: Ops | None = None) -> None:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
@@ -104,10 +112,9 @@ class Sampler:
         """Tokens for logits [R, V] of the slot rows [R], each for position `targets` [R] of its row."""
         return self.start(logits, rows, targets, slots).wait()
 
-    def best(self, logits: Tensor) -> Best:
-        """The best tokens of logits [R, V]. A capture takes it."""
-        tokens, finite = self._ops.greedy(logits)
-        return Best(tokens, torch.where(finite, tokens, NOT_FINITE))
+    def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
+        """The best tokens of logits [R, V], or of all ranks' parts of them. A capture takes it."""
+        return Best.of(*(self._ops.greedy(logits) if parts is None else parts.greedy(logits)))
 
     def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.int32] | None:
         """What `draw` reads of the rows [R], which are all of a step; None where `start` has to choose.
@@ -251,6 +258,11 @@ def arriving(tokens: Tensor) -> Chosen:
     """Tokens [R] with nothing beside them."""
     arrival = to_host(tokens)
     return Chosen(tokens, lambda: Sampled(arrival()))
+
+
+def takes_best(rows: Index, slots: SlotPool) -> bool:
+    """Whether all these slot rows get their best token, and nothing beside it."""
+    return bool(slots.plain[rows].all()) and not _is_drawn(rows, slots).any()
 
 
 def _is_drawn(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:

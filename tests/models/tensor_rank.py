@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ from models.config import DecoderConfig, DType
 from models.decoder import Decoder
 from models.dtypes import TORCH_DTYPES
 from models.group import Backend, Group, divided, join
+from models.logit_parts import LogitParts
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from models.runner import ModelRunner
@@ -52,15 +54,15 @@ class Kept:
     """Stands in for the sampler: keeps the logits of every step, which may be captured."""
 
     logits: list[Tensor] = field(default_factory=list)
-    captures_draws = False
+    captures_draws, reads_logits = False, True
 
     def start(
-        self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool, best: object
+        self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool, best: object = None
     ) -> Chosen:
         self.logits.append(logits.float().cpu())
         return Chosen(logits[:, 0].long(), lambda: Sampled(np.zeros(len(rows), np.int64)))
 
-    def best(self, logits: Tensor) -> Best:
+    def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
         tokens = logits.argmax(-1)
         return Best(tokens, tokens)
 
@@ -149,13 +151,55 @@ def table(decoder: Decoder) -> SlotPool:
     return slots
 
 
+class Joins:
+    """Stands in for a captured graph that joins logits, and for what joins them otherwise: counts."""
+
+    def __init__(self, join: Callable[..., Any]) -> None:
+        self._join, self.count = join, 0
+
+    def replay(self, *own: Tensor) -> Any:
+        self.count += 1
+        return self._join(*own)
+
+
+def greedy_of(decoder: Decoder, *, graphs: bool = False) -> tuple[Tensor, int]:
+    """The best tokens [steps, 2], on every rank, and how often all ranks' logits were joined for them."""
+    slots = table(decoder)
+    slots.temperature[:] = 0
+    runner = runner_of(decoder, slots, graphs=graphs)
+    counted = []
+    if decoder.parts is not None:
+        counted.append(Joins(decoder.parts.joined))
+        decoder.parts.joined = counted[0].replay
+    for size, step in runner.graphs.steps.items() if runner.graphs is not None else ():
+        if step.joins is not None:
+            counted.append(Joins(step.joins.replay))
+            runner.graphs.steps[size] = replace(step, joins=counted[-1])
+    tokens = stepped(runner, slots)
+    if decoder.parts is not None:
+        del decoder.parts.joined
+    return tokens, sum(each.count for each in counted)
+
+
 def tokens_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
     """Tokens [steps, 2] that the leader draws, the host ahead of the device; nothing on other ranks."""
-    slots, config = table(decoder), decoder.config
-    sampler = FollowerSampler() if decoder.share.tensor else Sampler((), config.vocab_size, decoder.ops)
+    slots = table(decoder)
+    return stepped(runner_of(decoder, slots, graphs=graphs), slots)
+
+
+def runner_of(decoder: Decoder, slots: SlotPool, *, graphs: bool) -> ModelRunner:
+    """As an engine has it on this rank."""
+    sampler = (
+        FollowerSampler() if decoder.share.tensor else Sampler((), decoder.config.vocab_size, decoder.ops)
+    )
     runner = ModelRunner(decoder, cache_of(decoder), decoder.attention, sampler, slots)
     if graphs:
         runner.capture(len(LENS))
+    return runner
+
+
+def stepped(runner: ModelRunner, slots: SlotPool) -> Tensor:
+    """The tokens of the prompts' step and of those after it, each of which is begun before they are known."""
     rows, waits = np.arange(len(LENS)), []
     for number in range(NUM_DRAWN):
         stops = slots.num_computed + 1 if number else slots.num_prompt.copy()
@@ -232,6 +276,7 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
         found: dict[str, Any] = {"bytes": num_bytes}
         if joins:
             found["joined"] = joined_sums(decoder)
+        found["greedy"], found["gathered"] = greedy_of(decoder, graphs=graphs)
         found["logits"] = logits_of(decoder, graphs=graphs)
         found["tokens"] = tokens_of(decoder, graphs=graphs)
         if kind == "cpu" and decoder.config.quantization is not None:

@@ -23,7 +23,7 @@ from models.group import ALONE, Backend, hccl_timeouts, join
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, make
-from tests.models.tensor_rank import built, collectives, held, logits_of, tokens_of
+from tests.models.tensor_rank import built, collectives, greedy_of, held, logits_of, tokens_of
 from tests.models.test_quantization import stored_in_int8
 from tests.serving.server import PATIENCE_S
 
@@ -232,6 +232,15 @@ def test_ranks_draw_the_tokens_that_one_draws(name: str, cases: Cases, found: Fo
     first, *others = (rank["tokens"] for rank in found[name])
     assert first.tolist() == expected.tolist()
     assert not any(other.numel() for other in others), "the leader alone chooses"
+
+
+@pytest.mark.parametrize("name", [*MODELS, *SPREAD, FUSED])
+def test_all_ranks_choose_the_best_tokens_of_one_without_joining_logits(
+    name: str, cases: Cases, found: Found
+) -> None:
+    expected, _ = greedy_of(alone(cases[name]))
+    assert [rank["greedy"].tolist() for rank in found[name]] == [expected.tolist()] * len(found[name])
+    assert {rank["gathered"] for rank in found[name]} == {0}
 
 
 def test_no_rank_reads_what_another_holds(cases: Cases, found: Found) -> None:

@@ -12,7 +12,7 @@ import torch
 from models.group import ALONE
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make, wide
-from tests.models.tensor_rank import NUM_DRAWN, built, logits_of, tokens_of
+from tests.models.tensor_rank import NUM_DRAWN, built, greedy_of, logits_of, tokens_of
 from tests.models.test_tensor_parallel import Cases, check_collectives, run_ranks
 from tests.virtual_npu.test_hccl import left_behind
 
@@ -74,6 +74,16 @@ def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dic
         tokens.tolist(),
         *([[]] * NUM_DRAWN for _ in others),
     ]
+
+
+@pytest.mark.parametrize("name", [each + kind for each in (*MODELS, *SPREAD) for kind in ("", "_captured")])
+def test_ranks_on_npus_choose_the_best_tokens_without_joining_logits(
+    name: str, found: dict[str, Any]
+) -> None:
+    case, ranks = found[name]
+    expected, _ = greedy_of(built(Path(case["path"]), ALONE)[0])
+    assert [rank["greedy"].tolist() for rank in ranks] == [expected.tolist()] * len(ranks)
+    assert {rank["gathered"] for rank in ranks} == {0}
 
 
 def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(found: dict[str, Any]) -> None:
