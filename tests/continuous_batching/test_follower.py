@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Observer
 from continuous_batching.recording.follower import Beats, Follower, LeaderLost
-from continuous_batching.recording.format import BEGIN, Committed, Entry, read_entries
+from continuous_batching.recording.format import BEGIN, Added, Committed, Entry, read_entries
 from continuous_batching.recording.framing import HEAD, CutShort, DamagedRecording, framed
 from continuous_batching.recording.listeners import Listeners, RankLost
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
-from continuous_batching.recording.replay import Divergence
-from continuous_batching.request import Request, SamplingParams
+from continuous_batching.recording.replay import Divergence, request_of
+from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from kv_cache.pages import PageCopy, PagePool
@@ -194,6 +194,21 @@ def test_a_rank_asks_its_runner_for_what_the_leader_asks_for(overlap: bool) -> N
     assert following.end() is None
     assert noted[0] == noted[1]
     assert {"resize", "start" if overlap else "run"} == {*noted[0]}
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [{"allowed_token_ids": packed_ids(range(5_000))}, {"grammar": "a" * 5_000}, {"bad_words": ((3,),)}],
+)
+def test_a_rank_hears_that_tokens_are_masked_and_not_how(masks: dict[str, Any], tmp_path: Path) -> None:
+    file = RecordingFile(tmp_path / "recording")
+    recorder = Recorder(FACTS, file)
+    recorder.added(Request("a", np.arange(4), SamplingParams(temperature=0, **masks)))
+    recorder.close()
+    with open(file.path, "rb") as opened:
+        (added,) = (each for each in read_entries(opened) if isinstance(each, Added))
+    assert request_of(added).params.masks_tokens
+    assert file.path.stat().st_size < 500
 
 
 def test_a_resize_is_told_before_ranks_wait_for_each_other_in_it() -> None:
