@@ -1,6 +1,6 @@
 """How does a further machine hold its ranks of an engine?
 
-    python -m scripts.follow RECIPE [key=value ...]
+    python -m scripts.follow RECIPE [key=value ...] [--in-turn]
 
 It is started on every machine but the first, where a verb such as scripts.serve leads; scripts/launch.sh
 starts the right one of the two. Which machine this is comes from `parallel.nodes`, or from the launcher:
@@ -27,6 +27,12 @@ def main(argv: list[str]) -> int:
         prog="python -m scripts.follow", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_recipe(parser)
+    parser.add_argument(
+        "--in-turn",
+        action="store_true",
+        help="of a sweep: follow one engine after the other, each with its leader's settings, until none\n"
+        "has come for parallel.connect_timeout_s",
+    )
     asked = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     recipe = load(asked.recipe, asked.overrides, asked.profile)
@@ -39,7 +45,7 @@ def main(argv: list[str]) -> int:
         )
     from recipes.build.node import hold  # here, because it brings torch, which takes a second
 
-    return hold(recipe, cluster)
+    return hold(recipe, cluster, in_turn=asked.in_turn)
 
 
 if __name__ == "__main__":

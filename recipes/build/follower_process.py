@@ -1,6 +1,6 @@
 """How does a rank that does not lead live?
 
-    python -m recipes.build.follower_process --leader HOST:PORT --rank RANK
+    python -m recipes.build.follower_process --leader HOST:PORT --rank RANK [--adopt]
 
 Its standard input brings the recipe, and ends when its parent does: then it ends too. It joins the others,
 builds its part of the engine, and follows the leader's recording.
@@ -26,7 +26,17 @@ from continuous_batching.recording.follower import Beats, Follower, differences
 from models.group import BACKENDS, join
 from recipes.build.engine import assemble
 from recipes.build.machine import start
-from recipes.build.rank_process import ALONE, FAILED, LENGTH, LIMIT_S, RECIPE, RECORDING, common, restored
+from recipes.build.rank_process import (
+    ALONE,
+    FAILED,
+    LENGTH,
+    LIMIT_S,
+    RECIPE,
+    RECORDING,
+    adopted,
+    common,
+    restored,
+)
 from recipes.schema.numbers import whole
 from recipes.schema.parallel_section import MOST_RANKS
 from recipes.schema.recipe import Recipe
@@ -59,8 +69,8 @@ def _end_with_parent() -> None:
     os._exit(FAILED)  # a step may wait for ranks that have ended
 
 
-def follow(recipe: Recipe, rank: int, leader: str) -> None:
-    """Join, build, and follow until the leader closes its recording."""
+def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> None:
+    """Join, build, and follow until the leader closes its recording; with its settings, if `adopts`."""
     host, _, port = leader.rpartition(":")
     within = timedelta(seconds=recipe.parallel.connect_timeout_s)
     try:
@@ -72,7 +82,9 @@ def follow(recipe: Recipe, rank: int, leader: str) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            _compare(recipe, json.loads(store.get(RECIPE)))
+            leaders = json.loads(store.get(RECIPE))
+            recipe = adopted(recipe, leaders) if adopts else recipe
+            _compare(recipe, leaders)
         except ValueError as error:
             connection.sendall(f"rank {rank}: {error}\n".encode())
             raise
@@ -110,6 +122,7 @@ def main(argv: list[str]) -> int:
     options = argparse.ArgumentParser(prog="python -m recipes.build.follower_process")
     options.add_argument("--leader", required=True)
     options.add_argument("--rank", type=whole(1, MOST_RANKS), required=True)
+    options.add_argument("--adopt", action="store_true", help="take the settings from the leader")
     asked = options.parse_args(argv)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # they are for the leader, whose end ends us
@@ -120,7 +133,7 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     status = FAILED
     try:
-        follow(recipe, asked.rank, asked.leader)
+        follow(recipe, asked.rank, asked.leader, adopts=asked.adopt)
         status = 0
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         log.error("%s", error)

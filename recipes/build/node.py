@@ -1,7 +1,8 @@
 """How does a machine that does not lead hold its ranks of an engine?
 
 It starts them, and again when they have ended with their leader: the next engine of a server leads the next
-ranks. It ends when a leader has closed its engine in order, or none is there any more.
+ranks. It ends when a leader has closed its engine in order, or none is there any more; of a sweep, where one
+engine comes after the other, when no further one has come.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ class AskedToEnd(SystemExit):
     """The system asks this process to end."""
 
 
-def hold(recipe: Recipe, cluster: Cluster) -> int:
-    """Hold this machine's ranks, life after life; 0 when the leader has closed its engine."""
+def hold(recipe: Recipe, cluster: Cluster, *, in_turn: bool = False) -> int:
+    """Hold this machine's ranks, life after life; 0 when the leader has closed its engine. `in_turn`: of one
+    engine after the other, each with its leader's settings; 0 when none comes any more.
+    """
+    num_closed = 0
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, _end)
     stay_near(cluster)
@@ -41,7 +45,7 @@ def hold(recipe: Recipe, cluster: Cluster) -> int:
         with contextlib.ExitStack() as stack:
             ranks = []
             for rank, device in zip(here, devices):
-                ranks.append(RankProcess(own, rank, leader, device))
+                ranks.append(RankProcess(own, rank, leader, device, adopts=in_turn))
                 stack.callback(ranks[-1].end)
             while not any(rank.ended for rank in ranks):
                 time.sleep(_LOOKS_S)
@@ -51,6 +55,12 @@ def hold(recipe: Recipe, cluster: Cluster) -> int:
                     rank.end(_IN_ORDER_S)
         if first.status == 0:
             log.info("the leader has closed its engine")
+            num_closed += 1
+            if in_turn:
+                continue
+            return 0
+        if first.status == ALONE and num_closed:
+            log.info("no further engine has come after %d", num_closed)
             return 0
         if first.status == ALONE:
             log.error("there is no leader at %s", leader)

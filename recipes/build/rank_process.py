@@ -44,6 +44,15 @@ def common(recipe: Recipe) -> dict[str, Any]:
     return sections
 
 
+def adopted(recipe: Recipe, leaders: dict[str, Any]) -> Recipe:
+    """The recipe with what the leader has in `common`; over how many ranks it is spread stays."""
+    sections = recipe.described()
+    for section, values in leaders.items():
+        if section != "parallel":
+            sections[section] |= values
+    return restored(json.dumps(sections).encode())
+
+
 def restored(text: bytes) -> Recipe:
     """The recipe that a `RankProcess` has sent."""
     described, values = json.loads(text), dict[str, Any]()
@@ -57,13 +66,17 @@ def restored(text: bytes) -> Recipe:
 
 
 class RankProcess:
-    """A rank, as the process sees it that has started it. `device` is the one that it may use, if any."""
+    """A rank, as the process sees it that has started it. `device` is the one that it may use, if any; with
+    `adopts` it takes its settings from the leader.
+    """
 
-    def __init__(self, recipe: Recipe, rank: int, leader: str, device: str | None) -> None:
+    def __init__(
+        self, recipe: Recipe, rank: int, leader: str, device: str | None, *, adopts: bool = False
+    ) -> None:
         self.rank = rank
         chosen = {} if device is None else {VISIBLE[recipe.device.kind]: device}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER, "--leader", leader, "--rank", str(rank)],
+            [sys.executable, "-m", FOLLOWER, "--leader", leader, "--rank", str(rank)] + ["--adopt"] * adopts,
             cwd=ROOT,
             env=os.environ | chosen,
             stdin=subprocess.PIPE,

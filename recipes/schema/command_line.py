@@ -14,6 +14,7 @@ FLAGS = frozenset(
         "dry-run",
         "help",
         "ignore-eos",
+        "in-turn",
         "json",
         "laws",
         "log",

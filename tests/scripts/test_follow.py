@@ -9,10 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import httpx
 import pytest
 
+from recipes.build import node as nodes
+from recipes.build.cluster import Cluster
+from recipes.build.rank_process import ALONE
+from recipes.schema.reader import load
+from recipes.schema.recipe import Recipe
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.serving.test_lost_ranks import followers, wait_for_end
 from tests.test_imports import ROOT
@@ -81,6 +87,55 @@ def test_recipes_that_differ_are_named() -> None:
         assert (
             "a rank cannot join: rank 1: scheduler.num_slots is 3 here, and 32 on the leader; make them equal"
             in done.stderr
+        )
+
+
+def test_of_a_sweep_each_engine_is_followed_with_its_own_settings() -> None:
+    port = free_port()
+    with second_machine(port, "--in-turn") as agent:
+        for num_slots in (3, 5):
+            assert generate(port, f"scheduler.num_slots={num_slots}").stdout == "19\n"
+        assert agent.poll() is None
+        agent.terminate()
+        _, said = agent.communicate(timeout=PATIENCE_S)
+        assert agent.returncode == 128 + signal.SIGTERM, said
+        assert said.count("the leader has closed its engine") <= 2
+        assert said.count("follow 127.0.0.1") >= 2
+
+
+class Ended:
+    """Stands in for a rank, which has ended already, with the next of these statuses."""
+
+    statuses: ClassVar[list[int]] = []
+
+    def __init__(self, recipe: Recipe, rank: int, leader: str, device: str | None, *, adopts: bool) -> None:
+        self.rank, self.status, self.ended = rank, self.statuses.pop(0), "in a test"
+
+    def end(self, within_s: float = 0.0) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("in_turn", "statuses", "expected"),
+    [(False, [0], 0), (False, [ALONE], ALONE), (True, [0, 0, ALONE], 0), (True, [ALONE], ALONE)],
+)
+def test_a_machine_ends_when_no_further_engine_comes(
+    in_turn: bool, statuses: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "RankProcess", Ended)
+    monkeypatch.setattr(Ended, "statuses", statuses)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert nodes.hold(load(TINY, list(RECIPE[1:])), Cluster("test", 2, 1), in_turn=in_turn) == expected
+    assert not statuses
+
+
+def test_what_a_sweep_cannot_change_is_named() -> None:
+    port = free_port()
+    with second_machine(port, "--in-turn"):
+        done = generate(port, "parallel.connect_timeout_s=90")
+        assert done.returncode == 2
+        assert (
+            "parallel.connect_timeout_s is 120.0 here, and 90.0 on the leader; make them equal" in done.stderr
         )
 
 

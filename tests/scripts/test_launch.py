@@ -195,6 +195,15 @@ def test_the_first_machine_leads_and_the_second_follows() -> None:
     assert table[0] == "2 ranks, placed by parallel.nodes"
 
 
+def test_of_a_sweep_the_second_machine_follows_one_engine_after_the_other() -> None:
+    tried = ["--recipe", CPU, *TWO, "--try", "scheduler.num_slots=3,5", "--request-rates", "1"]
+    follows = launch("--dry-run", "benchmark", "sweep", *tried, NODE_RANK="1").stderr
+    (line,) = (each for each in follows.splitlines() if "scripts.follow" in each)
+    assert line.endswith("'--in-turn'")
+    assert "--try" not in line
+    assert all(f"'{each}'" in line for each in (CPU, *TWO))
+
+
 def test_a_python_that_is_not_there_is_named() -> None:
     done = launch("generate", "recipes/tiny/cpu.yaml", PYTHON="/nonexistent/python")
     assert done.returncode == 2
