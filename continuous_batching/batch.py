@@ -93,6 +93,7 @@ NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 NOT_FINITE = -1  # in place of a token
 NONE_LEFT = -2
+LATE = -3  # which tokens may come was not known in time: the row is computed once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class Candidates:
 class Sampled:
     """What the device answers for one batch, aligned with `batch.sampled`."""
 
-    tokens: Index  # [R] token ids; NOT_FINITE where the logits were not, NONE_LEFT where all are forbidden
+    # [R] token ids; NOT_FINITE where the logits were not, NONE_LEFT where all are forbidden, or LATE
+    tokens: Index
     logprobs: dict[int, TokenLogprobs] = field(
         default_factory=dict
     )  # for those that asked, by index into tokens

@@ -7,7 +7,9 @@ nothing to restore.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ from kv_cache.pages import Index
 
 Mask = NDArray[np.int32]  # [words] a bit for each token, the lowest of a word first: whether it may come
 NOTHING: Mask = np.zeros(1, dtype=np.int32)
+SLOW_S = 0.01  # of a core, for the masks of one step
 
 
 class Matcher(Protocol):
@@ -56,6 +59,13 @@ class Constraint:
         self._matcher: Matcher | None = None
         self._num_consumed = 0
         self.error = ""  # why there is no mask any more
+        self.making: Making | None = None  # masks that a thread makes, or has made
+        self.took_s = 0.0  # of a core, for the masks of its last step
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether others should not wait for its masks."""
+        return self.took_s > SLOW_S
 
     def leave(self) -> None:
         """Forget where the answer is, and the memory that this takes, until it is asked for again."""
@@ -88,18 +98,32 @@ class Constraint:
         return masks + [None] * (num_places - len(masks))
 
     def num_possible(self, answer: Index, drafts: list[int]) -> int:
-        """How many of these drafts, from the first, the grammar lets follow the answer."""
+        """How many of these drafts, from the first, the grammar lets follow the answer.
+
+        None where it is slow, or a thread is at it.
+        """
+        if self._is_out_of_reach:
+            return 0
         matcher = self._at(answer)
         count = 0 if matcher is None else matcher.num_possible(drafts)
         self._leave_if_failed()
         return count
 
     def forced(self, answer: Index) -> list[int]:
-        """Tokens that spell what must follow the answer; they may be cut otherwise than the model would."""
+        """Tokens that spell what must follow the answer; they may be cut otherwise than the model would.
+
+        None where it is slow, or a thread is at it.
+        """
+        if self._is_out_of_reach:
+            return []
         matcher = self._at(answer)
         tokens = [] if matcher is None else matcher.forced()
         self._leave_if_failed()
         return tokens
+
+    @property
+    def _is_out_of_reach(self) -> bool:
+        return self.is_slow or (self.making is not None and not self.making.is_done)
 
     def _leave_if_failed(self) -> None:
         if self._matcher is not None and self._matcher.error:
@@ -122,3 +146,37 @@ class Constraint:
     def _has_failed(self, matcher: Matcher) -> bool:
         self.error = matcher.error
         return bool(self.error)
+
+
+@dataclass(slots=True)
+class Making:
+    """The masks behind an answer and each of its drafts, which a thread is to make."""
+
+    constraint: Constraint
+    answer: Index
+    drafts: Index
+    is_begun: bool = False
+    is_late: bool = False  # a step has gone on without them
+    is_done: bool = False
+    failed: Exception | None = None  # a defect, which is raised where the masks are asked for
+    _masks: list[Mask | None] = field(default_factory=list)
+
+    def make(self) -> None:
+        """Make them."""
+        began_s = time.thread_time()
+        try:
+            self._masks = self.constraint.masks(self.answer, self.drafts)
+        except Exception as error:
+            self.failed = error
+            raise
+        finally:
+            self.constraint.took_s = time.thread_time() - began_s
+            self.is_done = True
+
+    def masks_for(self, drafts: Index) -> list[Mask | None]:
+        """The masks behind the answer and those of these drafts that it was begun with."""
+        if self.failed is not None:
+            raise self.failed
+        count = min(len(drafts), len(self.drafts))
+        differs = np.flatnonzero(drafts[:count] != self.drafts[:count])
+        return self._masks[: 1 + (int(differs[0]) if len(differs) else count)]

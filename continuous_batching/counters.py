@@ -12,6 +12,7 @@ class Counters:
     steps: int = 0
     computed_tokens: int = 0
     sampled_tokens: int = 0
+    late_masks: int = 0  # rows that got no token in a step, for it was not known which may come
     prompt_tokens: int = 0  # of requests admitted for the first time
     hit_tokens: int = 0  # of these, found in the prefix cache
     host_hit_tokens: int = 0  # of these, in pages that rested in the host pool

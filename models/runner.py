@@ -33,6 +33,10 @@ from models.step import StepInputs
 class RowSampler(CapturedSampler, Protocol):
     """Chooses one token for each row, as models/sampling/sampler.py does."""
 
+    def prepare(self, rows: Index, targets: Index, slots: SlotPool) -> None:
+        """Begin what the host has to do to choose tokens for these positions, before there are logits."""
+        ...
+
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
     ) -> Chosen:
@@ -96,6 +100,8 @@ class ModelRunner:
     def _begin(self, batch: Batch) -> Chosen:
         if batch.copies:
             self.cache.apply(batch.copies)
+        if not batch.makes_drafts:
+            self.sampler.prepare(batch.owners, batch.targets, self.slots)
         drafts = None
         if self.drafter is not None and len(batch.draft_starts):
             drafts = self.drafter.run(batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Batch, Sampled, ragged_ranges
+from continuous_batching.batch import LATE, Batch, Sampled, ragged_ranges
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import in_order
 from continuous_batching.slots import SlotPool
@@ -44,8 +44,8 @@ def yield_at_drafts(
 def book_drafts(slots: SlotPool, batch: Batch, sampled: Sampled, over: dict[int, str]) -> Index:
     """Which tokens of a batch count, as indices: those that follow right drafts, up to the end of a request.
 
-    `over` are the indices of tokens that would end their row. Keys and values of wrong drafts no longer
-    count as computed. Drafts that the device made enter the slot table.
+    `over` are the indices of tokens that would end their row; a LATE one does not count. Keys and values of
+    wrong drafts no longer count as computed. Drafts that the device made enter the slot table.
     """
     if batch.makes_drafts:
         guessed = batch.is_draft
@@ -54,7 +54,7 @@ def book_drafts(slots: SlotPool, batch: Batch, sampled: Sampled, over: dict[int,
     kept = []
     for index in accepted(batch, sampled.tokens, slots.token_ids).tolist():
         row = int(batch.owners[index])
-        if row not in ended:
+        if row not in ended and sampled.tokens[index] != LATE:
             kept.append(index)
             if index in over:
                 ended.add(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from continuous_batching.batch import NO_BATCH, Batch, Booked, Sampled
+from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled
 from continuous_batching.counters import Counters
 from continuous_batching.paging.compaction import Compaction
 from continuous_batching.paging.page_tables import EMPTY
@@ -31,7 +31,7 @@ from continuous_batching.scheduling.validation import (
 from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.speculation import Speculation
-from kv_cache.pages import PagePool
+from kv_cache.pages import Index, PagePool
 
 
 class Scheduler:
@@ -261,19 +261,26 @@ class Scheduler:
         """Book what the device computed.
 
         Of a row with drafts those tokens are booked that follow right drafts alone, up to the one that ends
-        the request.
+        the request. A row that is late gets no token; its last one is computed once more.
         """
         slots, counters, outrun = self.slots, self.counters, self.in_flight.outrun
         prompts, scheduled_s = self.in_flight.land(batch)
         rows, positions = batch.owners, batch.targets
         over = self._stop_conditions.of(rows, sampled.tokens, positions)
-        if batch.num_drafts:
-            counted = book_drafts(slots, batch, sampled, over)
+        is_late = sampled.tokens == LATE
+        if batch.num_drafts or is_late.any():
+            late = rows[
+                is_late & (np.diff(rows, prepend=-1) != 0)
+            ]  # a draft may be late where its row is not
+            counted = (
+                book_drafts(slots, batch, sampled, over) if batch.num_drafts else np.flatnonzero(~is_late)
+            )
+            self._put_off(batch, late)
             rows, positions, sampled = rows[counted], positions[counted], sampled.take(counted)
             over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
         if self.speculation is not None:
             self.speculation.learn(batch, rows, positions, sampled.tokens, counters)
-        failed = rows[sampled.tokens < 0]
+        failed = rows[sampled.tokens < 0]  # those that are late are no longer among them
         # no other row may take over what a failed row computed, not even within this commit
         wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
         if len(prompts):
@@ -311,6 +318,16 @@ class Scheduler:
             for row, has_failed in self.in_flight.take_landed().items():
                 self.lifecycle.vacate(row, failed=has_failed or row in failed)
         return Booked(*booked, finished)
+
+    def _put_off(self, batch: Batch, rows: Index) -> None:
+        """Let the last tokens of these rows be computed once more: they were, and brought no token."""
+        self.counters.late_masks += len(rows)
+        slots, rows = self.slots, rows[~np.isin(rows, list(self.in_flight.outrun))]
+        slots.num_computed[rows] = slots.num_tokens[rows] - 1
+        if len(batch.draft_starts):
+            spans = np.flatnonzero(np.isin(batch.slots, rows))
+            lacking = slots.num_computed[batch.slots[spans]] - batch.draft_stops[spans]
+            slots.draft_lag[batch.slots[spans]] = np.maximum(lacking, 0)
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
         """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.

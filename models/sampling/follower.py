@@ -27,6 +27,9 @@ class FollowerSampler:
 
     captures_draws, reads_logits = False, True
 
+    def prepare(self, rows: Index, targets: Index, slots: SlotPool) -> None:
+        """Nothing is chosen, so that nothing is needed for it."""
+
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
     ) -> Chosen:

@@ -12,14 +12,15 @@ Legend: R sampled rows, W those of them that need more than the best token, V vo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from continuous_batching.batch import NONE_LEFT, NOT_FINITE, Sampled
+from continuous_batching.batch import LATE, NONE_LEFT, NOT_FINITE, Sampled
+from continuous_batching.sampling.mask_maker import MaskMaker
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
@@ -39,6 +40,7 @@ from models.sampling.logprobs import (
     rows_with_logprobs,
     top_logprobs,
 )
+from models.sampling.token_masks import grammar_columns
 from models.sampling.top_k_top_p import (
     draw,
     sort_parameters,
@@ -96,17 +98,28 @@ class Sampler:
     other row draws from softmax(logits / temperature) under the thresholds of top_k_top_p.py.
     Log-probabilities are of the model's own distribution, before any of that. A row that holds NaN or +inf
     gets NOT_FINITE for a token, and a row for which every token is forbidden NONE_LEFT; rows do not affect
-    each other. A beam gets candidates (logprobs.py).
+    each other. A row whose mask is not made in time gets LATE, and a beam gets candidates (logprobs.py).
     """
 
     reads_logits = True
 
-    def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int, ops: Ops | None = None) -> None:
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        ops: Ops | None = None,
+        masks: MaskMaker | None = None,
+    ) -> None:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._ops = ops or Ops()
+        self._masks = masks or MaskMaker()
         self._tile = self._ops.tile_size(vocab_size)
         self.captures_draws = self._ops.captures_draws
+
+    def prepare(self, rows: Index, targets: Index, slots: SlotPool) -> None:
+        """Begin to make the masks of grammars that these rows need for their positions `targets`."""
+        self._masks.begin(rows, targets, slots)
 
     def run(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Sampled:
         """Tokens for logits [R, V] of the slot rows [R], each for position `targets` [R] of its row."""
@@ -156,17 +169,22 @@ class Sampler:
         off_cpu = logits.device.type != "cpu"
         host |= self._parameters(rows[work], targets[work], drawn[work], slots, off_cpu=off_cpu)
         own: list[OwnChange] = []
+        late: Index = work[:0]
         if changed.any():
             asking = rows[work], targets[work], slots
             own = own_changes(*asking)
             host |= gather_changes(*asking, self._eos_token_ids, self._vocab_size)
+            if slots.constrained[rows].any():
+                made = self._masks.take(*asking, is_alone=bool(slots.constrained[rows].all()))
+                host |= grammar_columns(made.rows, made.masks)
+                late = work[made.late]
         if beams:
             host |= beams.arrays()
         sent = all_to_device(host, logits.device)
         if len(work):
             tokens = self._choose(logits, best, host, sent, own)
         if not asked and not beams:
-            return arriving(tokens)
+            return _without(late, arriving(tokens))
         up = {"tokens": tokens}
         if asked:
             up |= top_logprobs(logits[sent["asked"]], tokens[sent["asked"]])
@@ -179,7 +197,7 @@ class Sampler:
             logprobs = read_top_logprobs(got, asked) if asked else {}
             return Sampled(got["tokens"], logprobs, beams.read(got) if beams else {})
 
-        return Chosen(up["tokens"], wait)
+        return _without(late, Chosen(up["tokens"], wait))
 
     def _parameters(
         self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool, *, off_cpu: bool
@@ -263,6 +281,20 @@ def arriving(tokens: Tensor) -> Chosen:
 def takes_best(rows: Index, slots: SlotPool) -> bool:
     """Whether all these slot rows get their best token, and nothing beside it."""
     return bool(slots.plain[rows].all()) and not _is_drawn(rows, slots).any()
+
+
+def _without(late: Index, chosen: Chosen) -> Chosen:
+    """What was chosen, but for rows `late`, as indices, of which it was not known what may come."""
+    if not len(late):
+        return chosen
+
+    def wait() -> Sampled:
+        sampled = chosen.wait()
+        tokens = sampled.tokens.copy()
+        tokens[late] = np.where(tokens[late] == NOT_FINITE, NOT_FINITE, LATE)
+        return replace(sampled, tokens=tokens)
+
+    return Chosen(chosen.tokens, wait)
 
 
 def _is_drawn(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:

@@ -1,9 +1,9 @@
 """Which tokens may a row not get, because its request named the ones that it may or may not hold?
 
 `allowed_token_ids` leaves only these tokens, and so does a grammar, those that may come next by it: these
-masks are made here, on the host, while the device computes the logits. Of each of the `bad_words` the last
-token is impossible where the answer ends with the tokens before it; as in vLLM the prompt does not count,
-unlike in Hugging Face's NoBadWordsLogitsProcessor.
+masks are made on the host, while the device computes the logits (see MaskMaker). Of each of the `bad_words`
+the last token is impossible where the answer ends with the tokens before it; as in vLLM the prompt does not
+count, unlike in Hugging Face's NoBadWordsLogitsProcessor.
 
 Legend: A rows with allowed tokens, G rows with a mask of their grammar, of the R that are changed; V
 vocabulary.
@@ -47,34 +47,15 @@ def gather_masks(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
         **_columns(banned, "banned_row", "banned_token"),
         "listed_set": np.repeat(np.arange(len(sets), dtype=np.int64), lens),
         "listed_token": np.concatenate(sets, dtype=np.int64) if sets else np.empty(0, dtype=np.int64),
-        **gather_grammars(rows, targets, slots),
     }
 
 
-def gather_grammars(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
-    """The masks of the rows whose answer follows a grammar, each in words of 32 tokens.
-
-    The rows of a span stand behind one another: its last tokens are drafts, and each has a mask. Where a
-    grammar fails, nothing may come.
-    """
-    indexes = np.flatnonzero(slots.constrained[rows])
-    starts = np.flatnonzero(np.diff(rows[indexes], prepend=-1))
-    masked: list[int] = []
-    masks: list[Mask] = []
-    for of_row in np.split(indexes, starts[1:]) if len(indexes) else ():
-        row, first, last = int(rows[of_row[0]]), int(targets[of_row[0]]), int(targets[of_row[-1]])
-        constraint = slots.requests[row].constraint
-        known = slots.token_ids[row]
-        found = constraint.masks(known[slots.num_prompt[row] : first], known[first:last])
-        for index, mask in zip(of_row.tolist(), found):
-            if mask is not None:
-                masked.append(index)
-                masks.append(mask)
-    width = max(map(len, masks), default=0)
-    bits = np.zeros((len(masks), width), dtype=np.int32)
+def grammar_columns(rows: list[int], masks: list[Mask]) -> Arrays:
+    """The masks of rows whose answer follows a grammar, each in words of 32 tokens, as flat arrays."""
+    bits = np.zeros((len(masks), max(map(len, masks), default=0)), dtype=np.int32)
     for at, mask in enumerate(masks):
         bits[at, : len(mask)] = mask
-    return {"grammar_row": np.array(masked, dtype=np.int64), "grammar_bits": bits.ravel(), "place": _PLACES}
+    return {"grammar_row": np.array(rows, dtype=np.int64), "grammar_bits": bits.ravel(), "place": _PLACES}
 
 
 def banned_tokens(bad_words: tuple[TokenSequence, ...], answer: Index) -> list[int]:
@@ -85,7 +66,7 @@ def banned_tokens(bad_words: tuple[TokenSequence, ...], answer: Index) -> list[i
 
 
 def apply_masks(scores: Tensor, masks: Tensors) -> None:
-    """Make what `gather_masks` found impossible in scores [R, V], in place; it comes sent to the device."""
+    """Make what these masks leave out impossible in scores [R, V], in place; they come sent to the device."""
     rows = masks["allowed_row"]
     if len(rows):
         is_allowed = torch.zeros(len(rows), scores.shape[1], dtype=torch.bool, device=scores.device)
@@ -96,7 +77,7 @@ def apply_masks(scores: Tensor, masks: Tensors) -> None:
     at = masks["banned_row"], masks["banned_token"]
     if len(at[0]):
         scores[at] = -float("inf")
-    rows = masks["grammar_row"]
+    rows = masks.get("grammar_row", ())
     if len(rows):
         words = masks["grammar_bits"].view(len(rows), -1)
         is_possible = unpacked(words, masks["place"], scores.shape[1])

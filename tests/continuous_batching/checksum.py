@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from continuous_batching.batch import Batch, Candidates, Sampled
+from continuous_batching.batch import LATE, Batch, Candidates, Sampled
 from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy, PagePool
@@ -108,6 +108,8 @@ class ChecksumRunner:
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
         self.num_steps = 0
         self.defers = False  # whether a batch is computed when it is waited for, as by a last stage
+        self.late = 0.0  # share of the tokens, behind the first, that come late, where no batch is made ahead
+        self._random = np.random.default_rng(0)
 
     def run(self, batch: Batch, free: Free | None = None) -> Sampled:
         self.num_steps += 1
@@ -144,7 +146,17 @@ class ChecksumRunner:
             for index, (span, row) in enumerate(zip(batch.sampled.tolist(), batch.owners.tolist()))
             if self.slots.beam_width[row]
         }
-        return Sampled(np.array(tokens, dtype=np.int64), candidates=candidates)
+        return Sampled(self._some_late(batch, np.array(tokens, dtype=np.int64)), candidates=candidates)
+
+    def _some_late(self, batch: Batch, tokens: np.ndarray) -> np.ndarray:
+        """In a span, all that follow a late token are late."""
+        slots, owners = self.slots, batch.owners
+        may = (batch.targets > slots.num_prompt[owners]) & (slots.beam_width[owners] == 0) & (tokens >= 0)
+        is_late = may & (self._random.random(len(tokens)) < self.late)
+        for row in np.unique(owners[is_late]):
+            of_row = np.flatnonzero(owners == row)
+            is_late[of_row] = np.maximum.accumulate(is_late[of_row])
+        return np.where(is_late, LATE, tokens)
 
     def _candidates(self, keys: np.ndarray, params: SamplingParams) -> Candidates:
         logprobs = outlook(keys).astype(np.float32)
@@ -156,7 +168,9 @@ class ChecksumRunner:
         if self.defers:
             free = self._free()
             return lambda: self.run(batch, free)
+        late, self.late = self.late, 0.0
         sampled = self.run(batch)
+        self.late = late
         self.last[batch.owners] = sampled.tokens
         return lambda: sampled
 

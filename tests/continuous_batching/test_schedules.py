@@ -107,6 +107,7 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
     )
     runner = ChecksumRunner(slots, scheduler.pool, host_pool)
     runner.defers = scheduler.depth > 1 and draw(st.booleans())
+    runner.late = draw(st.sampled_from([0.0, 0.3, 0.8]))
     return scheduler, runner
 
 
