@@ -191,7 +191,7 @@ class AnswerStream(SampleAnswers):
         self.request = request
         self.group = group or request.id
         self.owner = owner
-        self.is_chat = options.is_chat
+        self.is_chat, self.num_tools = options.is_chat, options.num_tools
         self.arrival_s = time.monotonic()
         self.first_stream = -1
         self.last_token_s = [0.0] * len(self.samples)  # when the last token of each sample came

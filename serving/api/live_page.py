@@ -2,7 +2,8 @@
 
 One plain page, and a stream of the engine's state: the request in each slot, the state of each page, the
 queue. All viewers share one query of the engine, a few times a second; without viewers there is none. It
-holds no text and no name of any request; of the requests of other keys, it shows only that they are there.
+holds no text and no name of any request, but what kind of answer it asks for; of the requests of other keys,
+it shows only that they are there.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from serving.answers.answers import AnswerStream
 from serving.api.streamed import StreamedResponse
 from serving.async_llm import AsyncLLM
 from serving.engine.messages import View
 from serving.failures import Unavailable
+from serving.grammars.structured_output import form_of
 
 _PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 _HEADERS = {
@@ -45,6 +48,7 @@ class LivePage:
         self._looking: asyncio.Task[None] | None = None
         self._seen: dict[str, Any] = {}
         self._slots: list[tuple[str | None, dict[str, Any]] | None] = []  # and who may see what is in each
+        self._asked: dict[int, dict[str, Any]] = {}  # of each stream in a slot
         self._events: dict[str, bytes] = {}  # of the last query, by viewer's key
         self._news = asyncio.Event()
 
@@ -95,6 +99,8 @@ class LivePage:
             return {"state": llm.state}, []
         gauges, counters = beat.gauges, beat.counters
         slots = [None if slot is None else self._slot(*slot) for slot in view.slots]
+        here = {slot[0] for slot in view.slots if slot is not None}
+        self._asked = {stream: asked for stream, asked in self._asked.items() if stream in here}
         return {
             "state": llm.state,
             "device": facts.device,
@@ -124,7 +130,22 @@ class LivePage:
             "computed": num_computed,
             "prompt": num_prompt,
             "pages": num_pages,
+            **({} if answer is None else self._asked_by(stream, answer)),
         }
+
+    def _asked_by(self, stream: int, answer: AnswerStream) -> dict[str, Any]:
+        """The form of its answer, the number of its tools, and its adapter; what it has not is left out."""
+        if stream not in self._asked:
+            grammar, number = answer.request.params.grammar, answer.request.adapter
+            form = None if grammar is None else form_of(grammar)
+            names = {each.number: each.name for each in self._llm.adapters.all}
+            found = {
+                "form": None if form is None else " by ".join(reversed(form)),
+                "tools": answer.num_tools,
+                "adapter": names.get(number, "") if number else "",
+            }
+            self._asked[stream] = {name: value for name, value in found.items() if value}
+        return self._asked[stream]
 
 
 def _raise_defect(looking: asyncio.Task[None]) -> None:

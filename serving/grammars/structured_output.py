@@ -13,6 +13,7 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest, shown
 from serving.grammars.json_schema import SchemaCheck
+from serving.grammars.thinking import KIND as THINKING
 
 MOST_CHARACTERS = 32_768  # of a regex or a grammar, and of all choices together
 MOST_CHOICES = 1000
@@ -44,6 +45,14 @@ def grammar_of(values: Mapping[str, Any]) -> str | None:
         return _structured_outputs(value)
     kind = field.removeprefix("guided_")
     return _written(field, kind, value)
+
+
+def form_of(grammar: str) -> tuple[str, str] | None:
+    """The field that asked for a form, and the form's kind; None where there are only thoughts."""
+    field, kind, asked = json.loads(grammar)
+    if kind != THINKING:
+        return field, kind
+    return None if asked["then"] is None else form_of(asked["then"])
 
 
 def _response_format(value: object) -> str | None:

@@ -118,7 +118,8 @@ def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOpt
         given.setdefault("skip_special_tokens", False)  # calls are found by them
     is_chat = fields.get("messages") is not None
     is_turn = is_chat and not fields.get("continue_final_message")
-    return TextOptions(is_chat=is_chat, start=is_turn, **given)
+    num_tools = 0 if fields.get("tool_choice") == "none" else len(fields.get("tools") or ())
+    return TextOptions(is_chat=is_chat, start=is_turn, num_tools=num_tools, **given)
 
 
 def check_length(fields: Mapping[str, Any], max_tokens: int, text: Text | None) -> None:

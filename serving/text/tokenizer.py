@@ -211,12 +211,14 @@ class TextOptions:
     `is_chat`: it answers a conversation. `start`: it is a text of its own (a turn), not the continuation
     of its prompt.
     `include_stop_str_in_output`: the string or the token that ended the answer belongs to its text.
+    `num_tools`: so many functions may be called in it.
     """
 
     is_chat: bool = False
     start: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    num_tools: int = 0
 
     def detokenizer(self, text: Text, params: SamplingParams) -> Detokenizer:
         """For one answer."""

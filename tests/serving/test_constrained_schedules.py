@@ -1,23 +1,30 @@
 """Does an answer that follows a grammar get the same tokens however it is scheduled?
 
-Alone and beside others, with chunked prompts, preempted, forked, with guesses, ahead of the device, and again
-from a recording.
+Alone and beside others, with chunked prompts, preempted, forked, with guesses, ahead of the device, where
+masks come late, and again from a recording.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 
+from continuous_batching.batch import LATE
+from continuous_batching.constraints import Constraint, Mask, Matcher
 from continuous_batching.engine import Engine
-from continuous_batching.recording.format import Header, read_entries
+from continuous_batching.recording.format import Committed, Header, read_entries, unpacked
 from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request
+from continuous_batching.sampling.mask_maker import Made, MaskMaker
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import Index
+from models.sampling.sampler import Sampler
 from recipes.build.engine import BuiltEngine, build
 from recipes.build.scheduler import scheduler_from
 from recipes.schema.reader import load
@@ -187,6 +194,98 @@ def test_a_matcher_that_fails_ends_its_request_alone() -> None:
     assert good.finish_reason in ("stop", "length")
     assert good.error is None
     assert np.array_equal(bad.answer, good.answer[: len(bad.answer)])
+
+
+class OftenLate(MaskMaker):
+    """Says of a third of the masks behind first tokens that they are late."""
+
+    def __init__(self) -> None:
+        super().__init__(patience_s=60)
+        self._random = np.random.default_rng(0)
+
+    def take(self, rows: Index, targets: Index, slots: SlotPool, *, is_alone: bool) -> Made:
+        made = super().take(rows, targets, slots, is_alone=is_alone)
+        may = np.flatnonzero(slots.constrained[rows] & (targets > slots.num_prompt[rows]))
+        for row in np.unique(rows[may][self._random.random(len(may)) < 1 / 3]):
+            of_row = np.flatnonzero(rows == row)
+            made.late += of_row[self._random.integers(len(of_row)) :].tolist()
+        return made
+
+
+def make_masks_by(built: BuiltEngine, maker: MaskMaker) -> None:
+    config = built.config
+    built.runner.sampler = Sampler(config.eos_token_ids, config.vocab_size, built.runner.decoder.ops, maker)
+
+
+@pytest.mark.parametrize("way", ["few pages", "draft"])
+def test_masks_that_come_late_change_no_token(way: str, alone: dict[str, list[int]], tmp_path: Path) -> None:
+    built = build(load(RECIPE, [*PLAIN, *WAYS[way]]))
+    make_masks_by(built, OftenLate())
+    engine, path = built.engine, tmp_path / "recording"
+    engine.observer = Recorder(built.facts, RecordingFile(path))
+    assert answers(engine, text_of(built)) == alone
+    engine.observer.close()
+    assert engine.scheduler.counters.late_masks > 50
+    with path.open("rb") as file:
+        entries = list(read_entries(file))
+    assert isinstance(entries[0], Header)
+    scheduler = scheduler_from(entries[0].facts)
+    steps = [event for event in replay(entries, scheduler) if isinstance(event, Replayed)]
+    assert len(steps) == engine.scheduler.counters.steps
+    assert scheduler.counters == engine.scheduler.counters
+
+
+class Held:
+    """A matcher that makes no mask behind the first tokens until it is let."""
+
+    def __init__(self, matcher: Matcher, gate: threading.Event) -> None:
+        self._matcher, self._gate = matcher, gate
+        self._num_masks = 0
+
+    def mask(self) -> Mask | None:
+        self._num_masks += 1
+        assert self._num_masks < 3 or self._gate.wait(300), "nobody let it"
+        return self._matcher.mask()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._matcher, name)
+
+
+@pytest.mark.parametrize("way", [(), WAYS["ngram"]], ids=["plain", "ngram"])
+def test_a_neighbour_goes_on_while_a_mask_takes_long(way: tuple[str, ...], tmp_path: Path) -> None:
+    built = build(load(RECIPE, [*PLAIN, *way]))
+    engine, text, path = built.engine, text_of(built), tmp_path / "recording"
+    engine.observer = Recorder(built.facts, RecordingFile(path))
+    fields = {"prompt": "1+1=", "max_tokens": 30, "temperature": 0, "ignore_eos": False}
+    forms: dict[str, dict[str, object]] = {
+        "held": {"guided_regex": "[a-z ]{20}"},
+        "formed": {"guided_regex": "[a-z ]{20}"},
+        "free": {},
+    }
+    held, formed, free = (parse_request({**fields, "id": name} | form, text) for name, form in forms.items())
+    scheduler, gate = engine.scheduler, threading.Event()
+    grammars = Grammars(lambda: text, scheduler.vocab_size, scheduler.eos_token_ids)
+    for request in (held, formed):
+        grammars.constrain(request)
+    assert held.constraint is not None
+    start = held.constraint._start
+    held.constraint = Constraint(lambda: Held(start(), gate))
+    try:
+        for request in (held, formed, free):
+            engine.add(request)
+        while not (formed.finish_reason and free.finish_reason):
+            engine.step()
+        assert held.finish_reason is None
+    finally:
+        gate.set()
+    while engine.has_work:
+        engine.step()
+    assert held.finish_reason == formed.finish_reason
+    assert np.array_equal(held.answer, formed.answer)
+    engine.observer.close()
+    with path.open("rb") as file:
+        told = [unpacked(each.tokens) for each in read_entries(file) if isinstance(each, Committed)]
+    assert sum(int((each == LATE).sum()) for each in told) >= scheduler.counters.late_masks > 5
 
 
 @pytest.mark.slow

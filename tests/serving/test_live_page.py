@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import numpy as np
@@ -13,10 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipes.schema.recipe import ROOT
 from serving.api.live_page import CACHED, FREE, HELD, SHARED, page_map
 from serving.engine.messages import View
+from serving.text.tokenizer import Text
 from tests.serving.server import PATIENCE_S, TINY, Server, started
 
+FORM = {
+    "type": "object",
+    "properties": {"secret": {"type": "string", "minLength": 800}},
+    "required": ["secret"],
+}
+TOOL, OTHER = (
+    {"type": "function", "function": {"name": name, "parameters": FORM}} for name in ("secret", "other")
+)
 LONG = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
@@ -25,6 +36,19 @@ def server() -> Iterator[Server]:
     server = started([TINY, "server.drain_s=0"])
     yield server
     assert server.close() == 0
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Server]:
+    server = started(["recipes/tiny/agent.yaml", "server.drain_s=0"])
+    yield server
+    assert server.close() == 0
+
+
+def agent_ends() -> tuple[int, ...]:
+    text = Text.load(ROOT / "recipes/tiny/agent")
+    assert text is not None
+    return text.eos_token_ids
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=50))
@@ -59,6 +83,36 @@ def test_what_lies_where_is_told_while_a_request_runs(server: Server) -> None:
     assert slot["prompt"] < slot["tokens"]
     assert len(base64.b64decode(event["pages"])) == event["num_pages"] == 1023
     assert "One day" not in json.dumps(event)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": FORM}}},
+            {"form": "json by response_format"},
+        ),
+        ({"tools": [TOOL, OTHER], "chat_template_kwargs": {}}, {"tools": 2}),
+        ({"tools": [TOOL], "tool_choice": "required"}, {"form": "lark by tools", "tools": 1}),
+        ({"tools": [TOOL], "tool_choice": "none"}, {}),
+    ],
+    ids=["schema", "tools", "required tools", "no tools"],
+)
+def test_it_tells_what_kind_of_answer_is_asked_for(
+    agent: Server, fields: dict[str, Any], shown: dict[str, Any]
+) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 900, "stream": True} | fields
+    body |= {"temperature": 1, "logit_bias": {str(token): -100 for token in agent_ends()}, "seed": 1}
+    url = f"{agent.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        with httpx.stream("GET", f"{agent.url}/live", timeout=PATIENCE_S) as live:
+            events = (json.loads(line[6:]) for line in live.iter_lines() if line)
+            event = next(each for each in events if any(each["slots"]))
+    slot = next(each for each in event["slots"] if each)
+    assert {name: slot[name] for name in ("form", "tools", "adapter") if name in slot} == shown
+    assert "secret" not in json.dumps(event), "who looks may be another than who asked"
 
 
 def test_it_is_drawn_in_a_browser_of_a_phone(server: Server) -> None:
