@@ -31,6 +31,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "ranks": ("micro.shared_steps", "how long tensor ranks take for a step, and what the simulation says"),
     "stages": ("micro.stages", "how long stages of layers wait for each other, and what the simulation says"),
     "adapters": ("micro.adapters", "what adapters of requests cost beside none"),
+    "masks": ("micro.masks", "what it costs to hold answers to a form, beside none and the bare library"),
     "simulation": ("micro.simulation", "simulated tokens a second, with the real scheduler"),
     "cache-types": ("micro.cache_types", "what keys and values in int8 change in answers and in attention"),
     "kv": ("micro.kv", "what pages cost: to find, name, take, copy, and leave half empty"),

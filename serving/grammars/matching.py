@@ -113,10 +113,10 @@ class Grammars:
         _, kind, asked = json.loads(grammar)
         if kind == KIND:
             return self._with_thoughts(reader(asked), asked["then"])
-        tokenizer = self._ready()
+        self._ready()
         started_s = time.perf_counter()
         try:
-            beginning = self._matcher(tokenizer, grammar)
+            beginning = self.beginning(grammar)
         except BadRequest:
             self.counters.refused += 1
             raise
@@ -140,7 +140,9 @@ class Grammars:
         right = spelt.startswith(b"".join(map(spelling.token_bytes, tokens)))
         return tokens if right else []  # some tokenizers put a space before it
 
-    def _matcher(self, tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    def beginning(self, grammar: str) -> llguidance.LLMatcher:
+        """The library's own matcher at the beginning of a grammar; raises BadRequest."""
+        tokenizer = self._ready()
         from llguidance import LLMatcher, LLParserLimits
 
         field, kind, asked = json.loads(grammar)

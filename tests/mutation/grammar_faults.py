@@ -10,9 +10,15 @@ MATCHING, JSON_SCHEMA, ASKED = (
     GRAMMARS + name for name in ("matching.py", "json_schema.py", "structured_output.py")
 )
 GRAMMAR_QUEUE = "serving/engine/grammar_queue.py"
+MASK_MAKER = "continuous_batching/sampling/mask_maker.py"
+SCHEDULER, DRAFTS = "continuous_batching/scheduling/scheduler.py", "continuous_batching/sampling/drafts.py"
 SCHEDULES = "tests/serving/test_constrained_schedules.py"
 GRAMMAR_TESTS_OF = {
-    CONSTRAINTS: ("tests/continuous_batching/test_constraints.py",),
+    CONSTRAINTS: (
+        "tests/continuous_batching/test_constraints.py",
+        "tests/continuous_batching/test_mask_maker.py",
+    ),
+    MASK_MAKER: ("tests/continuous_batching/test_mask_maker.py", SCHEDULES),
     TOKEN_MASKS: (SCHEDULES,),
     MATCHING: ("tests/serving/test_grammar_masks.py", "tests/serving/test_schema_answers.py"),
     JSON_SCHEMA: ("tests/serving/test_grammar_fields.py",),
@@ -50,18 +56,53 @@ GRAMMAR_FAULTS = (
         "an answer goes on without its form when its grammar grows too complex",
     ),
     Fault(
-        "one_mask_for_all_drafts",
-        TOKEN_MASKS,
-        "constraint.masks(known[slots.num_prompt[row] : first], known[first:last])",
-        "constraint.masks(known[slots.num_prompt[row] : first], known[first:first])",
-        "only the first place of a span with drafts is masked",
+        "masks_of_other_guesses",
+        CONSTRAINTS,
+        "        return self._masks[: 1 + (int(differs[0]) if len(differs) else count)]",
+        "        return self._masks",
+        "what was made behind one guess is used behind another",
+    ),
+    Fault(
+        "guesses_where_a_thread_works",
+        CONSTRAINTS,
+        "return self.is_slow or (self.making is not None and not self.making.is_done)",
+        "return self.is_slow",
+        "two threads move one matcher",
     ),
     Fault(
         "prompt_counts_for_the_grammar",
-        TOKEN_MASKS,
-        "known[slots.num_prompt[row] : first], known[first:last]",
-        "known[0 * slots.num_prompt[row] : first], known[first:last]",
+        MASK_MAKER,
+        "slots.token_ids[row, num_prompt:last]",
+        "slots.token_ids[row, 0:last]",
         "the grammar begins with the prompt",
+    ),
+    Fault(
+        "late_for_ever_behind_another",
+        MASK_MAKER,
+        "elif job.is_begun or not again:",
+        "else:",
+        "who stands behind a mask that takes long waits as long",
+    ),
+    Fault(
+        "first_token_late",
+        MASK_MAKER,
+        "first = [job for job in jobs if not len(job.answer)]",
+        "first = [job for job in jobs if len(job.answer) < 0]",
+        "a late first token is computed again in pages that others share",
+    ),
+    Fault(
+        "late_row_goes_on",
+        SCHEDULER,
+        "        slots.num_computed[rows] = slots.num_tokens[rows] - 1\n        if len(batch.draft_starts)",
+        "        if len(batch.draft_starts)",
+        "a row whose mask is late never computes its last token again",
+    ),
+    Fault(
+        "late_token_counts",
+        DRAFTS,
+        "if row not in ended and sampled.tokens[index] != LATE:",
+        "if row not in ended:",
+        "a late token behind right guesses becomes part of the answer",
     ),
     Fault(
         "highest_bit_lost",
