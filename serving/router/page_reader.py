@@ -1,7 +1,8 @@
 """Which pages does a replica hold, by the events that it publishes (`kv_cache.events`)?
 
 What is missing in the sequence, as at first, is asked for again; so it is now and then where nothing seems to
-be missing, since the last event may be what was lost.
+be missing, since the last event may be what was lost. Where the connection ends, all that was told is
+forgotten: a server may have put another engine in the place of its own, which counts from 0 again.
 """
 
 from __future__ import annotations
@@ -34,29 +35,32 @@ def _means_every_address(name: str) -> bool:
 
 
 class PageReader:
-    """Reads the events of one replica into the routing."""
+    """Reads the events of one replica into the routing, which believes them while they can be read.
+
+    Raises ValueError for what is no place to connect to.
+    """
 
     def __init__(self, endpoint: str, host: str, replica: int, routing: Routing) -> None:
         kind, _, rest = endpoint.partition("://")
         name, _, port = rest.rpartition(":")
         if kind == "tcp" and _means_every_address(name):
             endpoint = f"tcp://{host}:{port}"
+        self._endpoint, self._again_at = endpoint, replay_endpoint(endpoint)
         self._replica = replica
         self._routing = routing
         self._context = zmq.asyncio.Context()
-        self._live, self._again = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
-        self._live.subscribe(b"")
-        self._live.connect(endpoint)
-        self._again.connect(replay_endpoint(endpoint))
-        self._next = 0  # the sequence that comes next
-        self._last_live = -1
         self._asked_s = -1.0
         self.num_gaps = 0
         self._task: asyncio.Task[None] | None = None
+        try:
+            self._connect()
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ValueError(f"{endpoint}: {error.strerror}") from None
 
     def start(self) -> None:
         """Read for ever, in the running event loop."""
-        self._routing.cleared(self._replica)
+        self._routing.tells[self._replica] = True
         self._task = asyncio.get_running_loop().create_task(self._read())
 
     def close(self) -> None:
@@ -64,28 +68,58 @@ class PageReader:
         if self._task is not None:
             self._task.cancel()
         self._context.destroy(linger=0)
+        self._forget()
+
+    def _connect(self) -> None:
+        """Sockets that have heard nothing yet."""
+        self._live, self._again = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
+        self._live.subscribe(b"")
+        self._gone = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._live.connect(self._endpoint)
+        self._again.connect(self._again_at)
+        self._next = 0  # the sequence that comes next
+        self._last_live = -1
+
+    def _disconnect(self) -> None:
+        self._live.disable_monitor()
+        for each in (self._live, self._again):
+            each.close(linger=0)
+
+    def _forget(self) -> None:
         self._routing.cleared(self._replica)
+        self._routing.tells[self._replica] = False
 
     async def _read(self) -> None:
+        try:
+            while True:
+                self._routing.cleared(self._replica)
+                await self._read_one()
+                # Who publishes next may be another engine, whose sequences say nothing of this one's
+                self._disconnect()
+                self._connect()
+        except (ValueError, msgspec.MsgspecError) as error:  # of another layout: nothing is known of it
+            log.warning("replica %d publishes what is no event of pages: %s", self._replica, error)
+            self._forget()
+
+    async def _read_one(self) -> None:
+        """Until the connection to who publishes has ended."""
         poller = zmq.asyncio.Poller()
-        poller.register(self._live, zmq.POLLIN)
-        poller.register(self._again, zmq.POLLIN)
+        for each in (self._live, self._again, self._gone):
+            poller.register(each, zmq.POLLIN)
+        await self._ask()
         while True:
             if time.monotonic() >= self._asked_s + _ASK_S:
                 await self._ask()
             ready = dict(await poller.poll(1e3 * _ASK_S))
-            try:
-                if self._again in ready:
-                    _, _, number, batch = await self._again.recv_multipart()
-                    if number != END:
-                        self._take(int.from_bytes(number, "big"), batch, is_answer=True)
-                if self._live in ready:
-                    _, number, batch = await self._live.recv_multipart()
-                    await self._hear(int.from_bytes(number, "big"), batch)
-            except (ValueError, msgspec.MsgspecError) as error:  # of another layout: nothing is known of it
-                log.warning("replica %d publishes what is no event of pages: %s", self._replica, error)
-                self._routing.cleared(self._replica)
+            if self._gone in ready:
                 return
+            if self._again in ready:
+                _, _, number, batch = await self._again.recv_multipart()
+                if number != END:
+                    self._take(int.from_bytes(number, "big"), batch, is_answer=True)
+            if self._live in ready:
+                _, number, batch = await self._live.recv_multipart()
+                await self._hear(int.from_bytes(number, "big"), batch)
 
     async def _ask(self) -> None:
         self._asked_s = time.monotonic()

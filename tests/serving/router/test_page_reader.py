@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import zmq
+
 from continuous_batching.routing import Routing
 from serving.router.fair_turns import FairTurns
 from serving.router.page_reader import PageReader
@@ -48,6 +50,53 @@ def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
         reader.close()
         assert len(routing.held) == 0
         engine.events.close()
+
+    run(test)
+
+
+def test_an_engine_in_the_place_of_another_is_known_from_its_beginning(tmp_path: Path) -> None:
+    """It has published more than the other when it is found, so that no number shows that it is new."""
+
+    async def test() -> None:
+        for name in ("old", "new"):
+            (tmp_path / name).mkdir()
+        old, new, routing = Engine(tmp_path / "old"), Engine(tmp_path / "new"), Routing(1)
+        for engine, count in ((old, 3), (new, 9)):
+            for number in range(count):
+                sent = engine.events._next
+                engine.compute([number, count, *range(6)])
+                await until(lambda engine=engine, sent=sent: engine.events._next > sent)  # type: ignore[misc]
+        reader = PageReader(old.endpoint, "127.0.0.1", 0, routing)
+        reader.start()
+        await until(lambda: {*routing.held._masks} == old.held())
+        old.events.close()
+        for file in ("events", "events.replay"):
+            (tmp_path / "new" / file).rename(tmp_path / "old" / file)
+        await until(lambda: {*routing.held._masks} == new.held())
+        reader.close()
+        assert not routing.tells[0]
+        new.events.close()
+
+    run(test)
+
+
+def test_who_publishes_something_else_is_judged_by_what_was_sent(tmp_path: Path) -> None:
+    async def test() -> None:
+        context = zmq.Context()
+        live = context.socket(zmq.PUB)
+        live.bind(f"ipc://{tmp_path}/events")
+        routing = Routing(1, tells=False)
+        reader = PageReader(f"ipc://{tmp_path}/events", "127.0.0.1", 0, routing)
+        reader.start()
+        assert routing.tells[0]
+
+        def gives_up() -> bool:
+            live.send_multipart([b"", b"\0" * 8, b"no event"])
+            return not routing.tells[0]
+
+        await until(gives_up)
+        reader.close()
+        context.destroy(linger=0)
 
     run(test)
 
