@@ -2,6 +2,8 @@
 
 Every replica is asked twice a second whether it takes requests (`/ready`, else `/health`) and, at `/metrics`,
 how many prompt tokens wait there; a server that tells no such figure is judged by what was sent to it alone.
+One that refuses connections is sent nothing more, but may still end what it has begun, as servers do that
+drain: where it died, its system ends its connections. One that is silent has its connections ended here.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -26,6 +29,21 @@ _ANSWER_S = 2.0  # for an answer to a poll
 _LOST_AFTER = 2  # polls in a row without an answer, unless the connection is refused
 _BEAT_S = 0.5  # how old what a replica tells may be
 _QUEUED, _WAITING, _RUNNING = b"cb_prompt_tokens_queued", b"cb_requests_queued", b"cb_requests_running"
+
+
+class _ToldCache(msgspec.Struct):
+    events: str | None = None
+
+
+class _ToldRecipe(msgspec.Struct):
+    cache: _ToldCache = msgspec.field(default_factory=_ToldCache)
+
+
+class _ServerInfo(msgspec.Struct):
+    """What of `/server_info` matters here."""
+
+    recipe: _ToldRecipe = msgspec.field(default_factory=_ToldRecipe)
+    page_size: int | None = None
 
 
 class FleetReplica:
@@ -45,6 +63,7 @@ class FleetReplica:
         self._headers = headers
         self._ready_path = "/ready"
         self._num_silent = 0
+        self._is_asked = False  # where its pages are told
 
     async def watch(self, page_size: int) -> None:
         """Ask for ever; `page_size` is that of pages whose events are to be read, or 0."""
@@ -52,20 +71,25 @@ class FleetReplica:
             try:
                 await asyncio.wait_for(self._poll(page_size), _ANSWER_S)
                 self._num_silent = 0
-            except (Lost, asyncio.TimeoutError) as error:
+            except Lost as lost:
+                self._shut(str(lost))
+            except asyncio.TimeoutError:
                 self._num_silent += 1
-                why = str(error) or f"no answer within {_ANSWER_S:g} s"
-                if self._num_silent >= _LOST_AFTER or isinstance(error, Lost):
-                    self.lose(why)
+                if self._num_silent >= _LOST_AFTER:
+                    self.lose(f"no answer within {_ANSWER_S:g} s")
             await asyncio.sleep(POLL_S)
 
     def lose(self, why: str) -> None:
         """It is gone, with what it was at: nothing is sent there before it answers again."""
+        self._shut(why)
+        self.server.lose(f"the replica is lost: {why}")
+
+    def _shut(self, why: str) -> None:
+        """It takes nothing, and what it held is gone."""
         if self.state != "lost":
             self._become("lost", why)
             self._routing.lost(self.number)
             self._stop_reading()
-            self.server.lose(f"the replica is lost: {why}")
 
     def drain(self, is_drained: bool) -> None:
         """Send it no new requests, or again."""
@@ -85,11 +109,11 @@ class FleetReplica:
         if status != 200:
             self._become("not ready", f"{self._ready_path} says {status}")
             self._stop_reading()
-            self._routing.cleared(self.number)
             return
         since_s = time.monotonic()
-        if page_size and self.reader is None:
+        if page_size and not self._is_asked:
             await self._read_pages(page_size)
+            self._is_asked = True
         self._become("ready", "")
         status, text = await self._get("/metrics")
         figures = _figures(text) if status == 200 else {}
@@ -100,20 +124,25 @@ class FleetReplica:
     async def _read_pages(self, page_size: int) -> None:
         """Read the events of its pages, if it says where, and they are such as the router knows."""
         status, text = await self._get("/server_info")
-        said = msgspec.json.decode(text) if status == 200 else {}
-        endpoint = said.get("recipe", {}).get("cache", {}).get("events")
+        try:
+            said = msgspec.json.decode(text, type=_ServerInfo) if status == 200 else _ServerInfo()
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # another kind of server
+            return
+        endpoint = said.recipe.cache.events
         if endpoint is None:
             return
-        if said.get("page_size") != page_size:
-            log.warning(
-                "%s: pages of %s tokens, not %d: by text alone", self.url, said["page_size"], page_size
-            )
+        if said.page_size != page_size:
+            log.warning("%s: pages of %s tokens, not %d: by text alone", self.url, said.page_size, page_size)
             return
-        self.reader = PageReader(endpoint, self.server.host, self.number, self._routing)
-        self._routing.tells[self.number] = True
+        try:
+            self.reader = PageReader(endpoint, self.server.host, self.number, self._routing)
+        except (ValueError, OSError) as error:
+            log.warning("%s: its pages cannot be read at %s: %s", self.url, endpoint, error)
+            return
         self.reader.start()
 
     def _stop_reading(self) -> None:
+        self._is_asked = False
         if self.reader is not None:
             self.reader.close()
             self.reader = None
@@ -150,7 +179,8 @@ def _figures(text: bytes) -> dict[bytes, int]:
     for line in text.splitlines():
         name = line.partition(b"{")[0].partition(b" ")[0]
         if name in (_QUEUED, _WAITING, _RUNNING):
-            found[name] = int(float(line.rpartition(b" ")[2]))
+            with suppress(ValueError, OverflowError):  # it tells no number
+                found[name] = int(float(line.rpartition(b" ")[2]))
     return found
 
 

@@ -7,6 +7,7 @@ are never parsed. A connection that ends before an answer is whole raises `Lost`
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ import httptools
 
 HeaderLines = list[tuple[bytes, bytes]]
 CONNECT_S = 2.0
+_UNHEARD_S = 4  # after which the connections of a machine end that is gone, or has started again
 _MOST_UNREAD = 2**18  # bytes of an answer; then the sender waits
 _MOST_IDLE = 256  # connections that are kept for later
 
@@ -30,6 +32,7 @@ class UpstreamAnswer(asyncio.Protocol):
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
         self.is_used = False  # it has had an answer before
+        self.is_given_up = False  # by this side
         self._loop = asyncio.get_running_loop()
         self._reset()
 
@@ -40,12 +43,14 @@ class UpstreamAnswer(asyncio.Protocol):
         self._parts: deque[bytes] = deque()
         self._num_unread = 0
         self._is_kept = False  # the connection, after the answer
+        self._has_body = True
         self._news: asyncio.Future[None] | None = None
         self._is_whole, self._ends_with_connection, self._trouble = False, False, ""
 
-    async def ask(self, head: bytes, body: bytes) -> None:
-        """Send a request, and wait for the head of its answer; raises Lost."""
+    async def ask(self, head: bytes, body: bytes, *, has_body: bool = True) -> None:
+        """Send a request, and wait for the head of its answer, which may be all; raises Lost."""
         assert self.transport is not None, "not connected"
+        self._has_body = has_body
         if self.transport.is_closing():
             raise Lost("the connection was closed")
         self.transport.write(head + body)
@@ -80,6 +85,7 @@ class UpstreamAnswer(asyncio.Protocol):
 
     def fail(self, why: str) -> None:
         """End the connection; who waits for the answer is told."""
+        self.is_given_up = True
         self._trouble = self._trouble or why
         if self.transport is not None:
             self.transport.abort()
@@ -113,6 +119,8 @@ class UpstreamAnswer(asyncio.Protocol):
         self._is_kept = self._parser.should_keep_alive()
         names = {name for name, _ in self.headers}
         self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
+        if not self._has_body:  # the parser, which does not know it, may wait for one
+            self._is_whole, self._is_kept = True, False
         self._wake()
 
     def on_body(self, body: bytes) -> None:
@@ -153,7 +161,8 @@ class Upstream:
     ) -> UpstreamAnswer:
         """Send a request; its answer, once there is a head. Raises Lost. Who has it calls `done`.
 
-        A connection that was kept may just have been closed by the server: such a request is sent again.
+        A connection that was kept may just have been closed by the server: such a request is sent again. Not
+        so where this side has ended it: a server that is lost is not asked a second time.
         """
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
@@ -164,10 +173,10 @@ class Upstream:
             answer = self._kept() or await self._connected()
             self._open.add(answer)
             try:
-                await answer.ask(head, body)
+                await answer.ask(head, body, has_body=method != "HEAD")
             except Lost:
                 self._open.discard(answer)
-                if not answer.is_used:
+                if not answer.is_used or answer.is_given_up:
                     raise
             except BaseException:
                 self._open.discard(answer)
@@ -209,4 +218,17 @@ class Upstream:
             raise Lost(f"no connection: {error.strerror or error}") from None
         with suppress(AttributeError):
             answer.transport.set_write_buffer_limits(2**20)
+            _notice_silence(answer.transport.get_extra_info("socket"))
         return answer
+
+
+def _notice_silence(connection: socket.socket) -> None:
+    """Let the system end it when the machine behind it does not acknowledge that it is there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {
+        "TCP_KEEPIDLE": _UNHEARD_S // 2,
+        "TCP_KEEPINTVL": _UNHEARD_S // 4,
+        "TCP_KEEPCNT": 2,
+    }.items():
+        if hasattr(socket, name):  # Linux has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -62,6 +62,7 @@ class Stub:
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        self.heads: list[bytes] = []
         self.bodies: list[bytes] = []
         self.num_closed = 0
         self.writers: list[asyncio.StreamWriter] = []
@@ -76,6 +77,7 @@ class Stub:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
                 size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                 self.bodies.append(await reader.readexactly(size))
                 answering = asyncio.ensure_future(self.script(writer))

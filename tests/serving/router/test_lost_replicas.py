@@ -1,0 +1,167 @@
+"""What becomes of requests, and of the router, where a server goes away or says what was not expected?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from serving.router import replicas as of_replicas
+from serving.router.upstream import Lost, Upstream
+from tests.serving.router.test_proxy import EVENTS, WHOLE, Fleet, Script, Stub, chunk, run
+
+
+def by_path(**scripts: Script) -> Callable[[Stub], Script]:
+    """A server's answers by the end of the path, `other` where it is none of these."""
+
+    def script_of(stub: Stub) -> Script:
+        async def script(writer: asyncio.StreamWriter) -> None:
+            path = stub.heads[-1].split()[1].decode().rpartition("/")[2]
+            await (scripts.get(path) or scripts["other"])(writer)
+
+        return script
+
+    return script_of
+
+
+def answer(body: bytes, status: int = 200) -> Script:
+    async def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
+
+    return script
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came to hold")
+
+
+def test_who_drains_behind_a_closed_door_ends_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As uvicorn does at SIGTERM: it listens no more, and goes on with what it has."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    goes_on, asked = asyncio.Event(), list[asyncio.StreamWriter]()
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        asked.append(writer)
+        writer.write(EVENTS + chunk(WHOLE[0]))
+        await goes_on.wait()
+        writer.write(b"".join(map(chunk, WHOLE[1:])) + b"0\r\n\r\n")
+
+    async def test() -> None:
+        async with Fleet(slow) as fleet:
+            (stub,), (replica,) = fleet.stubs, fleet.replicas
+            assert stub is not None
+            stub.script = by_path(ready=answer(b""), metrics=answer(b""), other=slow)(stub)
+            watching = asyncio.ensure_future(replica.watch(0))
+            await until(lambda: replica.state == "ready")
+            asking = asyncio.ensure_future(fleet.ask())
+            await until(lambda: len(asked) == 1)
+            stub.server.close()
+            for writer in {*stub.writers} - {*asked}:
+                writer.transport.abort()
+            await until(lambda: replica.state == "lost")
+            goes_on.set()
+            assert await asking == (200, b"".join(WHOLE))
+            watching.cancel()
+
+    run(test)
+
+
+def test_who_stands_still_is_not_asked_again() -> None:
+    """A connection that was kept is one more way to ask; but not to ask who is known to be lost."""
+
+    async def test() -> None:
+        async with Fleet(answer(b"{}"), answer(b"{}")) as fleet:
+            assert await fleet.ask() == (200, b"{}")  # at the first, whose connection is kept
+            assert fleet.stubs[0] is not None
+            assert fleet.stubs[1] is not None
+            await fleet.ask()
+            silent = asyncio.Event()
+
+            async def stand_still(writer: asyncio.StreamWriter) -> None:
+                silent.set()
+                await asyncio.sleep(60)
+
+            fleet.stubs[0].script = stand_still
+            asking = asyncio.ensure_future(fleet.ask())
+            await silent.wait()
+            fleet.replicas[0].lose("no answer within 2 s")
+            assert await asyncio.wait_for(asking, 30) == (200, b"{}")
+            assert [len(each.bodies) for each in fleet.stubs if each] == [2, 2]
+
+    run(test)
+
+
+def test_who_is_silent_for_long_is_lost_with_what_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was on its way when the replica was given up is told at the next poll."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    monkeypatch.setattr(of_replicas, "_ANSWER_S", 0.1)
+
+    async def stand_still(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    async def test() -> None:
+        async with Fleet(stand_still) as fleet:
+            replica = fleet.replicas[0]
+            watching = asyncio.ensure_future(replica.watch(0))
+            await until(lambda: replica.state == "lost")
+            with pytest.raises(Lost, match="the replica is lost"):
+                await asyncio.wait_for(replica.server.ask("POST", "/v1/completions", [], b""), 30)
+            watching.cancel()
+
+    run(test)
+
+
+ODD_INFO = [
+    b"<html>", b"[]", b'{"recipe": []}', b'{"recipe": {"cache": {"events": 3}}}', b"\xff",
+    b'{"recipe": {"cache": {"events": "tcp://no port"}}, "page_size": 16}',
+    b'{"recipe": {"cache": {"events": "tcp://a b:1"}}, "page_size": 16}',
+    b'{"recipe": {"cache": {"events": "tcp://127.0.0.1:9"}}, "page_size": 8}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("info", ODD_INFO)
+def test_a_server_that_says_odd_things_of_itself_is_sent_requests(
+    info: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    odd = b"cb_prompt_tokens_queued NaN\ncb_requests_queued +Inf\ncb_requests_running what\n"
+
+    async def test() -> None:
+        async with Fleet(answer(b"")) as fleet:
+            (stub,), (replica,) = fleet.stubs, fleet.replicas
+            assert stub is not None
+            stub.script = by_path(server_info=answer(info), metrics=answer(odd), other=answer(b"{}"))(stub)
+            watching = asyncio.ensure_future(replica.watch(16))
+            await until(lambda: len(stub.heads) >= 9)
+            assert not watching.done()
+            assert (replica.state, replica.reader) == ("ready", None)
+            asked = [head.split()[1] for head in stub.heads]
+            assert asked.count(b"/server_info") == 1, "and warned of once"
+            assert await fleet.ask() == (200, b"{}")
+            watching.cancel()
+
+    run(test)
+
+
+def test_an_answer_without_a_body_is_whole() -> None:
+    """`curl -I`: its head tells a length, and nothing follows."""
+
+    async def head_only(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 77\r\n\r\n")
+
+    async def test() -> None:
+        stub = Stub(head_only)
+        server = Upstream("127.0.0.1", await stub.start())
+        for _ in range(2):
+            found = await server.ask("HEAD", "/v1/models", [], b"")
+            assert await asyncio.wait_for(found.next(), 30) == b""
+            server.done(found)
+        server.lose("the test is over")
+        stub.server.close()
+
+    run(test)
