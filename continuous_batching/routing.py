@@ -69,7 +69,10 @@ class KeyHolders:
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """What a router knows of a prompt: its length, and keys of its first parts, each of so many tokens."""
+    """What a router knows of a prompt: its length, and keys of its first parts, each of so many tokens.
+
+    A request without one, such as for the names of models, has a length of 0.
+    """
 
     num_tokens: int
     keys: Sequence[int] = ()
@@ -272,8 +275,9 @@ class Routing:
 
     def _learn(self, prompt: RoutedPrompt, now_s: float) -> None:
         """A prompt came: how long they are in the mean, and what is not of late any more."""
-        self._num_prompts = min(self._num_prompts + 1, _MANY_PROMPTS)
-        self._mean_prompt += (prompt.num_tokens - self._mean_prompt) / self._num_prompts
+        if prompt.num_tokens:
+            self._num_prompts = min(self._num_prompts + 1, _MANY_PROMPTS)
+            self._mean_prompt += (prompt.num_tokens - self._mean_prompt) / self._num_prompts
         self._recent *= math.exp((self._recent_at_s - now_s) / RECENT_S)
         self._recent_at_s = now_s
 

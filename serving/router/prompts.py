@@ -1,7 +1,7 @@
 """What does a router know of a prompt before any replica has seen it?
 
-With the recipe of the replicas, exactly the keys of its pages: the same template, tokenizer, page size and
-salt. Without, keys of the first parts of its text, which say what begins alike and nothing of pages.
+With the recipe of the replicas, exactly the keys of its pages: the same template, tokenizer, page size, salt
+and adapters. Without, keys of the first parts of its text, which say what begins alike and nothing of pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import msgspec
 from continuous_batching.refusal import BadRequest
 from continuous_batching.routing import RoutedPrompt
 from kv_cache.page_keys import page_keys, short_key
+from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.api.api_keys import Client
+from serving.api.responses_input import messages_of, tool_choice_of, tools_of
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 
@@ -40,14 +42,30 @@ class RoutedBody(msgspec.Struct):
     input: msgspec.Raw = msgspec.Raw()
 
 
+class RoutedResponse(msgspec.Struct):
+    """What of a body of `/v1/responses` makes its prompt."""
+
+    input: str | list[Any]
+    model: str | None = None
+    instructions: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 _decode = msgspec.json.Decoder(RoutedBody).decode
+_decode_response = msgspec.json.Decoder(RoutedResponse).decode
 
 
 class Prompts:
-    """Reads prompts; `text` and `page_size` are those of the replicas, or None and 0."""
+    """Reads prompts; `text`, `page_size` and `adapters` are those of the replicas, or None, 0 and none."""
 
-    def __init__(self, text: Text | None = None, page_size: int = 0) -> None:
+    def __init__(
+        self, text: Text | None = None, page_size: int = 0, adapters: KnownAdapters = NO_ADAPTERS
+    ) -> None:
         self._text = text
+        self._adapters = adapters
         self.page_size = page_size
 
     def asked(self, body: bytes) -> RoutedBody:
@@ -60,8 +78,10 @@ class Prompts:
     def read(self, body: bytes, asked: RoutedBody, client: Client) -> RoutedPrompt:
         """What is known of its prompt."""
         salt = client.salted(asked.cache_salt or "")
-        if self.page_size and not bytes(asked.input):
+        if self.page_size:
             try:
+                if bytes(asked.input):
+                    return self._pages(_of_a_chat(_decode_response(body)), salt)
                 return self._pages(msgspec.json.decode(body, type=dict[str, Any]), salt)
             except (BadRequest, msgspec.MsgspecError):
                 pass  # the replica says what is wrong with it
@@ -75,9 +95,25 @@ class Prompts:
             known["prompt_token_ids" if isinstance(ids, list) else "prompt"] = ids
             if isinstance(ids, list):
                 del known["prompt"]
-        request = parse_request({"id": "routed", **known}, self._text)
-        keys = page_keys(request.prompt, self.page_size, salt)
+        if isinstance(name := fields.get("model"), str) and self._adapters.knows(name):
+            known["adapter"] = name
+        request = parse_request(
+            {"id": "routed", "cache_salt": salt, **known}, self._text, adapters=self._adapters
+        )
+        keys = page_keys(request.prompt, self.page_size, request.cache_salt)
         return RoutedPrompt(request.num_prompt_tokens, [*map(short_key, keys)], self.page_size)
+
+
+def _of_a_chat(body: RoutedResponse) -> dict[str, Any]:
+    """What of `/v1/responses` makes the prompt, as fields of a chat; raises BadRequest."""
+    return {
+        "model": body.model,
+        "messages": messages_of(body.input, body.instructions),
+        "tools": None if body.tools is None else tools_of(body.tools),
+        "tool_choice": None if body.tool_choice is None else tool_choice_of(body.tool_choice),
+        "reasoning_effort": (body.reasoning or {}).get("effort"),
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
 
 
 def _parts(text: bytes, model: str | None, salt: str) -> RoutedPrompt:

@@ -28,12 +28,14 @@ log = logging.getLogger("route")
 
 SESSION_HEADER, TENANT_HEADER = b"x-session-id", b"x-tenant"
 RETRY_S = 1.0
-_DONE = b"data: [DONE]"
+_ENDS = (b"data: [DONE]", b"data:[DONE]")
 _WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # whose streams end so
 _GENERATIONS = (*_WITH_DONE, "/v1/responses")
 _LONG_BYTES = 2**14  # a body is read in a thread from here on
 _MOST_WHOLE_BYTES = 2**23  # of an answer that is held back until it is whole
 _OWN = (b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te")
+_UNREADABLE = b"accept-encoding"  # the end of a compressed stream could not be told from a loss
+_ONCE = ("/v1/files", "/v1/batches")  # what is posted there is not posted twice
 _NOT_NOW = (429, 502, 503)  # another replica may take it
 
 
@@ -59,7 +61,7 @@ class Proxy:
         body = await _body(receive)
         if body is None:
             return
-        asked, prompt = RoutedBody(), RoutedPrompt(1)
+        asked, prompt = RoutedBody(), RoutedPrompt(0)
         client: Client = scope.get("state", {}).get("client") or ANYBODY
         if scope["method"] == "POST" and scope["path"] in _GENERATIONS:
             asked, prompt = await self._read(body, client)
@@ -104,6 +106,7 @@ class Proxy:
         headers = _passed_on(scope)
         raw = scope["raw_path"].decode("latin-1")
         path = f"{raw}?{query.decode('latin-1')}" if (query := scope["query_string"]) else raw
+        is_once = scope["method"] == "POST" and scope["path"].startswith(_ONCE)
         tried: list[int] = []
         refusal: tuple[int, HeaderLines, bytes] | None = None
         while (sent := self._routing.send(prompt, time.monotonic(), session, tried)) is not None:
@@ -111,10 +114,13 @@ class Proxy:
             self._figures.sent(replica, sent, prompt, is_again=bool(tried))
             tried.append(sent.replica)
             try:
-                answer = await replica.server.ask(scope["method"], path, headers, body)
+                answer = await replica.server.ask(scope["method"], path, headers, body, is_once=is_once)
             except Lost as lost:
                 self._end(replica, sent)
                 replica.num_lost += 1
+                if is_once and lost.may_be_done:
+                    await self._may_be_done(scope, send, replica, lost)
+                    return
                 log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
                 continue
             except BaseException:
@@ -129,6 +135,9 @@ class Proxy:
                     return
             except Lost as lost:
                 replica.num_lost += 1
+                if is_once:
+                    await self._may_be_done(scope, send, replica, lost)
+                    return
                 log.warning("%s: %s; nothing was sent on, so it goes elsewhere", replica.url, lost)
             finally:
                 replica.server.done(answer)
@@ -139,6 +148,11 @@ class Proxy:
         else:
             why = "no replica can take a request now; ask again"
             await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
+
+    async def _may_be_done(self, scope: Scope, send: Send, replica: FleetReplica, lost: Lost) -> None:
+        log.warning("%s: %s; its client is told", replica.url, lost)
+        why = f"the replica was lost ({lost}), and it is not known whether it did this: look, or ask again"
+        await error_response(502, why, code="replica_lost")(scope, _nothing, send)
 
     def _end(self, replica: FleetReplica, sent: Sent) -> None:
         replica.num_open -= 1
@@ -158,7 +172,7 @@ class Proxy:
                 last = (last + part)[-64:] if len(part) < 64 else part[-64:]
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 part = await answer.next()
-            if wants_done and not last.rstrip().endswith(_DONE):
+            if wants_done and not last.rstrip().endswith(_ENDS):
                 raise Lost("the stream ended before its end")
         except Lost as lost:
             self._told(replica, lost)
@@ -206,7 +220,8 @@ def _error_event(path: str, message: str) -> bytes:
 
 def _passed_on(scope: Scope) -> HeaderLines:
     """The client's headers, but for those of this connection alone."""
-    headers = [each for each in scope["headers"] if each[0] not in _OWN and each[0] != b"x-request-id"]
+    dropped = (*_OWN, _UNREADABLE, b"x-request-id")
+    headers = [each for each in scope["headers"] if each[0] not in dropped]
     name = scope.get("state", {}).get("request_id")
     return [*headers, (b"x-request-id", name.encode())] if name else headers
 

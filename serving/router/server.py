@@ -16,6 +16,7 @@ import uvloop
 
 from continuous_batching.routing import Route, Routing
 from recipes.schema.reader import load
+from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.api import access
 from serving.api.access import AccessControl
 from serving.api.api_keys import ApiKeys, key_of_environment
@@ -74,10 +75,11 @@ def run_router(options: RouterOptions) -> int:
 
 def _run(options: RouterOptions) -> None:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
-    text, page_size, share_prefixes = None, 0, False
+    text, page_size, share_prefixes, adapters = None, 0, False, NO_ADAPTERS
     if options.recipe is not None:
         recipe = load(options.recipe, options.overrides, options.profile)
         text, share_prefixes = Text.of(recipe), recipe.server.share_prefixes
+        adapters = KnownAdapters(recipe.adapters)
         page_size = recipe.cache.page_size if recipe.cache.prefix_sharing else 0
     key = key_of_environment()
     headers: HeaderLines = [(b"authorization", f"Bearer {key}".encode())] if key else []
@@ -87,7 +89,7 @@ def _run(options: RouterOptions) -> None:
     replicas = replicas_of(options.replicas, routing, headers)
     turns = FairTurns(lambda: options.most_open * max(1, int(np.count_nonzero(routing.is_open))))
     figures = FleetFigures(routing, replicas, turns)
-    prompts = Prompts(text, page_size if options.route == "prefix" else 0)
+    prompts = Prompts(text, page_size if options.route == "prefix" else 0, adapters)
     app = FleetApplication(Proxy(routing, replicas, prompts, turns, figures), replicas, figures)
     is_local = not keys.are_needed and options.host in LOOPBACK
     memory = BodyMemory(_MOST_BODIES_BYTES)

@@ -23,7 +23,11 @@ _MOST_IDLE = 256  # connections that are kept for later
 
 
 class Lost(Exception):
-    """There is no answer, or not the rest of it."""
+    """There is no answer, or not the rest of it. Without a connection, nothing was asked either."""
+
+    def __init__(self, why: str, *, may_be_done: bool = True) -> None:
+        super().__init__(why)
+        self.may_be_done = may_be_done
 
 
 class UpstreamAnswer(asyncio.Protocol):
@@ -157,12 +161,19 @@ class Upstream:
         self._open: set[UpstreamAnswer] = set()
 
     async def ask(
-        self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes
+        self,
+        method: str,
+        path: str,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes,
+        *,
+        is_once: bool = False,
     ) -> UpstreamAnswer:
         """Send a request; its answer, once there is a head. Raises Lost. Who has it calls `done`.
 
         A connection that was kept may just have been closed by the server: such a request is sent again. Not
-        so where this side has ended it: a server that is lost is not asked a second time.
+        so where this side has ended it: a server that is lost is not asked a second time. A
+        request that `is_once` goes over a connection of its own.
         """
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
@@ -170,7 +181,7 @@ class Upstream:
         ]
         head = b"\r\n".join([*lines, *(name + b": " + value for name, value in headers), b"", b""])
         while True:
-            answer = self._kept() or await self._connected()
+            answer = (None if is_once else self._kept()) or await self._connected()
             self._open.add(answer)
             try:
                 await answer.ask(head, body, has_body=method != "HEAD")
@@ -213,9 +224,9 @@ class Upstream:
         try:
             _, answer = await asyncio.wait_for(connecting, CONNECT_S)
         except asyncio.TimeoutError:
-            raise Lost(f"no connection within {CONNECT_S:g} s") from None
+            raise Lost(f"no connection within {CONNECT_S:g} s", may_be_done=False) from None
         except OSError as error:
-            raise Lost(f"no connection: {error.strerror or error}") from None
+            raise Lost(f"no connection: {error.strerror or error}", may_be_done=False) from None
         with suppress(AttributeError):
             answer.transport.set_write_buffer_limits(2**20)
             _notice_silence(answer.transport.get_extra_info("socket"))

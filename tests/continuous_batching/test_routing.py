@@ -186,3 +186,14 @@ def test_a_key_that_nobody_holds_takes_no_memory() -> None:
     holders.add(3, range(100))
     holders.discard(3, range(100))
     assert len(holders) == 0
+
+
+def test_requests_without_a_prompt_say_nothing_of_prompts() -> None:
+    """Asking for the names of models leaves what a balanced load is worth as it was."""
+    with_others, without = Routing(2), Routing(2)
+    for routing in (with_others, without):
+        for number in range(50):
+            sent(routing, prompt(1, 2, 3, 4, 10 + number), float(number))
+            for _ in range(20 if routing is with_others else 0):
+                routing.ended(sent(routing, RoutedPrompt(0), float(number)))
+    assert with_others._mean_prompt == without._mean_prompt

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from serving.router import replicas as of_replicas
-from serving.router.upstream import Lost, Upstream
-from tests.serving.router.test_proxy import EVENTS, WHOLE, Fleet, Script, Stub, chunk, run
+from serving.router.upstream import Lost
+from tests.serving.router.test_proxy import EVENTS, WHOLE, Fleet, Script, Stub, chunk, error_of, run, stream
 
 
 def by_path(**scripts: Script) -> Callable[[Stub], Script]:
@@ -116,6 +116,43 @@ def test_who_is_silent_for_long_is_lost_with_what_came_late(monkeypatch: pytest.
     run(test)
 
 
+def test_a_file_is_not_posted_twice() -> None:
+    """Where it is not known whether a replica took it, its client is told; else another takes it."""
+
+    async def cut(writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def half(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{")
+        await writer.drain()
+        writer.transport.abort()
+
+    async def test() -> None:
+        for script in (cut, half):
+            async with Fleet(script, answer(b"{}")) as fleet:
+                status, body = await fleet.ask("/v1/batches")
+                assert (status, error_of(body)["code"]) == (502, "replica_lost")
+                assert [len(each.bodies) for each in fleet.stubs if each] == [1, 0]
+        async with Fleet(None, answer(b"{}")) as fleet:
+            assert await fleet.ask("/v1/batches") == (200, b"{}")
+
+    run(test)
+
+
+def test_other_servers_streams_are_known_to_be_whole() -> None:
+    """Written without a space; and not compressed, since the router asks for no such answer."""
+
+    async def test() -> None:
+        async with Fleet(stream(WHOLE[0], b"data:[DONE]\n\n")) as fleet:
+            found = await fleet.ask(headers=[(b"accept-encoding", b"gzip")])
+            assert found == (200, WHOLE[0] + b"data:[DONE]\n\n")
+            assert fleet.stubs[0] is not None
+            assert b"gzip" not in fleet.stubs[0].heads[0]
+            assert fleet.figures.num_cut_off == 0
+
+    run(test)
+
+
 ODD_INFO = [
     b"<html>", b"[]", b'{"recipe": []}', b'{"recipe": {"cache": {"events": 3}}}', b"\xff",
     b'{"recipe": {"cache": {"events": "tcp://no port"}}, "page_size": 16}',
@@ -155,13 +192,11 @@ def test_an_answer_without_a_body_is_whole() -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 77\r\n\r\n")
 
     async def test() -> None:
-        stub = Stub(head_only)
-        server = Upstream("127.0.0.1", await stub.start())
-        for _ in range(2):
-            found = await server.ask("HEAD", "/v1/models", [], b"")
-            assert await asyncio.wait_for(found.next(), 30) == b""
-            server.done(found)
-        server.lose("the test is over")
-        stub.server.close()
+        async with Fleet(head_only) as fleet:
+            server = fleet.replicas[0].server
+            for _ in range(2):
+                found = await server.ask("HEAD", "/v1/models", [], b"")
+                assert await asyncio.wait_for(found.next(), 30) == b""
+                server.done(found)
 
     run(test)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kv_cache.page_keys import page_keys, short_key
+from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.reader import load
+from serving.adapters import KnownAdapters
 from serving.api.api_keys import ANYBODY, ApiKeys, Rights
 from serving.router.prompts import PART_BYTES, Prompts
 from serving.text.request_fields import parse_request
@@ -44,6 +47,39 @@ def test_keys_are_the_engines(body: dict[str, Any]) -> None:
     assert (found.num_tokens, found.tokens_a_key) == (request.num_prompt_tokens, 16)
 
 
+def test_a_response_has_the_keys_of_the_chat_that_it_is() -> None:
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    response = {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": STORY}]}],
+        "instructions": "Be kind.",
+        "tools": [tool],
+        "tool_choice": "none",
+    }
+    chat = {
+        "messages": [{"role": "system", "content": "Be kind."}, *CHAT],
+        "tools": [{"type": "function", "function": {name: tool[name] for name in ("name", "parameters")}}],
+        "tool_choice": "none",
+    }
+    prompts = Prompts(TEXT, 16)
+    found = routed(prompts, response)
+    assert found == routed(prompts, chat)
+    assert (found.tokens_a_key, len(found.keys) >= 3) == (16, True)
+
+
+def test_keys_of_an_adapter_are_its_own(tmp_path: Path) -> None:
+    """As the engine names the pages of its requests."""
+    config = {"r": 4, "lora_alpha": 8, "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"not read")
+    known = KnownAdapters(AdaptersSection(folders={"pirate": str(tmp_path)}, most=1, rank=4))
+    fields = {"id": "a", "prompt": STORY, "cache_salt": "s"}
+    request = parse_request({**fields, "adapter": "pirate"}, TEXT, adapters=known)
+    found = routed(Prompts(TEXT, 16, known), {"prompt": STORY, "cache_salt": "s", "model": "pirate"})
+    assert found.keys == [*map(short_key, page_keys(request.prompt, 16, request.cache_salt))]
+    plain = routed(Prompts(TEXT, 16, known), {"prompt": STORY, "cache_salt": "s", "model": "tiny"})
+    assert not {*plain.keys} & {*found.keys}
+
+
 def test_keys_of_others_are_others() -> None:
     clients = ApiKeys({"one": Rights(), "two": Rights()})
     prompts = Prompts(TEXT, 16)
@@ -65,7 +101,19 @@ def test_text_that_goes_on_begins_alike() -> None:
     assert not {*routed(prompts, {"model": "b", "messages": turn}).keys} & {*one.keys}
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"messages": 3}', b'{"prompt": [[]]}', b"\xff"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"[]", b"{", b'{"messages": 3}', b'{"prompt": [[]]}', b"\xff"),
+        *(
+            b'{"input": 3}',
+            b'{"input": [3]}',
+            b'{"input": "a", "tools": 3}',
+            b'{"input": "a", "tools": [{}]}',
+        ),
+        b'{"input": "a", "reasoning": {"effort": 3}}',
+    ],
+)
 def test_a_wrong_body_is_for_the_replica_to_refuse(body: bytes) -> None:
     for prompts in (Prompts(), Prompts(TEXT, 16)):
         prompts.read(body, prompts.asked(body), ANYBODY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from continuous_batching.routing import Routing
@@ -125,7 +125,11 @@ class Fleet:
         await asyncio.sleep(0.05)  # until both sides have closed
 
     async def ask(
-        self, path: str = "/v1/chat/completions", session: str = "", leaves_after: int | None = None
+        self,
+        path: str = "/v1/chat/completions",
+        session: str = "",
+        leaves_after: int | None = None,
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> tuple[int, bytes]:
         """Status and body; the client goes away after so many pieces."""
         received = asyncio.Queue[dict[str, Any]]()
@@ -141,7 +145,8 @@ class Fleet:
             if leaves_after is not None and len(parts) >= leaves_after:
                 received.put_nowait({"type": "http.disconnect"})
 
-        headers = [(b"x-session-id", session.encode())] if session else []
+        if session:
+            headers = [*headers, (b"x-session-id", session.encode())]
         scope = {
             "type": "http",
             "method": "POST",
