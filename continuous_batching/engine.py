@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from continuous_batching.batch import NO_BATCH, Batch, Sampled
+from continuous_batching.paging.held_pages import Arrival
 from continuous_batching.request import Request
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -46,6 +47,15 @@ class Observer:
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
         """A request was ended from outside, or by the clock."""
+
+    def expected(self, request_id: str, arrival: Arrival) -> None:
+        """Pages were taken that another engine is to fill."""
+
+    def arrived(self, request_id: str, is_whole: bool) -> None:
+        """All of them came, and can be found; or not all, and none can."""
+
+    def released(self, request_id: str) -> None:
+        """The pages of a request that has ended are held no longer."""
 
     def resized(self, num_pages: int, give_up: GiveUp) -> None:
         """The pool got another number of pages, and the device is about to."""
@@ -142,6 +152,43 @@ class Engine:
     def abort(self, request_id: str) -> Request | None:
         """End a request that nobody waits for any more; None if it has ended already."""
         return self.finish(request_id, "abort")
+
+    def expect_pages(self, request: Request) -> tuple[Arrival, tuple[PageCopy, ...]] | None:
+        """Take pages for what another engine computes of a request that is still to be added: what is to be
+        filled, and the copies that the device must make before. None where nothing could be spared by it,
+        or no pages can be.
+
+        Only who calls this writes to these pages, until `pages_arrived`; before each write it asks
+        `arriving_pages` whether they had to give way.
+        """
+        scheduler = self.scheduler
+        keys = scheduler.page_keys(request)[: request.num_findable // self.slots.page_size]
+        tokens = request.prompt[: len(keys) * self.slots.page_size]
+        arrival = scheduler.lifecycle.expect(request.id, tokens, request.cache_salt, keys)
+        if arrival is None:
+            return None
+        self.observer.expected(request.id, arrival)
+        return arrival, scheduler.tables.take_copies()
+
+    def arriving_pages(self, request_id: str) -> Arrival | None:
+        """What is being filled for a request; None where it had to give way."""
+        return self.scheduler.lifecycle.held.arriving(request_id)
+
+    def pages_arrived(self, request_id: str, *, is_whole: bool) -> None:
+        """All pages have come, which can be found from now on, or else none can."""
+        self.scheduler.lifecycle.held.arrived(request_id, is_whole=is_whole)
+        self.observer.arrived(request_id, is_whole)
+
+    def leased_pages(self, request_id: str) -> Index | None:
+        """The pages of an ended request's prompt (see `Request.leases_pages`); None where they had to give
+        way.
+        """
+        return self.scheduler.lifecycle.held.leased(request_id)
+
+    def release_pages(self, request_id: str) -> None:
+        """Nobody reads them any more."""
+        self.scheduler.lifecycle.held.release(request_id)
+        self.observer.released(request_id)
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
         """Change the size of the cache while serving (see `Scheduler.resize`), when the device is done."""

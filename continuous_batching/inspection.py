@@ -86,7 +86,8 @@ def queued_tokens(scheduler: Scheduler) -> int:
 class Recount:
     """What a recount found.
 
-    A wrong page is both free and held, or neither, or has other holders than the slots and the cache.
+    A wrong page is both free and held, or neither, or has other holders than the slots, the cache and what is
+    held for other engines.
     """
 
     shared_pages: int  # in use by more than one row
@@ -105,6 +106,7 @@ def recount(scheduler: Scheduler) -> Recount:
     users = np.bincount(pages, minlength=pool.num_pages)
     holders = users.copy()
     holders[scheduler.prefix.pages] += 1
+    holders += np.bincount(scheduler.lifecycle.held.pages, minlength=pool.num_pages)
     holders[NULL_PAGE] = 1
     is_free = np.zeros(pool.num_pages, dtype=np.bool_)
     is_free[pool.free_pages] = True

@@ -21,6 +21,8 @@ from continuous_batching.recording.format import (
     Ended,
     Entry,
     Looked,
+    PagesExpected,
+    PagesReleased,
     Resized,
     Scheduled,
     answered,
@@ -88,13 +90,17 @@ class RecordedRun:
 
 
 def recorded_run(entries: Iterable[Entry]) -> RecordedRun:
-    """What a simulation takes. Raises ValueError for a recording whose pool changed its size."""
+    """What a simulation takes. Raises ValueError for a recording whose pool changed its size, or whose pages
+    were another engine's.
+    """
     arrivals: list[tuple[float, Added | Ended]] = []
     moments = deque[Scheduled | Looked | Committed]()
     now_s = -math.inf
     for entry in entries:
         if isinstance(entry, Resized):
             raise ValueError("the recorded pool was resized: not simulated")
+        if isinstance(entry, (PagesExpected, PagesReleased)):
+            raise ValueError("the recorded engine had pages from another or for one: not simulated")
         if isinstance(entry, (Scheduled, Looked, Committed)):
             now_s = entry.now_s
             moments.append(entry)

@@ -28,6 +28,7 @@ class PageTables:
         self.prefix = prefix
         self._counters = counters
         self._copies: list[PageCopy] = []
+        self.pinned: Index = EMPTY  # pages that are never moved
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
 
     @property
@@ -144,6 +145,9 @@ class PageTables:
     def compact(self, max_pages: int) -> int:
         """Move at most so many held pages towards the low end; returns how many moved (see compaction.py)."""
         sources, targets = self.pool.scattered(max_pages)
+        if len(self.pinned):
+            may_move = ~np.isin(sources, self.pinned)
+            sources, targets = sources[may_move], targets[may_move]
         if len(sources):
             self.pool.move(sources, targets)
             self.prefix.move(sources, targets)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.counters import Counters
+from continuous_batching.paging.held_pages import Arrival, HeldPages
 from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.paging.prefix_matching import PrefixMatching
 from continuous_batching.paging.swap import SwapTier
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
+from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
 
@@ -34,6 +36,7 @@ class SlotLifecycle:
         self.prefix = PrefixCache(pool, slots.page_size, host)
         self.tables = PageTables(slots, pool, self.prefix, counters)
         self.swap = SwapTier(host, self.prefix, counters)
+        self.held = HeldPages(self.tables, self.prefix)
         self.matching = PrefixMatching(
             slots,
             self.prefix,
@@ -52,6 +55,20 @@ class SlotLifecycle:
         wanted = self.tables.pages_for(np.maximum(slots.reserved[busy], slots.num_tokens[busy]))
         promised = int(np.maximum(wanted - slots.num_pages[busy], 0).sum()) + len(self.tables.forked)
         return promised - sum(self.waiting_beams.values())
+
+    def expect(self, name: str, tokens: TokenIds, cache_salt: str, known: list[bytes]) -> Arrival | None:
+        """Take pages that another engine is to fill with those of `tokens`, of which no row is in want (see
+        `HeldPages.expect`).
+        """
+        num_spare = self.tables.num_available - self.num_promised()
+        return self.held.expect(name, tokens, cache_salt, num_spare, known)
+
+    def lease(self, row: int, reason: str) -> None:
+        """Hold the pages of a row's prompt, where its request ends in order and asks for that."""
+        request: Request = self.slots.requests[row]
+        if request.leases_pages and reason in ("stop", "length"):
+            num_full = request.num_prompt_tokens // self.slots.page_size
+            self.held.lease(request.id, self.slots.pages(row)[:num_full])
 
     def find(self, request: Request) -> Index:
         """Cached pages that it can start from; those that it left in the host's pool follow them."""

@@ -51,6 +51,7 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     arrival_s: float
     timeout_s: float | None = None
     adapter: int = 0
+    leases_pages: bool = False
 
 
 class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):
@@ -59,6 +60,27 @@ class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):
     id: str
     reason: str
     now_s: float
+
+
+class PagesExpected(msgspec.Struct, tag="X", array_like=True, frozen=True):
+    """Pages were taken that another engine is to fill with those of a prompt's first tokens."""
+
+    id: str  # of the request that will need them
+    tokens: bytes
+    cache_salt: str
+
+
+class PagesArrived(msgspec.Struct, tag="V", array_like=True, frozen=True):
+    """They came whole, and can be found; or they are free again."""
+
+    id: str
+    is_whole: bool
+
+
+class PagesReleased(msgspec.Struct, tag="F", array_like=True, frozen=True):
+    """The pages of a request that had ended are held no longer."""
+
+    id: str
 
 
 class Resized(msgspec.Struct, tag="R", array_like=True, frozen=True):
@@ -120,7 +142,18 @@ class Closed(msgspec.Struct, tag="Z", array_like=True, frozen=True):
     """The last entry: the recorder was closed in order, so nothing is missing behind it."""
 
 
-Entry = Header | Added | Ended | Resized | Scheduled | Looked | Committed
+Entry = (
+    Header
+    | Added
+    | Ended
+    | PagesExpected
+    | PagesArrived
+    | PagesReleased
+    | Resized
+    | Scheduled
+    | Looked
+    | Committed
+)
 
 
 def read_entries(file: IO[bytes]) -> Iterator[Entry]:

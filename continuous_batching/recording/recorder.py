@@ -16,6 +16,7 @@ import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Observer
+from continuous_batching.paging.held_pages import Arrival
 from continuous_batching.recording.format import (
     BEGIN,
     FORMAT,
@@ -27,6 +28,9 @@ from continuous_batching.recording.format import (
     Entry,
     Header,
     Looked,
+    PagesArrived,
+    PagesExpected,
+    PagesReleased,
     Resized,
     SampleEntry,
     Scheduled,
@@ -152,12 +156,25 @@ class Recorder(Observer):
                 request.arrival_s,
                 request.timeout_s,
                 request.adapter,
+                request.leases_pages,
             )
         )
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
         """A request was ended from outside."""
         self._write(Ended(request_id, reason, now_s))
+
+    def expected(self, request_id: str, arrival: Arrival) -> None:
+        """Pages were taken that another engine is to fill."""
+        self._write(PagesExpected(request_id, packed(arrival.tokens), arrival.cache_salt))
+
+    def arrived(self, request_id: str, is_whole: bool) -> None:
+        """They came, or not all of them."""
+        self._write(PagesArrived(request_id, is_whole))
+
+    def released(self, request_id: str) -> None:
+        """Pages are held no longer."""
+        self._write(PagesReleased(request_id))
 
     def resized(self, num_pages: int, give_up: GiveUp) -> None:
         """The pool got another number of pages."""

@@ -19,6 +19,9 @@ from continuous_batching.recording.format import (
     Entry,
     Header,
     Looked,
+    PagesArrived,
+    PagesExpected,
+    PagesReleased,
     Resized,
     Scheduled,
     answered,
@@ -96,6 +99,7 @@ def request_of(entry: Added) -> Request:
             arrival_s=entry.arrival_s,
             timeout_s=entry.timeout_s,
             adapter=entry.adapter,
+            leases_pages=entry.leases_pages,
         )
         for sample in entry.samples
     )
@@ -127,6 +131,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
         elif isinstance(entry, Ended):
             scheduler.end(entry.id, entry.reason)
             yield entry
+        elif isinstance(entry, (PagesExpected, PagesArrived, PagesReleased)):
+            _replay_held(scheduler, entry)
         elif isinstance(entry, Resized):
             scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up))
             device.resize(entry.num_pages, scheduler.tables.take_copies())
@@ -154,6 +160,20 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             landed += 1
             start_s, end_s = made.now_s, entry.now_s
             yield Replayed(landed, batch, ids, owner_ids, made.held_back, start_s, end_s, booked.finished)
+
+
+def _replay_held(scheduler: Scheduler, entry: PagesExpected | PagesArrived | PagesReleased) -> None:
+    """What was held for other engines. No device has it: only an engine of one rank holds any."""
+    lifecycle = scheduler.lifecycle
+    if isinstance(entry, PagesExpected):
+        tokens = unpacked(entry.tokens).astype(np.int32)
+        if lifecycle.expect(entry.id, tokens, entry.cache_salt, []) is None:
+            raise Divergence(f"no pages are found for {entry.id}, for which there were some")
+        scheduler.tables.take_copies()
+    elif isinstance(entry, PagesArrived):
+        lifecycle.held.arrived(entry.id, is_whole=entry.is_whole)
+    else:
+        lifecycle.held.release(entry.id)
 
 
 def _difference(entry: Scheduled, batch: Batch, last: Batch | None) -> str:

@@ -76,7 +76,10 @@ class Admission:
                 self.held_back = "tokens"
                 return
             if wanted > spare:
-                if self._outrank and self._preemption.make_way(request):
+                # Pages that no row holds give way where nobody runs whose end could be waited for
+                if (self._outrank and self._preemption.make_way(request)) or (
+                    not len(slots.busy) and self._lifecycle.held.give_way()
+                ):
                     spare = self._num_spare()
                     continue
                 self.held_back = "pages"

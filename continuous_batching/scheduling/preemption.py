@@ -37,9 +37,14 @@ class Preemption:
         self.victim = victim
 
     def make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
-        """Preempt until there are pages for the spans that are left, which get them; returns these spans."""
+        """Preempt until there are pages for the spans that are left, which get them; returns these spans.
+
+        Pages that no row holds give way first.
+        """
         tables, slots = self._lifecycle.tables, self._lifecycle.slots
         while not tables.grow_to(rows, stops):
+            if self._lifecycle.held.give_way():
+                continue
             others = self._others()
             assert len(others), f"row {slots.busy[0]} is alone and finds no page"
             victim = self.victim(slots, others)
@@ -70,8 +75,10 @@ class Preemption:
         return row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None
 
     def free_pages(self, num_pages: int) -> None:
-        """Preempt until no more than so many pages are held by rows, the oldest last."""
+        """Preempt until no more than so many pages are held by rows, the oldest last, and by nobody else."""
         pool, prefix, slots = self._lifecycle.tables.pool, self._lifecycle.prefix, self._lifecycle.slots
+        while self._lifecycle.held.give_way():
+            pass
         while pool.num_held - prefix.num_idle > num_pages:
             others = self._others()
             self.preempt(self.victim(slots, others if len(others) else slots.busy))

@@ -88,8 +88,7 @@ class Scheduler:
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.in_flight = InFlight(slots, depth)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
-        self.speculation = speculation
-        self.depth = depth
+        self.speculation, self.depth = speculation, depth
         self._policy = policy
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
         self._gate = QueueGate(limits or QueueLimits(), self.waiting)
@@ -351,6 +350,7 @@ class Scheduler:
         in_flight = any(self.in_flight.holds(each) for each in rows) if len(self.in_flight) else False
         for each in rows if in_flight else ():
             self.in_flight.outrun_by(each, failed=failed)
+        self.lifecycle.lease(row, reason)
         leave = self.lifecycle.settle if in_flight else self.lifecycle.leave
         request, *_ = [leave(each, failed=failed) for each in rows]
         self._part(request)

@@ -21,6 +21,7 @@ def recount(scheduler: Scheduler) -> None:
         assert len(set(pages)) == len(pages), f"row {row} holds a page twice"
         holders.update(pages)
     holders.update(prefix.pages.tolist())
+    holders.update(scheduler.lifecycle.held.pages.tolist())
     assert np.array_equal(pool.holders, [holders[page] for page in range(pool.num_pages)])
     free = pool.free_pages.tolist()
     assert len(set(free)) == len(free), "a page is free twice"

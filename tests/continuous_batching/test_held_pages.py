@@ -1,0 +1,297 @@
+"""Pages that come from another engine, and pages that are kept for one: tokens, holders and recordings."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.recording.format import read_entries
+from continuous_batching.recording.recorder import Recorder
+from continuous_batching.recording.replay import Divergence, replay
+from continuous_batching.request import Request, SamplingParams
+from tests.continuous_batching.checksum import POISON, VOCAB_SIZE, ChecksumRunner, key
+from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_slot_lifecycle import ask, check, make, run_out
+from tests.thorough import cases
+
+SIZE = 4
+
+
+class Memory:
+    """A sink that keeps a recording."""
+
+    def __init__(self) -> None:
+        self.file = io.BytesIO()
+
+    def write(self, record: bytes) -> None:
+        self.file.write(record)
+
+    def close(self, last: bytes) -> None:
+        self.file.write(last)
+
+
+def pages_of(engine: Engine) -> np.ndarray:
+    runner = engine.runner
+    assert isinstance(runner, ChecksumRunner)
+    return runner.cache.reshape(-1, SIZE)
+
+
+def content(prompt: np.ndarray, num_pages: int) -> np.ndarray:
+    """What another engine computes for the first pages of a prompt."""
+    keys: list[int] = []
+    for position in range(num_pages * SIZE):
+        keys.append(key(int(prompt[position]), position, keys[-1] if keys else 1))
+    return np.array(keys, dtype=np.uint64).reshape(num_pages, SIZE)
+
+
+def expect(engine: Engine, request: Request) -> bool:
+    """Ask for the pages of a request, as who receives them does."""
+    found = engine.expect_pages(request)
+    if found is None:
+        return False
+    runner = engine.runner
+    assert isinstance(runner, ChecksumRunner)
+    runner._copy(found[1], (np.empty(0, int), np.empty(0, int)))
+    return True
+
+
+def fill(engine: Engine, request: Request) -> None:
+    arrival = engine.arriving_pages(request.id)
+    assert arrival is not None
+    pages_of(engine)[arrival.filled] = content(request.prompt, len(arrival.keys))[arrival.num_found :]
+
+
+def test_pages_that_came_whole_are_an_ordinary_hit() -> None:
+    engine = make()
+    request = ask("a", 30, 4)
+    assert expect(engine, request)
+    fill(engine, request)
+    recount(engine.scheduler)
+    assert not len(engine.scheduler.prefix.pages), "nothing is published before it is whole"
+    engine.pages_arrived("a", is_whole=True)
+    recount(engine.scheduler)
+    assert engine.scheduler.prefix.num_idle == 7
+    engine.add(request)
+    run_out(engine)
+    assert request.num_cached_tokens == 28
+    assert engine.scheduler.counters.computed_tokens == 2 + 3
+    check(request)
+
+
+def test_of_a_cut_transfer_nothing_is_found_and_nothing_is_held() -> None:
+    engine = make()
+    request = ask("a", 30, 4)
+    assert expect(engine, request)
+    pages_of(engine)[engine.arriving_pages("a").filled[:3]] = POISON
+    engine.pages_arrived("a", is_whole=False)
+    recount(engine.scheduler)
+    assert engine.scheduler.pool.num_free == 39
+    engine.add(request)
+    run_out(engine)
+    assert request.num_cached_tokens == 0
+    check(request)
+
+
+def test_what_is_here_is_not_asked_for() -> None:
+    engine = make()
+    first, second = ask("a", 30, 2), ask("a", 30, 2)
+    engine.add(first)
+    run_out(engine)
+    assert engine.expect_pages(second) is None, "all of it is here"
+    longer = Request("b", np.concatenate([first.prompt, first.prompt]), SamplingParams(max_tokens=2))
+    assert expect(engine, longer)
+    arrival = engine.arriving_pages("b")
+    assert (arrival.num_found, len(arrival.filled)) == (7, 14 - 7)
+    engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)
+    recount(engine.scheduler)
+    fill(engine, longer)
+    engine.pages_arrived("b", is_whole=True)
+    engine.add(longer)
+    run_out(engine)
+    assert longer.num_cached_tokens == 56, "what was found is held until the rest is there"
+    check(longer)
+
+
+def test_pages_that_were_computed_here_meanwhile_stand() -> None:
+    engine = make()
+    request, same = ask("a", 30, 4), ask("a", 30, 4)
+    same.id = "same"
+    assert expect(engine, request)
+    engine.add(same)
+    run_out(engine)
+    fill(engine, request)
+    engine.pages_arrived("a", is_whole=True)
+    recount(engine.scheduler)
+    assert engine.scheduler.pool.num_held == engine.scheduler.prefix.num_idle == 8
+    engine.add(request)
+    run_out(engine)
+    check(request, same)
+
+
+def test_nothing_is_expected_that_others_were_promised() -> None:
+    engine = make(num_pages=1 + 12)
+    running = ask("r", 20, 20)
+    engine.add(running)
+    engine.step()
+    assert engine.expect_pages(ask("a", 30, 2)) is None
+    assert expect(engine, ask("b", 9, 2))
+    run_out(engine)
+    check(running)
+
+
+@pytest.mark.parametrize("kind", ["arriving", "leased"])
+def test_held_pages_give_way_to_who_runs(kind: str) -> None:
+    engine = make(num_pages=1 + 12)
+    if kind == "arriving":
+        assert expect(engine, ask("a", 30, 2))
+    else:
+        engine.add(ask("a", 28, 1, leases_pages=True))
+        run_out(engine)
+        assert len(engine.leased_pages("a")) == 7
+    running = ask("r", 20, 28)
+    engine.add(running)
+    run_out(engine)
+    assert engine.scheduler.counters.preemptions == 0
+    assert engine.arriving_pages("a") is None
+    assert engine.leased_pages("a") is None
+    engine.pages_arrived("a", is_whole=True)  # too late
+    engine.release_pages("a")
+    recount(engine.scheduler)
+    check(running)
+
+
+def test_a_lease_keeps_pages_from_eviction_until_it_ends() -> None:
+    engine = make(num_pages=1 + 16)
+    engine.add(ask("a", 28, 1, leases_pages=True))
+    run_out(engine)
+    pages = engine.leased_pages("a")
+    assert pages_of(engine)[pages].tolist() == content(ask("a", 28, 1).prompt, 7).tolist()
+    engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)
+    engine.add(ask("b", 20, 4))
+    run_out(engine)
+    assert pages_of(engine)[pages].tolist() == content(ask("a", 28, 1).prompt, 7).tolist()
+    engine.release_pages("a")
+    recount(engine.scheduler)
+    assert set(pages.tolist()) <= set(engine.scheduler.prefix.idle_pages.tolist())
+
+
+@pytest.mark.parametrize("reason", ["abort", "failed"])
+def test_no_lease_on_what_was_not_computed_in_order(reason: str) -> None:
+    engine = make()
+    engine.add(ask("a", 100, 1, leases_pages=True))
+    if reason == "failed":
+        engine.runner.fail.add("a")
+    else:
+        engine.step()
+        engine.abort("a")
+    run_out(engine)
+    assert engine.leased_pages("a") is None
+    recount(engine.scheduler)
+
+
+def test_pages_that_somebody_fills_or_reads_never_move() -> None:
+    engine = make(num_slots=2, compact_every_steps=1)
+    low = ask("low", 24, 1)
+    engine.add(low)
+    run_out(engine)
+    request = ask("a", 30, 4)
+    assert expect(engine, request)
+    engine.scheduler.tables.evict(engine.scheduler.prefix.num_idle)  # holes below
+    before = engine.arriving_pages("a").pages.copy()
+    fill(engine, request)
+    other = ask("b", 20, 6)
+    engine.add(other)
+    run_out(engine)
+    assert engine.arriving_pages("a").pages.tolist() == before.tolist()
+    engine.pages_arrived("a", is_whole=True)
+    engine.add(request)
+    run_out(engine)
+    assert request.num_cached_tokens == 28
+    check(request, other)
+
+
+def test_a_resize_ends_all_holds() -> None:
+    engine = make()
+    assert expect(engine, ask("a", 30, 4))
+    engine.add(ask("b", 28, 1, leases_pages=True))
+    run_out(engine)
+    engine.resize(20, "cached")
+    recount(engine.scheduler)
+    assert engine.arriving_pages("a") is None
+    assert engine.leased_pages("b") is None
+
+
+def crowd(seed: int, engine: Engine) -> tuple[list[Request], int]:
+    """Requests whose pages come whole, late, cut or not at all, with others that lease theirs; returns them,
+    and how many prompt tokens were found."""
+    random = np.random.default_rng(seed)
+    beginnings = [random.integers(0, VOCAB_SIZE, 40) for _ in range(3)]
+    todo, coming, leased, done = 24, list[Request](), list[str](), list[Request]()
+    while todo or coming or engine.has_work:
+        if todo and random.random() < 0.5:
+            todo -= 1
+            shared = beginnings[random.integers(3)][: random.integers(1, 40)]
+            prompt = np.concatenate([shared, random.integers(0, VOCAB_SIZE, random.integers(1, 30))])
+            most = 1 if random.random() < 0.3 else int(random.integers(1, 12))
+            request = Request(
+                f"r{todo}", prompt, SamplingParams(max_tokens=most, seed=0), leases_pages=most == 1
+            )
+            done.append(request)
+            if random.random() < 0.7 and expect(engine, request):
+                coming.append(request)
+            else:
+                engine.add(request)
+        for request in [each for each in coming if random.random() < 0.4]:
+            coming.remove(request)
+            arrival = engine.arriving_pages(request.id)
+            is_whole = random.random() < 0.7
+            if arrival is not None:
+                fill(engine, request)
+                if not is_whole:
+                    pages_of(engine)[arrival.filled[: random.integers(1, 9)]] = POISON
+            engine.pages_arrived(request.id, is_whole=is_whole)
+            engine.add(request)
+        leased += [each.id for each in done if engine.leased_pages(each.id) is not None]
+        for name in [each for each in leased if random.random() < 0.3]:
+            engine.release_pages(name)
+        recount(engine.scheduler)
+        if engine.has_work:
+            engine.step()
+            recount(engine.scheduler)
+    return done, engine.scheduler.counters.hit_tokens
+
+
+@pytest.mark.parametrize("host", [None, 12])
+def test_random_schedules_with_arrivals_give_the_tokens_of_each_alone_and_replay(host: int | None) -> None:
+    gave_way, hits = 0, 0
+    for seed in range(cases(8, 1000)):
+        options = dict(num_slots=4, num_pages=1 + 26, num_host_pages=host, compact_every_steps=3 * (seed % 2))
+        engine, memory = make(**options), Memory()
+        engine.overlap = seed % 3 == 0
+        engine.observer = Recorder({}, memory)
+        requests, found = crowd(seed, engine)
+        hits += found
+        check(*requests)
+        engine.observer.close()
+        memory.file.seek(0)
+        again = make(**options)
+        steps = sum(1 for _ in replay(read_entries(memory.file), again.scheduler))
+        assert steps
+        assert np.array_equal(again.scheduler.pool.holders, engine.scheduler.pool.holders)
+        recount(again.scheduler)
+        gave_way += engine.scheduler.counters.preemptions
+    assert hits
+    assert gave_way
+
+
+def test_a_replay_tells_where_pages_are_not_found_again() -> None:
+    engine, memory = make(), Memory()
+    engine.observer = Recorder({}, memory)
+    assert expect(engine, ask("a", 30, 4))
+    engine.observer.close()
+    memory.file.seek(0)
+    with pytest.raises(Divergence, match="no pages are found for a"):
+        list(replay(read_entries(memory.file), make(num_pages=5).scheduler))
