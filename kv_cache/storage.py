@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_cache.pages import Index, PageCopy
 from kv_cache.transfer import to_device
 
+Bytes = NDArray[np.uint8]
 CHUNK_BYTES = 4 * 2**20  # copied at a time, so that what is written comes from the processor's cache
 WIDE = torch.complex128  # the type as which a CPU copies pages, because it has the most bytes
 
@@ -77,6 +79,53 @@ class KVCache:
         """Bytes of one page: its keys and its values, over all layers."""
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
+    @property
+    def layout(self) -> list[str]:
+        """What a page is in each layer; caches of the same layout may exchange bytes of pages."""
+        return [
+            " and ".join(f"{each.dtype} {[*each.shape[1:]]}".removeprefix("torch.") for each in tensors)
+            for tensors in map(self._of_layer, range(len(self.keys)))
+        ]
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Bytes of a page in each layer, its keys and its values."""
+        return [sum(map(_page_bytes, self._of_layer(layer))) for layer in range(len(self.keys))]
+
+    def read_layer(self, layer: int, pages: Index) -> Callable[[], Bytes]:
+        """Begin to copy what a layer has of some pages to the host; what is returned waits for the bytes:
+        the keys of all these pages, then the values.
+        """
+        parts = []
+        for tensor in self._of_layer(layer):
+            stays = tensor.device.type == "cpu"
+            part = torch.empty(len(pages), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=not stays)
+            _exchange(tensor, pages, part, np.arange(len(pages)), to_host=True, indexed=self._indexed)
+            parts.append(part)
+        done = _queued(self.keys[layer].device)
+
+        def wait() -> Bytes:
+            done()
+            return np.concatenate([_bytes_of(part) for part in parts])
+
+        return wait
+
+    def write_layer(self, layer: int, pages: Index, data: Bytes) -> None:
+        """Let a layer have these bytes, as `read_layer` gives them, in some pages. They are free to change
+        afterwards; a device is not waited for.
+        """
+        at = 0
+        for tensor in self._of_layer(layer):
+            stays, count = tensor.device.type == "cpu", len(pages) * _page_bytes(tensor)
+            part = torch.empty(len(pages), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=not stays)
+            _bytes_of(part)[:] = data[at : at + count]
+            _exchange(part, np.arange(len(pages)), tensor, pages, to_host=False, indexed=self._indexed)
+            at += count
+        assert at == len(data), f"{len(data)} bytes are not those of {len(pages)} pages"
+
+    def _of_layer(self, layer: int) -> list[Tensor]:
+        return [self.keys[layer], *self.values[layer : layer + 1]]
+
     def apply(self, copies: Sequence[PageCopy]) -> None:
         """Make page copies, one after the other. Off the CPU they are only queued, in that order."""
         for each in copies:
@@ -136,15 +185,36 @@ class KVCache:
         device = [*self.keys, *self.values]
         host = [*self._host_keys, *self._host_values]
         for source, target in zip(*((device, host) if to_host else (host, device))):
-            stays = source.device == target.device
-            source, target = _flat(source, stays=stays), _flat(target, stays=stays)
-            for read, written in _chunks(source, sources, targets):
-                if stays or not self._indexed:
-                    _copy(source, read, target, written, indexed=self._indexed)
-                elif to_host:
-                    _to_host(source, read, target, written)
-                else:
-                    _from_host(source, read, target, written)
+            _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
+
+
+def _exchange(
+    source: Tensor, sources: Index, target: Tensor, targets: Index, *, to_host: bool, indexed: bool
+) -> None:
+    """Copy pages between a device and the host, which may be one."""
+    stays = source.device == target.device
+    source, target = _flat(source, stays=stays), _flat(target, stays=stays)
+    for read, written in _chunks(source, sources, targets):
+        if stays or not indexed:
+            _copy(source, read, target, written, indexed=indexed)
+        elif to_host:
+            _to_host(source, read, target, written)
+        else:
+            _from_host(source, read, target, written)
+
+
+def _queued(device: torch.device) -> Callable[[], None]:
+    """What is returned waits until all is done that was asked of the device until now."""
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.get_device_module(device).Event()
+    event.record()
+    return event.synchronize  # type: ignore[no-any-return]
+
+
+def _bytes_of(pages: Tensor) -> Bytes:
+    """Pages of the host as bytes, which are the same memory."""
+    return pages.view(-1).view(torch.uint8).numpy()
 
 
 def _release_memory(device: torch.device) -> None:

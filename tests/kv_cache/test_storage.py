@@ -126,3 +126,52 @@ def test_resize_keeps_the_low_pages_and_gives_the_rest_back() -> None:
     assert sum(tensor.untyped_storage().nbytes() for tensor in cache.keys) == 2 * 3 * 4 * 2 * 4
     cache.resize(5)
     assert held(cache) == [0, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("head_dim", [8, 3])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_the_bytes_of_a_layer_come_to_the_same_in_other_pages(head_dim: int, indexed: bool) -> None:
+    source, target = (KVCache(2, 9, 5, 1, head_dim, torch.bfloat16, indexed=indexed) for _ in range(2))
+    for tensor in (*source.keys, *source.values):
+        tensor.normal_()
+    assert (
+        source.layout == target.layout == [f"bfloat16 [5, 1, {head_dim}] and bfloat16 [5, 1, {head_dim}]"] * 2
+    )
+    read, written = np.array([7, 1, 2, 3]), np.array([4, 8, 2, 5])
+    data = source.read_layer(1, read)()
+    assert len(data) == 4 * source.layer_bytes[1] == 4 * 2 * 5 * head_dim * 2
+    target.write_layer(1, written, data)
+    kept = data.copy()
+    data[:] = 0  # what was written does not change with it
+    for ours, theirs in ((target.keys, source.keys), (target.values, source.values)):
+        assert torch.equal(ours[1][written], theirs[1][read])
+        assert not ours[1][np.setdiff1d(np.arange(9), written)].any()
+        assert not ours[0].any()
+    assert np.array_equal(target.read_layer(1, written)(), kept)
+    with pytest.raises(AssertionError, match="are not those of 3 pages"):
+        target.write_layer(1, written[:3], kept)
+
+
+def test_bytes_that_were_read_are_not_changed_by_what_is_written_later() -> None:
+    cache = numbered(6)
+    wait = cache.read_layer(0, np.array([2, 3]))
+    cache.keys[0].zero_()
+    assert np.array_equal(wait(), numbered(6).read_layer(0, np.array([2, 3]))())
+
+
+def test_values_that_are_wider_than_keys_and_caches_without_any() -> None:
+    def narrow(count: int) -> Tensor:
+        return torch.arange(count * 3, dtype=torch.int8).reshape(count, 3).clone()
+
+    def wide(count: int) -> Tensor:
+        return torch.arange(count * 16, dtype=torch.float32).reshape(count, 16).clone()
+
+    for only in (False, True):
+        parts = {"allocate": narrow, "allocate_values": wide, "keys_only": only}
+        source, target = (KVCache(1, 5, 4, 1, 1, torch.float32, **parts) for _ in range(2))
+        for tensor in (*target.keys, *target.values):
+            tensor.zero_()
+        assert source.layer_bytes == [3 if only else 3 + 64]
+        target.write_layer(0, np.array([4, 1]), source.read_layer(0, np.array([1, 4]))())
+        for ours, theirs in zip((*target.keys, *target.values), (*source.keys, *source.values)):
+            assert torch.equal(ours[[4, 1]], theirs[[1, 4]])
