@@ -30,4 +30,7 @@ class Counters:
     broken_swaps: int = 0  # the shared pages before the swapped ones are gone: it is recomputed
     drafts: int = 0  # spans that had some
     draft_tokens: int = 0
+    sent_pages: int = 0  # to other engines
+    arrived_pages: int = 0  # from other engines, whole
+    missed_pages: int = 0  # that were to come from there, and did not: they are computed here
     accepted_tokens: int = 0  # drafts that the model said too

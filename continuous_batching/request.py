@@ -205,6 +205,7 @@ class Request:
     adapter: int = 0  # the place of its adapter on the device, from 1; `cache_salt` parts what it makes
     arrival_s: float = 0.0
     timeout_s: float | None = None  # after its arrival it ends where it stands; None: never
+    prompt_replica: str = ""  # the address of an engine that may compute its prompt, if one should
     leases_pages: bool = False  # those of its prompt stay held when it ends, until `Engine.release_pages`
 
     processors: OwnProcessors | None = None  # where params.processors names any; each sample has its own

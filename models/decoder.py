@@ -225,6 +225,7 @@ class Decoder(nn.Module):
         ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
         self.ropes = [Rope(each, device) for each in ropes]  # the last one of layers with a window
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()  # as it is rounded
+        self.after_layer: Callable[[int], None] | None = None  # a layer's keys and values are written
         self._taps: tuple[int, ...] = ()
         self._take: Callable[[Tensor, StepInputs], None] | None = None
 
@@ -268,6 +269,8 @@ class Decoder(nn.Module):
                 tapped.append((x if residual is None else x + residual)[:num_tokens])
             cos, sin = turns[0 if self.part.windows[number] is None else -1]
             x, residual = layer(x, residual, cos, sin, step)
+            if self.after_layer is not None:
+                self.after_layer(number)
         if not self.share.is_last:
             assert residual is not None, "a stage has a layer"
             self.stages.send(torch.stack((x, residual)))

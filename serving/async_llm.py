@@ -47,7 +47,8 @@ from serving.text.tokenizer import Text
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-Fields = Mapping[str, Any]  # those of `parse_request`
+Fields = Mapping[str, Any]  # those of `parse_request`, and:
+PROMPT_REPLICA = "prompt_replica"  # as `Request.prompt_replica`
 
 
 class AsyncLLM:
@@ -187,7 +188,9 @@ class AsyncLLM:
         check_length(fields, facts.max_tokens, self.text)
         most, shared = facts.max_tokens, facts.max_shared_tokens
         longest, adapters = most if fill else None, self.adapters
-        request = parse_request(fields, self.text, longest=longest, limit=most, adapters=adapters)
+        asked = {name: value for name, value in fields.items() if name != PROMPT_REPLICA}
+        request = parse_request(asked, self.text, longest=longest, limit=most, adapters=adapters)
+        request.prompt_replica = fields.get(PROMPT_REPLICA, "")
         if facts.prefix_sharing and (shared is None or request.num_prompt_tokens <= shared):
             request.page_keys = page_keys(request.prompt, facts.page_size, request.cache_salt)
         return request

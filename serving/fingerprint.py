@@ -29,12 +29,30 @@ def of(recipe: Recipe, server_version: str) -> str:
         if not each.name.startswith("server.") and each.kind is not Path
     }
     digest = hashlib.sha256(json.dumps([server_version, versions.installed(), keys], default=str).encode())
+    _add_files(digest, recipe)
+    return f"fp_{digest.hexdigest()[:16]}"
+
+
+def of_pages(recipe: Recipe) -> str:
+    """The fingerprint of what a page of keys and values depends on, beside its tokens and its layout: engines
+    that have it in common may exchange pages.
+    """
+    keys = {
+        each.name: recipe.value(each.name)
+        for each in keys_of(Recipe)
+        if each.name.startswith("model.") and each.name != "model.pooling" and each.kind is not Path
+    }
+    digest = hashlib.sha256(json.dumps([keys, recipe.cache.dtype], default=str).encode())
+    _add_files(digest, recipe)
+    return f"kv_{digest.hexdigest()[:16]}"
+
+
+def _add_files(digest: hashlib._Hash, recipe: Recipe) -> None:
     for path in (recipe.model.path, recipe.model.config):
         for file in _files(path):
             digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
             for piece in _pieces(file):
                 digest.update(piece)
-    return f"fp_{digest.hexdigest()[:16]}"
 
 
 def _files(path: Path | None) -> list[Path]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY, PageTables
 from kv_cache.page_keys import TokenIds, page_keys
 from kv_cache.pages import Index
@@ -40,9 +41,10 @@ class Arrival:
 class HeldPages:
     """Holds pages by the names of the requests that they are for."""
 
-    def __init__(self, tables: PageTables, prefix: PrefixCache) -> None:
+    def __init__(self, tables: PageTables, prefix: PrefixCache, counters: Counters) -> None:
         self._tables = tables
         self._prefix = prefix
+        self._counters = counters
         self._arriving: dict[str, Arrival] = {}
         self._leased: dict[str, Index] = {}
 
@@ -85,7 +87,10 @@ class HeldPages:
         if arrival is None:
             return
         pages = arrival.pages
-        if is_whole:
+        if not is_whole:
+            self._counters.missed_pages += len(arrival.filled)
+        else:
+            self._counters.arrived_pages += len(arrival.filled)
             standing = self._prefix.publish(
                 arrival.keys, arrival.tokens, pages, arrival.num_found, arrival.cache_salt
             )

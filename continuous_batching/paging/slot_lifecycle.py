@@ -36,7 +36,7 @@ class SlotLifecycle:
         self.prefix = PrefixCache(pool, slots.page_size, host)
         self.tables = PageTables(slots, pool, self.prefix, counters)
         self.swap = SwapTier(host, self.prefix, counters)
-        self.held = HeldPages(self.tables, self.prefix)
+        self.held = HeldPages(self.tables, self.prefix, counters)
         self.matching = PrefixMatching(
             slots,
             self.prefix,

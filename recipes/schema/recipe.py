@@ -11,6 +11,7 @@ from typing import Any, Literal
 from recipes.schema.adapters_section import AdaptersSection, adapter_contradictions
 from recipes.schema.cache_checks import event_contradictions, int8_contradictions
 from recipes.schema.keys import key, keys_of
+from recipes.schema.page_checks import page_contradictions
 from recipes.schema.parallel_section import ParallelSection, stage_contradictions
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_checks import contradictions
@@ -245,6 +246,13 @@ class Recipe:
             )
         yield from self._device_contradictions()
         yield from event_contradictions(self.cache.events, is_sharing=self.cache.prefix_sharing)
+        yield from page_contradictions(
+            self.server.pages_at,
+            self.server.prompt_replicas,
+            is_sharing=self.cache.prefix_sharing,
+            ranks=self.parallel.ranks,
+            speculation=self.speculation.kind,
+        )
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
         yield from adapter_contradictions(self.adapters, self.parallel)
         yield from contradictions(self.scheduler)

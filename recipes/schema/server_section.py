@@ -42,6 +42,34 @@ class ServerSection:
         " (docs/serving.md)",
         default=(),
     )
+    pages_at: str | None = key(
+        "where this engine computes prompts for others and sends them the pages, tcp://HOST:PORT, beside what"
+        " it serves itself; it asks for no key: keep others out; null: nowhere",
+        default=None,
+    )
+    prompt_replicas: tuple[str, ...] = key(
+        "the `server.pages_at` of engines that may compute prompts for this one, which answers; a request"
+        " names one in the header x-prompt-replica, as scripts.route does",
+        default=(),
+    )
+    page_transport: Literal["tcp", "shared_memory"] = key(
+        "prompt_replicas: how bytes of pages come; shared_memory: from engines on the same machine",
+        default="tcp",
+    )
+    page_window_mib: float = key(
+        "prompt_replicas: host memory for each, for bytes of pages that have come and are not yet in their"
+        " pages",
+        default=64.0,
+        least=0.001,
+        most=2**20,
+    )
+    page_wait_s: float = key(
+        "prompt_replicas: pages of a prompt that have not come after this long are computed here; as long"
+        " are they held there",
+        default=10.0,
+        least=0.001,
+        most=_DAY_S,
+    )
     max_requests: int = key(
         "the most requests in the server at once, each sample counted; further ones are asked to try again"
         " later",

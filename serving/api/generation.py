@@ -24,7 +24,7 @@ from serving.api.pieces import PIECE_BYTES, gathered
 from serving.api.schemas import RequestBody, SamplingBody
 from serving.api.streamed import StreamedResponse, gone
 from serving.api.turns import Turns
-from serving.async_llm import AsyncLLM
+from serving.async_llm import PROMPT_REPLICA, AsyncLLM
 from serving.failures import ClientGone, Failure
 from serving.text.request_fields import MOST_SAMPLES
 
@@ -32,6 +32,7 @@ Value = TypeVar("Value")
 
 _ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
+PROMPT_REPLICA_HEADER = "x-prompt-replica"  # says which engine is to compute the prompt
 _LAST_S = 5.0  # that a client which is cut off has to read why
 
 
@@ -90,6 +91,11 @@ class Generation:
         if priority := client.priority_for(body.priority):
             fields["priority"] = priority
         fields["cache_salt"] = client.salted(body.cache_salt or "")
+        if replica := request.headers.get(PROMPT_REPLICA_HEADER):
+            if replica not in self.llm.recipe.server.prompt_replicas:
+                problem = "is none of this server's server.prompt_replicas"
+                raise BadRequest(PROMPT_REPLICA_HEADER, problem, value=replica, fix="leave it out")
+            fields[PROMPT_REPLICA] = replica
         if body.model is not None and self.llm.adapters.knows(body.model):
             fields["adapter"] = body.model
         return fields

@@ -25,6 +25,7 @@ from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from serving.engine.expert_readings import ExpertReadings
 from serving.engine.messages import HURRY
+from serving.engine.page_exchange import exchange_of
 from serving.engine.worker import Worker, facts_of
 from serving.own_processors import KnownProcessors
 from serving.text.tokenizer import Text
@@ -75,6 +76,7 @@ def main(argv: list[str]) -> int:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
         built = build(recipe)
         processors = KnownProcessors.of(recipe, built.config.vocab_size)
+        pages = exchange_of(recipe, built)
     except (ValueError, OSError) as error:
         log.error("%s", in_one_line(error))
         return verb.UNUSABLE
@@ -88,7 +90,7 @@ def main(argv: list[str]) -> int:
     path = recipe.model.path
     read_experts = ExpertReadings(built).due
     load_text = partial(Text.load, path) if path else lambda: None
-    worker = Worker(built.engine, socket, facts, load_text, read_experts, processors, built.adapters)
+    worker = Worker(built.engine, socket, facts, load_text, read_experts, processors, built.adapters, pages)
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is lost, too, and another can be started
     try:

@@ -36,6 +36,7 @@ class Add(Message):
     timeout_s: float | None
     age_s: float
     adapter: int = 0  # its place, from 1
+    prompt_replica: str = ""
 
     @staticmethod
     def of(stream: int, request: Request, age_s: float) -> Add:
@@ -54,6 +55,7 @@ class Add(Message):
             timeout_s=request.timeout_s,
             age_s=age_s,
             adapter=request.adapter,
+            prompt_replica=request.prompt_replica,
         )
 
 

@@ -45,6 +45,7 @@ from serving.engine.messages import (
     decode_to_engine,
     encode,
 )
+from serving.engine.page_exchange import PageExchange
 from serving.engine.silence import COMPILER_S, SHORTEST_S
 from serving.engine.timed_runner import TimedRunner
 from serving.grammars.matching import Grammars, Spelling
@@ -76,6 +77,7 @@ class Worker:
         read_experts: Callable[[float], ExpertTable | None] = lambda _: None,
         processors: KnownProcessors | None = None,
         adapters: Adapters | None = None,
+        pages: PageExchange | None = None,
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -84,6 +86,11 @@ class Worker:
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
         self._adapters = AdapterLoads(adapters)
+        self._pages = pages
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if pages is not None:
+            self._poller.register(pages.wake.fd, zmq.POLLIN)
         self._processors = processors or KnownProcessors({}, scheduler.vocab_size)
         self._requests: dict[int, Request] = {}  # by stream, until their end is sent
         self._stream_of: dict[str, int] = {}
@@ -107,14 +114,19 @@ class Worker:
                 self._admit_compiled()
             for done in self._adapters.take_done() if self._adapters else ():
                 self._send(done)
+            for each in self._pages.take() if self._pages is not None else ():
+                if self._put(each.stream, each.leader):
+                    self._finish_all(each.ends)
             step = self._engine.step() if self._engine.has_work else None
             stepped = step is not None
             if step is not None:
+                if self._pages is not None:
+                    self._pages.stepped(step)
                 self._send_step(step)
 
     def _take(self, wait_ms: int) -> None:
         """Handle all messages in the socket; wait so long for the first."""
-        if not self._socket.poll(wait_ms):
+        if not self._poller.poll(wait_ms):
             return
         while True:
             try:
@@ -139,6 +151,7 @@ class Worker:
             Request(
                 id=name,
                 prompt=prompt,
+                prompt_replica=message.prompt_replica,
                 params=message.params if seed == message.params.seed else replace(message.params, seed=seed),
                 tenant=message.tenant,
                 cache_salt=message.cache_salt,
@@ -161,8 +174,7 @@ class Worker:
             if refusal is not None:
                 self._refuse(each.stream, refusal)
             elif self._enqueue(each.stream, each.leader):
-                for stream, reason in each.ends.items():
-                    self._finish(stream, reason)
+                self._finish_all(each.ends)
 
     def _refuse(self, stream: int, why: BadRequest | QueueFull) -> None:
         if isinstance(why, QueueFull):
@@ -170,7 +182,21 @@ class Worker:
         else:
             self._send(AddRefused.of(stream, why))
 
+    def _finish_all(self, ends: dict[int, str]) -> None:
+        for stream, reason in ends.items():
+            self._finish(stream, reason)
+
     def _enqueue(self, first: int, leader: Request) -> bool:
+        """The same as `_put`, but that another engine may compute its prompt before."""
+        try:
+            if self._pages is not None and self._pages.begin(first, leader):
+                return True
+        except BadRequest as refusal:
+            self._refuse(first, refusal)
+            return False
+        return self._put(first, leader)
+
+    def _put(self, first: int, leader: Request) -> bool:
         """Give the engine a request whose samples are the streams from `first` on; False: it is refused."""
         try:
             self._processors.give(leader)
@@ -186,7 +212,7 @@ class Worker:
         return True
 
     def _finish(self, stream: int, reason: str) -> None:
-        if self._grammars.end(stream, reason):
+        if self._grammars.end(stream, reason) or (self._pages and self._pages.end(stream, reason)):
             return
         request = self._requests.get(stream)
         if request is not None and self._engine.finish(request.id, reason) is not None:

@@ -180,6 +180,9 @@ PAGES = (
     Metric("swaps_refused_total", "counter", "Host pool full", lambda t: t.counters["refused_swaps"]),
     Metric("evicted_pages_total", "counter", "From the prefix cache", lambda t: t.counters["evicted_pages"]),
     Metric("promoted_pages_total", "counter", "Back from the host", lambda t: t.counters["promoted_pages"]),
+    Metric("sent_pages_total", "counter", "To other engines", lambda t: t.counters["sent_pages"]),
+    Metric("arrived_pages_total", "counter", "From other engines", lambda t: t.counters["arrived_pages"]),
+    Metric("missed_pages_total", "counter", "Computed instead", lambda t: t.counters["missed_pages"]),
     Metric("copied_pages_total", "counter", "On write", lambda t: t.counters["copied_pages"]),
     Metric("compaction_pages_moved_total", "counter", "Pages", lambda t: t.counters["compacted_pages"]),
     Metric(

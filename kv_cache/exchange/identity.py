@@ -1,0 +1,40 @@
+"""Which engines may exchange pages, and where is one found?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kv_cache.exchange.messages import VERSION, Hello
+
+
+@dataclass(frozen=True, slots=True)
+class PageIdentity:
+    """What must be equal in both."""
+
+    model: str  # a digest of what the content of a page depends on, beside its tokens
+    page_size: int
+    layout: list[str]  # of a page in each layer
+
+    def difference(self, hello: Hello) -> str | None:
+        """What of another engine is not as here, with both values; None where they are alike."""
+        pairs = {
+            "the version of the messages": (VERSION, hello.version),
+            "the model": (self.model, hello.model),
+            "cache.page_size": (self.page_size, hello.page_size),
+            "the number of layers": (len(self.layout), len(hello.layout)),
+        }
+        for layer, both in enumerate(zip(self.layout, hello.layout)):
+            pairs[f"a page of layer {layer}"] = both
+        for name, (here, there) in pairs.items():
+            if here != there:
+                return f"{name} is {here} at the engine of prompts and {there} at the one of answers"
+        return None
+
+
+def address_of_pages(endpoint: str) -> tuple[str, int]:
+    """Host and port of tcp://HOST:PORT; raises ValueError."""
+    kind, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if kind != "tcp" or not host or not port.isdecimal() or not 0 <= int(port) < 2**16:
+        raise ValueError(f"{endpoint!r} is no tcp://HOST:PORT")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,171 @@
+"""How does an engine that answers reach one that computes prompts?
+
+By one connection, which is dialled when it is first needed, and again after it was lost. Nothing here waits:
+what comes is queued for the engine's thread, which is woken.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+
+from kv_cache.exchange.connection import Connection, Wake
+from kv_cache.exchange.identity import PageIdentity, address_of_pages
+from kv_cache.exchange.messages import (
+    VERSION,
+    AllSent,
+    Damaged,
+    Hello,
+    NotSent,
+    PagePart,
+    PartTaken,
+    Said,
+    Unfit,
+    Unwanted,
+    Wanted,
+    Welcome,
+    framed,
+)
+from kv_cache.exchange.transports import TRANSPORTS, Transport, Window
+
+CONNECT_S = 2.0
+LOST_S, UNFIT_S = 1.0, 30.0  # until a lost engine is dialled again, and one that does not fit
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """What came over a connection; None: it has ended, and with it all its transfers."""
+
+    connection: Connection
+    message: PagePart | AllSent | NotSent | None
+
+
+class PromptSource:
+    """An engine of prompts at tcp://HOST:PORT. `identity` is this engine's."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        identity: PageIdentity,
+        wake: Wake,
+        *,
+        transport: str = "tcp",
+        window_bytes: int = 2**26,
+        transports: dict[str, Transport] = TRANSPORTS,
+    ) -> None:
+        self.endpoint = endpoint
+        self._address = address_of_pages(endpoint)
+        self._identity, self._wake = identity, wake
+        self._name, self._transport, self._window_bytes = transport, transports[transport], window_bytes
+        self.came = queue.SimpleQueue[Came]()
+        self._life: _Life | None = None
+        self._not_before_s = 0.0
+        self._number = 0
+
+    def want(
+        self,
+        tokens: bytes,
+        cache_salt: str,
+        first_page: int,
+        lease_s: float,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> tuple[Connection, int] | None:
+        """Ask for pages; which transfer over which connection it is. None where the engine was lost a moment
+        ago.
+        """
+        if self._life is None or not self._life.connection.is_open:
+            if time.monotonic() < self._not_before_s:
+                return None
+            self._life = _Life(self)
+        self._number += 1
+        connection = self._life.connection
+        connection.say(Wanted(self._number, tokens, cache_salt, first_page, lease_s, priority, tenant))
+        return connection, self._number
+
+    def close(self) -> None:
+        """End the connection, if there is one."""
+        if self._life is not None:
+            self._life.connection.end("this engine ends")
+
+    def _hello(self, window: Window) -> bytes:
+        own = self._identity
+        return framed(
+            Hello(
+                VERSION,
+                own.model,
+                own.page_size,
+                own.layout,
+                self._name,
+                window.description,
+                self._window_bytes,
+            )
+        )
+
+    def _ended(self, connection: Connection, why: str, pause_s: float) -> None:
+        self._not_before_s = time.monotonic() + pause_s
+        log.warning("pages from %s: %s", self.endpoint, why)
+        self.came.put(Came(connection, None))
+        self._wake.ring()
+
+
+class _Life:
+    """One connection, from the time it is dialled."""
+
+    def __init__(self, source: PromptSource) -> None:
+        self._source = source
+        self._pause_s = LOST_S
+        self._window: Window | None = None
+        self.connection = Connection(
+            self._take, lambda why: source._ended(self.connection, why, self._pause_s)
+        )
+        threading.Thread(target=self._dial, name="pages-dial", daemon=True).start()
+
+    def _dial(self) -> None:
+        source = self._source
+        try:
+            self._window = source._transport.expose(source._window_bytes)
+            sock = socket.create_connection(source._address, CONNECT_S)
+            sock.sendall(source._hello(self._window))
+        except OSError as error:
+            self.connection.end(str(error))
+            return
+        self.connection.window = self._window.memory
+        self.connection.start(sock)
+
+    def _take(self, message: Said) -> None:
+        match message:
+            case Welcome():
+                assert self._window is not None, "the connection was started with a window"
+                self._window.reached()
+            case Unfit(why):
+                self._pause_s = UNFIT_S
+                raise ValueError(why)
+            case PagePart() | AllSent() | NotSent():
+                if isinstance(message, PagePart):
+                    self._check(message)
+                self._source.came.put(Came(self.connection, message))
+                self._source._wake.ring()
+            case _:
+                raise Damaged(f"an engine of prompts said {type(message).__name__}")
+
+    def _check(self, part: PagePart) -> None:
+        if zlib.crc32(self.connection.part(part).data) != part.check:
+            raise Damaged("bytes of pages are not as they were sent")
+
+
+def taken(connection: Connection) -> None:
+    """The oldest part of a connection was taken out of its window."""
+    connection.say(PartTaken())
+
+
+def unwanted(connection: Connection, number: int) -> None:
+    """Nobody waits for a transfer any more."""
+    connection.say(Unwanted(number))

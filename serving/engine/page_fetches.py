@@ -1,0 +1,187 @@
+"""How does an engine that answers get the pages of prompts that others compute?
+
+A request whose prompt another engine computes waits here, before the engine's queue, until all its pages
+came, or until that is hopeless: the other engine refuses, is lost, or is late. Then it is added like any
+other, and finds in the cache what came whole. So a transfer that fails is a miss, and no request is lost.
+
+Bytes are written to the pages between two steps, a few of them each time, for answers not to wait.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from queue import Empty
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request
+from kv_cache.exchange.connection import Connection, Wake
+from kv_cache.exchange.messages import AllSent, NotSent, PagePart
+from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
+from kv_cache.storage import KVCache
+
+MOST_WRITTEN_BYTES = 2**24  # between two steps
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A request that waits for pages. Of its streams, those of `ends` are to end as it begins."""
+
+    stream: int
+    leader: Request
+    connection: Connection
+    number: int  # of the transfer, on the connection
+    num_pages: int
+    next_page: list[int]  # in each layer
+    until_s: float
+    num_bytes: int = 0
+    ends: dict[int, str] = field(default_factory=dict)
+
+
+class PageFetches:
+    """Fetches pages from `sources`, by their endpoints, and waits for each prompt `most_wait_s` at most."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache,
+        sources: Mapping[str, PromptSource],
+        most_wait_s: float,
+        wake: Wake,
+    ) -> None:
+        self._engine, self._cache = engine, cache
+        self._sources = sources
+        self._most_wait_s, self._wake = most_wait_s, wake
+        self._layer_bytes = cache.layer_bytes
+        self._fetches: dict[tuple[Connection, int], Fetch] = {}
+        self._ready: list[Fetch] = []
+
+    def __len__(self) -> int:
+        return len(self._fetches) + len(self._ready)
+
+    def begin(self, stream: int, leader: Request) -> bool:
+        """Ask for the pages of a request, which `take_ready` gives back; False where it need not wait.
+
+        Raises BadRequest for a request that could never be served.
+        """
+        source = self._sources.get(leader.prompt_replica)
+        if source is None or leader.adapter:  # another engine's adapters have numbers of their own
+            return False
+        engine = self._engine
+        engine.scheduler.check(leader)
+        expected = engine.expect_pages(leader)
+        if expected is None:
+            return False
+        arrival, copies = expected
+        self._cache.apply(copies)
+        wait_s = self._most_wait_s if leader.timeout_s is None else min(self._most_wait_s, leader.timeout_s)
+        asked = source.want(
+            arrival.tokens.astype("<i4").tobytes(),
+            leader.cache_salt,
+            arrival.num_found,
+            wait_s,
+            leader.priority,
+            leader.tenant,
+        )
+        if asked is None:
+            engine.pages_arrived(leader.id, is_whole=False)
+            return False
+        first = [arrival.num_found] * len(self._layer_bytes)
+        until_s = engine.clock() + wait_s
+        self._fetches[asked] = Fetch(stream, leader, *asked, len(arrival.keys), first, until_s)
+        return True
+
+    def end(self, stream: int, reason: str) -> bool:
+        """Let a sample end when it has begun; False where it does not wait here."""
+        for each in (*self._fetches.values(), *self._ready):
+            if each.stream <= stream <= each.stream + len(each.leader.followers):
+                each.ends[stream] = reason
+                if (
+                    len(each.ends) > len(each.leader.followers)
+                    and (each.connection, each.number) in self._fetches
+                ):
+                    unwanted(each.connection, each.number)
+                    self._miss(each, "nobody waits for it")
+                return True
+        return False
+
+    def take(self) -> None:
+        """Write what came to the pages that it is for, and give up what is late."""
+        num_left = MOST_WRITTEN_BYTES
+        for source in self._sources.values():
+            while num_left > 0:
+                try:
+                    came = source.came.get_nowait()
+                except Empty:
+                    break
+                num_left -= self._hear(came)
+        if num_left <= 0:
+            self._wake.ring()  # there may be more
+        now_s = self._engine.clock()
+        for fetch in [each for each in self._fetches.values() if now_s >= each.until_s]:
+            unwanted(fetch.connection, fetch.number)
+            self._miss(fetch, "it is late")
+
+    def take_ready(self) -> list[Fetch]:
+        """The requests that wait no longer, in the order in which that became so."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _hear(self, came: Came) -> int:
+        """Handle one message; returns how many bytes were written."""
+        connection, message = came.connection, came.message
+        if message is None:
+            for lost in [each for each in self._fetches.values() if each.connection is connection]:
+                self._miss(lost, "the engine is lost")
+            return 0
+        fetch = self._fetches.get((connection, message.number))
+        if isinstance(message, PagePart):
+            if fetch is not None:
+                self._write(fetch, message)
+            taken(connection)
+            return message.num_bytes
+        if fetch is None:
+            return 0
+        match message:
+            case AllSent(_, num_bytes):  # the last word: what is missing does not come any more
+                if min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes:
+                    self._engine.pages_arrived(fetch.leader.id, is_whole=True)
+                    self._settle(fetch)
+                else:
+                    self._miss(fetch, f"{fetch.num_bytes} of {num_bytes} bytes came")
+            case NotSent(_, why):
+                self._miss(fetch, why)
+        return 0
+
+    def _write(self, fetch: Fetch, part: PagePart) -> None:
+        """Let the cache have what a part brings, if it is what comes next."""
+        arrival = self._engine.arriving_pages(fetch.leader.id)
+        is_next = (
+            part.layer < len(self._layer_bytes)
+            and part.first_page == fetch.next_page[part.layer]
+            and 0 < part.num_pages <= fetch.num_pages - part.first_page
+            and part.num_bytes == part.num_pages * self._layer_bytes[part.layer]
+        )
+        if arrival is None or not is_next:
+            unwanted(fetch.connection, fetch.number)
+            self._miss(fetch, "its pages had to give way" if arrival is None else "another part was next")
+            return
+        stop = part.first_page + part.num_pages
+        self._cache.write_layer(
+            part.layer, arrival.pages[part.first_page : stop], fetch.connection.part(part)
+        )
+        fetch.next_page[part.layer] = stop
+        fetch.num_bytes += part.num_bytes
+
+    def _miss(self, fetch: Fetch, why: str) -> None:
+        """None of its pages will be found; it is computed here."""
+        log.info("a prompt of %d tokens is computed here: %s", fetch.leader.num_prompt_tokens, why)
+        self._engine.pages_arrived(fetch.leader.id, is_whole=False)
+        self._settle(fetch)
+
+    def _settle(self, fetch: Fetch) -> None:
+        del self._fetches[fetch.connection, fetch.number]
+        self._ready.append(fetch)

@@ -1,0 +1,214 @@
+"""How does an engine compute prompts for others, and send them the pages?
+
+What another engine wants is a request like any other here, of one token, that nobody reads. While a step
+computes a layer, the pages that the layer before has completed are on their way already. What there is no
+room to read at once, because the other side takes it slowly, is read later: until then the pages are held on
+a lease, for as long as the other side waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty
+from typing import Any
+
+import numpy as np
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine, Step
+from continuous_batching.queueing.limits import QueueFull
+from continuous_batching.refusal import BadRequest
+from continuous_batching.request import Request, SamplingParams
+from kv_cache.exchange.messages import AllSent, NotSent, Wanted
+from kv_cache.exchange.page_server import PageLink, PageServer
+from kv_cache.pages import Index
+from kv_cache.storage import KVCache
+from models.decoder import Decoder
+
+MOST_UNSENT_BYTES = 2**26  # that are read for one other engine, and not sent
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Sending:
+    """The pages of one prompt, on their way to another engine."""
+
+    link: PageLink
+    number: int
+    request: Request
+    first_page: int
+    num_pages: int
+    next_page: list[int]  # in each layer, the first that was not read
+    until_s: float  # the other side waits no longer
+    is_computed: bool = False
+    num_bytes: int = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all of it is on its way."""
+        return min(self.next_page) == self.num_pages
+
+
+class PageSends:
+    """A runner that also sends what it computes for others; it takes the place of the engine's."""
+
+    def __init__(
+        self, engine: Engine, cache: KVCache, decoder: Decoder, server: PageServer, most_part_bytes: int
+    ) -> None:
+        self._engine, self._cache, self._server = engine, cache, server
+        self._runner, engine.runner = engine.runner, self
+        self._layer_bytes = cache.layer_bytes
+        self._most_part_bytes = most_part_bytes
+        self._sendings: dict[str, Sending] = {}  # by the ids of their requests
+        self._spans: list[tuple[Sending, Index, int]] = []  # of this step: pages, and how many will be full
+        self._num_asked = 0
+        decoder.after_layer = self._after_layer
+
+    def __len__(self) -> int:
+        return len(self._sendings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch) -> Sampled:
+        """As the runner's."""
+        sampled: Sampled = self._tapped(batch, lambda: self._runner.run(batch))
+        return sampled
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """As the runner's."""
+        wait: Callable[[], Sampled] = self._tapped(batch, lambda: self._runner.start(batch))
+        return wait
+
+    def resize(self, num_pages: int, copies: Any) -> None:
+        """As the runner's."""
+        self._runner.resize(num_pages, copies)
+
+    def take(self) -> None:
+        """Do what others asked for, read what there is room for by now, and end what is over."""
+        while True:
+            try:
+                asked = self._server.asked.get_nowait()
+            except Empty:
+                break
+            if isinstance(asked.message, Wanted):
+                self._begin(asked.link, asked.message)
+                continue
+            number = None if asked.message is None else asked.message.number
+            for sending in self._of(asked.link, number):
+                self._end(sending)
+        now_s = self._engine.clock()
+        for sending in [*self._sendings.values()]:
+            if now_s >= sending.until_s:
+                self._fail(sending, "its lease is over")
+            elif sending.is_computed:
+                self._read_leased(sending)
+
+    def stepped(self, step: Step) -> None:
+        """Requests have ended, some of them perhaps for others."""
+        for request in step.finished if self._sendings else ():
+            sending = self._sendings.get(request.id)
+            if sending is None:
+                continue
+            if request.finish_reason in ("stop", "length"):
+                sending.is_computed = True
+                self._read_leased(sending)
+            else:
+                self._fail(sending, f"its prompt ended with {request.finish_reason}")
+
+    def _of(self, link: PageLink, number: int | None) -> list[Sending]:
+        return [
+            each for each in self._sendings.values() if each.link is link and number in (None, each.number)
+        ]
+
+    def _begin(self, link: PageLink, wanted: Wanted) -> None:
+        """Add a request for what is wanted."""
+        engine, size = self._engine, self._engine.slots.page_size
+        tokens = np.frombuffer(wanted.tokens, dtype="<i4").astype(np.int32)
+        num_pages, now_s = len(tokens) // size, engine.clock()
+        self._num_asked += 1
+        request = Request(
+            f"pages-{self._num_asked}",
+            tokens,
+            SamplingParams(max_tokens=1, temperature=0.0),
+            tenant=wanted.tenant,
+            cache_salt=wanted.cache_salt,
+            priority=wanted.priority,
+            arrival_s=now_s,
+            timeout_s=wanted.lease_s,
+            leases_pages=True,
+        )
+        if len(tokens) % size or not 0 <= wanted.first_page < num_pages or not wanted.lease_s > 0:
+            link.connection.say(NotSent(wanted.number, "what was asked for is no list of whole pages"))
+            return
+        try:
+            engine.add(request)
+        except (BadRequest, QueueFull) as refusal:
+            link.connection.say(NotSent(wanted.number, str(refusal)))
+            return
+        first = [wanted.first_page] * len(self._layer_bytes)
+        until_s = now_s + wanted.lease_s
+        self._sendings[request.id] = Sending(
+            link, wanted.number, request, wanted.first_page, num_pages, first, until_s
+        )
+
+    def _tapped(self, batch: Batch, run: Callable[[], Any]) -> Any:
+        """Run a batch, and read of each layer what it completes for others."""
+        slots = self._engine.slots
+        if self._sendings:
+            self._spans = [
+                (sending, slots.pages(row), stop // slots.page_size)
+                for row, stop in zip(batch.slots.tolist(), batch.stops.tolist())
+                if (sending := self._sendings.get(slots.requests[row].id)) is not None
+            ]
+        try:
+            return run()
+        finally:
+            self._spans = []
+
+    def _after_layer(self, layer: int) -> None:
+        for sending, pages, num_full in self._spans:
+            self._read(sending, layer, pages, num_full)
+
+    def _read(self, sending: Sending, layer: int, pages: Index, num_full: int) -> None:
+        """Send what a layer has of these pages up to the first that is not full, as far as there is room."""
+        each, link = self._layer_bytes[layer], sending.link
+        most = max(1, self._most_part_bytes // each)
+        stop, first = min(num_full, sending.num_pages), sending.next_page[layer]
+        while first < stop and link.unsent_bytes < MOST_UNSENT_BYTES:
+            count = min(most, stop - first)
+            wait = self._cache.read_layer(layer, pages[first : first + count])
+            link.part(sending.number, layer, first, count, count * each, wait)
+            sending.num_bytes += count * each
+            first += count
+        sending.next_page[layer] = first
+
+    def _read_leased(self, sending: Sending) -> None:
+        """Send what could not be sent before the request ended, and the end when that is all."""
+        if not sending.is_read:
+            pages = self._engine.leased_pages(sending.request.id)
+            if pages is None:
+                self._fail(sending, "its pages had to give way")
+                return
+            for layer in range(len(self._layer_bytes)):
+                self._read(sending, layer, pages, sending.num_pages)
+        if sending.is_read:
+            sending.link.connection.say(AllSent(sending.number, sending.num_bytes))
+            self._engine.scheduler.counters.sent_pages += sending.num_pages - sending.first_page
+            self._end(sending)
+
+    def _fail(self, sending: Sending, why: str) -> None:
+        sending.link.connection.say(NotSent(sending.number, why))
+        log.info("pages of a prompt of %d tokens are not sent: %s", len(sending.request.prompt), why)
+        self._end(sending)
+
+    def _end(self, sending: Sending) -> None:
+        """Nothing of it is needed any more."""
+        del self._sendings[sending.request.id]
+        if sending.is_computed:
+            self._engine.release_pages(sending.request.id)
+        else:
+            self._engine.abort(sending.request.id)

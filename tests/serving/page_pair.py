@@ -1,0 +1,229 @@
+"""Two engines of a small model in one process: one computes prompts, one answers; and what lies between."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from kv_cache.exchange.connection import Wake
+from kv_cache.exchange.identity import PageIdentity
+from kv_cache.exchange.messages import HEAD
+from kv_cache.exchange.page_server import PageServer
+from kv_cache.exchange.prompt_source import PromptSource
+from kv_cache.exchange.transports import TRANSPORTS, Transport
+from kv_cache.storage import KVCache
+from serving.engine.page_exchange import PageExchange
+from serving.engine.page_fetches import PageFetches
+from serving.engine.page_sends import PageSends
+from tests.continuous_batching.recount import recount
+from tests.kv_cache import device
+
+WAIT_S = 120.0  # for what must come
+HERE = "tcp://127.0.0.1:0"  # the name of the engine of prompts in these tests, wherever it listens
+Between = Callable[[int], int]  # from the port of the engine of prompts to the one that is dialled
+
+
+def cache_of(engine: Engine) -> KVCache:
+    cache: KVCache = engine.runner.cache  # type: ignore[attr-defined]
+    return cache
+
+
+class Pair:
+    """The two engines, their thread, and the network between them."""
+
+    def __init__(
+        self,
+        attention: str = "fused",
+        *,
+        transport: str = "tcp",
+        transports: dict[str, Transport] = TRANSPORTS,
+        between: Between = lambda port: port,
+        most_part_bytes: int = 1 << 11,
+        window_bytes: int = 1 << 14,
+        most_wait_s: float = WAIT_S,
+        answers_model: str = "the model",
+        num_prompt_pages: int = 60,
+        num_answer_pages: int = 60,
+        **options,
+    ) -> None:
+        self.prompts = device.make(attention, num_pages=num_prompt_pages, **options)
+        self.answers = device.make(attention, num_pages=num_answer_pages, **options)
+        for engine in (self.prompts, self.answers):
+            engine.clock = time.monotonic
+        self.page_bytes = sum(cache_of(self.answers).layer_bytes)
+        self.num_layers = len(cache_of(self.answers).layer_bytes)
+        layout = cache_of(self.prompts).layout
+        one, other = Wake(), Wake()
+        self.server = PageServer(
+            HERE,
+            PageIdentity("the model", device.PAGE_SIZE, layout),
+            one,
+            most_part_bytes=max(most_part_bytes, *cache_of(self.prompts).layer_bytes),
+            transports=transports,
+        )
+        self.decoder = device.model(attention).decoder
+        self.sends = PageSends(
+            self.prompts,
+            cache_of(self.prompts),
+            self.decoder,
+            self.server,
+            most_part_bytes,
+        )
+        self.source = PromptSource(
+            f"tcp://127.0.0.1:{between(self.server.port)}",
+            PageIdentity(answers_model, device.PAGE_SIZE, cache_of(self.answers).layout),
+            other,
+            transport=transport,
+            window_bytes=window_bytes,
+            transports=transports,
+        )
+        sources = {HERE: self.source}
+        self.fetches = PageFetches(self.answers, cache_of(self.answers), sources, most_wait_s, other)
+        self.sending = PageExchange(one, self.sends, None)
+        self.fetching = PageExchange(other, None, self.fetches)
+        self.is_stopped = False  # the engine of prompts makes no more steps
+        self.finished: list[Request] = []
+
+    def close(self) -> None:
+        self.source.close()
+        self.server.close()
+        self.decoder.after_layer = None
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        for number, request in enumerate(requests):
+            if not self.fetching.begin(number, request):
+                self.answers.add(request)
+
+    def turn(self) -> None:
+        """One round of both engines' loops; recounts all pages."""
+        stepped = False
+        if not self.is_stopped:
+            self.sending.take()
+            recount(self.prompts.scheduler)
+            if self.prompts.has_work and (step := self.prompts.step()) is not None:
+                self.sending.stepped(step)
+                stepped = True
+        for fetch in self.fetching.take():
+            self.answers.add(fetch.leader)
+        recount(self.answers.scheduler)
+        if self.answers.has_work and (step := self.answers.step()) is not None:
+            self.finished += step.finished
+            stepped = True
+        if not stepped:
+            select.select([self.sending.wake.fd, self.fetching.wake.fd], [], [], 0.05)
+
+    def serve(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The answers to requests, whatever becomes of the transfers."""
+        self.ask(requests)
+        self.until(lambda: len(self.fetches) == 0 and not self.answers.has_work)
+        return [each.answer.tolist() for each in requests]
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < until_s, "what must come did not"
+            self.turn()
+
+    def settle(self) -> None:
+        """Until neither engine holds anything for the other: all pages are free or idle."""
+        engines = self.prompts, self.answers
+        self.until(
+            lambda: not (len(self.sends) or len(self.fetches) or any(each.has_work for each in engines))
+        )
+        for engine in engines:
+            scheduler = engine.scheduler
+            assert not len(scheduler.lifecycle.held.pages)
+            assert scheduler.pool.num_held == scheduler.prefix.num_idle
+            recount(scheduler)
+
+
+def prompts(count: int, seed: int = 0, shared: int = 20, longest: int = 60) -> list[Request]:
+    """Requests that begin alike, and would be computed by the engine of prompts."""
+    random = np.random.default_rng(seed)
+    beginning = random.integers(1, device.VOCABULARY, shared)
+    return [
+        Request(
+            f"r{number}",
+            np.concatenate([beginning, random.integers(1, device.VOCABULARY, random.integers(4, longest))]),
+            SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
+            prompt_replica=HERE,
+        )
+        for number in range(count)
+    ]
+
+
+def alone(requests: Sequence[Request], attention: str = "fused") -> list[list[int]]:
+    """The answers of one engine that computes everything itself, one request after the other."""
+    found = []
+    for each in requests:
+        engine = device.make(attention)
+        request = Request(each.id, each.prompt, each.params)
+        engine.add(request)
+        while engine.has_work:
+            engine.step()
+        found.append(request.answer.tolist())
+    return found
+
+
+class Link:
+    """Passes the frames of one direction on, up to some frame, which it treats otherwise."""
+
+    def __init__(self, of: str, number: int, how: str) -> None:
+        self.of, self.number, self.how = of, number, how
+        self.counts = {"prompts": 0, "answers": 0}  # frames that came from each
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._port = 0
+        self._sockets: list[socket.socket] = [self._listener]
+
+    def __call__(self, port: int) -> int:
+        self._port = port
+        threading.Thread(target=self._accept, daemon=True).start()
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                answers, _ = self._listener.accept()
+                prompts = socket.create_connection(("127.0.0.1", self._port))
+                self._sockets += [answers, prompts]
+                for name, source, target in (("answers", answers, prompts), ("prompts", prompts, answers)):
+                    threading.Thread(target=self._pass, args=(name, source, target), daemon=True).start()
+
+    def _pass(self, name: str, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError), source.makefile("rb") as file:
+            while head := file.read(HEAD.size):
+                length, num_bytes, _ = struct.unpack("<III", head)
+                frame = bytearray(head + file.read(length + num_bytes))
+                number = self.counts[name]
+                self.counts[name] += 1
+                if (name, number) == (self.of, self.number):
+                    if self.how == "cut":
+                        break
+                    if self.how == "torn":
+                        target.sendall(frame[: len(frame) // 2])
+                        break
+                    if self.how == "lost":
+                        continue
+                    if self.how == "twice":
+                        target.sendall(frame)
+                    if self.how == "damaged":
+                        frame[-1] ^= 1
+                target.sendall(frame)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)

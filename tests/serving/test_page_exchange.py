@@ -1,0 +1,344 @@
+"""Prompts and answers on two engines: the same tokens as on one, whatever becomes of a transfer."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from kv_cache.exchange import prompt_source
+from kv_cache.exchange.transports import Bytes, Tcp
+from tests.kv_cache import device
+from tests.serving.page_pair import HERE, Link, Pair, alone, cache_of, prompts
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+def test_pages_that_came_are_found_and_the_tokens_are_those_of_one_engine(transport: str) -> None:
+    requests = prompts(6)
+    pair = Pair(transport=transport)
+    assert pair.serve(requests) == alone(requests)
+    pair.settle()
+    counters = pair.answers.scheduler.counters
+    whole = {tuple(each.prompt[: at + 8]) for each in requests for at in range(0, len(each.prompt) - 8, 8)}
+    assert counters.missed_pages == 0
+    assert pair.prompts.scheduler.counters.sent_pages == counters.arrived_pages >= len(whole)
+    for request in requests:
+        assert request.num_cached_tokens == (len(request.prompt) - 1) // 8 * 8
+    assert counters.computed_tokens == sum(len(r.prompt) - r.num_cached_tokens + 5 for r in requests)
+    pair.close()
+
+
+def test_what_is_in_the_pages_is_what_the_other_engine_has_in_them() -> None:
+    (request,) = prompts(1, longest=50)
+    pair = Pair()
+    pair.serve([request])
+    here, there = (each.scheduler.prefix.index for each in (pair.answers, pair.prompts))
+    keys = request.page_keys[: (len(request.prompt) - 1) // 8]
+    assert len(keys) > 3
+    for layer in range(pair.num_layers):
+        ours, theirs = (
+            cache_of(engine).read_layer(layer, np.array([index.page_of(key) for key in keys]))()
+            for engine, index in ((pair.answers, here), (pair.prompts, there))
+        )
+        assert len(ours) == len(keys) * cache_of(pair.answers).layer_bytes[layer]
+        assert ours.any()
+        assert np.array_equal(ours, theirs)
+    pair.close()
+
+
+class Counting(Tcp):
+    """Counts the bytes that are put."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def reach(self, description: bytes, num_bytes: int) -> Counting:  # type: ignore[override]
+        return self
+
+    def put(self, offset: int, data: Bytes) -> Bytes | None:
+        self.num_bytes += len(data)
+        return data
+
+
+def test_the_bytes_that_move_are_those_of_the_pages_that_were_missing() -> None:
+    way = Counting()
+    first, second = prompts(2, shared=40)
+    pair = Pair(transports={"tcp": way})
+    pair.serve([first])
+    assert way.num_bytes == (len(first.prompt) - 1) // 8 * pair.page_bytes
+    pair.serve([second])
+    moved = (len(first.prompt) - 1) // 8 + (len(second.prompt) - 1) // 8 - 40 // 8
+    assert way.num_bytes == moved * pair.page_bytes
+    assert pair.answers.scheduler.counters.arrived_pages == moved
+    pair.close()
+
+
+def test_a_layer_has_arrived_before_the_next_is_computed() -> None:
+    (request,) = prompts(1)
+    pair = Pair()
+    pair.prompts.scheduler.max_batch_tokens = 16
+    decoder = device.model("fused").decoder
+    after, sent, num_waits = decoder.after_layer, [list[int]() for _ in range(pair.num_layers)], 0
+
+    def told(layer: int) -> None:
+        nonlocal num_waits
+        after(layer)
+        for each in pair.sends._sendings.values():
+            sent[layer].append(each.next_page[layer])
+        if layer == 0 and sent[0] and not num_waits:  # the second layer of this step is not computed yet
+            until_s = time.monotonic() + 60
+            while not pair.source.came.qsize():
+                assert time.monotonic() < until_s
+                time.sleep(0.001)
+            num_waits += 1
+
+    decoder.after_layer = told
+    try:
+        pair.serve([request])
+    finally:
+        decoder.after_layer = None
+    assert num_waits == 1
+    assert sent[0] == sent[1] == [2, 4, 5][: len(sent[0])], "each chunk's pages, when it was computed"
+    assert len(sent[0]) >= 2
+    pair.close()
+
+
+@pytest.mark.parametrize("attention", ["reference", "int8"])
+def test_other_kinds_of_pages(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device.exact(monkeypatch)
+    requests = prompts(3)
+    pair = Pair(attention)
+    assert pair.serve(requests) == alone(requests, attention)
+    pair.settle()
+    assert pair.answers.scheduler.counters.arrived_pages
+    pair.close()
+
+
+def test_with_the_next_step_made_ahead() -> None:
+    requests = prompts(8)
+    pair = Pair()
+    pair.answers.overlap = pair.prompts.overlap = True
+    assert pair.serve(requests) == alone(requests)
+    pair.settle()
+    assert pair.answers.scheduler.counters.arrived_pages
+    pair.close()
+
+
+def frames() -> dict[str, int]:
+    """How many messages each side sends for one prompt."""
+    way = Link("none", 0, "pass")
+    pair = Pair(between=way)
+    pair.serve(prompts(1))
+    pair.settle()
+    assert pair.answers.scheduler.counters.arrived_pages
+    pair.close()
+    way.close()
+    return way.counts
+
+
+def test_a_transfer_that_fails_at_any_message_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut before each message, within it, changed, lost or repeated: the same tokens, and no page is held."""
+    monkeypatch.setattr(prompt_source, "LOST_S", 0.0)
+    (request,) = prompts(1)
+    want = alone([request])
+    counts = frames()
+    assert counts["prompts"] >= 2 + 2 * 2, "welcome, each layer in some parts, the end"
+    num_missed = 0
+    for of, count in counts.items():
+        for how in ("cut", "torn", "damaged", "lost", "twice"):
+            for number in range(count):
+                way = Link(of, number, how)
+                pair = Pair(between=way, most_wait_s=0.5)
+                assert pair.serve(prompts(1)) == want, (of, number, how)
+                counters = pair.answers.scheduler.counters
+                assert counters.missed_pages in (0, (len(request.prompt) - 1) // 8)
+                assert (counters.missed_pages == 0) == (counters.arrived_pages > 0)
+                if of == "prompts" and number and how not in ("twice", "lost"):
+                    assert counters.missed_pages, (of, number, how)
+                num_missed += counters.missed_pages > 0
+                pair.settle()
+                pair.close()
+                way.close()
+    assert num_missed >= 3 * (counts["prompts"] - 1)
+
+
+def test_after_a_cut_the_next_prompt_is_fetched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_source, "LOST_S", 0.0)
+    way = Link("prompts", 3, "torn")
+    pair = Pair(between=way)
+    first, second = prompts(2)
+    assert pair.serve([first]) == alone([first])
+    assert pair.answers.scheduler.counters.missed_pages
+    assert pair.serve([second]) == alone([second])
+    assert pair.answers.scheduler.counters.arrived_pages
+    pair.close()
+    way.close()
+
+
+class Faulty(Tcp):
+    """Puts bytes straight into another engine's memory, as hardware does, and not always well."""
+
+    def __init__(self, fault: str, at: int) -> None:
+        self.fault, self.at = fault, at
+        self.windows: dict[bytes, Bytes] = {}
+        self.num_put = 0
+
+    def expose(self, num_bytes: int):
+        window = super().expose(num_bytes)
+        window.memory[:] = 0xAB
+        window.description = str(len(self.windows)).encode()
+        self.windows[window.description] = window.memory
+        return window
+
+    def reach(self, description: bytes, num_bytes: int) -> Reached:  # type: ignore[override]
+        return Reached(self, self.windows[description])
+
+
+class Reached:
+    def __init__(self, way: Faulty, memory: Bytes) -> None:
+        self._way, self._memory = way, memory
+
+    def put(self, offset: int, data: Bytes) -> None:
+        way = self._way
+        is_faulty, way.num_put = way.num_put == way.at, way.num_put + 1
+        if is_faulty and way.fault == "fails":
+            raise OSError("the link is down")
+        if is_faulty and way.fault == "lost":
+            return
+        if is_faulty and way.fault == "torn":
+            data = data[: len(data) // 2]
+        if is_faulty and way.fault == "misplaced":
+            offset = 0 if offset else len(data)
+        self._memory[offset : offset + len(data)] = data
+
+
+def test_bytes_that_are_put_straight_into_the_window_are_verified() -> None:
+    want = alone(prompts(1))
+    good = Faulty("none", -1)
+    pair = Pair(transports={"tcp": good})
+    assert pair.serve(prompts(1)) == want
+    assert pair.answers.scheduler.counters.arrived_pages
+    pair.close()
+    assert good.num_put >= 4
+    for fault in ("fails", "lost", "torn", "misplaced"):
+        for at in range(good.num_put):
+            pair = Pair(transports={"tcp": Faulty(fault, at)})
+            assert pair.serve(prompts(1)) == want, (fault, at)
+            assert pair.answers.scheduler.counters.missed_pages, (fault, at)
+            assert not pair.answers.scheduler.counters.arrived_pages
+            pair.settle()
+            pair.close()
+
+
+def test_an_engine_of_prompts_that_stands_still_is_not_waited_for() -> None:
+    requests = prompts(3)
+    pair = Pair(most_wait_s=0.3)
+    pair.is_stopped = True
+    start_s = time.monotonic()
+    assert pair.serve(requests) == alone(requests)
+    assert time.monotonic() - start_s >= 0.3
+    assert pair.answers.scheduler.counters.missed_pages
+    pair.is_stopped = False  # it hears of all at once, when nobody waits any more
+    pair.settle()
+    assert pair.prompts.scheduler.counters.sent_pages == 0
+    pair.close()
+
+
+def test_an_engine_that_answers_and_goes_leaves_nothing_behind() -> None:
+    pair = Pair()
+    pair.ask(prompts(4))
+    pair.until(lambda: len(pair.sends) > 0)
+    pair.source.close()
+    pair.settle()
+    pair.close()
+
+
+def test_who_reads_slowly_holds_pages_for_as_long_as_its_lease() -> None:
+    """The window is full, and nothing is taken out of it: the pages are read no further, and then let go."""
+    pair = Pair(most_wait_s=1.0, window_bytes=1 << 12, most_part_bytes=1)
+    requests = prompts(1, longest=61)
+    pair.ask(requests)
+    fetching, pair.fetching.take = pair.fetching.take, list
+    pair.until(lambda: pair.prompts.scheduler.counters.steps > 0 and not len(pair.sends))
+    assert not len(pair.prompts.scheduler.lifecycle.held.pages)
+    pair.fetching.take = fetching
+    pair.until(lambda: not len(pair.fetches) and not pair.answers.has_work)
+    assert [each.answer.tolist() for each in requests] == alone(requests)
+    pair.settle()
+    pair.close()
+
+
+def test_pages_are_held_until_there_is_room_to_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from serving.engine import page_sends
+
+    monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES", 1)
+    pair = Pair(most_part_bytes=1)
+    (request,) = prompts(1, longest=61)
+    pair.ask([request])
+    pair.until(lambda: pair.prompts.leased_pages("pages-1") is not None)
+    held = pair.prompts.leased_pages("pages-1")
+    pair.prompts.scheduler.tables.evict(pair.prompts.scheduler.prefix.num_idle)
+    assert set(held.tolist()) <= set(pair.prompts.scheduler.prefix.pages.tolist())
+    pair.until(lambda: not len(pair.fetches) and not pair.answers.has_work)
+    assert [request.answer.tolist()] == alone([request])
+    assert request.num_cached_tokens == (len(request.prompt) - 1) // 8 * 8
+    pair.settle()
+    pair.close()
+
+
+def test_pages_that_had_to_give_way_are_computed_where_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from serving.engine import page_sends
+
+    monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES", 1)
+    pair = Pair(most_part_bytes=1)
+    (request,) = prompts(1, longest=61)
+    pair.ask([request])
+    pair.until(lambda: pair.prompts.leased_pages("pages-1") is not None)
+    assert pair.prompts.scheduler.lifecycle.held.give_way()
+    pair.until(lambda: not len(pair.fetches) and not pair.answers.has_work)
+    assert [request.answer.tolist()] == alone([request])
+    assert pair.answers.scheduler.counters.missed_pages
+    pair.settle()
+    pair.close()
+
+
+def test_other_models_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(answers_model="another")
+    requests = prompts(2)
+    assert pair.serve(requests) == alone(requests)
+    assert "the model is the model at the engine of prompts and another at the one of answers" in caplog.text
+    assert not pair.answers.scheduler.counters.arrived_pages
+    assert pair.source.want(b"", "", 0, 1.0) is None, "it is not asked again at once"
+    pair.close()
+
+
+def test_other_layouts_and_small_windows_are_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    for options, words in (
+        ({"window_bytes": 64}, "raise server.page_window_mib"),
+        ({"transport": "shared_memory", "window_bytes": 1 << 11}, "raise server.page_window_mib"),
+    ):
+        caplog.clear()
+        pair = Pair(most_part_bytes=1 << 12, **options)
+        requests = prompts(1)
+        assert pair.serve(requests) == alone(requests)
+        assert words in caplog.text
+        pair.close()
+
+
+def test_nobody_is_asked_for_what_is_here_or_too_short() -> None:
+    pair = Pair()
+    long, short = prompts(2)
+    short.prompt = short.prompt[:8]
+    short.tokens = short.prompt
+    assert not pair.fetching.begin(0, short)
+    pair.serve([long])
+    again = prompts(1)[0]
+    assert not pair.fetching.begin(0, again)
+    elsewhere = prompts(3)[2]
+    elsewhere.prompt_replica = "tcp://127.0.0.1:1"
+    assert elsewhere.prompt_replica != HERE
+    assert not pair.fetching.begin(0, elsewhere)
+    pair.close()
