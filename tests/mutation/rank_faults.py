@@ -41,6 +41,13 @@ RANK_FAULTS = (
         "a recording that misses entries says that nothing is missing",
     ),
     Fault(
+        "masks_untold",
+        RECORDER,
+        "allowed[:4],  # the first, an int32\n",
+        "None,\n",
+        "ranks that follow take a masked row for a greedy one, and wait for logits that nobody brings",
+    ),
+    Fault(
         "overlap_not_followed",
         FOLLOWER,
         "        if self._overlap:\n",

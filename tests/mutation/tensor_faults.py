@@ -14,6 +14,7 @@ SHARE, DECODER, LINEAR, MLP, WEIGHTS, GROUP = (
     "models/weights.py",
     "models/group.py",
 )
+PARTS = "models/logit_parts.py"
 TENSOR_TESTS = tuple(
     f"tests/models/test_{name}.py"
     for name in ("share", "shared_weights", "random_stages", "random_shares", "tensor_parallel")
@@ -21,6 +22,7 @@ TENSOR_TESTS = tuple(
 TENSOR_TESTS_OF = {
     **dict.fromkeys((SHARE, LINEAR, WEIGHTS), TENSOR_TESTS),
     GROUP: ("tests/models/test_stage_runner.py", *TENSOR_TESTS),
+    PARTS: ("tests/models/test_logit_parts.py",),
     DECODER: (*TENSOR_TESTS, "tests/models/test_eagle3.py"),
 }
 
@@ -83,10 +85,45 @@ TENSOR_FAULTS = (
     ),
     Fault(
         "logits_wider_than_the_vocabulary",
-        DECODER,
-        "[:, : self.config.vocab_size].contiguous()",
+        PARTS,
+        "[:, : self._vocab_size].contiguous()",
         "",
         "a token may be chosen that does not exist",
+    ),
+    Fault(
+        "padding_among_the_logits",
+        PARTS,
+        "        own = own[:, : len(self._tokens)]\n",
+        "",
+        "where all logits are below zero, the best token is one that does not exist",
+    ),
+    Fault(
+        "last_of_equal_tokens",
+        PARTS,
+        "tokens, MOST_TOKENS).amin(0)",
+        "tokens, -1).amax(0)",
+        "of equal logits, which bfloat16 has many of, ranks take another token than one rank does",
+    ),
+    Fault(
+        "own_numbers_of_tokens",
+        PARTS,
+        "(at + self._tokens.start).float()",
+        "at.float()",
+        "a rank counts its tokens from its own first",
+    ),
+    Fault(
+        "nan_of_another_rank",
+        PARTS,
+        "torch.where(is_finite | (logit == -torch.inf), logit, torch.inf)",
+        "torch.where(is_finite, logit, -torch.inf)",
+        "a row with a NaN on one rank gets a token of another",
+    ),
+    Fault(
+        "logits_joined_for_the_best",
+        RUNNER,
+        "            if takes_best(batch.owners, self.slots):\n",
+        "            if False:\n",
+        "greedy steps bring the whole vocabulary together, of which nobody reads more than a token",
     ),
     Fault(
         "part_taken_for_the_whole",
