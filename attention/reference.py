@@ -192,9 +192,12 @@ class Attention:
             rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
             output[rows] = self._dense(query[rows], keys[seen:stop], values[seen:stop], window, sinks)
 
-    def graph_sizes(self, sizes: list[int], beside: int = 0, most_layers: int = 0) -> list[int]:
+    def graph_sizes(
+        self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
+    ) -> list[int]:
         """Which of these numbers of decodes are captured as graphs, the largest always among them, where so
-        many more graphs are held beside them, and another stage may have as many as `most_layers`.
+        many more graphs are held beside them, and another stage may have as many as `most_layers`. `joins`:
+        each has a second graph, which joins the logits of several ranks.
 
         Raises ValueError where none can be.
         """
@@ -203,10 +206,10 @@ class Attention:
             " to 0"
         )
 
-    def holds(self, sizes: list[int], beside: int) -> bool:
+    def holds(self, sizes: list[int], beside: int, *, joins: bool = False) -> bool:
         """Whether the device holds graphs of all these sizes, and so many more."""
         try:
-            return self.graph_sizes(sizes, beside) == sizes
+            return self.graph_sizes(sizes, beside, joins=joins) == sizes
         except ValueError:
             return False
 

@@ -206,15 +206,16 @@ class AscendProduct:
             )
 
     def graph_sizes(
-        self, sizes: Sequence[int], num_layers: int, page_size: int, beside: int = 0
+        self, sizes: Sequence[int], num_layers: int, page_size: int, beside: int = 0, *, joins: bool = False
     ) -> list[int]:
         """Which of these numbers of rows are captured, where a device may hold fewer graphs: every layer of
-        every graph takes a stream, and so does each of the graphs that are held beside them.
+        every graph takes a stream, and so does each of the graphs that are held beside them, and that which
+        `joins` the logits of several ranks.
 
         As vllm-ascend's update_aclgraph_sizes takes an even sample, but of those up to a page alone: beyond,
         all are needed, since a step is padded by a page at most. Raises ValueError where these are too many.
         """
-        most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches)
+        most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches + joins)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs)
         most -= beside

@@ -81,7 +81,7 @@ def doubling(most: int) -> list[int]:
 
 
 def captured_sizes(
-    attention: Attention, most: int, width: int, most_layers: int = 0
+    attention: Attention, most: int, width: int, most_layers: int = 0, *, joins: bool = False
 ) -> tuple[list[int], list[int]]:
     """Numbers of rows to capture for steps of up to `most` tokens: of one token each, and of `width`. They
     are the same in all stages, of which none has more than `most_layers`.
@@ -90,7 +90,7 @@ def captured_sizes(
     """
     spans = doubling(most // width) if width > 1 and attention.captures_spans else []
     wanted = ladder(most, attention.shape.page_size)
-    return attention.graph_sizes(wanted, len(spans), most_layers), spans
+    return attention.graph_sizes(wanted, len(spans), most_layers, joins=joins), spans
 
 
 def smallest(batch: Batch, sizes: list[int], span_rows: list[int], width: int) -> tuple[int, int]:
@@ -129,7 +129,7 @@ class FilledStep:
     step: CapturedStep
     inputs: GraphInputs
     is_drawn: bool  # by the step itself
-    takes_best: bool  # and nothing reads the logits
+    reads_none: bool  # of the logits, which ranks then need not join
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,8 @@ class DecodeGraphs:
     ) -> None:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
         self.sampler, self.width = sampler, width
-        self.sizes, self.span_rows = captured_sizes(attention, most, width, most_layers)
+        self._joins = isinstance(decoder, Decoder) and decoder.share.tensors > 1 and sampler.reads_logits
+        self.sizes, self.span_rows = captured_sizes(attention, most, width, most_layers, joins=self._joins)
         wanted = ladder(most, slots.page_size)
         if self.sizes != wanted:
             log.warning(
@@ -183,8 +184,11 @@ class DecodeGraphs:
     def holds_beside(self, attention: Attention, most: int) -> bool:
         """Whether the device holds these, and all steps of up to `most` tokens of another decoder beside."""
         others = ladder(most, self.slots.page_size)
-        pairs = (self.attention, self.sizes, len(others)), (attention, others, len(self.sizes))
-        return all(each.holds(sizes, beside + len(self.span_rows)) for each, sizes, beside in pairs)
+        of_target = self.attention, self.sizes, len(others), self._joins
+        return all(
+            each.holds(sizes, beside + len(self.span_rows), joins=joins)
+            for each, sizes, beside, joins in (of_target, (attention, others, len(self.sizes), False))
+        )
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is decodes only, with drafts or without, and not too many."""
@@ -229,7 +233,8 @@ class DecodeGraphs:
             columns = self.sampler.draw_columns(batch.owners, batch.targets, self.slots)
         if columns is not None:
             inputs.columns[DRAW, : batch.num_tokens] = columns
-        return FilledStep(batch, step, inputs, columns is not None, takes_best(batch.owners, self.slots))
+        reads_none = step.joins is not None and takes_best(batch.owners, self.slots)
+        return FilledStep(batch, step, inputs, columns is not None, reads_none)
 
     def run(self, filled: FilledStep, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
         """What comes of a step, where `last` has the tokens of the step before.
@@ -248,12 +253,9 @@ class DecodeGraphs:
         step.sent.copy_(inputs.values, non_blocking=True)
         self.attention.replay(step.graph, step.metadata, inputs.kv_lens())
         best = Best(step.best.tokens[:count], step.best.chosen[:count])
-        logits: Tensor | None = step.logits[:count]
-        if step.joins is not None:
-            if filled.takes_best:
-                logits = None
-            else:
-                step.joins.replay()
+        logits = None if filled.reads_none else step.logits[:count]
+        if step.joins is not None and not filled.reads_none:
+            step.joins.replay()
         drawn = None
         if filled.is_drawn:
             assert step.drawn is not None, "draws are captured for every size or none"
@@ -271,7 +273,7 @@ class DecodeGraphs:
         columns, pages = split(sent, rows, width)
         # Operators compile and allocate, which no capture may
         logits, best, _ = self._step(columns, pages, scratch)
-        parts = self.decoder.parts if self.sampler.reads_logits else None
+        parts = self.decoder.parts if self._joins else None
         if parts is not None:
             logits = parts.joined(logits)
         graph_of = getattr(self.device, GRAPHS[self.attention.device.type])

@@ -130,7 +130,9 @@ class CudaAttention(Attention):
         pages = pages.view(arrays[1].shape)
         return CudaMetadata(places.view(torch.int64), (), pages, num_rows, sent, launches)
 
-    def graph_sizes(self, sizes: list[int], beside: int = 0, most_layers: int = 0) -> list[int]:
+    def graph_sizes(
+        self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
+    ) -> list[int]:
         """All of them."""
         return sizes
 

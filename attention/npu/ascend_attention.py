@@ -42,9 +42,11 @@ class AscendAttention(Attention):
     def check_longest(self, num_tokens: int) -> None:
         self.product.check_longest(num_tokens)
 
-    def graph_sizes(self, sizes: list[int], beside: int = 0, most_layers: int = 0) -> list[int]:
+    def graph_sizes(
+        self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
+    ) -> list[int]:
         num_layers = max(len(self.shape.windows), most_layers)
-        return self.product.graph_sizes(sizes, num_layers, self.shape.page_size, beside)
+        return self.product.graph_sizes(sizes, num_layers, self.shape.page_size, beside, joins=joins)
 
     def cuts(self, batch: Batch) -> Iterator[tuple[slice, slice]]:
         """For each call, its spans and their rows of the packed query."""

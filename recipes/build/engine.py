@@ -161,7 +161,8 @@ def _loaded(
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
-        captured_sizes(attention, *_captured(recipe), most_layers)  # refused before weights are loaded
+        # Refused before weights are loaded
+        captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
     decoder = Decoder(config, ops, attention, group, share, stages)
     if recipe.model.weights == "random":
         weights.random(decoder, recipe.model.seed)

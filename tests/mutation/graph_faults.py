@@ -84,8 +84,8 @@ GRAPH_FAULTS = (
     Fault(
         "graphs_of_spans_not_counted_beside_a_draft_model_s",
         GRAPHS,
-        "each.holds(sizes, beside + len(self.span_rows))",
-        "each.holds(sizes, beside)",
+        "each.holds(sizes, beside + len(self.span_rows), joins=joins)",
+        "each.holds(sizes, beside, joins=joins)",
         "a capture fails on a device that has no stream left",
     ),
     Fault(

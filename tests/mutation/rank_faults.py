@@ -164,8 +164,8 @@ RANK_FAULTS = (
     Fault(
         "sizes_of_own_layers",
         GRAPHS,
-        "attention.graph_sizes(wanted, len(spans), most_layers)",
-        "attention.graph_sizes(wanted, len(spans))",
+        "attention.graph_sizes(wanted, len(spans), most_layers, joins=joins)",
+        "attention.graph_sizes(wanted, len(spans), joins=joins)",
         "a shorter stage captures a size that the longer has no streams for",
     ),
     Fault(
