@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from continuous_batching.refusal import BadRequest, shown
@@ -45,6 +46,23 @@ def grammar_of(values: Mapping[str, Any]) -> str | None:
         return _structured_outputs(value)
     kind = field.removeprefix("guided_")
     return _written(field, kind, value)
+
+
+@dataclass(frozen=True, slots=True)
+class FormedAnswer:
+    """A JSON object that a field asks for, by its schema."""
+
+    field: str
+    schema: Any
+
+
+def formed_answer(grammar: str | None) -> FormedAnswer | None:
+    """The object that a grammar asks for; None where it asks for none, or for another form."""
+    if grammar is None:
+        return None
+    field, kind, asked = json.loads(grammar)
+    is_object = kind == "json" and isinstance(asked, dict) and asked.get("type") == "object"
+    return FormedAnswer(field, asked) if is_object else None
 
 
 def form_of(grammar: str) -> tuple[str, str] | None:

@@ -150,6 +150,12 @@ GRAMMARS = (
         lambda t: t.grammars["mask_s"],
     ),
     Metric(
+        "grammar_late_masks_total",
+        "counter",
+        "Rows that got no token in a step, for their mask was not made in time",
+        lambda t: t.counters["late_masks"],
+    ),
+    Metric(
         "grammar_errors_total",
         "counter",
         "Grammars that grew too complex within an answer",

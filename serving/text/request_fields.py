@@ -20,7 +20,7 @@ from continuous_batching.scheduling.validation import too_long
 from kv_cache.pages import Index
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.grammars.structured_output import FIELDS as STRUCTURED
-from serving.grammars.structured_output import grammar_of
+from serving.grammars.structured_output import formed_answer, grammar_of
 from serving.own_processors import read_processors
 from serving.text import field_types as types
 from serving.text.bad_words import spellings
@@ -185,11 +185,12 @@ def _params(
         asked = next(name for name in STRUCTURED if name in values)
         raise BadRequest(asked, "needs a tokenizer, and this model has none; use allowed_token_ids")
     if tools is not None and text is not None and text.tool_format is not None:
-        called = tools.grammar(text.tool_format, text.control_tokens(text.tool_format.marks))
-        if called is not None and grammar is not None:
+        answer = formed_answer(grammar) if tools.schemas and not tools.must_call else None
+        called = tools.grammar(text.tool_format, text.control_tokens(text.tool_format.marks), answer)
+        if called is not None and grammar is not None and answer is None:
             asked = next(name for name in STRUCTURED if name in values)
             raise BadRequest(asked, "and the tools both say which form the answer has; give one of them")
-        grammar = grammar or called
+        grammar = called or grammar
     grammar = _after_thoughts(grammar, values, text, prompt)
     return SamplingParams(**named, logprobs=_logprobs(values), grammar=grammar)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest, shown
 from serving.grammars.json_schema import SchemaCheck
+from serving.grammars.structured_output import FormedAnswer
 from serving.tools.formats import ToolFormat
 from serving.tools.grammar import lark_of
 
@@ -32,14 +33,20 @@ class ToolUse:
     is_single: bool  # no answer may make two calls
     is_strict: bool  # whether a call's arguments are held to its schema although no call is required
 
-    def grammar(self, form: ToolFormat, mark: Mapping[str, int]) -> str | None:
+    def grammar(
+        self, form: ToolFormat, mark: Mapping[str, int], answer: FormedAnswer | None = None
+    ) -> str | None:
         """What the answer is held to, as `structured_output.grammar_of` has it; None: to nothing.
 
-        `mark` has the token of each of the format's marks that is a control token.
+        `mark` has the token of each of the format's marks that is a control token. With an `answer`, it is
+        that or calls.
         """
-        if not (self.must_call or self.is_strict or (self.is_single and self.schemas)):
+        is_free = not (self.must_call or self.is_strict or (self.is_single and self.schemas))
+        if is_free and answer is None:
             return None
-        return lark_of(form, self.schemas, must_call=self.must_call, is_single=self.is_single, mark=mark)
+        return lark_of(
+            form, self.schemas, must_call=self.must_call, is_single=self.is_single, mark=mark, answer=answer
+        )
 
 
 def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:

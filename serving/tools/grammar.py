@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.grammars.matching import JSON_OPTIONS
+from serving.grammars.structured_output import FormedAnswer
 from serving.tools.formats import ToolFormat
 
 
@@ -18,24 +19,41 @@ def lark_of(
     must_call: bool,
     is_single: bool,
     mark: Mapping[str, int],
+    answer: FormedAnswer | None = None,
 ) -> str:
     """A grammar of calls, of which each has arguments by its schema; a text may come first, or stand alone,
-    unless there `must_call`. It is in the form of `SamplingParams.grammar`.
+    unless there `must_call`. With an `answer`, JSON by its schema stands alone, and no text comes first. It
+    is in the form of `SamplingParams.grammar`.
     """
+    has_text = not must_call and answer is None
+    as_json = answer is not None and form.is_whole and form.arguments == "json"
     is_plain = not form.is_whole and form.trigger not in mark  # text may hold what calls begin with
-    dropped = len(form.trigger) if is_plain and not must_call else 0  # a text before calls ends with it
+    dropped = len(form.trigger) if is_plain and has_text else 0  # a text before calls ends with it
     more = "" if is_single else f" ({_literal(form.between, mark)} call)*"
     rules = [f"calls: first{more} {_literal(form.closing, mark)}"]
     for rule, opening, start in (("first", form.opening, dropped), ("call", "", 0)):
         bodies = " | ".join(f"{rule}_{index}" for index in range(len(schemas)))
         rules.append(f"{rule}: {bodies}")
         for index, name in enumerate(schemas):
+            if (
+                as_json
+            ):  # of a text that is JSON itself, the grammar of JSON has all that tells it from another
+                rules.append(f"{rule}_{index}: {_json(_call_schema(form, name, schemas[name]))}")
+                continue
             head = _literal((opening + form.head + name + form.middle)[start:], mark)
             rules.append(f"{rule}_{index}: {head} arguments_{index} {_literal(form.tail, mark)}")
     for index, schema in enumerate(schemas.values()):
-        rules += _arguments(form, index, schema)
-    start_rules = ["start: calls"] if must_call else _with_text(form, is_plain)
-    return json.dumps(["tools", "lark", "\n".join([*start_rules, *rules])], ensure_ascii=False)
+        rules += [] if as_json else _arguments(form, index, schema)
+    if answer is not None:
+        start_rules = [
+            "start: BLANK? (answer | calls)",
+            "BLANK: /[ \\n]{1,2}/",
+            f"answer: {_json(answer.schema)}",
+        ]
+    else:
+        start_rules = _with_text(form, is_plain) if has_text else ["start: calls"]
+    field = "tools" if answer is None else answer.field
+    return json.dumps([field, "lark", "\n".join([*start_rules, *rules])], ensure_ascii=False)
 
 
 def _with_text(form: ToolFormat, is_plain: bool) -> list[str]:
@@ -69,6 +87,20 @@ def _arguments(form: ToolFormat, index: int, schema: Any) -> list[str]:
             rules.append(f"{name}_{place}_{at}: {before}{name}_item_{at} {name}_rest_{at + 1}{skip}")
     rules += [f'{name}_{place}_{len(properties)}: ""' for place in ("first", "rest")]
     return rules
+
+
+def _call_schema(form: ToolFormat, name: str, schema: Any) -> dict[str, Any]:
+    """The schema of a call that is a JSON object."""
+    call = json.loads(f"{form.head}{name}{form.middle}null{form.tail}")
+    values = {key: schema if value is None else {"const": value} for key, value in call.items()}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {
+        "type": "object",
+        "properties": values,
+        "required": [*values],
+        "additionalProperties": False,
+        **shared,
+    }
 
 
 def _json(schema: Any) -> str:

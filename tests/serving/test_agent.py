@@ -165,6 +165,26 @@ def test_its_last_answer_can_be_held_to_a_schema(client: openai.OpenAI) -> None:
     assert json.loads(message.content) == {"sum": 42}
 
 
+@pytest.mark.parametrize("kind", [Loop, StreamedLoop])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_form_of_the_last_answer_leaves_room_for_calls(
+    client: openai.OpenAI, kind: type[Loop], strict: bool
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"total": NUMBER},
+        "required": ["total"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "total", "strict": True, "schema": schema}}
+    tools = [{**each, "function": {**each["function"], "strict": strict}} for each in TOOLS]
+    loop = kind(client, {"lamp": 348, "clock": 275}, response_format=form, tools=tools)
+    answer = loop.ask("What do the lamp and the clock cost together? Answer in JSON.")
+    assert json.loads(answer) == {"total": 623}
+    assert [[name for name, _ in each] for each in loop.calls] == [["price", "price"], ["add"]]
+    assert loop.thoughts[0].startswith("I look up")
+
+
 def test_a_message_may_come_back_with_what_litellm_keeps_in_it(client: openai.OpenAI) -> None:
     messages: list[Any] = [
         {"role": "user", "content": "Hello"},

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from continuous_batching.refusal import BadRequest
+from serving.grammars.structured_output import FormedAnswer
 from serving.tools.definitions import ToolUse, tool_use
 from serving.tools.formats import TOOL_FORMATS, ToolFormat
 from tests.serving import test_tool_parsing
@@ -38,8 +39,8 @@ def asked(**fields: Any) -> ToolUse:
     return use
 
 
-def takes(use: ToolUse, name: str, answer: str) -> bool:
-    grammar = use.grammar(TOOL_FORMATS[name], {})
+def takes(use: ToolUse, name: str, answer: str, formed: FormedAnswer | None = None) -> bool:
+    grammar = use.grammar(TOOL_FORMATS[name], {}, formed)
     assert grammar is not None
     _, kind, lark = json.loads(grammar)
     assert kind == "lark"
@@ -83,6 +84,27 @@ def test_a_strict_tool_is_called_right_or_not_at_all(name: str) -> None:
         assert takes(use, name, f"I look.\n{written(form, [right])}")
         assert not takes(use, name, f"I look.\n{written(form, [wrong])}")
     assert not takes(asked(parallel_tool_calls=False), name, written(form, [right, right]))
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_an_answer_of_a_form_or_calls(name: str) -> None:
+    form, formed = TOOL_FORMATS[name], FormedAnswer("response_format", SCHEMA)
+    loose = tool_use({"tools": [tool("add", parameters=SCHEMA), tool("other", parameters={"not": {}})]})
+    assert loose is not None
+    right, wrong = ("add", {"y": "a"}), ("add", {"y": "c"})
+    for use in (asked(), loose):
+        assert takes(use, name, '{"x": 3, "y": "b"}', formed)
+        assert takes(use, name, written(form, [right, right]), formed)
+        assert not takes(use, name, "", formed)
+        assert not takes(use, name, '{"x": 3}', formed)
+        assert not takes(use, name, "It is b.", formed)
+        assert not takes(use, name, written(form, [wrong]), formed)
+    assert takes(
+        loose, name, written(form, [("other", {"any": 1} if form.arguments == "json" else {})]), formed
+    )
+    grammar = loose.grammar(form, {}, formed)
+    assert grammar is not None
+    assert json.loads(grammar)[0] == "response_format"
 
 
 def test_control_tokens_are_no_text() -> None:
