@@ -1,7 +1,8 @@
 """Which of several replicas should take a request?
 
 The one where it costs least: the tokens of its prompt to be computed there after its hits, the prompt tokens
-that wait there already, and a price for each request that is there. This is asked for every request by
+that wait there already, and a price for each request that is there. What several replicas have, as a system
+prompt, costs less than what one alone has, as a conversation: it is asked for again, wherever it is. This is asked for every request by
 itself; nothing switches it off for all of them. Of equal replicas each goes in turn. A router's own sends
 count until the replica has told of them.
 
@@ -85,11 +86,12 @@ class RoutedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What counts beside the tokens of a prompt that are to be computed; the last two in mean prompts, so
-    that they suit prompts of every length.
+    """What counts beside the tokens of a prompt that are to be computed; `request` and `recent` in mean
+    prompts, so that they suit prompts of every length.
     """
 
     queued: float = 0.5  # each prompt token that waits there; not 1: a hit spares those that come later, too
+    shared: float = 0.5  # each token to be computed that two or more others have: the next one finds it
     request: float = 0.01  # each request there: it takes a slot, and time of every step
     recent: float = 2.5  # having been given twice as much as others of late: idle ones get their share
 
@@ -266,7 +268,9 @@ class Routing:
             return np.zeros(self.count)
         if self.route == "least_loaded":
             return self.requests.astype(np.float64)
-        weights, compute = self.weights, prompt.num_tokens - hits
+        weights, compute = self.weights, prompt.num_tokens - hits.astype(np.float64)
+        if self.count > _FEWEST_SHARE:
+            compute -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)
         waits = weights.queued * self.queued_tokens + weights.request * self._mean_prompt * self.requests
         usual = self._recent.mean() + _FEW_PROMPTS * self._mean_prompt
         evens = weights.recent * self._mean_prompt / max(1.0, usual) * self._recent
@@ -313,6 +317,7 @@ class Routing:
 
 
 _FEW = 8
+_FEWEST_SHARE = 2  # of two replicas, what both have is missed nowhere
 _FEW_PROMPTS = 4  # of recent work tell nothing yet of who has too much
 _MANY_PROMPTS = 1000  # over which the mean goes
 

@@ -11,6 +11,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "serve": ("serve.command", "what clients see of a server, ours or another's"),
     "sweep": ("serve.sweep", "the same at one rate, and one setting, after the other, with a page"),
     "fleet": ("serve.fleet", "what a router that knows pages brings, with real servers behind it"),
+    "router": ("serve.router", "what the router takes: time, latency, and memory for streams that are open"),
     "report": ("serve.report", "a page of one result, or of several beside one another"),
     "offline": ("offline.offline", "throughput and latencies of a trace on an engine in this process"),
     "throughput": ("offline.throughput", "tokens a second when all requests are there at once"),

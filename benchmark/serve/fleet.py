@@ -10,15 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import re
 import statistics
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +22,14 @@ import numpy as np
 
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
+from benchmark.serve.running import started
 from benchmark.serve.sse import Events, read_chunk
 from recipes.build import versions
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, real, whole
-from recipes.schema.recipe import ROOT
 
 WAYS = ("prefix", "round_robin")
-READY_S, STOP_S = 300.0, 30.0
+READY_S = 300.0
 WORDS = (
     *("the", "fox", "lamp", "river", "stone", "wind", "little", "green"),
     *("house", "bread", "song", "night", "star", "cloud", "road", "tree"),
@@ -62,36 +57,6 @@ class Found:
     cached_tokens: int = 0
     failed: int = 0
     ttft_s: list[float] = field(default_factory=list)
-
-
-@contextmanager
-def started(*command: str) -> Iterator[str]:
-    """The URL of a server of ours, which ends with the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert process.stderr is not None
-    said, reader = [], threading.Thread(target=process.stderr.read)  # so that a full pipe never stops it
-    try:
-        for line in process.stderr:
-            said.append(line)
-            if found := re.search(r"listening at (http://\S+?),", line):
-                break
-        else:
-            raise OSError(f"{' '.join(command)} has ended: {''.join(said[-3:]).strip()}")
-        reader.start()
-        yield found[1]
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if reader.ident is not None:
-            reader.join()
-        process.stderr.close()
 
 
 async def ready(url: str, num_replicas: int) -> None:
@@ -189,7 +154,7 @@ def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
                     "scripts.serve", options.recipe, *options.overrides, "--port", "0",
                     f"cache.events=tcp://127.0.0.1:{port}", "server.spare_engine=false",
                 )
-            )
+            ).url
             for port in ports
         ]  # fmt: skip
         for url in urls:
@@ -199,7 +164,8 @@ def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
         for number in range(1 + options.rounds):
             for way in WAYS:
                 command = ("scripts.route", *behind, "--recipe", options.recipe, *options.overrides)
-                with started(*command, "--route", way, "--port", "0") as url:
+                with started(*command, "--route", way, "--port", "0") as router:
+                    url = router.url
                     asyncio.run(ready(url, len(urls)))
                     found = asyncio.run(serve(url, load, seed=2 * number + WAYS.index(way)))
                     rounds[way].append(figures(found, asyncio.run(fleet(url))))

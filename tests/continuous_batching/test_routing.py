@@ -197,3 +197,25 @@ def test_requests_without_a_prompt_say_nothing_of_prompts() -> None:
             for _ in range(20 if routing is with_others else 0):
                 routing.ended(sent(routing, RoutedPrompt(0), float(number)))
     assert with_others._mean_prompt == without._mean_prompt
+
+
+def test_what_several_have_is_given_to_another_sooner_than_what_one_has() -> None:
+    """A system prompt of many sessions, and a conversation of one, of equal length; equal loads."""
+
+    def chosen(holders: list[int]) -> int:
+        routing = Routing(4, weights=Weights(queued=1.0, request=0.0, recent=0.0))
+        for holder in holders:
+            routing.stored(holder, [1, 2, 3, 4])
+            routing.told(holder, 3 * PAGE, 1, 0.0)  # waits there: more than half of what is found, not all
+        return sent(routing, prompt(1, 2, 3, 4), 1.0).replica
+
+    assert chosen([2]) == 2
+    assert chosen([1, 2]) not in (1, 2)
+
+
+def test_of_two_replicas_neither_is_short_of_what_both_have() -> None:
+    routing = Routing(2, weights=ALONE)
+    for holder in (0, 1):
+        routing.stored(holder, [1, 2, 3])
+    routing.stored(1, [4])
+    assert sent(routing, prompt(1, 2, 3, 4)).replica == 1

@@ -6,9 +6,15 @@ from tests.mutation.fault import Fault
 
 ROUTING = "continuous_batching/routing.py"
 EVENTS = "kv_cache/events.py"
+REPLICAS = "serving/router/replicas.py"
+UPSTREAM = "serving/router/upstream.py"
+PROXY = "serving/router/proxy.py"
+READER = "serving/router/page_reader.py"
 ROUTING_TESTS_OF = {
     ROUTING: ("tests/continuous_batching/test_routing.py",),
     EVENTS: ("tests/kv_cache/test_events.py",),
+    **dict.fromkeys((REPLICAS, UPSTREAM, PROXY), ("tests/serving/router/test_lost_replicas.py",)),
+    READER: ("tests/serving/router/test_page_reader.py",),
 }
 
 ROUTING_FAULTS = (
@@ -46,5 +52,54 @@ ROUTING_FAULTS = (
         "            snapshot = KVEventBatch(time.time(), [AllBlocksCleared(), *self._pages.values()])\n",
         "            snapshot = KVEventBatch(time.time(), [*self._pages.values()])\n",
         "who missed that a page went believes in it for ever",
+    ),
+    Fault(
+        "shared_as_dear_as_ones_own",
+        ROUTING,
+        "            compute -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)\n",
+        "            compute -= 0.0\n",
+        "a system prompt stays where it is, however many more requests that replica gets",
+    ),
+    Fault(
+        "shared_by_one",
+        ROUTING,
+        "np.partition(hits, -2)[-2] - hits)",
+        "hits.max() - hits)",
+        "a conversation is parted from its pages for half of what they cost",
+    ),
+    Fault(
+        "no_prompt_counts_as_one",
+        ROUTING,
+        "        if prompt.num_tokens:\n",
+        "        if True:\n",
+        "asking for the names of models makes even loads worth nothing",
+    ),
+    Fault(
+        "door_shut_streams_cut",
+        REPLICAS,
+        "            except Lost as lost:\n                self._shut(str(lost))\n",
+        "            except Lost as lost:\n                self.lose(str(lost))\n",
+        "a server that drains behind a closed door has its answers cut",
+    ),
+    Fault(
+        "lost_asked_again",
+        UPSTREAM,
+        "                if not answer.is_used or answer.is_given_up:\n",
+        "                if not answer.is_used:\n",
+        "a request waits for ever at a server that stands still and is known to be lost",
+    ),
+    Fault(
+        "posted_twice",
+        PROXY,
+        "                if is_once and lost.may_be_done:\n",
+        "                if False:\n",
+        "a batch is run at two replicas",
+    ),
+    Fault(
+        "old_engine_believed",
+        READER,
+        "            if self._gone in ready:\n                return\n",
+        "            if self._gone in ready:\n                await self._gone.recv_multipart()\n",
+        "pages of an engine that is gone draw prompts, and those of the new one none",
     ),
 )

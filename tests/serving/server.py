@@ -34,12 +34,14 @@ class Server:
         *arguments: str,
         environment: dict[str, str] | None = None,
         limits: dict[int, int] | None = None,  # of the system, by resource.RLIMIT_...
+        port: int = 0,
+        verb: str = "scripts.serve",  # or another that listens, which knows no recipe's keys then
     ) -> None:
-        recipe, *options = arguments or (TINY,)
-        if not any(each.startswith("server.spare_engine=") for each in options):
-            options.insert(0, "server.spare_engine=false")
+        options = [*(arguments or (TINY,))]
+        if verb == "scripts.serve" and not any(each.startswith("server.spare_engine=") for each in options):
+            options.insert(1, "server.spare_engine=false")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.serve", recipe, *options, "--port", "0"],
+            [sys.executable, "-m", verb, *options, "--port", str(port)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
             preexec_fn=lambda: [resource.setrlimit(name, (n, n)) for name, n in (limits or {}).items()],
@@ -92,6 +94,11 @@ class Server:
         while httpx.get(self.url + path, timeout=PATIENCE_S).status_code != status:
             assert time.monotonic() < until_s, f"{path} never gave {status}: {self.log[-5:]}"
             time.sleep(0.02)
+
+    @property
+    def port(self) -> int:
+        """At which it listens."""
+        return int(self.url.rpartition(":")[2])
 
     @property
     def engine_pid(self) -> int:

@@ -1,0 +1,108 @@
+"""What is put around a router to measure it alone: a server that answers at once, and a bare pass-through.
+
+    python -m benchmark.serve.bare_servers answers [ANSWER_EVENTS]
+    python -m benchmark.serve.bare_servers passes http://127.0.0.1:PORT
+
+Both speak only as much HTTP as they need. The server streams so many events in one write, or the first event
+alone and nothing more for a request with `x-hold`. The pass-through reads no body and knows no replicas: it
+asks on kept connections and passes on what comes until the answer's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from serving.router.replicas import address_of
+
+END = b"0\r\n\r\n"  # of chunks
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b'data: {"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+LONGEST_HEAD = 2**16
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def chunk(data: bytes) -> bytes:
+    """As HTTP writes it."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+async def request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """A head and its body; raises IncompleteReadError where the connection ends."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+    return head, await reader.readexactly(int(length)) if length else b""
+
+
+def answers(num_events: int) -> Serve:
+    """The server."""
+    whole = HEAD + b"".join(chunk(EVENT) for _ in range(num_events)) + chunk(DONE) + END
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head, _ = await request(reader)
+            if head.startswith(b"GET "):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            elif b"x-hold:" in head.lower():
+                writer.write(HEAD + chunk(EVENT))
+            else:
+                writer.write(whole)
+
+    return serve
+
+
+def passes(url: str) -> Serve:
+    """The pass-through to one server."""
+    host, port = address_of(url)
+    kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head, body = await request(reader)
+            asked, asking = kept.pop() if kept else await asyncio.open_connection(host, port)
+            asking.write(head + body)
+            last = b""
+            while not last.endswith(END):
+                part = await asked.read(2**16)
+                if not part:
+                    asking.close()
+                    return
+                writer.write(part)
+                await writer.drain()
+                last = (last + part)[-len(END) :]
+            kept.append((asked, asking))
+
+    return serve
+
+
+async def listen(serve: Serve) -> None:
+    """At a free port, until the process is ended."""
+
+    async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the other side has what it wanted
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(served, "127.0.0.1", 0, limit=LONGEST_HEAD, backlog=2**12)
+    host, port = server.sockets[0].getsockname()[:2]
+    print(f"listening at http://{host}:{port}, bare", file=sys.stderr, flush=True)
+    await server.serve_forever()
+
+
+def main(argv: list[str]) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    kind, value = argv
+    uvloop.run(listen(answers(int(value)) if kind == "answers" else passes(value)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

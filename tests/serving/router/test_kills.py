@@ -1,0 +1,148 @@
+"""`kill -9` of what answers, under load: nobody is left waiting, or believes in half an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import aiohttp
+import httpx
+import pytest
+
+from tests.serving.router.under_fire import (
+    NUM_CLIENTS,
+    PROMPTS,
+    Tally,
+    ask,
+    expected,
+    figure,
+    fire,
+    fleet,
+    router,
+    wait,
+    wait_ready,
+)
+from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.thorough import THOROUGH, cases
+
+RUNS = cases(1, 50)
+TOLD_S = 5.0  # claimed only where the machine has nothing else to do
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(cases(600, 86_400))]
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[list[Server]]:
+    servers = [Server(TINY) for _ in range(2)]
+    yield [each.ready() for each in servers]
+    for each in servers:
+        each.process.kill()
+        each.wait()
+
+
+@pytest.fixture(scope="module")
+def whole(replicas: list[Server]) -> dict[str, str]:
+    return expected(replicas[0].url)
+
+
+def check(tally: Tally, runs: int) -> None:
+    print(f"{runs} runs: {dict(tally.outcomes)}, told within {max(tally.told_s, default=0):.2f} s")
+    assert not tally.wrong, tally.wrong[:3]
+    assert sum(tally.outcomes.values()) == runs * NUM_CLIENTS
+    if THOROUGH:
+        assert max(tally.told_s, default=0.0) < TOLD_S
+
+
+def test_a_replica_is_killed(replicas: list[Server], whole: dict[str, str]) -> None:
+    """What had begun is told, all else is answered by the other replica, once."""
+    front, tally = router(replicas), Tally()
+    for run in range(RUNS):
+        victim = run % 2
+        other, before = replicas[1 - victim], tally.outcomes["whole"]
+        answered = figure(other, "vllm:request_success_total")
+        fire(front.url, whole, replicas[victim].process.kill, tally, after=3 + 20 * run % 160)
+        assert figure(other, "vllm:request_success_total") - answered <= tally.outcomes["whole"] - before
+        port = replicas[victim].port
+        replicas[victim].wait()
+        replicas[victim] = Server(TINY, port=port).ready()
+        wait_ready(front.url, 2)
+    check(tally, RUNS)
+    assert tally.outcomes["whole"] > 0
+    assert tally.outcomes["broken"] == 0, "the router tells why"
+    assert fleet(front.url)["open"] == 0
+    front.close()
+
+
+def test_an_engine_is_killed(replicas: list[Server], whole: dict[str, str]) -> None:
+    """Its server tells those that it had, and the router sends on those that had not begun."""
+    front, tally = router(replicas), Tally()
+    for run in range(RUNS):
+        victim = replicas[run % 2]
+        since = len(victim.log)
+        pid = victim.engine_pid
+        fire(front.url, whole, lambda pid=pid: os.kill(pid, signal.SIGKILL), tally, after=3 + 20 * run % 160)  # type: ignore[misc]
+        victim.wait_for(r"ready .*process \d+", since)
+        wait_ready(front.url, 2)
+    check(tally, RUNS)
+    assert tally.outcomes["whole"] > 0
+    assert tally.outcomes["broken"] == 0
+    front.close()
+
+
+def test_a_router_is_killed(replicas: list[Server], whole: dict[str, str]) -> None:
+    """Its clients see that their connections break, and the replicas give their slots back."""
+    tally = Tally()
+    aborted = sum(figure(each, "cb_aborts_total") for each in replicas)
+    for run in range(RUNS):
+        front = router(replicas)
+        fire(front.url, whole, front.process.kill, tally, after=3 + 20 * run % 160)
+        front.wait()
+        for each in replicas:
+            wait(lambda each=each: not figure(each, "vllm:num_requests_running"))  # type: ignore[misc]
+            wait(lambda each=each: not figure(each, "vllm:num_requests_waiting"))  # type: ignore[misc]
+    check(tally, RUNS)
+    assert tally.outcomes["broken"] > 0
+    assert sum(figure(each, "cb_aborts_total") for each in replicas) > aborted
+
+
+def test_all_replicas_are_restarted_in_turn(replicas: list[Server], whole: dict[str, str]) -> None:
+    """Drained, stopped, started and resumed, while clients go on asking: nobody sees anything of it."""
+    front, is_over, tally = router(replicas), False, Tally()
+
+    async def client(http: aiohttp.ClientSession, number: int) -> None:
+        while not is_over:
+            prompt = PROMPTS[number % len(PROMPTS)]
+            found = await ask(http, front.url, prompt, is_stream=number % 2 == 0)
+            outcome = "wrong" if found.text != whole[prompt] else found.outcome
+            tally.outcomes[outcome] += 1
+
+    def restart_all() -> None:
+        nonlocal is_over
+        try:
+            for number, old in enumerate(replicas):
+                seen = sum(tally.outcomes.values())
+                httpx.post(f"{front.url}/fleet/drain?{old.url}", timeout=PATIENCE_S).raise_for_status()
+                wait(lambda number=number: fleet(front.url)["replicas"][number]["open"] == 0)  # type: ignore[misc]
+                assert old.close() == 0
+                replicas[number] = Server(TINY, port=old.port).ready()
+                wait_ready(front.url, len(replicas))
+                httpx.post(f"{front.url}/fleet/resume?{old.url}", timeout=PATIENCE_S).raise_for_status()
+                wait(lambda seen=seen: sum(tally.outcomes.values()) > seen + 8)  # type: ignore[misc]
+        finally:
+            is_over = True
+
+    async def run() -> None:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as http:
+            clients = [asyncio.ensure_future(client(http, number)) for number in range(6)]
+            await asyncio.to_thread(restart_all)
+            await asyncio.gather(*clients)
+
+    began_s = time.monotonic()
+    asyncio.run(run())
+    print(f"{dict(tally.outcomes)} in {time.monotonic() - began_s:.0f} s")
+    assert {*tally.outcomes} == {"whole"}
+    assert all(each["sent"] for each in fleet(front.url)["replicas"])
+    front.close()
