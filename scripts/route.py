@@ -14,6 +14,7 @@ import argparse
 import os
 
 from continuous_batching.routing import ROUTES
+from continuous_batching.splitting import SPLITS
 from recipes.schema import verb
 from recipes.schema.numbers import real, whole
 from serving.metrics.logs import FORMATS
@@ -31,6 +32,12 @@ def parser() -> argparse.ArgumentParser:
     add("--recipe", help="that of the replicas; none: by text alone")
     add("--profile", help="as the replicas have it")
     add("--route", choices=ROUTES, default="prefix", help="how to choose")
+    add(
+        "--split",
+        choices=SPLITS,
+        default="cost",
+        help="when replicas of prompts compute for those of answers",
+    )
     add("--host", default="127.0.0.1", help="the address to listen at")
     add("--port", type=whole(0, 2**16 - 1), default=8080, help="0: any that is free, which is logged")
     add("--most-open", type=whole(1, 2**20), default=256, metavar="N", help="requests at a replica at once")

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from continuous_batching.refusal import BadRequest
+from continuous_batching.splitting import PROMPT_REPLICA_HEADER
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.api_keys import Client
 from serving.api.model_names import ModelNames
@@ -32,7 +33,6 @@ Value = TypeVar("Value")
 
 _ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
-PROMPT_REPLICA_HEADER = "x-prompt-replica"  # says which engine is to compute the prompt
 _LAST_S = 5.0  # that a client which is cut off has to read why
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from continuous_batching.routing import RoutedPrompt, Routing, Sent
+from continuous_batching.splitting import PromptPlace
 from serving.router.fair_turns import FairTurns
 from serving.router.replicas import FleetReplica
 
@@ -22,6 +23,7 @@ class FleetFigures:
         self._routing = routing
         self._replicas = replicas
         self._turns = turns
+        self.num_split = 0
         self.num_again = self.num_refused = self.num_cut_off = self.best_hit_tokens = 0
         self.waited_s = 0.0
 
@@ -38,6 +40,12 @@ class FleetFigures:
         self.best_hit_tokens += sent.best_hit_tokens
         self.num_again += is_again
 
+    def split(self, place: PromptPlace | None) -> None:
+        """Its prompt is computed by another replica, or not."""
+        if place is not None:
+            self.num_split += 1
+            self._replicas[place.sent.replica].num_prompts += 1
+
     def refused(self) -> None:
         """No replica took a request."""
         self.num_refused += 1
@@ -53,6 +61,7 @@ class FleetFigures:
             "route": self._routing.route,
             "open": self._turns.num_open,
             "waiting": self._turns.num_waiting,
+            "split": self.num_split,
             "sent_again": self.num_again,
             "refused": self.num_refused,
             "cut_off": self.num_cut_off,
@@ -67,6 +76,7 @@ class FleetFigures:
                     "tells_pages": each.reader is not None,
                     "open": each.num_open,
                     "sent": each.num_sent,
+                    "prompts": each.num_prompts,
                     "lost": each.num_lost,
                     "queued_tokens": queued[each.number],
                     "requests": requests[each.number],
@@ -86,6 +96,7 @@ class FleetFigures:
             ("open_requests", "gauge", "At replicas", self._turns.num_open),
             ("waiting_requests", "gauge", "Whose turn is to come", self._turns.num_waiting),
             ("waited_seconds_total", "counter", "For a turn", self.waited_s),
+            ("split_total", "counter", "Prompt and answer apart", self.num_split),
             ("sent_again_total", "counter", "To another replica", self.num_again),
             ("refused_total", "counter", "Taken by no replica", self.num_refused),
             ("cut_off_total", "counter", "Lost in the answer, and told", self.num_cut_off),
@@ -99,6 +110,7 @@ class FleetFigures:
             ("replica_requests", "gauge", "There, as told and sent", requests),
             ("replica_queued_tokens", "gauge", "To be computed there", queued),
             ("replica_sent_total", "counter", "Requests", [each.num_sent for each in self._replicas]),
+            ("replica_prompts_total", "counter", "For others", [each.num_prompts for each in self._replicas]),
             ("replica_lost_total", "counter", "Of these, lost", [each.num_lost for each in self._replicas]),
             ("replica_prompt_tokens_total", "counter", "Sent", [r.prompt_tokens for r in self._replicas]),
             ("replica_hit_tokens_total", "counter", "Expected", [r.hit_tokens for r in self._replicas]),

@@ -34,6 +34,13 @@ def _means_every_address(name: str) -> bool:
         return False
 
 
+def reached_at(endpoint: str, host: str) -> str:
+    """Where an endpoint is reached that a server of this host listens at."""
+    kind, _, rest = endpoint.partition("://")
+    name, _, port = rest.rpartition(":")
+    return f"tcp://{host}:{port}" if kind == "tcp" and _means_every_address(name) else endpoint
+
+
 class PageReader:
     """Reads the events of one replica into the routing, which believes them while they can be read.
 
@@ -41,10 +48,7 @@ class PageReader:
     """
 
     def __init__(self, endpoint: str, host: str, replica: int, routing: Routing) -> None:
-        kind, _, rest = endpoint.partition("://")
-        name, _, port = rest.rpartition(":")
-        if kind == "tcp" and _means_every_address(name):
-            endpoint = f"tcp://{host}:{port}"
+        endpoint = reached_at(endpoint, host)
         self._endpoint, self._again_at = endpoint, replay_endpoint(endpoint)
         self._replica = replica
         self._routing = routing

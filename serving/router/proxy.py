@@ -16,6 +16,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from continuous_batching.routing import RoutedPrompt, Routing, Sent
+from continuous_batching.splitting import PROMPT_REPLICA_HEADER, PromptPlace, Splitting
 from serving.api.api_keys import ANYBODY, Client
 from serving.api.errors import error_body, error_response
 from serving.router.fair_turns import FairTurns
@@ -49,12 +50,14 @@ class Proxy:
         prompts: Prompts,
         turns: FairTurns,
         figures: FleetFigures,
+        splitting: Splitting | None = None,
     ) -> None:
         self._routing = routing
         self._replicas = replicas
         self._prompts = prompts
         self._turns = turns
         self._figures = figures
+        self._splitting = splitting or Splitting(routing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """UpstreamAnswer one request."""
@@ -109,14 +112,17 @@ class Proxy:
         is_once = scope["method"] == "POST" and scope["path"].startswith(_ONCE)
         tried: list[int] = []
         refusal: tuple[int, HeaderLines, bytes] | None = None
-        while (sent := self._routing.send(prompt, time.monotonic(), session, tried)) is not None:
+        while (sent := self._sent(prompt, session, tried)) is not None:
             replica = self._replicas[sent.replica]
             self._figures.sent(replica, sent, prompt, is_again=bool(tried))
             tried.append(sent.replica)
+            place = self._splitting.choose(prompt, sent, time.monotonic())
+            by = [] if place is None else [(PROMPT_REPLICA_HEADER.encode(), place.endpoint.encode())]
+            self._figures.split(place)
             try:
-                answer = await replica.server.ask(scope["method"], path, headers, body, is_once=is_once)
+                answer = await replica.server.ask(scope["method"], path, headers + by, body, is_once=is_once)
             except Lost as lost:
-                self._end(replica, sent)
+                self._end(replica, sent, place)
                 replica.num_lost += 1
                 if is_once and lost.may_be_done:
                     await self._may_be_done(scope, send, replica, lost)
@@ -124,13 +130,15 @@ class Proxy:
                 log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
                 continue
             except BaseException:
-                self._end(replica, sent)
+                self._end(replica, sent, place)
                 raise
             try:
                 if answer.status in _NOT_NOW:
                     refusal = answer.status, answer.headers, await _whole(answer)
                     continue
                 self._routing.begun(sent)
+                if place is not None:
+                    self._routing.ended(place.sent)
                 if await self._forward(scope, send, answer, replica):
                     return
             except Lost as lost:
@@ -141,7 +149,7 @@ class Proxy:
                 log.warning("%s: %s; nothing was sent on, so it goes elsewhere", replica.url, lost)
             finally:
                 replica.server.done(answer)
-                self._end(replica, sent)
+                self._end(replica, sent, place)
         self._figures.refused()
         if refusal is not None:
             await _send_whole(send, *refusal)
@@ -154,9 +162,17 @@ class Proxy:
         why = f"the replica was lost ({lost}), and it is not known whether it did this: look, or ask again"
         await error_response(502, why, code="replica_lost")(scope, _nothing, send)
 
-    def _end(self, replica: FleetReplica, sent: Sent) -> None:
+    def _sent(self, prompt: RoutedPrompt, session: str, tried: list[int]) -> Sent | None:
+        """Where a request goes: to a replica that computes prompts for others only if no other is open."""
+        now_s, apart = time.monotonic(), self._splitting.not_for_answers
+        sent = self._routing.send(prompt, now_s, session, [*tried, *apart]) if apart else None
+        return sent or self._routing.send(prompt, now_s, session, tried)
+
+    def _end(self, replica: FleetReplica, sent: Sent, place: PromptPlace | None) -> None:
         replica.num_open -= 1
         self._routing.ended(sent)
+        if place is not None:
+            self._routing.ended(place.sent)
 
     async def _forward(self, scope: Scope, send: Send, answer: UpstreamAnswer, replica: FleetReplica) -> bool:
         """Send an answer on; raises Lost only where nothing of it was sent yet."""
@@ -220,7 +236,7 @@ def _error_event(path: str, message: str) -> bytes:
 
 def _passed_on(scope: Scope) -> HeaderLines:
     """The client's headers, but for those of this connection alone."""
-    dropped = (*_OWN, _UNREADABLE, b"x-request-id")
+    dropped = (*_OWN, _UNREADABLE, b"x-request-id", PROMPT_REPLICA_HEADER.encode())
     headers = [each for each in scope["headers"] if each[0] not in dropped]
     name = scope.get("state", {}).get("request_id")
     return [*headers, (b"x-request-id", name.encode())] if name else headers

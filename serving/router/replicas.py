@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal
 
 import msgspec
 
 from continuous_batching.routing import Routing
-from serving.router.page_reader import PageReader
+from serving.router.page_reader import PageReader, reached_at
 from serving.router.upstream import HeaderLines, Lost, Upstream
 
 log = logging.getLogger("route")
@@ -35,8 +35,14 @@ class _ToldCache(msgspec.Struct):
     events: str | None = None
 
 
+class _ToldServer(msgspec.Struct):
+    pages_at: str | None = None
+    prompt_replicas: tuple[str, ...] | None = None
+
+
 class _ToldRecipe(msgspec.Struct):
     cache: _ToldCache = msgspec.field(default_factory=_ToldCache)
+    server: _ToldServer = msgspec.field(default_factory=_ToldServer)
 
 
 class _ServerInfo(msgspec.Struct):
@@ -57,13 +63,15 @@ class FleetReplica:
         self.trouble = ""
         self.is_drained = False  # by an operator: it gets no new requests
         self.num_open = self.num_sent = self.num_lost = 0
+        self.num_prompts = 0  # that it computed for others
+        self.learned: Callable[[int, str, Sequence[str]], None] = _nothing  # as `Splitting.is_known`
         self.hit_tokens = self.prompt_tokens = 0
         self.reader: PageReader | None = None
         self._routing = routing
         self._headers = headers
         self._ready_path = "/ready"
         self._num_silent = 0
-        self._is_asked = False  # where its pages are told
+        self._is_asked = False  # where its pages are told, and for whom it computes prompts
 
     async def watch(self, page_size: int) -> None:
         """Ask for ever; `page_size` is that of pages whose events are to be read, or 0."""
@@ -111,8 +119,8 @@ class FleetReplica:
             self._stop_reading()
             return
         since_s = time.monotonic()
-        if page_size and not self._is_asked:
-            await self._read_pages(page_size)
+        if not self._is_asked:
+            await self._read_info(page_size)
             self._is_asked = True
         self._become("ready", "")
         status, text = await self._get("/metrics")
@@ -121,15 +129,19 @@ class FleetReplica:
             requests = figures.get(_WAITING, 0) + figures.get(_RUNNING, 0)
             self._routing.told(self.number, figures[_QUEUED], requests, since_s - _BEAT_S)
 
-    async def _read_pages(self, page_size: int) -> None:
-        """Read the events of its pages, if it says where, and they are such as the router knows."""
+    async def _read_info(self, page_size: int) -> None:
+        """Learn whether it computes prompts for others, and who does so for it. Read the events of its pages,
+        if it says where, and they are such as the router knows.
+        """
         status, text = await self._get("/server_info")
         try:
             said = msgspec.json.decode(text, type=_ServerInfo) if status == 200 else _ServerInfo()
         except (msgspec.MsgspecError, UnicodeDecodeError):  # another kind of server
             return
-        endpoint = said.recipe.cache.events
-        if endpoint is None:
+        server, endpoint = said.recipe.server, said.recipe.cache.events
+        pages_at = reached_at(server.pages_at or "", self.server.host)
+        self.learned(self.number, pages_at, server.prompt_replicas or ())
+        if not page_size or endpoint is None:
             return
         if said.page_size != page_size:
             log.warning("%s: pages of %s tokens, not %d: by text alone", self.url, said.page_size, page_size)
@@ -171,6 +183,10 @@ class FleetReplica:
 
     def _open(self) -> None:
         self._routing.is_open[self.number] = self.state == "ready" and not self.is_drained
+
+
+def _nothing(replica: int, endpoint: str, sources: Sequence[str]) -> None:
+    """Nobody asks."""
 
 
 def _figures(text: bytes) -> dict[bytes, int]:

@@ -15,6 +15,7 @@ import uvicorn
 import uvloop
 
 from continuous_batching.routing import Route, Routing
+from continuous_batching.splitting import Split, Splitting
 from recipes.schema.reader import load
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.api import access
@@ -54,6 +55,7 @@ class RouterOptions:
     overrides: Sequence[str] = ()
     profile: str | None = None
     route: Route = "prefix"
+    split: Split = "cost"
     host: str = "127.0.0.1"
     port: int = 8080
     most_open: int = 256  # requests at each replica
@@ -90,7 +92,11 @@ def _run(options: RouterOptions) -> None:
     turns = FairTurns(lambda: options.most_open * max(1, int(np.count_nonzero(routing.is_open))))
     figures = FleetFigures(routing, replicas, turns)
     prompts = Prompts(text, page_size if options.route == "prefix" else 0, adapters)
-    app = FleetApplication(Proxy(routing, replicas, prompts, turns, figures), replicas, figures)
+    splitting = Splitting(routing, options.split)
+    for each in replicas:
+        each.learned = splitting.is_known
+    proxy = Proxy(routing, replicas, prompts, turns, figures, splitting)
+    app = FleetApplication(proxy, replicas, figures)
     is_local = not keys.are_needed and options.host in LOOPBACK
     memory = BodyMemory(_MOST_BODIES_BYTES)
     guarded = AccessControl(app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local)

@@ -268,7 +268,8 @@ def crowd(seed: int, engine: Engine) -> tuple[list[Request], int]:
 def test_random_schedules_with_arrivals_give_the_tokens_of_each_alone_and_replay(host: int | None) -> None:
     gave_way, hits = 0, 0
     for seed in range(cases(8, 1000)):
-        options = dict(num_slots=4, num_pages=1 + 26, num_host_pages=host, compact_every_steps=3 * (seed % 2))
+        options = {"num_slots": 4, "num_pages": 1 + 26, "num_host_pages": host}
+        options["compact_every_steps"] = 3 * (seed % 2)
         engine, memory = make(**options), Memory()
         engine.overlap = seed % 3 == 0
         engine.observer = Recorder({}, memory)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from continuous_batching.routing import Routing
+from continuous_batching.splitting import Split, Splitting
 from serving.router.fair_turns import FairTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.prompts import Prompts
@@ -100,6 +101,7 @@ class Fleet:
 
     def __init__(self, *scripts: Script | None) -> None:
         self.stubs = [each and Stub(each) for each in scripts]
+        self.split: Split = "always"
 
     async def __aenter__(self) -> Fleet:
         self.routing = Routing(len(self.stubs), "round_robin")
@@ -110,7 +112,8 @@ class Fleet:
         ]
         turns = FairTurns(lambda: 100)
         self.figures = FleetFigures(self.routing, self.replicas, turns)
-        self.proxy = Proxy(self.routing, self.replicas, Prompts(), turns, self.figures)
+        self.splitting = Splitting(self.routing, self.split)
+        self.proxy = Proxy(self.routing, self.replicas, Prompts(), turns, self.figures, self.splitting)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -147,6 +150,7 @@ class Fleet:
 
         if session:
             headers = [*headers, (b"x-session-id", session.encode())]
+        headers = [*headers, (b"x-prompt-replica", b"tcp://a-client-knows-better:1")]
         scope = {
             "type": "http",
             "method": "POST",
