@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
-from kv_cache.page_keys import page_keys
 from recipes.schema.reader import load
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.engine.messages import (
@@ -40,6 +39,7 @@ from serving.failures import CutOff, Failure, Overloaded, ShutDown, Unavailable
 from serving.limits import ServerLimits
 from serving.metrics.server_stats import ServerStats
 from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
+from serving.prompt_pages import parted, with_pages
 from serving.served_adapters import ServedAdapters
 from serving.text.request_fields import check_length, is_short, parse_request, text_options
 from serving.text.tokenizer import Text
@@ -47,8 +47,7 @@ from serving.text.tokenizer import Text
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-Fields = Mapping[str, Any]  # those of `parse_request`, and:
-PROMPT_REPLICA = "prompt_replica"  # as `Request.prompt_replica`
+Fields = Mapping[str, Any]  # those of `parse_request`, and PROMPT_REPLICA
 
 
 class AsyncLLM:
@@ -184,16 +183,12 @@ class AsyncLLM:
         return answer
 
     def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool) -> Request:
-        """The request, with the keys of its pages: hashing them in the engine would delay a step."""
-        check_length(fields, facts.max_tokens, self.text)
-        most, shared = facts.max_tokens, facts.max_shared_tokens
+        """The request, with what the engine hears of its pages."""
+        most, (asked, prompt_replica) = facts.max_tokens, parted(fields)
+        check_length(fields, most, self.text)
         longest, adapters = most if fill else None, self.adapters
-        asked = {name: value for name, value in fields.items() if name != PROMPT_REPLICA}
         request = parse_request(asked, self.text, longest=longest, limit=most, adapters=adapters)
-        request.prompt_replica = fields.get(PROMPT_REPLICA, "")
-        if facts.prefix_sharing and (shared is None or request.num_prompt_tokens <= shared):
-            request.page_keys = page_keys(request.prompt, facts.page_size, request.cache_salt)
-        return request
+        return with_pages(request, facts, prompt_replica)
 
     async def generate(
         self, prompt: Prompt, sampling_params: VllmSamplingParams, request_id: str

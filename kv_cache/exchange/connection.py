@@ -57,14 +57,14 @@ class Connection:
 
     def start(self, sock: socket.socket) -> None:
         """Send and receive from now on, over this socket."""
-        sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
             self._socket = sock
             has_ended = not self.is_open
         if has_ended:
             sock.close()
             return
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for work in (self._receive, self._send):
             job = partial(work, sock)
             threading.Thread(target=self._guarded, args=(job,), name="pages", daemon=True).start()

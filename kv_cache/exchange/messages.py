@@ -45,7 +45,7 @@ class Unfit(PageMessage, frozen=True):
     why: str
 
 
-class Wanted(PageMessage, frozen=True):
+class PagesWanted(PageMessage, frozen=True):
     """Compute the pages of these tokens, and send those from `first_page` on."""
 
     number: int  # of the transfer, on this connection
@@ -93,7 +93,7 @@ class Unwanted(PageMessage, frozen=True):
     number: int
 
 
-FromAnswers = Hello | Wanted | PartTaken | Unwanted
+FromAnswers = Hello | PagesWanted | PartTaken | Unwanted
 FromPrompts = Welcome | Unfit | PagePart | AllSent | NotSent
 Said = FromAnswers | FromPrompts
 

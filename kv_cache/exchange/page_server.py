@@ -20,11 +20,11 @@ from kv_cache.exchange.messages import (
     Damaged,
     Hello,
     PagePart,
+    PagesWanted,
     PartTaken,
     Said,
     Unfit,
     Unwanted,
-    Wanted,
     Welcome,
 )
 from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transport
@@ -33,11 +33,11 @@ MOST_CONNECTIONS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LinkAsked:
     """What another engine said; None: it is gone."""
 
     link: PageLink
-    message: Wanted | Unwanted | None
+    message: PagesWanted | Unwanted | None
 
 
 class PageServer:
@@ -55,7 +55,7 @@ class PageServer:
         self.identity, self.wake = identity, wake
         self.most_part_bytes = most_part_bytes
         self.transports = transports
-        self.asked = queue.SimpleQueue[Asked]()
+        self.asked = queue.SimpleQueue[LinkAsked]()
         self.links = set[PageLink]()
         host, port = address_of_pages(endpoint)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -145,8 +145,8 @@ class PageLink:
             with self._has_room:
                 self._ring.give_back()
                 self._has_room.notify()
-        elif isinstance(message, Wanted | Unwanted):
-            self._server.asked.put(Asked(self, message))
+        elif isinstance(message, PagesWanted | Unwanted):
+            self._server.asked.put(LinkAsked(self, message))
             self._server.wake.ring()
         else:
             raise Damaged(f"an engine of answers said {type(message).__name__}")
@@ -184,5 +184,5 @@ class PageLink:
         self._server.links.discard(self)
         with self._has_room:
             self._has_room.notify()
-        self._server.asked.put(Asked(self, None))
+        self._server.asked.put(LinkAsked(self, None))
         self._server.wake.ring()

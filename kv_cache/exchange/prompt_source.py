@@ -23,15 +23,15 @@ from kv_cache.exchange.messages import (
     Hello,
     NotSent,
     PagePart,
+    PagesWanted,
     PartTaken,
     Said,
     Unfit,
     Unwanted,
-    Wanted,
     Welcome,
     framed,
 )
-from kv_cache.exchange.transports import TRANSPORTS, Transport, Window
+from kv_cache.exchange.transports import TRANSPORTS, PageWindow, Transport
 
 CONNECT_S = 2.0
 LOST_S, UNFIT_S = 1.0, 30.0  # until a lost engine is dialled again, and one that does not fit
@@ -87,7 +87,7 @@ class PromptSource:
             self._life = _Life(self)
         self._number += 1
         connection = self._life.connection
-        connection.say(Wanted(self._number, tokens, cache_salt, first_page, lease_s, priority, tenant))
+        connection.say(PagesWanted(self._number, tokens, cache_salt, first_page, lease_s, priority, tenant))
         return connection, self._number
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class PromptSource:
         if self._life is not None:
             self._life.connection.end("this engine ends")
 
-    def _hello(self, window: Window) -> bytes:
+    def _hello(self, window: PageWindow) -> bytes:
         own = self._identity
         return framed(
             Hello(
@@ -122,7 +122,7 @@ class _Life:
     def __init__(self, source: PromptSource) -> None:
         self._source = source
         self._pause_s = LOST_S
-        self._window: Window | None = None
+        self._window: PageWindow | None = None
         self.connection = Connection(
             self._take, lambda why: source._ended(self.connection, why, self._pause_s)
         )

@@ -25,7 +25,7 @@ _FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"pages-[0-9a-f]{32}")
 
 
-class Window(Protocol):
+class PageWindow(Protocol):
     """Memory of the engine that answers, into which bytes of pages are put."""
 
     description: bytes  # by which the other side reaches it
@@ -49,7 +49,7 @@ class Reach(Protocol):
 class Transport(Protocol):
     """A way for bytes of pages."""
 
-    def expose(self, num_bytes: int) -> Window:
+    def expose(self, num_bytes: int) -> PageWindow:
         """Make a window; raises OSError where there is no memory for it."""
         ...
 
@@ -80,7 +80,7 @@ class _Behind:
 class Tcp:
     """Bytes go over the connection, between any two machines."""
 
-    def expose(self, num_bytes: int) -> Window:
+    def expose(self, num_bytes: int) -> PageWindow:
         """Memory of this process."""
         return _Memory(num_bytes)
 
@@ -127,7 +127,7 @@ class _SharedReach:
 class SharedMemory:
     """Bytes go through memory that both processes of one machine see."""
 
-    def expose(self, num_bytes: int) -> Window:
+    def expose(self, num_bytes: int) -> PageWindow:
         """A new file in memory that only this user may open."""
         return _SharedWindow(num_bytes)
 

@@ -25,8 +25,9 @@ from serving.api.pieces import PIECE_BYTES, gathered
 from serving.api.schemas import RequestBody, SamplingBody
 from serving.api.streamed import StreamedResponse, gone
 from serving.api.turns import Turns
-from serving.async_llm import PROMPT_REPLICA, AsyncLLM
+from serving.async_llm import AsyncLLM
 from serving.failures import ClientGone, Failure
+from serving.prompt_pages import PROMPT_REPLICA
 from serving.text.request_fields import MOST_SAMPLES
 
 Value = TypeVar("Value")

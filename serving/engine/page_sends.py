@@ -21,7 +21,7 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
-from kv_cache.exchange.messages import AllSent, NotSent, Wanted
+from kv_cache.exchange.messages import AllSent, NotSent, PagesWanted
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.pages import Index
 from kv_cache.storage import KVCache
@@ -94,7 +94,7 @@ class PageSends:
                 asked = self._server.asked.get_nowait()
             except Empty:
                 break
-            if isinstance(asked.message, Wanted):
+            if isinstance(asked.message, PagesWanted):
                 self._begin(asked.link, asked.message)
                 continue
             number = None if asked.message is None else asked.message.number
@@ -124,7 +124,7 @@ class PageSends:
             each for each in self._sendings.values() if each.link is link and number in (None, each.number)
         ]
 
-    def _begin(self, link: PageLink, wanted: Wanted) -> None:
+    def _begin(self, link: PageLink, wanted: PagesWanted) -> None:
         """Add a request for what is wanted."""
         engine, size = self._engine, self._engine.slots.page_size
         tokens = np.frombuffer(wanted.tokens, dtype="<i4").astype(np.int32)

@@ -29,6 +29,7 @@ from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
 from tests.mutation.draft_model_faults import DRAFT_MODEL_FAULTS, DRAFT_MODEL_TESTS_OF
+from tests.mutation.exchange_faults import EXCHANGE_FAULTS, EXCHANGE_TESTS_OF
 from tests.mutation.fault import Fault
 from tests.mutation.gemma3_faults import GEMMA3_FAULTS, GEMMA3_TESTS_OF
 from tests.mutation.gpt_oss_faults import GPT_OSS_FAULTS, GPT_OSS_TESTS_OF
@@ -73,6 +74,7 @@ FAULTS = (
     *FLIGHT_FAULTS,
     *QUEUE_FAULTS,
     *ROUTING_FAULTS,
+    *EXCHANGE_FAULTS,
     *ANSWER_FAULTS,
     *PROMPT_FAULTS,
     *NPU_FAULTS,
@@ -162,6 +164,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **PROCESSOR_TESTS_OF,
     **ADAPTER_TESTS_OF,
     **ROUTING_TESTS_OF,
+    **EXCHANGE_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
     **MTP_TESTS_OF,

@@ -40,10 +40,11 @@ INT8_FAULTS = (
     Fault(
         "int8_scale_not_swapped",
         STORAGE,
-        "            source, target = _flat(source, stays=stays), _flat(target, stays=stays)\n",
-        "            source, target = _flat(source, stays=stays), _flat(target, stays=stays)\n"
-        "            if host[0].dtype == torch.int8:\n"
-        "                source, target = (e.view(torch.int8)[..., :-4] for e in (source, target))\n",
+        "    source, target = _flat(source, stays=stays), _flat(target, stays=stays)\n",
+        "    is_int8 = source.dtype == torch.int8\n"
+        "    source, target = _flat(source, stays=stays), _flat(target, stays=stays)\n"
+        "    if is_int8:\n"
+        "        source, target = (e.view(torch.int8)[..., :-4] for e in (source, target))\n",
         "what comes back from the host has the scales of the page's last owner",
     ),
     Fault(

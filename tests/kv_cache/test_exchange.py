@@ -1,0 +1,171 @@
+"""What lies between two engines, piece by piece: the ring of a window, messages, shared memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+
+import msgspec
+import numpy as np
+import pytest
+
+from kv_cache.exchange import transports
+from kv_cache.exchange.connection import Connection
+from kv_cache.exchange.identity import PageIdentity, address_of_pages
+from kv_cache.exchange.messages import (
+    HEAD,
+    LONGEST_MESSAGE,
+    AllSent,
+    Damaged,
+    Hello,
+    PagePart,
+    PagesWanted,
+    Said,
+    framed,
+    lengths_of,
+    unframed,
+)
+from kv_cache.exchange.transports import Ring, SharedMemory, Tcp
+from tests.thorough import cases
+
+
+def test_a_ring_never_gives_out_what_is_taken_and_gives_out_all_that_is_free() -> None:
+    for seed in range(cases(200, 5000)):
+        random = np.random.default_rng(seed)
+        size = int(random.integers(4, 40))
+        ring, taken, largest = Ring(size), deque[tuple[int, int]](), max(1, size // 2)
+        for _ in range(60):
+            count = int(random.integers(1, largest + 1))
+            at = ring.take(count)
+            if at is None:
+                assert taken, "an empty ring has room for each part that fits"
+                ring.give_back()
+                taken.popleft()
+                continue
+            assert at >= 0
+            assert at + count <= size
+            assert all(at + count <= start or stop <= at for start, stop in taken), (seed, at, count, taken)
+            taken.append((at, at + count))
+    with pytest.raises(ValueError, match="never taken"):
+        Ring(4).give_back()
+
+
+def read(frame: bytes) -> Said:
+    """What a receiver makes of a frame."""
+    length, num_bytes, check = lengths_of(frame[: HEAD.size])
+    if length > len(frame) - HEAD.size:
+        raise Damaged("it would wait for more, and get what comes next")
+    return unframed(frame[HEAD.size :][:length], num_bytes, check)
+
+
+def test_a_message_that_was_changed_anywhere_is_none() -> None:
+    message = PagesWanted(3, b"\1\0\0\0" * 4, "salt", 1, 2.5, 7, "tenant")
+    frame = framed(message)
+    assert read(frame) == message
+    for at in range(len(frame)):
+        wrong = bytearray(frame)
+        wrong[at] ^= 4
+        with pytest.raises(Damaged):
+            read(bytes(wrong))
+    with pytest.raises(Damaged, match="was announced"):
+        lengths_of(HEAD.pack(LONGEST_MESSAGE + 1, 0, 0))
+
+
+def test_a_name_in_shared_memory_is_gone_once_it_was_reached() -> None:
+    window = SharedMemory().expose(1 << 12)
+    name = window.description.decode()
+    reach = SharedMemory().reach(window.description, 1 << 12)
+    window.reached()
+    assert not os.path.exists(f"/dev/shm/{name}")
+    assert reach.put(100, np.arange(50, dtype=np.uint8)) is None
+    assert window.memory[100:150].tolist() == list(range(50))
+    with pytest.raises(ValueError, match="not on this machine"):
+        SharedMemory().reach(window.description, 1 << 12)
+    forgotten = SharedMemory().expose(1 << 12)
+    name = forgotten.description.decode()
+    del forgotten
+    assert not os.path.exists(f"/dev/shm/{name}")
+
+
+def test_only_a_window_is_opened_and_only_of_its_size() -> None:
+    for name in (b"../etc/passwd", b"pages-" + b"z" * 32, b"", "pages-é".encode()):
+        with pytest.raises(ValueError, match="no name of one"):
+            SharedMemory().reach(name, 10)
+    window = SharedMemory().expose(1 << 12)
+    with pytest.raises(ValueError, match="has not the 8192 bytes"):
+        SharedMemory().reach(window.description, 8192)
+
+
+def test_a_window_for_which_there_is_no_memory_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    token = transports.secrets.token_hex
+    monkeypatch.setattr(transports.secrets, "token_hex", lambda n: made.append(token(n)) or made[-1])
+    monkeypatch.setattr(transports.os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        SharedMemory().expose(1 << 12)
+    assert made
+    assert not os.path.exists(f"/dev/shm/pages-{made[0]}")
+
+
+def test_bytes_over_the_socket_go_behind_their_message() -> None:
+    data = np.arange(9, dtype=np.uint8)
+    assert Tcp().reach(b"", 100).put(3, data) is data
+
+
+@pytest.mark.parametrize("offset", [-1, 90, 1 << 40])
+def test_a_part_outside_of_the_window_ends_the_connection(offset: int) -> None:
+    connection = Connection(lambda _: None, lambda _: None)
+    connection.window = np.zeros(100, dtype=np.uint8)
+    assert len(connection.part(PagePart(1, 0, 0, 1, 80, 20, 0))) == 20
+    with pytest.raises(Damaged, match="window of 100"):
+        connection.part(PagePart(1, 0, 0, 1, offset, 20, 0))
+
+
+def test_a_connection_that_ended_before_it_was_made_is_none() -> None:
+    reasons: list[str] = []
+    connection = Connection(lambda _: None, reasons.append)
+    connection.end("nobody wants it")
+    connection.end("again")
+    ours, theirs = socket.socketpair()
+    connection.start(ours)
+    assert theirs.recv(1) == b""
+    assert reasons == ["nobody wants it"]
+    theirs.close()
+
+
+def hello(**changes: object) -> Hello:
+    fields = {"version": 1, "model": "m", "page_size": 16, "layout": ["a", "b"], "transport": "tcp"}
+    return msgspec.convert(["Hello", *(fields | changes).values(), b"", 1], Hello)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"model": "n"}, "the model is m at the engine of prompts and n at the one of answers"),
+        ({"page_size": 8}, "cache.page_size is 16 at the engine of prompts and 8 at the one of answers"),
+        ({"layout": ["a"]}, "the number of layers is 2"),
+        ({"layout": ["a", "c"]}, "a page of layer 1 is b at"),
+        ({"version": 2}, "the version of the messages is 1"),
+    ],
+)
+def test_what_differs_is_named(changes: dict[str, object], words: str | None) -> None:
+    difference = PageIdentity("m", 16, ["a", "b"]).difference(hello(**changes))
+    assert difference is None if words is None else words in str(difference)
+
+
+def test_addresses() -> None:
+    assert address_of_pages("tcp://[::1]:80") == ("::1", 80)
+    for wrong in ("ipc://x", "tcp://host", "tcp://:1", "tcp://host:99999", "host:1"):
+        with pytest.raises(ValueError, match=r"is no tcp://HOST:PORT"):
+            address_of_pages(wrong)
+
+
+def test_an_end_says_how_many_bytes_there_were() -> None:
+    frame = framed(AllSent(4, 1 << 40))
+    assert read(frame) == AllSent(4, 1 << 40)
