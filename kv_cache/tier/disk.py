@@ -1,0 +1,147 @@
+"""How do pages rest in a folder, which engines of one machine share?
+
+A file for each, below a folder for each identity. What is being written is not there yet: it lies in a file
+of its own until it is whole, and then gets its name. A file's time of change says when it was last used.
+
+Who writes holds a lock, whose file says how many bytes there are. They are added up before they are written,
+so that the bound holds at any time, and so that a process that is killed leaves a sum that is too large
+rather than too small: it is counted again at each start, and when room is made. Nothing waits for the disk:
+what a loss of power leaves half written is found by its checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kv_cache.tier.store import StoreFailed
+
+LOCK, INCOMING = "lock", "incoming"
+_ROOM = 0.1  # of the bound, that is made at once where there is none: to look at all files takes a while
+_COUNT_BYTES = 8
+_ENTRY = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}")  # anything else in the folder is not ours
+
+
+class DiskStore:
+    """Entries below `folder`, of at most `most_bytes` in all, those of other identities too.
+
+    Raises OSError where the folder cannot be made or written to.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int, identity: bytes) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+        self._own = folder / identity.hex()[:16]
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._own.mkdir(mode=0o700, exist_ok=True)
+        self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._thread_lock = threading.Lock()  # the file's is of the process
+        with self._locked():
+            self._make_room(0)
+
+    def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """As `PageStore.read`; what is found counts as used."""
+        return [self._read(self._path(key)) for key in keys]
+
+    def write(self, key: bytes, entry: bytes) -> bool:
+        """As `PageStore.write`."""
+        path, size = self._path(key), len(entry)
+        if size > self._most_bytes or path.exists():
+            return False
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with self._locked():
+                used = self._used()
+                if used + size > self._most_bytes:
+                    used = self._make_room(size)
+                self._book(used + size)
+                self._put(path, entry)
+        except OSError as error:
+            raise StoreFailed(str(error)) from error
+        return True
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """As `PageStore.remove`."""
+        try:
+            with self._locked():
+                for key in keys:
+                    path = self._path(key)
+                    with contextlib.suppress(FileNotFoundError):
+                        size = path.stat().st_size
+                        path.unlink()
+                        self._book(max(0, self._used() - size))
+        except OSError as error:
+            raise StoreFailed(str(error)) from error
+
+    def close(self) -> None:
+        """As `PageStore.close`."""
+        os.close(self._lock)
+
+    def _read(self, path: Path) -> bytes | None:
+        try:
+            entry = path.read_bytes()
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreFailed(str(error)) from error
+        return entry
+
+    def _put(self, path: Path, entry: bytes) -> None:
+        """Write a file that is there when it is whole; the lock lets only one be written at a time."""
+        incoming = self._folder / INCOMING
+        file = os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            rest = memoryview(entry)
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        finally:
+            os.close(file)
+        incoming.rename(path)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._thread_lock:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _used(self) -> int:
+        return int.from_bytes(os.pread(self._lock, _COUNT_BYTES, 0), "little")
+
+    def _book(self, num_bytes: int) -> None:
+        os.pwrite(self._lock, num_bytes.to_bytes(_COUNT_BYTES, "little"), 0)
+
+    def _make_room(self, size: int) -> int:
+        """Let the files go that were used longest ago until `size` fits, and some; returns what is left."""
+        files = sorted(self._files())
+        used = sum(each.st_size for _, each, _ in files)
+        target = self._most_bytes - size
+        if used > target:
+            target = max(0, target - int(_ROOM * self._most_bytes))
+        for _, stat, path in files:
+            if used <= target:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            used -= stat.st_size
+        self._book(used)
+        return used
+
+    def _files(self) -> Iterator[tuple[int, os.stat_result, Path]]:
+        """All entries, of any identity, with the time when they were used last."""
+        for path in self._folder.glob("*/*/*"):
+            if _ENTRY.fullmatch("/".join(path.parts[-3:])):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    yield stat.st_mtime_ns, stat, path
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._own / name[:2] / name

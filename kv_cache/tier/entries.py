@@ -1,0 +1,57 @@
+"""What does a page look like where it rests, and how is it known for the one that was asked for?
+
+As a head and the page's content. The head has the model's identity and the page's key, and a checksum over
+these and the content, so that an entry that was damaged, cut short, put under another key, or computed by
+another model is told from one that may be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+from kv_cache.page_keys import KEY_BYTES
+
+MAGIC = b"cbpage1\n"  # changes with the layout of an entry
+HEAD_BYTES = len(MAGIC) + 3 * 32
+_IDENTITY_AT, _KEY_AT, _SUM_AT = len(MAGIC), len(MAGIC) + 32, len(MAGIC) + 64
+
+
+class WrongEntry(ValueError):
+    """An entry that must not be used; says why."""
+
+
+def identity_of(facts: Mapping[str, object]) -> bytes:
+    """32 bytes that stand for all that a page's content depends on beside its tokens and its salt."""
+    return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).digest()
+
+
+def entry_of(content: bytes, key: bytes, identity: bytes) -> bytes:
+    """The entry of a page's content."""
+    assert len(key) == KEY_BYTES == len(identity), "not the key of a page, or no identity"
+    return b"".join((MAGIC, identity, key, _sum(content, key, identity), content))
+
+
+def content_of(entry: bytes, key: bytes, identity: bytes, num_bytes: int) -> bytes:
+    """The content of an entry, of `num_bytes`; raises WrongEntry unless it is this page of this model, whole
+    and as it was written."""
+    if entry[: len(MAGIC)] != MAGIC:
+        raise WrongEntry("it is no page of this format")
+    if entry[_IDENTITY_AT:_KEY_AT] != identity:
+        raise WrongEntry("it is of another model, or of pages in another form")
+    if entry[_KEY_AT:_SUM_AT] != key:
+        raise WrongEntry("it is another page")
+    if len(entry) != HEAD_BYTES + num_bytes:
+        raise WrongEntry(f"it has {len(entry) - HEAD_BYTES} bytes, and a page {num_bytes}")
+    content = entry[HEAD_BYTES:]
+    if entry[_SUM_AT:HEAD_BYTES] != _sum(content, key, identity):
+        raise WrongEntry("its checksum is another")
+    return content
+
+
+def _sum(content: bytes, key: bytes, identity: bytes) -> bytes:
+    summed = hashlib.sha256(identity + key)
+    summed.update(content)
+    return summed.digest()

@@ -1,0 +1,110 @@
+"""How do pages rest in a Redis or Valkey server, which engines of many machines share?
+
+An entry for each, below `cb-pages:`, and beside them who was used when (a sorted set), how large each is (a
+hash), and the sum. What belongs together is done by a script within the server, by the server's clock, so
+that the bound holds whatever engines do at the same time, and none of them leaves a half of it when it ends.
+A server that lets entries go by its own `maxmemory` may do so: they are missed, and their sizes forgotten
+when their turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from kv_cache.tier.store import StoreFailed
+
+PREFIX = b"cb-pages:"
+USED, SIZES, SUM = PREFIX + b"used", PREFIX + b"sizes", PREFIX + b"sum"
+_NOW = "local time = redis.call('TIME') local now = time[1] + time[2] / 1e6 "
+_DROP = """
+local function drop(name)
+    local size = tonumber(redis.call('HGET', KEYS[2], name) or 0)
+    redis.call('DEL', name) redis.call('HDEL', KEYS[2], name) redis.call('ZREM', KEYS[1], name)
+    return redis.call('DECRBY', KEYS[3], size)
+end
+"""
+_WRITE = (
+    _NOW
+    + _DROP
+    + """
+if redis.call('EXISTS', KEYS[4]) == 1 then return 0 end
+redis.call('INCRBY', KEYS[3], 0) -- a full server refuses this, and lets a script go on that has written
+local size, most = #ARGV[1], tonumber(ARGV[2])
+local sum = drop(KEYS[4])
+while sum + size > most do
+    local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)
+    if #oldest == 0 then redis.call('SET', KEYS[3], 0) break end
+    sum = drop(oldest[1])
+end
+redis.call('SET', KEYS[4], ARGV[1])
+redis.call('ZADD', KEYS[1], now, KEYS[4]) redis.call('HSET', KEYS[2], KEYS[4], size)
+redis.call('INCRBY', KEYS[3], size)
+return 1
+"""
+)
+_TOUCH = _NOW + "for at = 4, #KEYS do redis.call('ZADD', KEYS[1], 'XX', now, KEYS[at]) end"
+_REMOVE = _DROP + "for at = 4, #KEYS do drop(KEYS[at]) end"
+
+
+class RedisStore:
+    """Entries in the server at `url`, of at most `most_bytes` in all, those of other identities too.
+
+    A call that has no answer within `timeout_s` fails. Nothing is connected to before it is asked for
+    something; raises ValueError for a url that cannot be one.
+    """
+
+    def __init__(
+        self, url: str, most_bytes: int, identity: bytes, timeout_s: float, password: str | None = None
+    ) -> None:
+        self._most_bytes = most_bytes
+        self._own = PREFIX + identity.hex()[:16].encode() + b":"
+        self._client = redis.Redis.from_url(
+            url,
+            password=password,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),  # who asks knows better when to try again
+        )
+        self._write = self._client.register_script(_WRITE)
+        self._touch = self._client.register_script(_TOUCH)
+        self._remove = self._client.register_script(_REMOVE)
+
+    def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """As `PageStore.read`; what is found counts as used."""
+        names = [self._name(key) for key in keys]
+        try:
+            entries: list[bytes | None] = self._client.mget(names)
+            found = [name for name, entry in zip(names, entries) if entry is not None]
+            if found:
+                self._touch([USED, SIZES, SUM, *found])
+        except redis.RedisError as error:
+            raise StoreFailed(str(error)) from error
+        return entries
+
+    def write(self, key: bytes, entry: bytes) -> bool:
+        """As `PageStore.write`."""
+        name = self._name(key)
+        try:
+            if len(entry) > self._most_bytes or self._client.exists(name):  # before all of it is sent
+                return False
+            return bool(self._write([USED, SIZES, SUM, name], [entry, self._most_bytes]))
+        except redis.RedisError as error:
+            raise StoreFailed(str(error)) from error
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """As `PageStore.remove`."""
+        try:
+            self._remove([USED, SIZES, SUM, *map(self._name, keys)])
+        except redis.RedisError as error:
+            raise StoreFailed(str(error)) from error
+
+    def close(self) -> None:
+        """As `PageStore.close`."""
+        self._client.close()
+
+    def _name(self, key: bytes) -> bytes:
+        return self._own + key.hex().encode()

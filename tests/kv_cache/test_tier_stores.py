@@ -1,0 +1,278 @@
+"""Pages in a folder and in a real server: found by whoever asks, bounded, and whole or not there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_cache.tier.disk import INCOMING, DiskStore
+from kv_cache.tier.entries import HEAD_BYTES, content_of, entry_of
+from kv_cache.tier.store import PageStore, StoreFailed
+from tests.kv_cache import redis_server
+from tests.test_imports import ROOT
+from tests.thorough import cases
+
+Open = Callable[..., PageStore]
+ONE, OTHER = b"1" * 32, b"2" * 32  # identities
+PATIENCE_S = 60.0
+SIZE = 1000
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def entry(number: int, size: int = SIZE) -> bytes:
+    return b"%d" % (number % 10) * size
+
+
+@pytest.fixture(params=["disk", "redis"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens stores of one folder, or one server, as engines do that share it."""
+    if request.param == "disk":
+        yield lambda most, identity=ONE: DiskStore(tmp_path / "pages", most, identity)
+        return
+    with redis_server.server(tmp_path) as (url, _):
+        from kv_cache.tier.redis_store import RedisStore
+
+        yield lambda most, identity=ONE: RedisStore(url, most, identity, PATIENCE_S)
+
+
+def held(store: PageStore, count: int = 200) -> list[int]:
+    """Which pages are there; none is used by that but those that are."""
+    return [number for number in range(count) if store.read([key(number)]) != [None]]
+
+
+def test_what_one_engine_keeps_another_finds(opened: Open) -> None:
+    one, two = opened(10**6), opened(10**6)
+    assert one.write(key(1), entry(1))
+    assert one.write(key(2), entry(2))
+    assert two.read([key(1), key(3), key(2)]) == [entry(1), None, entry(2)]
+    assert not two.write(key(1), entry(7)), "it is there"
+    assert one.read([key(1)]) == [entry(1)]
+    one.remove([key(1), key(3)])
+    assert two.read([key(1), key(2)]) == [None, entry(2)]
+    assert two.write(key(1), entry(5))
+    assert one.read([key(1)]) == [entry(5)]
+
+
+def test_pages_of_another_model_are_not_there(opened: Open) -> None:
+    one, other = opened(10**6), opened(10**6, OTHER)
+    one.write(key(1), entry(1))
+    assert other.read([key(1)]) == [None]
+    assert other.write(key(1), entry(2))
+    assert one.read([key(1)]) == [entry(1)]
+
+
+def test_those_used_longest_ago_make_room(opened: Open) -> None:
+    store = opened(10 * SIZE)
+    for number in range(9):
+        store.write(key(number), entry(number))
+    assert store.read([key(0)]) != [None]
+    for number in range(9, 12):
+        assert store.write(key(number), entry(number))
+    left = held(store)
+    assert {0, 9, 10, 11} <= {*left}, "the last that were used stay"
+    assert 1 not in left
+    assert len(left) <= 10
+
+
+def test_what_is_larger_than_all_is_not_kept(opened: Open) -> None:
+    store = opened(10 * SIZE)
+    store.write(key(1), entry(1))
+    assert not store.write(key(2), entry(2, 10 * SIZE + 1))
+    assert held(store) == [1]
+
+
+def test_the_bound_holds_for_all_engines_and_models_together_while_they_write(opened: Open) -> None:
+    most = 20 * SIZE
+    stores = [opened(most, identity) for identity in (ONE, OTHER, ONE)]
+
+    def fill(number: int) -> None:
+        for each in range(number, 90, 3):
+            stores[number].write(key(each), entry(each, SIZE - each))
+
+    threads = [threading.Thread(target=fill, args=(number,)) for number in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(PATIENCE_S)
+    assert not any(each.is_alive() for each in threads)
+    views = [opened(most, identity) for identity in (ONE, OTHER)]
+    total = sum(len(view.read([key(number)])[0] or b"") for view in views for number in range(90))
+    assert most // 2 < total <= most
+
+
+def test_a_smaller_bound_holds_from_the_first_page_on(opened: Open) -> None:
+    store = opened(100 * SIZE)
+    for number in range(50):
+        store.write(key(number), entry(number))
+    smaller = opened(10 * SIZE)
+    smaller.write(key(60), entry(60))
+    assert len(held(smaller)) <= 10
+
+
+def test_a_folder_holds_no_more_than_its_bound_at_any_time(tmp_path: Path) -> None:
+    most, store = 10 * SIZE, DiskStore(tmp_path, 10 * SIZE, ONE)
+    for number in range(60):
+        store.write(key(number), entry(number, 100 + 13 * number))
+        files = [path for path in tmp_path.rglob("*") if path.is_file() and len(path.name) == 64]
+        assert sum(path.stat().st_size for path in files) <= most
+    assert files
+
+
+def test_files_of_pages_are_for_their_owner_alone_and_others_are_left(tmp_path: Path) -> None:
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    (folder / "notes").write_bytes(bytes(5000))
+    store = DiskStore(folder, 3 * SIZE, ONE)
+    for number in range(9):
+        store.write(key(number), entry(number))
+    assert (folder / "notes").stat().st_size == 5000
+    made = [path for path in folder.rglob("*") if path.name != "notes"]
+    assert not any(path.stat().st_mode & 0o077 for path in made)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="file"):
+        DiskStore(tmp_path / "file", SIZE, ONE)
+
+
+def test_a_disk_that_fails_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path, 10 * SIZE, ONE)
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StoreFailed, match="No space left"):
+        store.write(key(1), entry(1))
+    monkeypatch.undo()
+    assert store.read([key(1)]) == [None]
+    assert store.write(key(1), entry(1))
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from kv_cache.tier.disk import DiskStore
+from kv_cache.tier.entries import entry_of
+from tests.kv_cache.test_tier_stores import BIG, CONTENT, ONE, key
+from tests.kv_cache.test_tier_stores import opened_by
+store = opened_by(sys.argv[1], BIG)
+print("writing", flush=True)
+for number in itertools.count(int(sys.argv[2])):
+    store.write(key(number), entry_of(CONTENT, key(number), ONE))
+    if number % 4 == 0:
+        store.remove([key(number - 3)])
+    print(number, flush=True)
+"""
+CONTENT = bytes(range(256)) * 2**10
+BIG = 8 * (len(CONTENT) + HEAD_BYTES)
+
+
+def opened_by(place: str, most: int) -> PageStore:
+    if not place.startswith("unix://"):
+        return DiskStore(Path(place), most, ONE)
+    from kv_cache.tier.redis_store import RedisStore
+
+    return RedisStore(place, most, ONE, PATIENCE_S)
+
+
+def killed_while_writing(place: str, rounds: int) -> None:
+    """Engines are killed at any moment; what another then finds is whole, and the bound holds."""
+    first = 0
+    for turn in range(rounds):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, place, str(first)], cwd=ROOT, stdout=subprocess.PIPE
+        ) as writer:
+            assert writer.stdout is not None
+            for _ in range(2 + 5 * turn % 13):
+                line = writer.stdout.readline()
+            writer.send_signal(signal.SIGKILL)
+            rest = writer.stdout.read().split()
+        last = int((rest or [line])[-1])
+        store = opened_by(place, BIG)
+        found = 0
+        for number in range(first, last + 2):
+            (entry,) = store.read([key(number)])
+            if entry is not None:
+                assert content_of(entry, key(number), ONE, len(CONTENT)) == CONTENT
+                found += len(entry)
+        assert 0 < found <= BIG
+        for number in range(last + 2, last + 12):  # as many again as there is room for: nothing is lost
+            assert store.write(key(number), entry_of(CONTENT, key(number), ONE))
+        kept = sum(len(store.read([key(number)])[0] or b"") for number in range(first, last + 12))
+        assert BIG // 2 < kept <= BIG
+        store.close()
+        first = last + 20
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_leaves_no_half_of_a_page_in_a_folder(tmp_path: Path) -> None:
+    killed_while_writing(str(tmp_path / "pages"), cases(3, 50))
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_leaves_no_half_of_a_page_in_a_server(tmp_path: Path) -> None:
+    with redis_server.server(tmp_path) as (url, _):
+        killed_while_writing(url, cases(3, 50))
+
+
+def test_what_was_being_written_is_not_there_and_gives_way_to_the_next(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10 * SIZE, ONE)
+    (tmp_path / INCOMING).write_bytes(entry(1)[: SIZE // 2])
+    assert held(store) == []
+    assert store.write(key(1), entry(1))
+    assert held(store) == [1]
+    assert not (tmp_path / INCOMING).exists()
+
+
+def test_a_server_that_lets_pages_go_by_itself_is_as_good(tmp_path: Path) -> None:
+    with redis_server.server(tmp_path) as (url, _):
+        import redis
+
+        from kv_cache.tier.redis_store import RedisStore
+
+        store = RedisStore(url, 5 * SIZE, ONE, PATIENCE_S)
+        for number in range(5):
+            store.write(key(number), entry(number))
+        redis.Redis.from_url(url).delete(*(f"cb-pages:{ONE.hex()[:16]}:{key(at).hex()}" for at in (0, 1, 2)))
+        for number in (0, 7, 8, 9):
+            assert store.write(key(number), entry(number))
+        assert {0, 7, 8, 9} <= {*held(store)}
+        redis.Redis.from_url(url).flushall()
+        assert store.write(key(1), entry(1))
+        assert held(store) == [1]
+
+
+def test_a_server_that_is_full_gone_or_wants_a_password_fails(tmp_path: Path) -> None:
+    with redis_server.server(tmp_path, "--requirepass", "secret", "--maxmemory", "3mb") as (url, process):
+        from kv_cache.tier.redis_store import RedisStore
+
+        with pytest.raises(StoreFailed, match=r"authenticated|Authentication"):
+            RedisStore(url, 10**9, ONE, PATIENCE_S).read([key(1)])
+        store = RedisStore(url, 10**9, ONE, PATIENCE_S, "secret")
+        store.write(key(1), entry(1))
+        refused = []
+        for number in range(2, 100):
+            try:
+                store.write(key(number), entry(number, 2**17))
+            except StoreFailed as error:
+                refused.append(str(error))
+        assert len(refused) > 50
+        assert "memory" in refused[0]
+        assert store.read([key(1)]) == [entry(1)], "what is there can still be read"
+        process.kill()
+        process.wait()
+        with pytest.raises(StoreFailed):
+            store.read([key(1)])
