@@ -15,11 +15,16 @@ NULL_PAGE = 0  # never handed out: a legal page number for padding and for rows 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Whole pages to copy, all layers: page sources[i] to targets[i]; within the device they never meet."""
+    """Whole pages to copy, all layers: page sources[i] to targets[i]; within the device they never meet.
+
+    With a tier below, pages of the device are copied `to_tier`, under `keys`; `from_tier`, what was found
+    there goes to pages of the host; what turned out wrong is taken `off_tier`, and then there are no pages.
+    """
 
     sources: Index
     targets: Index
-    way: Literal["within", "to_host", "from_host"] = "within"
+    way: Literal["within", "to_host", "from_host", "to_tier", "from_tier", "off_tier"] = "within"
+    keys: tuple[bytes, ...] = ()  # of pages on the way to the tier, or off it
 
 
 class PagePool:
