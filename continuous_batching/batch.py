@@ -143,6 +143,7 @@ class Booked:
     owners: Index  # [A] rows, each as often as it got tokens
     sampled: Sampled  # without the tokens that follow wrong drafts
     finished: list[Request]  # requests that ended with it
+    copies: tuple[PageCopy, ...] = ()  # to be made now, because nothing is left that another batch would run
 
 
 @dataclass(frozen=True, slots=True)

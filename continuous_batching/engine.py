@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy
+from kv_cache.tier.reads import Lookup
 
 _NONE = np.empty(0, dtype=np.int64)
 NO_TOKENS = Sampled(_NONE)
@@ -39,11 +40,38 @@ class Runner(Protocol):
         ...
 
 
+class Tier(Protocol):
+    """A tier of pages below the host's pool; no call waits for it."""
+
+    def look_up(self, keys: Sequence[bytes]) -> Lookup | None:
+        """Begin to look for the pages of these keys, which continue each other; None: it would be in vain."""
+        ...
+
+    def is_over(self, lookup: Lookup) -> bool:
+        """Whether a lookup has ended, or has taken as long as it may."""
+        ...
+
+    def hand_over(self, contents: Sequence[bytes]) -> None:
+        """What pages hold that the scheduler was told of, in the order of their copies `from_tier`."""
+        ...
+
+    def make(self, copies: tuple[PageCopy, ...]) -> None:
+        """Make copies that no batch will."""
+        ...
+
+    def close(self) -> None:
+        """Keep what was to be kept, as far as there is a moment for it."""
+        ...
+
+
 class Observer:
     """Is called with every input and decision of an engine; this one ignores them, a `Recorder` does not."""
 
     def added(self, request: Request) -> None:
         """A request was accepted."""
+
+    def arrived(self, request_id: str, first: int, count: int) -> None:
+        """A lookup in the tier has found `count` pages of a waiting request, from its page `first` on."""
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
         """A request was ended from outside, or by the clock."""
@@ -105,8 +133,8 @@ class Engine:
     it; a token that a request turns out not to need is then dropped. So are as many steps, of different
     requests, as the scheduler's `depth` says, for a device of several stages. Answers are the same.
 
-    An `observer` must be there before the first request. `on_finish` gets each request that `finish` or
-    `abort` has ended: such a one is in no step's `finished`.
+    An `observer`, and a `tier` if the scheduler has one, must be there before the first request. `on_finish`
+    gets each request that `finish` or `abort` has ended: such a one is in no step's `finished`.
     """
 
     def __init__(
@@ -122,6 +150,8 @@ class Engine:
         self.clock = clock
         self.overlap = overlap
         self.observer = Observer()
+        self.tier: Tier | None = None
+        self._awaited: list[tuple[Request, int, Lookup]] = []  # who waits for pages, from which on
         self.on_finish: Callable[[Request], None] = _ignore
         self._started = deque[Started]()
         self._landed: list[Step] = []  # done, and not yet given out
@@ -138,6 +168,8 @@ class Engine:
     def add(self, request: Request) -> None:
         """Take a request; raises ValueError if it could never be served, QueueFull if too much waits."""
         self.scheduler.add(request)
+        if self.tier is not None:
+            self._look_up(self.tier, request)
         self.observer.added(request)
 
     def finish(self, request_id: str, reason: str = "stop") -> Request | None:
@@ -197,6 +229,12 @@ class Engine:
         self.observer.resized(num_pages, give_up)  # before ranks wait for each other within it
         self.runner.resize(num_pages, self.scheduler.tables.take_copies())
 
+    def close(self) -> None:
+        """The engine makes no more steps."""
+        self.observer.close()
+        if self.tier is not None:
+            self.tier.close()
+
     def drain(self) -> None:
         """Wait until the device is idle; what it was at is given out by the next `step`."""
         while self._started:
@@ -210,6 +248,8 @@ class Engine:
         expired = self.scheduler.expire(now_s)
         for request in expired:
             self.observer.ended(request.id, "timeout", now_s)
+        if self.tier is not None:
+            self._take_in(self.tier)
         self._fill(now_s)
         if not self._started:
             return Step(NO_BATCH, _NONE, NO_TOKENS, expired, now_s, now_s) if expired else None
@@ -229,6 +269,26 @@ class Engine:
                 return
             self._started.append(started)
 
+    def _look_up(self, tier: Tier, request: Request) -> None:
+        """Look for the pages of a newcomer that are not found here; it waits for them."""
+        first, keys = self.scheduler.lifecycle.matching.lacking(request)
+        lookup = tier.look_up(keys) if keys else None
+        if lookup is not None:
+            request.awaits_pages = True
+            self._awaited.append((request, first, lookup))
+
+    def _take_in(self, tier: Tier) -> None:
+        """Let those go on whose pages have been looked up."""
+        awaited, self._awaited = self._awaited, []
+        for request, first, lookup in awaited:
+            if not tier.is_over(lookup):
+                self._awaited.append((request, first, lookup))
+            elif self.scheduler.waiting.find(request.id) is request:  # it has not been given up meanwhile
+                count = len(lookup.contents)
+                taken = self.scheduler.lifecycle.matching.arrive(request, first, count)
+                self.observer.arrived(request.id, first, count)
+                tier.hand_over(lookup.contents[taken])
+
     def _start(self, now_s: float) -> Started | None:
         batch = self.scheduler.schedule(now_s)
         if not batch.num_spans:
@@ -246,6 +306,8 @@ class Engine:
         end_s = self.clock()
         booked = self.scheduler.commit(batch, sampled, end_s)
         self.observer.committed(sampled, end_s)
+        if booked.copies and self.tier is not None:
+            self.tier.make(booked.copies)
         return Step(batch, booked.owners, booked.sampled, booked.finished, started.start_s, end_s)
 
 

@@ -220,6 +220,7 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)  # of its full pages, for the prefix cache
     num_cached_tokens: int = 0  # prompt tokens found computed when it was first admitted
     num_preemptions: int = 0
+    awaits_pages: bool = False  # it waits until a lookup in the tier below has ended
     num_drafted: int = 0  # guesses of its tokens that were checked, when it last left its slot
     num_accepted: int = 0  # of these, what the model said too
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from its second token on, if asked

@@ -55,6 +55,11 @@ class PrefixCache:
         return len(self._idle)
 
     @property
+    def num_host_pages(self) -> int:
+        """Pages that the host's pool has to give."""
+        return 0 if self._host is None else self._host.num_pages - 1
+
+    @property
     def num_resting(self) -> int:
         """Pages of the host's pool that the cache holds."""
         return len(self._resting)
@@ -156,14 +161,16 @@ class PrefixCache:
             assert parent is not None, "a page that stands is cached"
         return standing
 
-    def forget(self, pages: Index) -> None:
-        """Make pages unfindable that turned out wrong, and all that continue them.
+    def forget(self, pages: Index) -> list[bytes]:
+        """Make pages unfindable that turned out wrong, and all that continue them; returns their keys.
 
         Those that are not cached are passed over.
         """
         lost = self.index.with_what_follows(pages)
+        keys = [*map(self.index.key, lost)]
         if lost:
             self._remove(lost)
+        return keys
 
     def evict(self, count: int) -> PageCopy | None:
         """Free the `count` idle pages that were used longest ago.
@@ -190,6 +197,40 @@ class PrefixCache:
         """
         self._wake(names, pages)
         return PageCopy(-names, pages, "from_host")
+
+    def take_in(
+        self, keys: Sequence[bytes], tokens: TokenIds, matched: Index, count: int, salt: str
+    ) -> Index:
+        """Let up to `count` pages rest that continue the pages `matched`; their content comes from elsewhere.
+
+        `keys` and `tokens` are a request's from its start. Returns the host's pages that were taken for
+        them, as many as there is room for beside what was matched; they are to be written before anybody
+        reads them.
+        """
+        assert self._host is not None, "there is no host pool"
+        first, size = len(matched), self._page_size
+        parent, resting = self.index.tail(matched), matched[matched < 0]
+        room = self._host.num_free + len(self._resting) - len(resting)
+        new = list(keys[first : first + min(count, room)])
+        while self.index.uses(new):  # another content has the key of one of them
+            del new[-1]
+        if parent is None or not new:
+            return EMPTY
+        for name in resting[::-1].tolist():  # none of them gives way
+            self._resting.move_to_end(name)
+        has_room = self.yield_host(len(new))
+        assert has_room, f"{len(new)} pages find no room in the host's pool"
+        pages = self._host.take(len(new))
+        content = tokens[first * size : (first + len(new)) * size].reshape(len(new), size)
+        self.index.insert(new, content, -pages, parent, salt)
+        self._resting.update(dict.fromkeys((-pages[::-1]).tolist()))  # the last of the chain goes first,
+        for name in resting[::-1].tolist():  # and all of them before what they continue
+            self._resting.move_to_end(name)
+        for key in new:
+            self._evicted.pop(key, None)
+        self.version += 1
+        self.listener.stored(new, content, _last(keys[:first]), salt)
+        return pages
 
     def yield_host(self, count: int) -> bool:
         """Let resting pages go until `count` of the host's pages are free; False, and none gone, if never."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.counters import Counters
-from continuous_batching.paging.page_tables import PageTables
+from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.page_keys import page_keys
-from kv_cache.pages import Index
+from kv_cache.pages import Index, PageCopy
 from kv_cache.prefix_cache import PrefixCache
 
 
@@ -17,7 +17,7 @@ class PrefixMatching:
     """Matches the prompts of requests against the prefix cache, and publishes the pages of rows in it.
 
     A row whose next page another row is computing is blocked until that page is published.
-    `max_shared_tokens` as in `Scheduler`.
+    `max_shared_tokens` and `has_tier` as in `Scheduler`.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class PrefixMatching:
         *,
         prefix_sharing: bool,
         max_shared_tokens: int | None,
+        has_tier: bool,
     ) -> None:
         self._slots = slots
         self._prefix = prefix
@@ -36,6 +37,7 @@ class PrefixMatching:
         self._counters = counters
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
+        self._has_tier = has_tier
         self._blocked: dict[int, int] = {}  # row -> the version of the cache when it was last looked up
 
     def keys(self, request: Request) -> list[bytes]:
@@ -53,6 +55,31 @@ class PrefixMatching:
     def find(self, request: Request) -> Index:
         """Cached pages that it can start from (see `PrefixCache.find`)."""
         return self._prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
+
+    def lacking(self, request: Request) -> tuple[int, list[bytes]]:
+        """How many pages are found that it can start from, and the keys of those that could follow them, as
+        many as the host's pool can take in."""
+        first = len(self.find(request))
+        return first, self._usable_keys(request)[first : first + self._prefix.num_host_pages]
+
+    def arrive(self, request: Request, first: int, count: int) -> slice:
+        """A waiting request need not wait for the tier any longer: `count` of its pages, from its page
+        `first` on, were found there, and rest in the host's pool as far as they have a place.
+
+        Returns which of them do, by their index; their content is to be handed over before the next batch
+        runs. What is found already is not taken in again, nor what follows a gap.
+        """
+        request.awaits_pages = False
+        keys, matched = self._usable_keys(request), self.find(request)
+        at = len(matched)
+        if at < first:  # what they were to continue is gone
+            return slice(0, 0)
+        most = max(0, first + count - at)
+        pages = self._prefix.take_in(keys, request.tokens, matched, most, request.cache_salt)
+        if len(pages):
+            self._tables.copy(PageCopy(pages, pages, "from_tier"))
+            self._counters.arrived_pages += len(pages)
+        return slice(at - first, at - first + len(pages))
 
     def count_lookup(self, request: Request, matched: Index) -> None:
         """Count what a newcomer's lookup found, unless another row is computing what comes next."""
@@ -126,7 +153,9 @@ class PrefixMatching:
 
     def forget(self, row: int) -> None:
         """Make everything unfindable that the row found or published: it may be wrong."""
-        self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])
+        keys = self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])
+        if self._has_tier and keys:
+            self._tables.copy(PageCopy(EMPTY, EMPTY, "off_tier", tuple(keys)))
 
     def leave(self, row: int) -> None:
         """The row is freed, and waits for no page any more."""
@@ -161,7 +190,17 @@ class PrefixMatching:
             request.page_keys, slots.token_ids[row], pages, first, request.cache_salt
         )
         slots.num_published[row] = stop
+        if self._has_tier:
+            self._save(request, standing, pages, first)
         doubles = np.flatnonzero(standing != pages[first:])
         if len(doubles):  # hold the cached equals instead, so that a chain's pages have the same holders
             self._prefix.share(standing[doubles])
             self._tables.replace(row, doubles + first, standing[doubles])
+
+    def _save(self, request: Request, standing: Index, pages: Index, first: int) -> None:
+        """Have the tier keep what a row has just published: its own pages, not those that stood before."""
+        new = np.flatnonzero((standing == pages[first:]) & self._prefix.is_cached(standing))
+        if len(new):
+            keys = tuple(request.page_keys[first + index] for index in new.tolist())
+            self._tables.copy(PageCopy(standing[new], standing[new], "to_tier", keys))
+            self._counters.saved_pages += len(new)

@@ -19,7 +19,8 @@ from kv_cache.prefix_cache import PrefixCache
 class SlotLifecycle:
     """Requests enter rows with the pages that are found for them, and leave rows and pages behind.
 
-    `max_shared_tokens` as in `Scheduler`; `host` is the pool of pages in the host's memory, or None.
+    `max_shared_tokens` and `has_tier` as in `Scheduler`; `host` is the pool of pages in the host's memory, or
+    None.
     """
 
     def __init__(
@@ -31,7 +32,9 @@ class SlotLifecycle:
         prefix_sharing: bool,
         max_shared_tokens: int | None,
         host: PagePool | None,
+        has_tier: bool = False,
     ) -> None:
+        assert host is not None or not has_tier, "pages come from a tier by way of the host's pool"
         self.slots = slots
         self.prefix = PrefixCache(pool, slots.page_size, host)
         self.tables = PageTables(slots, pool, self.prefix, counters)
@@ -44,6 +47,7 @@ class SlotLifecycle:
             counters,
             prefix_sharing=prefix_sharing,
             max_shared_tokens=max_shared_tokens,
+            has_tier=has_tier,
         )
         self._counters = counters
         self.waiting_beams: dict[int, int] = {}  # row of a beam that waits for its leader -> pages to share

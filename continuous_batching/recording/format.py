@@ -52,6 +52,15 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     timeout_s: float | None = None
     adapter: int = 0
     leases_pages: bool = False
+    awaits_pages: bool = False  # it waits for what a lookup in the tier below finds
+
+
+class Arrived(msgspec.Struct, tag="T", array_like=True, frozen=True):
+    """A lookup in the tier below has ended, for whom it was, and how many pages it found from which on."""
+
+    id: str
+    first: int
+    count: int
 
 
 class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):
@@ -145,6 +154,7 @@ class Closed(msgspec.Struct, tag="Z", array_like=True, frozen=True):
 Entry = (
     Header
     | Added
+    | Arrived
     | Ended
     | PagesExpected
     | PagesArrived

@@ -21,6 +21,7 @@ from continuous_batching.recording.format import (
     BEGIN,
     FORMAT,
     Added,
+    Arrived,
     Chain,
     Closed,
     Copied,
@@ -157,8 +158,13 @@ class Recorder(Observer):
                 request.timeout_s,
                 request.adapter,
                 request.leases_pages,
+                request.awaits_pages,
             )
         )
+
+    def arrived(self, request_id: str, first: int, count: int) -> None:
+        """A lookup in the tier has ended."""
+        self._write(Arrived(request_id, first, count))
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
         """A request was ended from outside."""

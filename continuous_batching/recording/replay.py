@@ -12,6 +12,7 @@ import numpy as np
 from continuous_batching.batch import Batch
 from continuous_batching.recording.format import (
     Added,
+    Arrived,
     Chain,
     Committed,
     Copied,
@@ -127,7 +128,13 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
         if isinstance(entry, Added):
             request = request_of(entry)
             scheduler.add(request)
+            request.awaits_pages = entry.awaits_pages
             yield request
+        elif isinstance(entry, Arrived):
+            waiting = scheduler.waiting.find(entry.id)
+            if waiting is None:
+                raise Divergence(f"after step {number}: {entry.id} waits no more, and its pages arrive")
+            scheduler.lifecycle.matching.arrive(waiting, entry.first, entry.count)
         elif isinstance(entry, Ended):
             scheduler.end(entry.id, entry.reason)
             yield entry

@@ -15,8 +15,9 @@ from continuous_batching.scheduling.preemption import Preemption
 from continuous_batching.scheduling.validation import longest_tokens
 from kv_cache.pages import Index
 
-# What the head of the queue waits for: a slot, a share of the step's tokens, its policy's leave, or pages
-HeldBack = Literal["slots", "tokens", "policy", "pages"]
+# What the head of the queue waits for: a slot, a share of the step's tokens, its policy's leave, pages, or a
+# lookup in the tier below
+HeldBack = Literal["slots", "tokens", "policy", "pages", "tier"]
 
 
 class Admission:
@@ -62,6 +63,9 @@ class Admission:
             request = waiting.peek(short_only=longs_left <= 0)
             if request is None:
                 break
+            if request.awaits_pages:
+                self.held_back = "tier"
+                return
             if slots.num_free < max(1, request.params.beam_width):
                 if self._outrank and self._preemption.make_way(request):
                     spare = self._num_spare()

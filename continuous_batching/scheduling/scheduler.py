@@ -12,7 +12,6 @@ from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import Busy, Policy
 from continuous_batching.queueing.limits import QueueGate, QueueLimits
 from continuous_batching.queueing.waiting_queue import WaitingQueue
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.sampling.beam_search import BeamSearches
 from continuous_batching.sampling.drafts import book_drafts, extend_by_drafts, yield_at_drafts
@@ -27,6 +26,7 @@ from continuous_batching.scheduling.validation import (
     check_request,
     check_resize,
     check_samples,
+    is_here,
 )
 from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
@@ -45,10 +45,11 @@ class Scheduler:
     preempts running requests of lower priority where slots or pages run short. `max_shared_tokens` bounds
     the prefix that may be shared and the prompts that may share (None: unbounded), for models whose keys
     depend on the length of their prompt. With a `host_pool`, what a preempted request alone has computed
-    waits there, and what is evicted rests there, instead of being computed again. With `speculation`, rows
-    that decode have drafts checked. Every `compact_every_steps` steps (0: never) held pages start to move to
-    the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth` batches are in flight at
-    once (Orca's n_workers): each has its share of the rows.
+    waits there, and what is evicted rests there, instead of being computed again. With `has_tier` there is a
+    tier below: what is published is copied to it, and what was found there comes to rest in the pool. With
+    `speculation`, rows that decode have drafts checked. Every `compact_every_steps` steps (0: never) held
+    pages start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth`
+    batches are in flight at once (Orca's n_workers): each has its share of the rows.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Scheduler:
         outrank: bool = False,
         victim: Victim = youngest,
         host_pool: PagePool | None = None,
+        has_tier: bool = False,
         speculation: Speculation | None = None,
         prefix_sharing: bool = True,
         max_shared_tokens: int | None = None,
@@ -83,12 +85,14 @@ class Scheduler:
             prefix_sharing=prefix_sharing,
             max_shared_tokens=max_shared_tokens,
             host=host_pool,
+            has_tier=has_tier,
         )
         self.prefix, self.tables = self.lifecycle.prefix, self.lifecycle.tables
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.in_flight = InFlight(slots, depth)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
-        self.speculation, self.depth = speculation, depth
+        self.speculation = speculation
+        self.depth, self._has_tier = depth, has_tier
         self._policy = policy
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
         self._gate = QueueGate(limits or QueueLimits(), self.waiting)
@@ -145,12 +149,7 @@ class Scheduler:
         for each in (request, *request.followers):
             is_running = self.slots.find(each.id) is not None
             if is_running or each.id in self._parallel_samples.leader_of or self.waiting.find(each.id):
-                raise BadRequest(
-                    "id",
-                    "is being served already; give each an id of its own",
-                    value=each.id,
-                    subject=f"request {each.id}",
-                )
+                raise is_here(each)
             stops = self._stop_conditions.stop_tokens(each.params)
             check_request(each, self.vocab_size, stops, self.slots, self.pool)
 
@@ -316,7 +315,8 @@ class Scheduler:
         if outrun:
             for row, has_failed in self.in_flight.take_landed().items():
                 self.lifecycle.vacate(row, failed=has_failed or row in failed)
-        return Booked(*booked, finished)
+        flushes = self._has_tier and not self.has_work
+        return Booked(*booked, finished, self.tables.take_copies() if flushes else ())
 
     def _put_off(self, batch: Batch, rows: Index) -> None:
         """Let the last tokens of these rows be computed once more: they were, and brought no token."""

@@ -81,6 +81,12 @@ def check_request(
         )
 
 
+def is_here(request: Request) -> BadRequest:
+    """The refusal of a request by whose id another goes."""
+    fix, subject = "give each an id of its own", f"request {request.id}"
+    return BadRequest("id", "is being served already", value=request.id, fix=fix, subject=subject)
+
+
 def too_long(num_prompt: int, asked: str, limit: int, *, value: int) -> BadRequest:
     """The refusal of a request that is longer than any may be, in the words that clients know."""
     return BadRequest(

@@ -7,14 +7,15 @@ overwritten, freed too early or read before it was computed changes every later 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from continuous_batching.batch import LATE, Batch, Candidates, Sampled
 from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
-from kv_cache.pages import PageCopy, PagePool
+from kv_cache.pages import Index, PageCopy, PagePool
 
 VOCAB_SIZE = 97
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
@@ -97,6 +98,12 @@ def searched(
     return done
 
 
+class TierCopies(Protocol):
+    """Makes copies to a tier, off it and from it."""
+
+    def apply(self, copy: PageCopy) -> None: ...
+
+
 class ChecksumRunner:
     """Runs batches. What a place holds depends on all tokens before it, so no answer is right by chance."""
 
@@ -107,6 +114,7 @@ class ChecksumRunner:
         self.last = np.full(slots.num_slots, -1)  # each row's last token, where only a device has it
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
         self.num_steps = 0
+        self.tier: TierCopies | None = None
         self.defers = False  # whether a batch is computed when it is waited for, as by a last stage
         self.late = 0.0  # share of the tokens, behind the first, that come late, where no batch is made ahead
         self._random = np.random.default_rng(0)
@@ -181,6 +189,24 @@ class ChecksumRunner:
         cache[:kept] = self.cache[:kept]
         self.cache = cache
 
+    def make(self, copies: tuple[PageCopy, ...]) -> None:
+        """Copies without a batch."""
+        self._copy(copies, self._free())
+
+    @property
+    def page_bytes(self) -> int:
+        return 8 * self.slots.page_size
+
+    def read(self, pages: Index) -> Callable[[], list[bytes]]:
+        """Pages of the device, as they are now."""
+        contents = [each.tobytes() for each in self.cache.reshape(-1, self.slots.page_size)[pages]]
+        return lambda: contents
+
+    def write_host(self, pages: Index, contents: Sequence[bytes]) -> None:
+        """Pages of the host's pool."""
+        for page, content in zip(pages.tolist(), contents):
+            self.host[page] = np.frombuffer(content, dtype=np.uint64)
+
     def _free(self) -> Free:
         """The free pages of the device and of the host."""
         return self.pool.free_pages, np.empty(0, int) if self.host_pool is None else self.host_pool.free_pages
@@ -190,7 +216,10 @@ class ChecksumRunner:
         pages = self.cache.reshape(-1, self.slots.page_size)
         for copy in copies:
             assert len(np.unique(copy.targets)) == len(copy.targets), "two copies to one page"
-            if copy.way == "to_host":
+            if copy.way.endswith("_tier"):
+                assert self.tier is not None, "there is no tier"
+                self.tier.apply(copy)
+            elif copy.way == "to_host":
                 self.host[copy.targets] = pages[copy.sources]
             elif copy.way == "from_host":
                 pages[copy.targets] = self.host[copy.sources]

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from continuous_batching.engine import Engine, Observer
+from continuous_batching.engine import Engine, Observer, Tier
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
@@ -81,14 +81,16 @@ arrivals = st.builds(
 
 
 @st.composite
-def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler, ChecksumRunner]:
+def schedulers(
+    draw: st.DrawFn, depths: Sequence[int] = (1,), *, has_tier: bool = False
+) -> tuple[Scheduler, ChecksumRunner]:
     page_size = draw(st.sampled_from([1, 2, 4, 16]))
     num_slots = draw(st.integers(1, 6))
     longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
     num_pages = 1 + longest_pages + draw(st.integers(0, longest_pages))  # 1.0 to 2.0 of the largest request
     static = draw(st.booleans()) and draw(st.booleans())
     slots = SlotPool(num_slots, MAX_TOKENS, page_size)
-    num_host_pages = draw(st.sampled_from([60, None, 3, 12]))
+    num_host_pages = draw(st.sampled_from([60, 5, 3, 12] if has_tier else [60, None, 3, 12]))
     host_pool = None if num_host_pages is None else PagePool(num_host_pages)
     scheduler = Scheduler(
         slots,
@@ -101,6 +103,7 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
         max_shared_tokens=draw(st.sampled_from([None, None, 20])),
         victim=draw(st.sampled_from([youngest, fewest_lost, lowest_priority])),
         host_pool=host_pool,
+        has_tier=has_tier,
         compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
         depth=draw(st.sampled_from(depths)),
@@ -161,11 +164,12 @@ def serve(
     *,
     overlap: bool = False,
     observer: Observer | None = None,
+    tier: Tier | None = None,
 ) -> dict[str, Request]:
     """Run a schedule to its end, recounting the ledger after every operation."""
     now = 0.0
     engine = Engine(scheduler, runner, clock=lambda: now, overlap=overlap)
-    engine.observer = observer or engine.observer
+    engine.observer, engine.tier = observer or engine.observer, tier
     leaders = [arrival.request(number) for number, arrival in enumerate(plan)]
     families = [[leader, *leader.followers] for leader in leaders]
     runner.fail = {each.id for family, arrival in zip(families, plan) if arrival.fails for each in family}
