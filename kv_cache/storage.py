@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_cache.pages import Index, PageCopy
+from kv_cache.tier.page_tier import PageTier
 from kv_cache.transfer import to_device
 
 Bytes = NDArray[np.uint8]
@@ -34,7 +35,7 @@ class KVCache:
     page that is used again still holds what its last owner wrote. `num_host_pages` more pages lie in the
     host's memory, where no operator reads them. A cache `beside` it has pages of the same numbers, of other
     layers: whatever happens to pages here happens to them there. With `keys_only` it has no values, for other
-    numbers of a token that lie in pages.
+    numbers of a token that lie in pages. A `tier` makes the copies to a tier below, of all these together.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class KVCache:
         self._allocate_values = allocate_values or self._allocate
         self.keys = [self._allocate(num_pages) for _ in range(num_layers)]
         self.values = [self._allocate_values(num_pages) for _ in range(0 if keys_only else num_layers)]
+        self.tier: PageTier | None = None
+        self._swapped: Callable[[], None] = _nothing  # waits for the last copies to or from the host
         self._host_keys, self._host_values = (list(map(on_host, each)) for each in (self.keys, self.values))
 
     @staticmethod
@@ -129,12 +132,45 @@ class KVCache:
     def apply(self, copies: Sequence[PageCopy]) -> None:
         """Make page copies, one after the other. Off the CPU they are only queued, in that order."""
         for each in copies:
-            if each.way == "within":
-                self.copy(each.sources, each.targets)
+            if each.way in ("within", "to_host", "from_host"):
+                for cache in self.all:
+                    cache._make(each)
             else:
-                self._swap(each)
-        if self.beside is not None:
-            self.beside.apply(copies)
+                assert self.tier is not None, f"{len(each.keys)} pages go {each.way}, and there is none"
+                self.tier.apply(each)
+
+    @property
+    def all(self) -> list[KVCache]:
+        """This cache, and those beside it."""
+        return [self, *([] if self.beside is None else self.beside.all)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its own pages, of all layers."""
+        return [*self.keys, *self.values]
+
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        """Its own pages in the host's memory, in the order of `tensors`."""
+        return [*self._host_keys, *self._host_values]
+
+    def copied_out(self, pages: Index) -> list[Tensor]:
+        """Copies of its own pages in the host's memory; off the CPU they are only queued."""
+        copies, targets = [], np.arange(len(pages))
+        for tensor in self.tensors:
+            stays = tensor.device.type == "cpu"
+            copied = torch.empty(len(pages), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=not stays)
+            for read, written in _chunks(tensor, pages, targets):
+                if stays or not self._indexed:
+                    _copy(tensor, read, copied, written, indexed=self._indexed)
+                else:
+                    _to_host(tensor, read, copied, written)
+            copies.append(copied)
+        return copies
+
+    def wait_for_swaps(self) -> None:
+        """Wait until the copies that were asked for have read from the host's memory, or written to it."""
+        self._swapped()
 
     def copy(self, sources: Index, targets: Index) -> None:
         """Copy page sources[i] to targets[i] in all layers; no page is both a source and a target."""
@@ -178,12 +214,22 @@ class KVCache:
         if self.beside is not None:
             self.beside.resize(num_pages)
 
+    def _make(self, copy: PageCopy) -> None:
+        if copy.way == "within":
+            self.copy(copy.sources, copy.targets)
+            return
+        self._swap(copy)
+        device = self.keys[0].device
+        if device.type != "cpu":
+            event = torch.get_device_module(device).Event()
+            event.record()
+            self._swapped = event.synchronize
+
     def _swap(self, copy: PageCopy) -> None:
         to_host = copy.way == "to_host"
         order = np.argsort(copy.targets if to_host else copy.sources)  # host pages in runs
         sources, targets = copy.sources[order], copy.targets[order]
-        device = [*self.keys, *self.values]
-        host = [*self._host_keys, *self._host_values]
+        device, host = self.tensors, self.host_tensors
         for source, target in zip(*((device, host) if to_host else (host, device))):
             _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
 
@@ -215,6 +261,10 @@ def _queued(device: torch.device) -> Callable[[], None]:
 def _bytes_of(pages: Tensor) -> Bytes:
     """Pages of the host as bytes, which are the same memory."""
     return pages.view(-1).view(torch.uint8).numpy()
+
+
+def _nothing() -> None:
+    """There is no copy to wait for."""
 
 
 def _release_memory(device: torch.device) -> None:

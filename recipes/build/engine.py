@@ -14,6 +14,7 @@ from attention.reference import Attention
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.system_error import in_one_line
+from kv_cache.tier.page_tier import PageTier
 from models import weights
 from models.adapter_files import look_at
 from models.adapters import Adapters
@@ -36,6 +37,7 @@ from recipes.build.families import share_of
 from recipes.build.machine import Machine, start
 from recipes.build.memory_plan import MemoryPlan, report
 from recipes.build.page_events import publish_pages
+from recipes.build.page_tier import attach_tier
 from recipes.build.ranks import Ranks, recipe_of_a_rank
 from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_of
 from recipes.build.sizing import plan_memory
@@ -60,6 +62,7 @@ class BuiltEngine:
     experts: ExpertCounts | None = None  # where they are counted
     ranks: Ranks | None = None  # where there are several
     adapters: Adapters | None = None  # where there is room for any
+    tier: PageTier | None = None  # where pages rest below the host's memory
 
 
 def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltEngine:
@@ -89,6 +92,8 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         built.engine.observer = Recorder(built.facts, *sinks)
     if recipe.cache.events is not None:
         publish_pages(built.engine.scheduler.prefix, recipe.cache)
+    if recipe.cache.tier is not None:
+        built = replace(built, tier=attach_tier(recipe, built))
     return built
 
 

@@ -102,6 +102,7 @@ def scheduler_of(
         outrank=asked.outrank,
         victim=VICTIMS[asked.victim],
         host_pool=PagePool(limits.num_host_pages) if limits.num_host_pages else None,
+        has_tier=cache.tier is not None and limits.num_host_pages > 0,
         max_batch_tokens=_said(asked.max_batch_tokens),
         vocab_size=limits.vocab_size,
         eos_token_ids=limits.eos_token_ids,

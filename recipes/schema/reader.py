@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 MOST_BYTES = 2**18  # of a recipe: YAML takes seconds for a megabyte
 PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
+MAPPINGS = ("model.config", "cache.tier")  # of which an override may set one key
 SECTIONS = {name.partition(".")[0] for name in KEYS}
 
 
@@ -163,9 +164,9 @@ def _override(entries: dict[str, Entry], override: str, number: int) -> None:
         raise RecipeError(
             (), f"{name} is a section", f"set one of its keys, as in {example}=...", place=place
         )
-    if key is None or (len(parts) == 3 and key.name != "model.config"):
+    if key is None or (len(parts) == 3 and key.name not in MAPPINGS):
         raise _unknown(place, name)
-    if len(parts) == 3:  # one key of a config.json
+    if len(parts) == 3:
         known = entries[key.name].value if key.name in entries else None
         value: Any = {**(known or {}), parts[2]: located.plain}
     else:

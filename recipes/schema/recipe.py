@@ -18,6 +18,7 @@ from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.server_section import ServerSection
 from recipes.schema.speculation_section import SpeculationSection, speculation_contradictions
+from recipes.schema.tier_section import tier_contradictions
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository: what a recipe's paths are relative to
 KINDS_OF = {  # the keys of `device` that only some kinds of machine read
@@ -165,6 +166,12 @@ class CacheSection:
         least=0.01,
         most=1.0,
     )
+    tier: dict[str, Any] | None = key(
+        "where pages rest below `cache.host_gib`, so that a restart, or another engine, finds them: `kind`"
+        " disk (with `path`, a folder) or redis (with `url`, and `password_file`), `gib`, the most that all"
+        " pages there take, and `wait_s`, how long a request waits for its pages (0.5); null: nowhere",
+        default=None,
+    )
     prefix_sharing: bool = key(
         "let requests whose prompts begin alike share the pages of that beginning", default=True
     )
@@ -252,6 +259,12 @@ class Recipe:
             is_sharing=self.cache.prefix_sharing,
             ranks=self.parallel.ranks,
             speculation=self.speculation.kind,
+        )
+        yield from tier_contradictions(
+            self.cache.tier,
+            is_sharing=self.cache.prefix_sharing,
+            host_gib=self.cache.host_gib,
+            ranks=self.parallel.ranks,
         )
         yield from int8_contradictions(self.cache.dtype, self.device.kind, self.device.attention)
         yield from adapter_contradictions(self.adapters, self.parallel)

@@ -1,0 +1,74 @@
+"""What is read of a page is what a page of the host's pool holds after it was written there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kv_cache.page_bytes import PageBytes
+from kv_cache.pages import PageCopy
+from kv_cache.storage import KVCache
+
+
+def filled(dtype: torch.dtype, *, indexed: bool, seed: int) -> KVCache:
+    """A cache of two layers, with a head's features beside it, of which every byte is random."""
+
+    def pages(count: int, width: int = 6) -> torch.Tensor:
+        return torch.zeros(count, 4, 2, width, dtype=dtype)
+
+    def wide(count: int) -> torch.Tensor:
+        return pages(count, 10)
+
+    beside = KVCache(1, 9, 4, 1, 5, torch.float32, num_host_pages=7, keys_only=True)
+    cache = KVCache(
+        2,
+        9,
+        4,
+        2,
+        6,
+        dtype,
+        num_host_pages=7,
+        allocate=pages,
+        allocate_values=wide,
+        indexed=indexed,
+        beside=beside,
+    )
+    random = torch.Generator().manual_seed(seed)
+    for each in cache.all:
+        for tensor in each.tensors:
+            tensor.flatten(1).view(torch.uint8).random_(0, 256, generator=random)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_pages_go_to_bytes_and_to_the_host_and_back(dtype: torch.dtype, indexed: bool) -> None:
+    source, target = (filled(dtype, indexed=indexed, seed=seed) for seed in (1, 2))
+    contents = PageBytes(source).read(np.array([3, 8, 1]))()
+    size = PageBytes(source).page_bytes
+    assert {len(each) for each in contents} == {size}
+    assert size == 4 * 2 * (2 * (6 + 10)) * dtype.itemsize + 4 * 5 * 4
+    PageBytes(target).write_host(np.array([5, 2, 6]), contents)
+    target.apply([PageCopy(np.array([2, 6, 5]), np.array([4, 7, 2]), "from_host")])
+    for ours, theirs in zip(source.all, target.all):
+        for one, other in zip(ours.tensors, theirs.tensors):
+            raw, got = one.flatten(1).view(torch.uint8), other.flatten(1).view(torch.uint8)
+            assert torch.equal(got[[2, 4, 7]], raw[[3, 8, 1]])
+
+
+def test_what_was_read_stays_as_it_was_when_the_page_is_used_again() -> None:
+    cache = filled(torch.float32, indexed=True, seed=1)
+    wait = PageBytes(cache).read(np.array([3]))
+    before = PageBytes(cache).read(np.array([3]))()
+    cache.apply([PageCopy(np.array([4]), np.array([3]))])
+    assert wait() == before != PageBytes(cache).read(np.array([3]))()
+
+
+def test_a_layout_tells_caches_apart() -> None:
+    layouts = [
+        PageBytes(filled(dtype, indexed=True, seed=1)).layout for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert layouts[0] != layouts[1]
+    with pytest.raises(AssertionError, match="no page"):
+        PageBytes(filled(torch.float32, indexed=True, seed=1)).write_host(np.array([1]), [b"short"])
