@@ -26,7 +26,7 @@ from recipes.schema.command_line import add_recipe
 from serving.engine.expert_readings import ExpertReadings
 from serving.engine.messages import HURRY
 from serving.engine.page_exchange import exchange_of
-from serving.engine.worker import Worker, facts_of
+from serving.engine.worker import Worker, facts_of, tier_reading
 from serving.own_processors import KnownProcessors
 from serving.text.tokenizer import Text
 
@@ -43,7 +43,7 @@ def _end_with_parent(engines: list[Engine]) -> None:
         os.read(0, 1)  # unbuffered: a normal end would wait for the buffer's lock
         try:
             for engine in engines:
-                engine.observer.close()
+                engine.close()
         finally:
             os._exit(0)  # the engine may be in a step, and nobody waits for it
 
@@ -90,7 +90,8 @@ def main(argv: list[str]) -> int:
     path = recipe.model.path
     read_experts = ExpertReadings(built).due
     load_text = partial(Text.load, path) if path else lambda: None
-    worker = Worker(built.engine, socket, facts, load_text, read_experts, processors, built.adapters, pages)
+    reads = read_experts, partial(tier_reading, built.tier)
+    worker = Worker(built.engine, socket, facts, load_text, *reads, processors, built.adapters, pages)
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is lost, too, and another can be started
     try:

@@ -12,6 +12,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
+from kv_cache.tier.health import TierCounters
 from serving.grammars.matching import GrammarCounters
 
 HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before all else
@@ -239,6 +240,13 @@ class ExpertTable(msgspec.Struct, frozen=True, array_like=True):
     steps: int
 
 
+class TierReading(msgspec.Struct, frozen=True, array_like=True):
+    """What has come of the tier of pages since the engine began."""
+
+    counters: TierCounters
+    is_well: bool  # its store did what it was asked for last
+
+
 class Beat(Message):
     """A sign of life, a few times a second."""
 
@@ -250,6 +258,7 @@ class Beat(Message):
     accepted_at: list[int] = []  # drafts that were right, by their place in their span: first, second, ...
     grammars: GrammarCounters = msgspec.field(default_factory=GrammarCounters)
     experts: ExpertTable | None = None  # a new reading
+    tier: TierReading | None = None  # where there is one
 
 
 class View(Message):

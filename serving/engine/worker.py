@@ -41,6 +41,7 @@ from serving.engine.messages import (
     SampleEnd,
     Stepped,
     StepTimes,
+    TierReading,
     View,
     decode_to_engine,
     encode,
@@ -56,6 +57,7 @@ _IDLE_MS = 1  # between checks of a queue that waits for a fuller batch
 _RECOUNTS_COST = 1000  # the pause after a recount of the pages, in times of its duration
 
 if TYPE_CHECKING:
+    from kv_cache.tier.page_tier import PageTier
     from models.adapters import Adapters
     from recipes.build.engine import BuiltEngine
 
@@ -75,13 +77,14 @@ class Worker:
         facts: EngineFacts,
         load_text: Callable[[], Spelling | None] = lambda: None,
         read_experts: Callable[[float], ExpertTable | None] = lambda _: None,
+        read_tier: Callable[[], TierReading | None] = lambda: None,
         processors: KnownProcessors | None = None,
         adapters: Adapters | None = None,
         pages: PageExchange | None = None,
     ) -> None:
         self._engine = engine
         self._socket = socket
-        self._facts, self._read_experts = facts, read_experts
+        self._facts, self._read_experts, self._read_tier = facts, read_experts, read_tier
         engine.runner = self._clock = TimedRunner(engine.runner)
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
@@ -294,6 +297,7 @@ class Worker:
                     [] if speculation is None else speculation.accepted_by_position,
                     self._grammars.grammars.counters,
                     self._read_experts(now_s),
+                    self._read_tier(),
                 )
             )
 
@@ -324,6 +328,11 @@ class Worker:
 
 def _between(since_s: float | None, until_s: float | None) -> float | None:
     return None if since_s is None or until_s is None else max(0.0, until_s - since_s)
+
+
+def tier_reading(tier: PageTier | None) -> TierReading | None:
+    """What has come of a tier of pages, if there is one."""
+    return None if tier is None else TierReading(tier.counters, tier.is_well)
 
 
 def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:

@@ -201,6 +201,36 @@ PAGES = (
     Metric("prefix_hit_tokens_total", "counter", "Found cached", lambda t: t.counters["hit_tokens"]),
     Metric("prefix_queried_tokens_total", "counter", "Looked for", lambda t: t.counters["prompt_tokens"]),
 )
+TIER = (
+    Metric(
+        "kv_tier_up",
+        "gauge",
+        "1 while a tier of pages does what it is asked for",
+        lambda t: t.last_beat is not None and t.last_beat.tier is not None and t.last_beat.tier.is_well,
+    ),
+    Metric(
+        "kv_tier_pages_total",
+        "counter",
+        "Written there, known there already, dropped; found there, and refused as damaged or another model's",
+        lambda t: {each: t.tier[each] for each in ("written", "known", "dropped", "found", "refused")},
+        "result",
+    ),
+    Metric("kv_tier_pages_arrived_total", "counter", "In the host", lambda t: t.counters["arrived_pages"]),
+    Metric(
+        "kv_tier_lookups_total",
+        "counter",
+        "Which found something, found nothing, took too long, or were not begun",
+        lambda t: {each: t.tier[each] for each in ("hits", "misses", "late", "skipped")},
+        "result",
+    ),
+    Metric(
+        "kv_tier_failures_total",
+        "counter",
+        "Calls to the store that failed",
+        lambda t: {"read": t.tier["read_failures"], "write": t.tier["write_failures"]},
+        "call",
+    ),
+)
 ENGINE = (
     Metric("engine_up", "gauge", "1 while an engine can serve", lambda t: t.facts is not None),
     Metric("engine_slow", "gauge", "1 while it is overdue, as /health says", lambda t: t.is_slow()),
@@ -230,4 +260,4 @@ ENGINE = (
     ),
     Metric("log_lines_lost_total", "counter", "Could not be written", lambda t: t.num_lost_lines()),
 )
-OURS = (*REQUESTS, *TIMES, *STEPS, *DRAFTS, *GRAMMARS, *PAGES, *ENGINE)
+OURS = (*REQUESTS, *TIMES, *STEPS, *DRAFTS, *GRAMMARS, *PAGES, *TIER, *ENGINE)

@@ -27,7 +27,7 @@ REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
 ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
 ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")
 RESPONSES = ("200", "400", "401", "404", "413", "429", "499", "500", "503")
-HELD_BACK = ("slots", "tokens", "policy", "pages")
+HELD_BACK = ("slots", "tokens", "policy", "pages", "tier")
 LOOKUPS = ("whole", "too_short", "other_salt", "evicted", "unaligned", "unseen")
 
 
@@ -127,6 +127,7 @@ class ServerStats:
         self.lookups = CounterSums()
         self.accepted_at = CounterSums()  # right drafts, by their place in their span from 0 on
         self.grammars = CounterSums()
+        self.tier = CounterSums()  # of the tier of pages, if there is one
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.prompt_tokens = 0
@@ -223,6 +224,7 @@ class ServerStats:
         self.lookups.restart()
         self.accepted_at.restart()
         self.grammars.restart()
+        self.tier.restart()
         self._heard_s = self._beat_s = time.monotonic()
 
     def lost(self, reason: str) -> None:
@@ -320,6 +322,7 @@ class ServerStats:
         self.counters.follow(asdict(beat.counters) | {"wrong_pages": beat.wrong_pages})
         self.lookups.follow(beat.gauges.lookups)
         self.grammars.follow(asdict(beat.grammars))
+        self.tier.follow({} if beat.tier is None else asdict(beat.tier.counters))
         self.accepted_at.follow({str(place): count for place, count in enumerate(beat.accepted_at)})
 
     def responded(self, status: int) -> None:
