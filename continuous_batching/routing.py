@@ -147,6 +147,7 @@ class Routing:
         self._mean_prompt, self._num_prompts = 0.0, 0
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._last = count - 1
+        self._free: list[int] = []  # numbers of replicas that have left
 
     @property
     def count(self) -> int:
@@ -245,6 +246,26 @@ class Routing:
         for session in [each for each, at in self._sessions.items() if at == replica]:
             del self._sessions[session]
 
+    def join(self) -> int:
+        """A replica more, closed at first; its number, which one that has left may have had."""
+        if self._free:
+            return self._free.pop()
+        self.is_open, self.tells = np.append(self.is_open, False), np.append(self.tells, False)
+        self._told_queued, self._told_requests, self._own_queued, self._own_requests = (
+            np.append(each, 0)
+            for each in (self._told_queued, self._told_requests, self._own_queued, self._own_requests)
+        )
+        self._recent = np.append(self._recent, 0.0)
+        self._supposed.append(_Supposed())
+        self._untold.append(OrderedDict())
+        return self.count - 1
+
+    def leave(self, replica: int) -> None:
+        """A replica that nothing is at any more is gone for good: its number may become another's."""
+        self.lost(replica)
+        self.is_open[replica] = self.tells[replica] = self._recent[replica] = False
+        self._free.append(replica)
+
     def num_found(self, keys: Sequence[int]) -> Counts:
         """How many of these keys, from the first on without a gap, each replica has."""
         found = _zeros(self.count)
@@ -272,7 +293,7 @@ class Routing:
         if self.count > _FEWEST_SHARE:
             compute -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)
         waits = weights.queued * self.queued_tokens + weights.request * self._mean_prompt * self.requests
-        usual = self._recent.mean() + _FEW_PROMPTS * self._mean_prompt
+        usual = self._recent.sum() / max(1, self.count - len(self._free)) + _FEW_PROMPTS * self._mean_prompt
         evens = weights.recent * self._mean_prompt / max(1.0, usual) * self._recent
         costs: NDArray[np.float64] = compute + waits + evens
         return costs

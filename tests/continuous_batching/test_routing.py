@@ -219,3 +219,46 @@ def test_of_two_replicas_neither_is_short_of_what_both_have() -> None:
         routing.stored(holder, [1, 2, 3])
     routing.stored(1, [4])
     assert sent(routing, prompt(1, 2, 3, 4)).replica == 1
+
+
+def test_a_replica_that_joins_is_as_one_that_was_there() -> None:
+    routing, whole = Routing(1), Routing(2)
+    assert sent(routing, prompt(1, 2)).replica == sent(whole, prompt(1, 2)).replica == 0
+    number = routing.join()
+    assert (number, routing.count) == (1, 2)
+    assert not routing.is_open[1], "it says itself when it takes requests"
+    routing.is_open[1] = routing.tells[1] = True
+    for each in (routing, whole):
+        each.stored(1, [5, 6])
+        each.told(1, 100, 2, 0.0)
+        found = [sent(each, prompt(5, 6, 7), 1.0), sent(each, prompt(8), 2.0), sent(each, prompt(9), 3.0)]
+        assert [one.replica for one in found] == [1, 0, 0]
+        assert each.requests.tolist() == [3, 3]
+
+
+def test_what_has_left_leaves_nothing_to_who_has_its_number() -> None:
+    routing = Routing(2)
+    one = sent(routing, prompt(1, 2), session="a")
+    routing.stored(one.replica, [1, 2])
+    routing.told(one.replica, 500, 9, 0.5)
+    routing.ended(one)
+    routing.leave(one.replica)
+    assert routing.num_found([1, 2]).tolist() == [0, 0]
+    assert sent(routing, prompt(1, 2), 1.0, session="a").replica != one.replica
+    assert routing.join() == one.replica, "the number is free"
+    routing.is_open[one.replica] = True
+    assert (routing.queued_tokens[one.replica], routing.requests[one.replica]) == (0, 0)
+    assert not routing.tells[one.replica]
+    assert routing.join() == 2
+
+
+def test_who_has_left_does_not_dilute_what_is_usual() -> None:
+    """The price of having been given more than others is by the mean of those that are there."""
+    few, many = Routing(2), Routing(5)
+    for number in (2, 3, 4):
+        many.leave(number)
+    for routing in (few, many):
+        for at in range(8):
+            routing.ended(sent(routing, prompt(at, at + 100), float(at)))
+    hits, one = np.zeros(2, dtype=np.int64), prompt(50)
+    assert np.allclose(few._costs(one, hits), many._costs(one, np.zeros(5, dtype=np.int64))[:2])
