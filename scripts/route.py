@@ -5,7 +5,8 @@
 
 Speaks OpenAI's API at /v1, as the servers behind it do. With the replicas' --recipe it hashes prompts as
 they do and, where they publish their pages (`cache.events`), knows what each holds; other servers are judged
-by the text that was sent to them. /fleet, and the page at /, show where requests went and why.
+by the text that was sent to them. /fleet, and the page at /, show where requests went and why. Replicas come
+and go by POST /fleet/add?http://HOST:PORT and /fleet/remove?..., or as a name says (--discover).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = top.add_argument
     add("overrides", nargs="*", metavar="key=value", help="as the replicas' recipe has them")
-    add("--replica", action="append", required=True, dest="replicas", metavar="URL", help="http://HOST:PORT")
+    add("--replica", action="append", default=[], dest="replicas", metavar="URL", help="http://HOST:PORT")
+    add("--discover", action="append", default=[], metavar="URL", help="each address of the name is one")
     add("--recipe", help="that of the replicas; none: by text alone")
     add("--profile", help="as the replicas have it")
     add("--route", choices=ROUTES, default="prefix", help="how to choose")

@@ -46,6 +46,11 @@ class Client:
     max_priority: int | None = None  # that it may ask for; None: any
     lasting: str = ""
 
+    @property
+    def may_operate(self) -> bool:
+        """Whether it is an operator's: of the environment, or a gateway's; without keys, everybody's."""
+        return self.max_priority is None
+
     def tenant_for(self, named: str | None, user: str | None) -> str:
         """Whose share a request counts against that names a tenant, or a user, or neither.
 

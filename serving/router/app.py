@@ -6,20 +6,28 @@ import msgspec
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.api.api_keys import ANYBODY, Client
 from serving.api.errors import error_response
 from serving.router import fleet_figures
 from serving.router.fleet_figures import FleetFigures
+from serving.router.membership import FleetMembers
 from serving.router.proxy import Proxy
-from serving.router.replicas import FleetReplica
+
+_ORDERS = ("add", "remove", "drain", "resume")
 
 
 class FleetApplication:
-    """`/fleet` and its page at `/`, `/metrics`, `/health`, `/ready`, `/fleet/drain` and `/fleet/resume`."""
+    """`/fleet` and its page at `/`, `/metrics`, `/health`, `/ready`; of a replica whose address is the
+    query, as in /fleet/drain?http://127.0.0.1:8001, `/fleet/add`, `/remove`, `/drain` and `/resume`.
 
-    def __init__(self, proxy: Proxy, replicas: list[FleetReplica], figures: FleetFigures) -> None:
+    Without keys, such orders are taken where only this machine reaches the router (`is_local`).
+    """
+
+    def __init__(self, proxy: Proxy, members: FleetMembers, figures: FleetFigures, *, is_local: bool) -> None:
         self._proxy = proxy
-        self._replicas = replicas
+        self._members = members
         self._figures = figures
+        self._is_local = is_local
         self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -27,8 +35,8 @@ class FleetApplication:
         method, path = scope["method"], scope["path"]
         if method == "GET" and (own := self._own(path)) is not None:
             await own(scope, receive, send)
-        elif method == "POST" and path in ("/fleet/drain", "/fleet/resume"):
-            await self._drain(scope, is_drained=path == "/fleet/drain")(scope, receive, send)
+        elif method == "POST" and (order := path.removeprefix("/fleet/")) != path and order in _ORDERS:
+            await (self._refusal(scope) or self._obey(order, scope))(scope, receive, send)
         else:
             await self._proxy(scope, receive, send)
 
@@ -45,17 +53,35 @@ class FleetApplication:
             case "/health":
                 return JSONResponse({"status": "ok"})
             case "/ready":
-                is_ready = not self.is_draining and any(each.state == "ready" for each in self._replicas)
+                is_ready = not self.is_draining and any(
+                    each.state == "ready" for each in self._members.replicas
+                )
                 return JSONResponse(
                     {"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503
                 )
         return None
 
-    def _drain(self, scope: Scope, *, is_drained: bool) -> Response:
-        """Of the replica whose address is the query, such as /fleet/drain?http://127.0.0.1:8001."""
+    def _obey(self, order: str, scope: Scope) -> Response:
         url = scope["query_string"].decode("latin-1")
-        for each in self._replicas:
-            if each.url == url:
-                each.drain(is_drained)
-                return JSONResponse({"replica": url, "drained": is_drained, "open": each.num_open})
-        return error_response(404, f"there is no replica {url!r}; GET /fleet names them")
+        try:
+            replica = self._members.add(url) if order == "add" else self._members.find(url)
+        except ValueError as error:
+            return error_response(400, str(error))
+        if replica is None:
+            return error_response(404, f"there is no replica {url!r}; GET /fleet names them")
+        match order:
+            case "remove":
+                self._members.remove(url)
+            case "drain" | "resume":
+                replica.drain(order == "drain")
+        told = {"drained": replica.is_drained, "leaves": replica.leaves, "open": replica.num_open}
+        return JSONResponse({"replica": url, "state": replica.state, **told})
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """Where requests go is for operators alone: replicas see all prompts, and the router's own key."""
+        client: Client = scope.get("state", {}).get("client") or ANYBODY
+        if not client.may_operate or (client is ANYBODY and not self._is_local):
+            return error_response(403, "this is for the key in the router's environment: give it an API_KEY")
+        if any(name == b"origin" for name, _ in scope["headers"]):
+            return error_response(403, "a page in a browser may not; ask from a command line")
+        return None

@@ -27,6 +27,10 @@ class FairTurns:
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(num_tokens for line in self._waiting.values() for _, num_tokens in line)
+
     async def enter(self, tenant: str, num_tokens: int) -> None:
         """Wait for a turn; who has had it calls `leave`."""
         if self.num_open < self._most_open() and not self._waiting:

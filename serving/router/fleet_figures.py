@@ -13,7 +13,6 @@ from serving.router.replicas import FleetReplica
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_STATES = ("unknown", "ready", "not ready", "lost")
 
 
 class FleetFigures:
@@ -26,6 +25,10 @@ class FleetFigures:
         self.num_split = 0
         self.num_again = self.num_refused = self.num_cut_off = self.best_hit_tokens = 0
         self.waited_s = 0.0
+
+    @property
+    def _there(self) -> list[FleetReplica]:
+        return [each for each in self._replicas if each.state != "gone"]
 
     def waited(self, seconds: float) -> None:
         """A request had its turn after so long."""
@@ -62,6 +65,7 @@ class FleetFigures:
             "open": self._turns.num_open,
             "waiting": self._turns.num_waiting,
             "split": self.num_split,
+            "waiting_tokens": self._turns.waiting_tokens,
             "sent_again": self.num_again,
             "refused": self.num_refused,
             "cut_off": self.num_cut_off,
@@ -73,6 +77,7 @@ class FleetFigures:
                     "state": each.state,
                     "trouble": each.trouble,
                     "drained": each.is_drained,
+                    "leaves": each.leaves,
                     "tells_pages": each.reader is not None,
                     "open": each.num_open,
                     "sent": each.num_sent,
@@ -83,7 +88,7 @@ class FleetFigures:
                     "prompt_tokens": each.prompt_tokens,
                     "hit_tokens": each.hit_tokens,
                 }
-                for each in self._replicas
+                for each in self._there
             ],
         }
 
@@ -95,6 +100,7 @@ class FleetFigures:
         for name, kind, text, value in (
             ("open_requests", "gauge", "At replicas", self._turns.num_open),
             ("waiting_requests", "gauge", "Whose turn is to come", self._turns.num_waiting),
+            ("waiting_tokens", "gauge", "Of their prompts", self._turns.waiting_tokens),
             ("waited_seconds_total", "counter", "For a turn", self.waited_s),
             ("split_total", "counter", "Prompt and answer apart", self.num_split),
             ("sent_again_total", "counter", "To another replica", self.num_again),
@@ -104,17 +110,21 @@ class FleetFigures:
         ):
             yield from (f"# HELP cb_route_{name} {text}", f"# TYPE cb_route_{name} {kind}")
             yield f"cb_route_{name} {value}"
-        queued, requests = self._routing.queued_tokens, self._routing.requests
+        there = self._there
+        queued, requests, is_open = (
+            each[[replica.number for replica in there]]
+            for each in (self._routing.queued_tokens, self._routing.requests, self._routing.is_open)
+        )
         for name, kind, text, values in (
-            ("replica_up", "gauge", "1 while it is sent requests", self._routing.is_open.astype(int)),
+            ("replica_up", "gauge", "1 while it is sent requests", is_open.astype(int)),
             ("replica_requests", "gauge", "There, as told and sent", requests),
             ("replica_queued_tokens", "gauge", "To be computed there", queued),
-            ("replica_sent_total", "counter", "Requests", [each.num_sent for each in self._replicas]),
-            ("replica_prompts_total", "counter", "For others", [each.num_prompts for each in self._replicas]),
-            ("replica_lost_total", "counter", "Of these, lost", [each.num_lost for each in self._replicas]),
-            ("replica_prompt_tokens_total", "counter", "Sent", [r.prompt_tokens for r in self._replicas]),
-            ("replica_hit_tokens_total", "counter", "Expected", [r.hit_tokens for r in self._replicas]),
+            ("replica_sent_total", "counter", "Requests", [each.num_sent for each in there]),
+            ("replica_prompts_total", "counter", "For others", [each.num_prompts for each in there]),
+            ("replica_lost_total", "counter", "Of these, lost", [each.num_lost for each in there]),
+            ("replica_prompt_tokens_total", "counter", "Sent", [each.prompt_tokens for each in there]),
+            ("replica_hit_tokens_total", "counter", "Expected", [each.hit_tokens for each in there]),
         ):
             yield from (f"# HELP cb_route_{name} {text}", f"# TYPE cb_route_{name} {kind}")
-            for replica, value in zip(self._replicas, values):
+            for replica, value in zip(there, values):
                 yield f'cb_route_{name}{{replica="{replica.url}"}} {value}'

@@ -23,7 +23,7 @@ from serving.router.upstream import HeaderLines, Lost, Upstream
 
 log = logging.getLogger("route")
 
-State = Literal["unknown", "ready", "not ready", "lost"]
+State = Literal["unknown", "ready", "not ready", "lost", "gone"]  # the last for good
 POLL_S = 0.5
 _ANSWER_S = 2.0  # for an answer to a poll
 _LOST_AFTER = 2  # polls in a row without an answer, unless the connection is refused
@@ -52,23 +52,36 @@ class _ServerInfo(msgspec.Struct):
     page_size: int | None = None
 
 
+Learned = Callable[[int, str, Sequence[str]], None]  # as `Splitting.is_known`
+
+
+def untold(replica: int, endpoint: str, sources: Sequence[str]) -> None:
+    """Nobody wants to know."""
+
+
 class FleetReplica:
     """A server, by its number in the routing."""
 
     def __init__(
-        self, number: int, url: str, server: Upstream, routing: Routing, headers: HeaderLines
+        self,
+        number: int,
+        url: str,
+        server: Upstream,
+        routing: Routing,
+        headers: HeaderLines,
+        learned: Learned = untold,
     ) -> None:
         self.number, self.url, self.server = number, url, server
         self.state: State = "unknown"
         self.trouble = ""
         self.is_drained = False  # by an operator: it gets no new requests
+        self.leaves = False  # likewise, and it is forgotten when its last request has ended
         self.num_open = self.num_sent = self.num_lost = 0
         self.num_prompts = 0  # that it computed for others
-        self.learned: Callable[[int, str, Sequence[str]], None] = _nothing  # as `Splitting.is_known`
         self.hit_tokens = self.prompt_tokens = 0
         self.reader: PageReader | None = None
         self._routing = routing
-        self._headers = headers
+        self._headers, self._learned = headers, learned
         self._ready_path = "/ready"
         self._num_silent = 0
         self._is_asked = False  # where its pages are told, and for whom it computes prompts
@@ -103,6 +116,18 @@ class FleetReplica:
         """Send it no new requests, or again."""
         self.is_drained = is_drained
         self._open()
+
+    def leave(self, leaves: bool) -> None:
+        """Send it no new requests and then forget it, or keep it after all."""
+        self.leaves = leaves
+        self._open()
+
+    def forget(self) -> None:
+        """It is gone, and its number free."""
+        self.close()
+        self._learned(self.number, "", ())
+        self._routing.leave(self.number)
+        self.state = "gone"
 
     def close(self) -> None:
         """Ask it nothing more."""
@@ -140,7 +165,7 @@ class FleetReplica:
             return
         server, endpoint = said.recipe.server, said.recipe.cache.events
         pages_at = reached_at(server.pages_at or "", self.server.host)
-        self.learned(self.number, pages_at, server.prompt_replicas or ())
+        self._learned(self.number, pages_at, server.prompt_replicas or ())
         if not page_size or endpoint is None:
             return
         if said.page_size != page_size:
@@ -182,11 +207,7 @@ class FleetReplica:
         self._open()
 
     def _open(self) -> None:
-        self._routing.is_open[self.number] = self.state == "ready" and not self.is_drained
-
-
-def _nothing(replica: int, endpoint: str, sources: Sequence[str]) -> None:
-    """Nobody asks."""
+        self._routing.is_open[self.number] = self.state == "ready" and not self.is_drained and not self.leaves
 
 
 def _figures(text: bytes) -> dict[bytes, int]:
@@ -205,15 +226,17 @@ def address_of(url: str) -> tuple[str, int]:
     kind, _, rest = url.rstrip("/").partition("://")
     host, _, port = rest.rpartition(":")
     if kind != "http" or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"--replica {url} is no http://HOST:PORT")
+        raise ValueError(f"{url} is no http://HOST:PORT")
     return host.strip("[]"), int(port)
 
 
-def replicas_of(urls: Sequence[str], routing: Routing, headers: HeaderLines) -> list[FleetReplica]:
+def replicas_of(
+    urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned
+) -> list[FleetReplica]:
     """The replicas at these addresses; raises ValueError for one that is none."""
     if len({*urls}) < len(urls):
         raise ValueError("an address stands twice among --replica; name each once")
     return [
-        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers)
+        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned)
         for number, url in enumerate(urls)
     ]

@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +26,10 @@ from serving.metrics import logs
 from serving.router.app import FleetApplication
 from serving.router.fair_turns import FairTurns
 from serving.router.fleet_figures import FleetFigures
+from serving.router.membership import FleetMembers
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
-from serving.router.replicas import FleetReplica, replicas_of
+from serving.router.replicas import address_of
 from serving.router.upstream import HeaderLines
 from serving.server import (
     LOOPBACK,
@@ -50,7 +51,8 @@ _MOST_BODIES_BYTES = 2**29
 class RouterOptions:
     """What the command line of scripts.route says."""
 
-    replicas: Sequence[str]
+    replicas: Sequence[str] = ()
+    discover: Sequence[str] = ()  # names, each of whose addresses is a replica
     recipe: str | None = None  # of the replicas, for the keys of their pages
     overrides: Sequence[str] = ()
     profile: str | None = None
@@ -88,34 +90,36 @@ def _run(options: RouterOptions) -> None:
     keys = ApiKeys(ServerOptions("", api_keys=options.api_keys).rights_of(), share_prefixes=share_prefixes)
     routing = Routing(len(options.replicas), options.route, tells=False)
     routing.is_open[:] = False
-    replicas = replicas_of(options.replicas, routing, headers)
-    turns = FairTurns(lambda: options.most_open * max(1, int(np.count_nonzero(routing.is_open))))
-    figures = FleetFigures(routing, replicas, turns)
-    prompts = Prompts(text, page_size if options.route == "prefix" else 0, adapters)
     splitting = Splitting(routing, options.split)
-    for each in replicas:
-        each.learned = splitting.is_known
-    proxy = Proxy(routing, replicas, prompts, turns, figures, splitting)
-    app = FleetApplication(proxy, replicas, figures)
+    members = FleetMembers(options.replicas, routing, headers, splitting.is_known)
+    for name in options.discover:
+        address_of(name)
+    turns = FairTurns(lambda: options.most_open * max(1, int(np.count_nonzero(routing.is_open))))
+    figures = FleetFigures(routing, members.replicas, turns)
+    prompts = Prompts(text, page_size if options.route == "prefix" else 0, adapters)
     is_local = not keys.are_needed and options.host in LOOPBACK
+    proxy = Proxy(routing, members.replicas, prompts, turns, figures, splitting)
+    app = FleetApplication(proxy, members, figures, is_local=is_local)
     memory = BodyMemory(_MOST_BODIES_BYTES)
     guarded = AccessControl(app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local)
     server = SignalFreeServer(configuration(guarded, most_connections()))
     with listener_at(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
-        log.info("listening at http://%s:%d, %d replicas by %s", host, port, len(replicas), options.route)
+        count = len(options.replicas)
+        log.info("listening at http://%s:%d, %d replicas by %s", host, port, count, options.route)
         gc.collect()
         gc.freeze()
-        uvloop.run(_serve(app, server, listener, replicas, turns, prompts.page_size, options.drain_s))
+        watching = [members.watch(prompts.page_size), *map(members.follow, options.discover)]
+        uvloop.run(_serve(app, server, listener, members, turns, watching, options.drain_s))
 
 
 async def _serve(
     app: FleetApplication,
     server: uvicorn.Server,
     listener: socket.socket,
-    replicas: list[FleetReplica],
+    members: FleetMembers,
     turns: FairTurns,
-    page_size: int,
+    forever: Sequence[Coroutine[None, None, None]],
     drain_s: float,
 ) -> None:
     """Until a signal; then no request waits longer than `drain_s`."""
@@ -123,12 +127,11 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    watching = [asyncio.ensure_future(each.watch(page_size)) for each in replicas]
-    filling = asyncio.ensure_future(_fill(turns))
+    beside = [asyncio.ensure_future(each) for each in (*forever, _fill(turns))]
     listening = asyncio.ensure_future(server.serve([listener]))
     stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait([*watching, filling, listening, stopping], return_when=asyncio.FIRST_COMPLETED)
-    for each in (*watching, filling):
+    await asyncio.wait([*beside, listening, stopping], return_when=asyncio.FIRST_COMPLETED)
+    for each in beside:
         if each.done():
             each.result()  # a defect
     app.is_draining = True
@@ -137,9 +140,9 @@ async def _serve(
         await asyncio.sleep(0.05)
     server.should_exit = True
     await listening
-    for each in (*watching, filling):
+    for each in beside:
         each.cancel()
-    for replica in replicas:
+    for replica in members.replicas:
         replica.close()
 
 

@@ -1,0 +1,114 @@
+"""Which replicas are there, while they come and go?
+
+Whoever starts and ends replicas says so, or the addresses of a name say it, as a headless Service of
+Kubernetes has one for each of its pods. A replica that is to go gets no new request, and is forgotten when
+its last one has ended: nothing is lost by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+
+from continuous_batching.routing import Routing
+from serving.router.replicas import FleetReplica, Learned, address_of, replicas_of, untold
+from serving.router.upstream import HeaderLines, Upstream
+
+log = logging.getLogger("route")
+
+MOST_REPLICAS = 4096
+_LOOKS_S = 0.1
+_RESOLVES_S = 1.0
+
+
+class FleetMembers:
+    """The replicas behind a router: `replicas` has them by their numbers, also those whose number is free."""
+
+    def __init__(
+        self, urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned = untold
+    ) -> None:
+        self.replicas = replicas_of(urls, routing, headers, learned)
+        self._routing = routing
+        self._headers, self._learned = headers, learned
+        self._named: dict[str, set[str]] = {}  # what each name led to
+
+    def find(self, url: str) -> FleetReplica | None:
+        """The replica with this address."""
+        return next((each for each in self.replicas if each.url == url and each.state != "gone"), None)
+
+    def add(self, url: str) -> FleetReplica:
+        """Requests may go there as soon as it is ready; raises ValueError for what is no address."""
+        if (known := self.find(url)) is not None:
+            known.leave(False)
+            return known
+        if sum(each.state != "gone" for each in self.replicas) >= MOST_REPLICAS:
+            raise ValueError(f"there are {MOST_REPLICAS} replicas, the most that one router has")
+        server = Upstream(*address_of(url))
+        number = self._routing.join()
+        replica = FleetReplica(number, url, server, self._routing, self._headers, self._learned)
+        self.replicas[number : number + 1] = [replica]
+        log.info("%s has come", url)
+        return replica
+
+    def remove(self, url: str) -> FleetReplica | None:
+        """No new requests go there; it is forgotten when its last one has ended."""
+        replica = self.find(url)
+        if replica is not None and not replica.leaves:
+            replica.leave(True)
+            log.info("%s leaves when its %d requests have ended", url, replica.num_open)
+        return replica
+
+    async def watch(self, page_size: int) -> None:
+        """Watch whoever is there, for ever; see `FleetReplica.watch`."""
+        watching: dict[FleetReplica, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for each in self.replicas:
+                    if each.leaves and each.state != "gone" and not each.num_open:
+                        if (task := watching.pop(each, None)) is not None:
+                            task.cancel()
+                            await asyncio.wait([task])
+                        each.forget()
+                        log.info("%s has left", each.url)
+                    elif each.state != "gone" and each not in watching:
+                        watching[each] = asyncio.ensure_future(each.watch(page_size))
+                for task in watching.values():
+                    if task.done():
+                        task.result()  # a defect
+                await asyncio.sleep(_LOOKS_S)
+        finally:
+            for task in watching.values():
+                task.cancel()
+
+    async def follow(self, url: str) -> None:
+        """Every address of the name in http://NAME:PORT is a replica, for ever.
+
+        Where the name cannot be resolved, replicas stay: a name server that is away has ended none.
+        """
+        name, port = address_of(url)
+        loop, trouble = asyncio.get_running_loop(), ""
+        while True:
+            try:
+                found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                if str(error) != trouble:
+                    log.warning("%s: %s; the replicas stay as they are", url, error)
+                trouble = str(error)
+            else:
+                trouble = ""
+                self._become(url, {_url(str(address[0]), port) for *_, address in found})
+            await asyncio.sleep(_RESOLVES_S)
+
+    def _become(self, name: str, urls: set[str]) -> None:
+        before = self._named.get(name, set())
+        for url in sorted(urls - before):
+            self.add(url)
+        for url in sorted(before - urls):
+            self.remove(url)
+        self._named[name] = urls
+
+
+def _url(address: str, port: int) -> str:
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
