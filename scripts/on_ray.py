@@ -1,10 +1,12 @@
-"""How does a Ray cluster start an engine that spans several of its nodes?
+"""How does a Ray cluster start an engine that spans several of its nodes, or replicas of a server?
 
     python -m scripts.on_ray --nodes 2 serve RECIPE parallel.tensor=16
+    python -m scripts.on_ray --replicas 2:4 --router http://127.0.0.1:8080 serve RECIPE
 
-It runs scripts/launch.sh with these arguments on as many nodes of the cluster that this machine belongs to,
-each with its share of the ranks' devices, and prints what they print. Every node needs this directory under
-the same path. See docs/cluster.md.
+The first runs scripts/launch.sh with these arguments on as many nodes of the cluster that this machine
+belongs to, each with its share of the ranks' devices, and prints what they print. The second keeps from 2 to
+4 such servers, by the prompt tokens that wait, and tells a scripts.route of them. Every node needs this
+directory under the same path. See docs/cluster.md and docs/fleet.md.
 """
 
 from __future__ import annotations
@@ -12,47 +14,66 @@ from __future__ import annotations
 import argparse
 import sys
 
-from recipes.build.launched import Launched
-from recipes.build.ray_cluster import RayJob, run
+from continuous_batching.scaling import MOST_REPLICAS, ScalingBounds
+from recipes.build import ray_cluster, ray_fleet
+from recipes.build.ray_cluster import ray_job
+from recipes.build.ray_fleet import RayFleet
+from recipes.build.ray_replica import ReplicaJob
 from recipes.schema import verb
-from recipes.schema.numbers import whole
-from recipes.schema.recipe_error import RecipeError
-
-RESOURCES = {"npu": "NPU", "cuda": "GPU"}  # of a device kind, as Ray names it
+from recipes.schema.numbers import real, span, whole
+from recipes.schema.reader import load
+from scripts import serve
 
 
 def main(argv: list[str]) -> int:
-    """The status of the verb on the node that leads."""
-    parser = argparse.ArgumentParser(
+    """The status of the verb on the node that leads, or 0 where replicas have ended in order."""
+    options = parser().parse_args(argv)
+    if options.replicas is not None:
+        return ray_fleet.serve(fleet(options), _say)
+    return ray_cluster.run(ray_job(options.nodes, options.arguments), _say)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
         prog="python -m scripts.on_ray", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--nodes", type=whole(1, 1024), required=True, metavar="N", help="machines to run on")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="VERB ARGUMENT ...")
-    options = parser.parse_args(argv)
-    return run(job(options.nodes, options.arguments), lambda line: print(line, file=sys.stderr, flush=True))
+    add, seconds, tokens = top.add_argument, real(0, 86_400), whole(1, 2**31)
+    add("--nodes", type=whole(1, 1024), default=1, metavar="N", help="machines for each engine")
+    add("--replicas", type=span(1, MOST_REPLICAS), metavar="LEAST:MOST", help="servers, by what waits")
+    add("--router", default="http://127.0.0.1:8080", metavar="URL", help="scripts.route, to be told")
+    add("--queued-tokens", type=tokens, default=4096, metavar="N", help="one more if more wait for each")
+    add("--more-after-s", type=seconds, default=5.0, metavar="S", help="and have for so long")
+    add("--fewer-after-s", type=seconds, default=120.0, metavar="S", help="one fewer after so long with room")
+    add("--drain-s", type=seconds, default=600.0, metavar="S", help="for requests of one that is to go")
+    add("arguments", nargs=argparse.REMAINDER, metavar="VERB ARGUMENT ...")
+    return top
 
 
-def job(num_nodes: int, arguments: list[str]) -> RayJob:
-    """What is to run, and what it needs of each node; raises ValueError for a recipe that cannot be."""
-    recipe = Launched.of(arguments[1:]).recipe
-    if recipe is None:
-        raise RecipeError((), "no recipe is among the arguments", "say VERB RECIPE, as in serve RECIPE")
-    if recipe.parallel.nodes is not None:
-        raise RecipeError(
-            "parallel.nodes", "Ray chooses the nodes", "leave it out", value=recipe.parallel.nodes
-        )
-    ranks = recipe.parallel.ranks
-    if ranks % num_nodes:
-        raise RecipeError(
-            "parallel.tensor",
-            f"{ranks} ranks cannot be shared evenly by {num_nodes} nodes",
-            f"make them a multiple of {num_nodes}",
-            value=ranks,
-        )
-    kind = recipe.device.kind
-    is_device = kind in RESOURCES and not recipe.device.virtual
-    devices = {RESOURCES[kind]: float(ranks // num_nodes)} if is_device else {}
-    return RayJob(tuple(arguments), num_nodes, devices, recipe.parallel.connect_timeout_s)
+def fleet(options: argparse.Namespace) -> RayFleet:
+    """What is to run; raises ValueError for what cannot be."""
+    verb_, *arguments = options.arguments or [""]
+    if verb_ != "serve":
+        raise ValueError(f"--replicas are servers, and the verb is {verb_!r}; say serve RECIPE")
+    asked, served = ray_job(options.nodes, options.arguments), serve.parser().parse_intermixed_args(arguments)
+    if served.port != serve.parser().get_default("port"):
+        raise ValueError(f"--port is {served.port}, and each replica has a port of its own; leave it out")
+    recipe = load(served.recipe, served.overrides, served.profile)
+    replica = ReplicaJob(
+        tuple(arguments), asked.num_nodes, asked.devices, served.host, recipe.cache.events is not None
+    )
+    scaling = ScalingBounds(
+        *options.replicas,
+        queued_tokens=options.queued_tokens,
+        more_after_s=options.more_after_s,
+        fewer_after_s=options.fewer_after_s,
+        slots=recipe.scheduler.num_slots,
+    )
+    return RayFleet(replica, scaling, options.router, options.drain_s, recipe.server.drain_s)
 
 
 if __name__ == "__main__":

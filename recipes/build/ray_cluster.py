@@ -10,14 +10,17 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from recipes.build.cluster import own_address
+from recipes.build.launched import Launched
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 
+RESOURCES = {"npu": "NPU", "cuda": "GPU"}  # of a device kind, as Ray names it
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _ENDS_IN_S = 10.0  # for the other nodes, when the leader has ended
 
@@ -32,6 +35,29 @@ class RayJob:
     connect_timeout_s: float
 
 
+def ray_job(num_nodes: int, arguments: list[str]) -> RayJob:
+    """What is to run, and what it needs of each node; raises ValueError for a recipe that cannot be."""
+    recipe = Launched.of(arguments[1:]).recipe
+    if recipe is None:
+        raise RecipeError((), "no recipe is among the arguments", "say VERB RECIPE, as in serve RECIPE")
+    if recipe.parallel.nodes is not None:
+        raise RecipeError(
+            "parallel.nodes", "Ray chooses the nodes", "leave it out", value=recipe.parallel.nodes
+        )
+    ranks = recipe.parallel.ranks
+    if ranks % num_nodes:
+        raise RecipeError(
+            "parallel.tensor",
+            f"{ranks} ranks cannot be shared evenly by {num_nodes} nodes",
+            f"make them a multiple of {num_nodes}",
+            value=ranks,
+        )
+    kind = recipe.device.kind
+    is_device = kind in RESOURCES and not recipe.device.virtual
+    devices = {RESOURCES[kind]: float(ranks // num_nodes)} if is_device else {}
+    return RayJob(tuple(arguments), num_nodes, devices, recipe.parallel.connect_timeout_s)
+
+
 class LaunchActor:
     """Runs the command on one node; an actor of Ray, whose end is that of the command."""
 
@@ -42,24 +68,28 @@ class LaunchActor:
     def run(self, arguments: Sequence[str], node: int, nodes: Sequence[str]) -> int:
         """The status with which the command ends."""
         listed = f"parallel.nodes=[{','.join(nodes)}]"
-        command = ["bash", str(ROOT / "scripts" / "launch.sh"), *arguments, listed]
-        environment = os.environ | {"NODE_RANK": str(node)}
-        libc = ctypes.CDLL(None, use_errno=True)
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: libc.prctl(_END_WITH_PARENT, signal.SIGTERM),
-        )
-        return process.wait()
+        return started([*arguments, listed], {"NODE_RANK": str(node)}, signal.SIGTERM).wait()
 
 
-def run(job: RayJob, say: Callable[[str], None]) -> int:
-    """The status of the leader's command; raises RecipeError where there is no Ray, or too little of it."""
+def started(
+    arguments: Sequence[str], environment: Mapping[str, str], when_alone: signal.Signals
+) -> subprocess.Popen[bytes]:
+    """scripts/launch.sh with these arguments; it gets this signal when our thread ends, however that ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return subprocess.Popen(
+        ["bash", str(ROOT / "scripts" / "launch.sh"), *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=lambda: libc.prctl(_END_WITH_PARENT, when_alone),
+    )
+
+
+@contextmanager
+def connected() -> Iterator[Any]:
+    """Ray, with this process in the cluster of its machine; raises RecipeError where there is none."""
     try:
         import ray
-        from ray.util.placement_group import placement_group, remove_placement_group
     except ImportError:
         raise RecipeError((), "Ray is not installed", "run bash scripts/setup.sh ray") from None
     try:
@@ -68,6 +98,38 @@ def run(job: RayJob, say: Callable[[str], None]) -> int:
         raise RecipeError(
             (), "no Ray cluster runs on this machine", "start one with ray start, or set RAY_ADDRESS"
         ) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def actors(ray: Any, kind: type, group: Any, devices: Mapping[str, float], num_nodes: int) -> list[Any]:
+    """An actor in each bundle of a placement group, with all of its devices."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return [
+        ray.remote(kind)
+        .options(
+            num_cpus=1.0,
+            num_gpus=devices.get("GPU", 0),
+            resources={name: count for name, count in devices.items() if name != "GPU"},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at),
+        )
+        .remote()
+        for at in range(num_nodes)
+    ]
+
+
+def run(job: RayJob, say: Callable[[str], None]) -> int:
+    """The status of the leader's command; raises RecipeError where there is no Ray, or too little of it."""
+    with connected() as ray:
+        return _run(ray, job, say)
+
+
+def _run(ray: Any, job: RayJob, say: Callable[[str], None]) -> int:
+    from ray.util.placement_group import placement_group, remove_placement_group
+
     bundle = {"CPU": 1.0, **job.devices}
     group = placement_group([bundle] * job.num_nodes, strategy="STRICT_SPREAD")
     try:
@@ -79,30 +141,16 @@ def run(job: RayJob, say: Callable[[str], None]) -> int:
                 f" its {len(there)} nodes have {[_counted(each, bundle) for each in there]}",
                 "start ray on more of them, free what others hold, or lower parallel.tensor",
             )
-        return _lead(ray, group, job, bundle, say)
+        return _lead(ray, group, job, say)
     finally:
         remove_placement_group(group)  # ends the actors, and the commands with them
-        ray.shutdown()
 
 
-def _lead(ray: Any, group: Any, job: RayJob, bundle: dict[str, float], say: Callable[[str], None]) -> int:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    resources = {name: count for name, count in job.devices.items() if name != "GPU"}
-    actors = [
-        ray.remote(LaunchActor)
-        .options(
-            num_cpus=bundle["CPU"],
-            num_gpus=job.devices.get("GPU", 0),
-            resources=resources,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at),
-        )
-        .remote()
-        for at in range(job.num_nodes)
-    ]
-    nodes = ray.get([actor.address.remote() for actor in actors])
+def _lead(ray: Any, group: Any, job: RayJob, say: Callable[[str], None]) -> int:
+    agents = actors(ray, LaunchActor, group, job.devices, job.num_nodes)
+    nodes = ray.get([agent.address.remote() for agent in agents])
     say(f"Ray has placed {job.num_nodes} nodes: {', '.join(nodes)}")
-    ends = [actor.run.remote(job.arguments, node, nodes) for node, actor in enumerate(actors)]
+    ends = [agent.run.remote(job.arguments, node, nodes) for node, agent in enumerate(agents)]
     waiting = list(ends)
     while ends[0] in waiting:
         (done,), waiting = ray.wait(waiting)

@@ -36,6 +36,12 @@ def wholes(least: int, most: int) -> Callable[[str], list[int]]:
     return lambda text: [one(each) for each in text.split(",")]
 
 
+def span(least: int, most: int) -> Callable[[str], tuple[int, int]]:
+    """Reads two integers with a colon between them, as 2:4, or one that stands for both."""
+    one = whole(least, most)
+    return lambda text: (one(text.partition(":")[0]), one(text.partition(":")[2] if ":" in text else text))
+
+
 def real(least: float, most: float, *, endless: bool = False) -> Callable[[str], float]:
     """Reads a number from `least` to `most`, or else `inf` where that is allowed."""
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from recipes.build.ray_cluster import LaunchActor
+from recipes.build.ray_cluster import LaunchActor, ray_job
 from recipes.schema.recipe import ROOT
-from scripts.on_ray import job, main
+from scripts.on_ray import main
 from tests.serving.server import PATIENCE_S
 
 TINY = "recipes/tiny/cpu.yaml"
@@ -34,12 +34,12 @@ finally:
 @pytest.mark.parametrize(("nodes", "npus"), [(1, 8.0), (2, 4.0), (8, 1.0)])
 def test_a_node_has_a_device_for_each_of_its_ranks(nodes: int, npus: float) -> None:
     arguments = ["serve", *NPU, "--port", "8001"]
-    asked = job(nodes, arguments)
+    asked = ray_job(nodes, arguments)
     assert (asked.num_nodes, asked.devices, asked.arguments) == (nodes, {"NPU": npus}, tuple(arguments))
 
 
 def test_ranks_on_processors_need_no_device() -> None:
-    assert job(2, ["generate", TINY, "parallel.tensor=2"]).devices == {}
+    assert ray_job(2, ["generate", TINY, "parallel.tensor=2"]).devices == {}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_ranks_on_processors_need_no_device() -> None:
 )
 def test_what_cannot_be_is_refused(nodes: int, arguments: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said.replace("[", r"\[")):
-        job(nodes, arguments)
+        ray_job(nodes, arguments)
 
 
 def test_without_ray_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

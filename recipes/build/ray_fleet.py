@@ -1,0 +1,55 @@
+"""How does a Ray cluster hold as many replicas of a server as there is work for?"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from continuous_batching.scaling import ScalingBounds
+from recipes.build.ray_cluster import connected
+from recipes.build.ray_replica import RayReplica, ReplicaJob
+from recipes.build.replica_set import ReplicaSet
+from recipes.build.router_client import RouterClient
+
+_TURN_S, _LOOKS_S = 1.0, 0.05
+_ENDS_S = 15.0  # beside the requests
+
+
+@dataclass(frozen=True, slots=True)
+class RayFleet:
+    """What each replica is, how many there may be, and the router that is told of them."""
+
+    job: ReplicaJob
+    bounds: ScalingBounds
+    router: str
+    drain_s: float  # that the last requests of a replica may take when it goes
+    end_s: float  # that all requests may take when the command ends
+
+
+def serve(fleet: RayFleet, say: Callable[[str], None]) -> int:
+    """Until a signal, which lets replicas end with their requests; a second one does not wait."""
+    router = RouterClient(fleet.router, say)
+    signals: list[int] = []  # a lock would not do: a handler runs between any two steps of this thread
+    with connected() as ray:
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which sets its own
+            signal.signal(number, lambda number, _: signals.append(number))
+        replicas = ReplicaSet(
+            lambda name: RayReplica(ray, fleet.job, name, say), router, fleet.bounds, fleet.drain_s, say
+        )
+        due_s = time.monotonic()
+        while not signals:
+            if (now_s := time.monotonic()) >= due_s:
+                replicas.turn(now_s)
+                due_s = now_s + _TURN_S
+            time.sleep(_LOOKS_S)
+        say(f"ends: {replicas.count} replicas may go on for {fleet.end_s:g} s")
+        replicas.stop()
+        until_s = time.monotonic() + fleet.end_s + _ENDS_S
+        while replicas.count:
+            replicas.bury(now_s := time.monotonic())
+            if len(signals) > 1 or now_s > until_s:
+                replicas.kill()
+            time.sleep(_LOOKS_S)
+    return 0

@@ -1,0 +1,83 @@
+"""How does who starts replicas speak to the router in front of them (`serving.router.app`)?"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_ANSWER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ToldReplica:
+    """What a router tells of one replica."""
+
+    state: str
+    leaves: bool
+    queued_tokens: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToldFleet:
+    """What a router tells: each replica by its URL, and the prompt tokens that wait for a turn."""
+
+    replicas: dict[str, ToldReplica]
+    waiting_tokens: int
+
+
+class RouterClient:
+    """The router at a URL, with the environment's API_KEY. Where it does not answer, `say` says why, once."""
+
+    def __init__(self, url: str, say: Callable[[str], None]) -> None:
+        kind, _, rest = url.partition("://")
+        if kind != "http" or not rest:
+            raise ValueError(f"--router {url} is no http://HOST:PORT")
+        self._url = url.rstrip("/")
+        self._say = say
+        self._trouble = ""
+
+    def told(self) -> ToldFleet | None:
+        """What it knows now; None where it does not answer."""
+        answer = self._ask("GET", "/fleet")
+        if answer is None:
+            return None
+        rows = answer["replicas"]
+        names = ("state", "leaves", "queued_tokens", "requests")
+        replicas = {row["url"]: ToldReplica(**{name: row[name] for name in names}) for row in rows}
+        return ToldFleet(replicas, answer["waiting_tokens"])
+
+    def add(self, url: str) -> None:
+        """Requests may go to a replica as soon as it is ready."""
+        self._ask("POST", f"/fleet/add?{url}")
+
+    def remove(self, url: str) -> None:
+        """No new requests go there; it is forgotten when its last one has ended."""
+        self._ask("POST", f"/fleet/remove?{url}")
+
+    def _ask(self, method: str, path: str) -> dict[str, Any] | None:
+        key = os.environ.get("API_KEY", "").strip()
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(
+            self._url + path, method=method, headers=headers, data=b"" if method == "POST" else None
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+                answer: dict[str, Any] = json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                trouble = f"{error.code}: {error.read(500).decode(errors='replace')}"
+        except (OSError, ValueError) as error:  # no connection; no JSON
+            trouble = str(error)
+        else:
+            self._trouble = ""
+            return answer
+        if trouble != self._trouble:
+            self._say(f"the router at {self._url} does not take {method} {path}: {trouble}")
+        self._trouble = trouble
+        return None
