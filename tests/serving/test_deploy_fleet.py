@@ -1,0 +1,181 @@
+"""The files that put several replicas into service agree with server, router and the command on Ray."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes.schema.reader import load
+from recipes.schema.server_section import ServerSection
+from scripts import on_ray, route, serve
+from serving.api.access import OPEN_PATHS
+from serving.metrics.exposition import NAMESPACE
+from serving.metrics.prometheus_names import OURS
+from tests.recipes import published
+from tests.serving.test_deploy import FOLDER, PORT, ROOT, documents
+
+ROUTER = "continuous-batching-router"
+REPLICA = "continuous-batching-replica"
+Document = dict[str, Any]
+
+
+def by_kind(name: str) -> dict[tuple[str, str], Document]:
+    """The documents of a file by kind and name, each of which is there once."""
+    found = {(each["kind"], each["metadata"]["name"]): each for each in documents(name)}
+    assert len(found) == len(documents(name))
+    return found
+
+
+def container_of(pod: Document) -> Document:
+    (container,) = pod["spec"]["containers"]
+    assert {each["name"] for each in container["volumeMounts"]} == {
+        each["name"] for each in pod["spec"]["volumes"]
+    }
+    probes = {key: each["httpGet"] for key, each in container.items() if key.endswith("Probe")}
+    ports = {each["name"] for each in container["ports"]}
+    assert {each["path"] for each in probes.values()} <= {*OPEN_PATHS}
+    assert {each["port"] for each in probes.values()} <= ports
+    assert {name: each["path"] for name, each in probes.items()}.get("livenessProbe", "/health") == "/health"
+    assert isinstance(container, dict)
+    return container
+
+
+def port_of(container: Document, name: str) -> int:
+    (found,) = [each["containerPort"] for each in container["ports"] if each["name"] == name]
+    return int(found)
+
+
+def environment(container: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in container["env"]:
+        if "value" in each:
+            monkeypatch.setenv(each["name"], each["value"])
+    assert "API_KEY" in {each["name"] for each in container["env"]}, "also the router asks with it"
+
+
+def routed(document: Document, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the router's pod asks for, and its recipe."""
+    pod = document["spec"]["template"]
+    assert document["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    container = container_of(pod)
+    environment(container, monkeypatch)
+    assert container["command"] == [".venv/bin/python", "-m", "scripts.route"]
+    options = route.parser().parse_intermixed_args(container["args"])
+    assert options.host == "0.0.0.0"
+    assert options.port == port_of(container, "http")
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 5 + options.drain_s
+    return options
+
+
+def test_a_fleet_of_kubernetes_finds_its_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of the headless Service, at the port where they listen, with the recipe that they serve."""
+    found = by_kind("fleet.yaml")
+    replicas, service = found["StatefulSet", REPLICA], found["Service", f"{REPLICA}s"]
+    pod = replicas["spec"]["template"]
+    container, labels = container_of(pod), pod["metadata"]["labels"]
+    environment(container, monkeypatch)
+    options = routed(found["Deployment", ROUTER], monkeypatch)
+    assert options.discover == [f"http://{service['metadata']['name']}:{PORT}"]
+    assert port_of(container, "http") == PORT == service["spec"]["ports"][0]["port"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert replicas["spec"]["serviceName"] == service["metadata"]["name"]
+    for selector in (service["spec"]["selector"], replicas["spec"]["selector"]["matchLabels"]):
+        assert selector.items() <= labels.items()
+    asked_for = serve.parser().parse_intermixed_args(container["args"])
+    served = load(asked_for.recipe, asked_for.overrides)
+    assert served.device.kind == "npu"
+    assert served.cache.page_size == load(options.recipe).cache.page_size
+    assert served.cache.events == f"tcp://0.0.0.0:{port_of(container, 'events')}"
+    assert port_of(container, "events-again") == port_of(container, "events") + 1
+    assert pod["spec"]["terminationGracePeriodSeconds"] > ServerSection().drain_s
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= ServerSection().start_timeout_s
+    asked = container["resources"]
+    assert asked["limits"]["huawei.com/Ascend910"] == asked["requests"]["huawei.com/Ascend910"]
+    entry = found["Service", ROUTER]["spec"]
+    assert (entry["selector"], entry["ports"][0]["port"]) == ({"app": ROUTER}, options.port)
+
+
+def test_only_the_router_reaches_the_events_of_pages() -> None:
+    found = by_kind("fleet.yaml")
+    policy = found["NetworkPolicy", REPLICA]["spec"]
+    assert policy["podSelector"]["matchLabels"] == {"app": REPLICA}
+    everybody = [each["ports"] for each in policy["ingress"] if "from" not in each]
+    assert everybody == [[{"port": "http", "protocol": "TCP"}]]
+    (router,) = [each["from"] for each in policy["ingress"] if "from" in each]
+    assert router == [{"podSelector": {"matchLabels": {"app": ROUTER}}}]
+
+
+def test_drained_nodes_leave_a_fleet() -> None:
+    found = by_kind("fleet.yaml")
+    for name, kind in ((REPLICA, "StatefulSet"), (ROUTER, "Deployment")):
+        budget = found["PodDisruptionBudget", name]["spec"]
+        assert (
+            budget["selector"]["matchLabels"] == found[kind, name]["spec"]["template"]["metadata"]["labels"]
+        )
+        least = found["HorizontalPodAutoscaler", REPLICA]["spec"]["minReplicas"]
+        count = found[kind, name]["spec"].get("replicas", least)
+        assert count - budget.get("maxUnavailable", count - budget.get("minAvailable", 0)) >= 1
+        assert count - budget.get("minAvailable", 0) >= 1, "or no node could ever be drained"
+
+
+def test_the_autoscaler_asks_for_a_metric_that_there_is() -> None:
+    """In the same numbers as `scripts.on_ray`, through a rule of prometheus-adapter's."""
+    found = by_kind("fleet.yaml")
+    scaler = found["HorizontalPodAutoscaler", REPLICA]["spec"]
+    target = scaler["scaleTargetRef"]
+    assert (target["kind"], target["name"]) in found
+    assert "replicas" not in found["StatefulSet", REPLICA]["spec"], "the autoscaler would be undone"
+    (metric,) = [each["pods"] for each in scaler["metrics"]]
+    name = metric["metric"]["name"]
+    assert name in {NAMESPACE + each.name for each in OURS}
+    assert int(metric["target"]["averageValue"]) == on_ray.parser().get_default("queued_tokens")
+    (rule,) = yaml.safe_load((FOLDER / "prometheus-adapter.yaml").read_text(encoding="utf-8"))["rules"]
+    assert rule["seriesQuery"].startswith(f"{name}{{")
+    assert re.fullmatch(rule["name"]["matches"], name)
+    assert rule["name"]["as"] == name
+    for label, resource in rule["resources"]["overrides"].items():
+        assert (label, f'{label}!=""' in rule["seriesQuery"]) == (resource["resource"], True)
+    pod = found["StatefulSet", REPLICA]["spec"]["template"]
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(PORT)
+
+
+def test_a_ray_job_keeps_replicas_and_tells_the_router(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """What a worker offers is what one replica needs; the cluster grows as far as the command may."""
+    found = by_kind("kuberay.yaml")
+    job = found["RayJob", "continuous-batching"]["spec"]
+    assert found["RayJob", "continuous-batching"]["metadata"]["labels"]["ray.io/scheduler-name"] == "volcano"
+    options = routed(found["Deployment", ROUTER], monkeypatch)
+    published.write(tmp_path)
+    monkeypatch.setenv("MODELS", str(tmp_path))
+    line = job["entrypoint"].partition("exec ")[2]
+    words = shlex.split(line)
+    assert words[:3] == [".venv/bin/python", "-m", "scripts.on_ray"]
+    asked = on_ray.fleet(on_ray.parser().parse_args(words[3:]))
+    assert asked.router == f"http://{ROUTER}:{options.port}"
+    assert f"serve {options.recipe} " in line
+    assert (asked.job.host, asked.job.has_events) == ("0.0.0.0", True)
+    cluster = job["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    least, most = workers["minReplicas"], workers["maxReplicas"]
+    assert (least, most) == (asked.bounds.least, asked.bounds.most)
+    assert asked.job.num_nodes == 1
+    (worker,) = workers["template"]["spec"]["containers"]
+    npus = worker["resources"]["limits"]["huawei.com/Ascend910"]
+    assert npus == worker["resources"]["requests"]["huawei.com/Ascend910"]
+    assert json.loads(json.loads(workers["rayStartParams"]["resources"])) == asked.job.devices
+    assert asked.job.devices == {"NPU": float(npus)}
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert head["env"] == worker["env"]
+    assert "API_KEY" in {each["name"] for each in worker["env"]}
+    pinned = (ROOT / "requirements-ray.txt").read_text(encoding="utf-8")
+    assert f"ray=={cluster['rayVersion']}\n" in pinned
+    image = (FOLDER / "Dockerfile.ray").read_text(encoding="utf-8")
+    assert f'"ray[default]=={cluster["rayVersion"]}"' in image
+    assert "readinessProbe" not in container_of(found["Deployment", ROUTER]["spec"]["template"])
