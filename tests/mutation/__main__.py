@@ -53,6 +53,7 @@ from tests.mutation.queue_faults import OUTRANK, QUEUE_FAULTS, QUEUES
 from tests.mutation.rank_faults import RANK_FAULTS, RANK_TESTS_OF
 from tests.mutation.response_faults import RESPONSE_FAULTS, RESPONSE_TESTS_OF
 from tests.mutation.routing_faults import ROUTING_FAULTS, ROUTING_TESTS_OF
+from tests.mutation.scaling_faults import SCALING_FAULTS, SCALING_TESTS_OF
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.score_faults import SCORE_FAULTS, SCORE_TESTS_OF
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
@@ -75,6 +76,7 @@ FAULTS = (
     *QUEUE_FAULTS,
     *ROUTING_FAULTS,
     *EXCHANGE_FAULTS,
+    *SCALING_FAULTS,
     *ANSWER_FAULTS,
     *PROMPT_FAULTS,
     *NPU_FAULTS,
@@ -165,6 +167,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **ADAPTER_TESTS_OF,
     **ROUTING_TESTS_OF,
     **EXCHANGE_TESTS_OF,
+    **SCALING_TESTS_OF,
     **GRAPH_TESTS_OF,
     **HCCL_TESTS_OF,
     **MTP_TESTS_OF,
