@@ -23,7 +23,7 @@ class Counters:
     rested_pages: int = 0  # of these, copied to the host pool
     promoted_pages: int = 0  # copied back from there, for requests that found them
     saved_pages: int = 0  # that the tier below was asked to keep
-    arrived_pages: int = 0  # from there, in the host pool
+    fetched_pages: int = 0  # from there, in the host pool
     copied_pages: int = 0  # on write, by a row that forked
     compacted_pages: int = 0
     swapped_out_pages: int = 0

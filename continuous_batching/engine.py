@@ -70,7 +70,7 @@ class Observer:
     def added(self, request: Request) -> None:
         """A request was accepted."""
 
-    def arrived(self, request_id: str, first: int, count: int) -> None:
+    def fetched(self, request_id: str, first: int, count: int) -> None:
         """A lookup in the tier has found `count` pages of a waiting request, from its page `first` on."""
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
@@ -286,7 +286,7 @@ class Engine:
             elif self.scheduler.waiting.find(request.id) is request:  # it has not been given up meanwhile
                 count = len(lookup.contents)
                 taken = self.scheduler.lifecycle.matching.arrive(request, first, count)
-                self.observer.arrived(request.id, first, count)
+                self.observer.fetched(request.id, first, count)
                 tier.hand_over(lookup.contents[taken])
 
     def _start(self, now_s: float) -> Started | None:

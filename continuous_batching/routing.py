@@ -2,9 +2,9 @@
 
 The one where it costs least: the tokens of its prompt to be computed there after its hits, the prompt tokens
 that wait there already, and a price for each request that is there. What several replicas have, as a system
-prompt, costs less than what one alone has, as a conversation: it is asked for again, wherever it is. This is asked for every request by
-itself; nothing switches it off for all of them. Of equal replicas each goes in turn. A router's own sends
-count until the replica has told of them.
+prompt, costs less than what one alone has, as a conversation: it is asked for again, wherever it is. This is
+asked for every request by itself; nothing switches it off for all of them. Of equal replicas each goes in
+turn. A router's own sends count until the replica has told of them.
 
 Where the pages of replicas are told, hits are those of the pages that they hold. Where not, what was sent
 somewhere is taken to be found there. In both cases a page on its way counts as found, so that requests which

@@ -78,7 +78,7 @@ class PrefixMatching:
         pages = self._prefix.take_in(keys, request.tokens, matched, most, request.cache_salt)
         if len(pages):
             self._tables.copy(PageCopy(pages, pages, "from_tier"))
-            self._counters.arrived_pages += len(pages)
+            self._counters.fetched_pages += len(pages)
         return slice(at - first, at - first + len(pages))
 
     def count_lookup(self, request: Request, matched: Index) -> None:

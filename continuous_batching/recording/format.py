@@ -55,7 +55,7 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     awaits_pages: bool = False  # it waits for what a lookup in the tier below finds
 
 
-class Arrived(msgspec.Struct, tag="T", array_like=True, frozen=True):
+class Fetched(msgspec.Struct, tag="T", array_like=True, frozen=True):
     """A lookup in the tier below has ended, for whom it was, and how many pages it found from which on."""
 
     id: str
@@ -154,7 +154,7 @@ class Closed(msgspec.Struct, tag="Z", array_like=True, frozen=True):
 Entry = (
     Header
     | Added
-    | Arrived
+    | Fetched
     | Ended
     | PagesExpected
     | PagesArrived

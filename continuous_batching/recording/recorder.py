@@ -21,12 +21,12 @@ from continuous_batching.recording.format import (
     BEGIN,
     FORMAT,
     Added,
-    Arrived,
     Chain,
     Closed,
     Copied,
     Ended,
     Entry,
+    Fetched,
     Header,
     Looked,
     PagesArrived,
@@ -162,9 +162,9 @@ class Recorder(Observer):
             )
         )
 
-    def arrived(self, request_id: str, first: int, count: int) -> None:
+    def fetched(self, request_id: str, first: int, count: int) -> None:
         """A lookup in the tier has ended."""
-        self._write(Arrived(request_id, first, count))
+        self._write(Fetched(request_id, first, count))
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
         """A request was ended from outside."""

@@ -12,12 +12,12 @@ import numpy as np
 from continuous_batching.batch import Batch
 from continuous_batching.recording.format import (
     Added,
-    Arrived,
     Chain,
     Committed,
     Copied,
     Ended,
     Entry,
+    Fetched,
     Header,
     Looked,
     PagesArrived,
@@ -130,7 +130,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             scheduler.add(request)
             request.awaits_pages = entry.awaits_pages
             yield request
-        elif isinstance(entry, Arrived):
+        elif isinstance(entry, Fetched):
             waiting = scheduler.waiting.find(entry.id)
             if waiting is None:
                 raise Divergence(f"after step {number}: {entry.id} waits no more, and its pages arrive")

@@ -215,7 +215,7 @@ TIER = (
         lambda t: {each: t.tier[each] for each in ("written", "known", "dropped", "found", "refused")},
         "result",
     ),
-    Metric("kv_tier_pages_arrived_total", "counter", "In the host", lambda t: t.counters["arrived_pages"]),
+    Metric("kv_tier_pages_fetched_total", "counter", "In the host", lambda t: t.counters["fetched_pages"]),
     Metric(
         "kv_tier_lookups_total",
         "counter",

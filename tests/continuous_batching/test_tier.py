@@ -55,7 +55,7 @@ def test_a_restart_finds_the_pages_of_prompts_and_answers() -> None:
     found = sum(each.num_cached_tokens for each in turns)
     could = sum((len(each.tokens) - 1) // PAGE_SIZE * PAGE_SIZE for each in first)
     assert found == could, "0.9 of it would do"
-    assert engine.scheduler.counters.arrived_pages == could // PAGE_SIZE
+    assert engine.scheduler.counters.fetched_pages == could // PAGE_SIZE
     assert engine.scheduler.counters.host_hit_tokens == could
 
 
@@ -131,7 +131,7 @@ def test_who_gives_up_while_its_pages_are_looked_up_leaves_nothing(end: str) -> 
     third = again(first, "second")  # by the same id
     serve(engine, third)
     assert third.num_cached_tokens == 28
-    assert engine.scheduler.counters.arrived_pages == 7
+    assert engine.scheduler.counters.fetched_pages == 7
     check(third)
 
 
@@ -142,7 +142,7 @@ def test_pages_that_others_brought_meanwhile_are_not_taken_in_again() -> None:
     engine = engine_with(pages)
     twins = [again(first, name) for name in ("second", "third")]
     serve(engine, *twins)
-    assert engine.scheduler.counters.arrived_pages == 7
+    assert engine.scheduler.counters.fetched_pages == 7
     assert [each.num_cached_tokens for each in twins] == [28, 28]
     check(*twins)
 

@@ -72,7 +72,7 @@ def test_requests_through_two_lives_of_an_engine_get_the_tokens_of_each_alone(
         assert counters.compacted_pages > 0
         assert not found.refused + found.dropped + found.late
         engine.close()
-    assert counters.arrived_pages > 20
+    assert counters.fetched_pages > 20
     assert found.hits > 5
 
 
