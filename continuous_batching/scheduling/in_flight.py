@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from continuous_batching.batch import Batch
+from continuous_batching.batch import LATE, Batch, Sampled
 from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
@@ -108,6 +108,21 @@ class InFlight:
             self._slots.num_tokens[self._unknown] -= 1
             self._unknown = EMPTY
         return landed.prompts, landed.since_s
+
+    def put_off(self, batch: Batch, sampled: Sampled) -> int:
+        """Let the last tokens of the rows that are late be computed once more; returns how many these are.
+
+        Of a row with drafts, the first token says whether it is.
+        """
+        slots, is_first = self._slots, np.diff(batch.owners, prepend=-1) != 0
+        late = batch.owners[is_first & (sampled.tokens == LATE)]
+        rows = late[~np.isin(late, list(self.outrun))]
+        slots.num_computed[rows] = slots.num_tokens[rows] - 1
+        if len(batch.draft_starts):
+            spans = np.flatnonzero(np.isin(batch.slots, rows))
+            lacking = slots.num_computed[batch.slots[spans]] - batch.draft_stops[spans]
+            slots.draft_lag[batch.slots[spans]] = np.maximum(lacking, 0)
+        return len(late)
 
     def _book_draft_model(self, batch: Batch) -> None:
         if len(batch.draft_stops):

@@ -31,7 +31,7 @@ from continuous_batching.scheduling.validation import (
 from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.speculation import Speculation
-from kv_cache.pages import Index, PagePool
+from kv_cache.pages import PagePool
 
 
 class Scheduler:
@@ -258,27 +258,20 @@ class Scheduler:
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> Booked:
         """Book what the device computed.
 
-        Of a row with drafts those tokens are booked that follow right drafts alone, up to the one that ends
-        the request. A row that is late gets no token; its last one is computed once more.
+        Of a row with drafts the tokens behind right ones, up to one that ends it; of a late row none.
         """
         slots, counters, outrun = self.slots, self.counters, self.in_flight.outrun
         prompts, scheduled_s = self.in_flight.land(batch)
         rows, positions = batch.owners, batch.targets
         over = self._stop_conditions.of(rows, sampled.tokens, positions)
-        is_late = sampled.tokens == LATE
-        if batch.num_drafts or is_late.any():
-            late = rows[
-                is_late & (np.diff(rows, prepend=-1) != 0)
-            ]  # a draft may be late where its row is not
-            counted = (
-                book_drafts(slots, batch, sampled, over) if batch.num_drafts else np.flatnonzero(~is_late)
-            )
-            self._put_off(batch, late)
+        if batch.num_drafts or (sampled.tokens == LATE).any():
+            counted = book_drafts(slots, batch, sampled, over)
+            counters.late_masks += self.in_flight.put_off(batch, sampled)
             rows, positions, sampled = rows[counted], positions[counted], sampled.take(counted)
             over = {at: over[index] for at, index in enumerate(counted.tolist()) if index in over}
         if self.speculation is not None:
             self.speculation.learn(batch, rows, positions, sampled.tokens, counters)
-        failed = rows[sampled.tokens < 0]  # those that are late are no longer among them
+        failed = rows[sampled.tokens < 0]
         # no other row may take over what a failed row computed, not even within this commit
         wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
         if len(prompts):
@@ -317,16 +310,6 @@ class Scheduler:
                 self.lifecycle.vacate(row, failed=has_failed or row in failed)
         flushes = self._has_tier and not self.has_work
         return Booked(*booked, finished, self.tables.take_copies() if flushes else ())
-
-    def _put_off(self, batch: Batch, rows: Index) -> None:
-        """Let the last tokens of these rows be computed once more: they were, and brought no token."""
-        self.counters.late_masks += len(rows)
-        slots, rows = self.slots, rows[~np.isin(rows, list(self.in_flight.outrun))]
-        slots.num_computed[rows] = slots.num_tokens[rows] - 1
-        if len(batch.draft_starts):
-            spans = np.flatnonzero(np.isin(batch.slots, rows))
-            lacking = slots.num_computed[batch.slots[spans]] - batch.draft_stops[spans]
-            slots.draft_lag[batch.slots[spans]] = np.maximum(lacking, 0)
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
         """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.

@@ -11,7 +11,7 @@ MATCHING, JSON_SCHEMA, ASKED = (
 )
 GRAMMAR_QUEUE = "serving/engine/grammar_queue.py"
 MASK_MAKER = "continuous_batching/sampling/mask_maker.py"
-SCHEDULER, DRAFTS = "continuous_batching/scheduling/scheduler.py", "continuous_batching/sampling/drafts.py"
+IN_FLIGHT, DRAFTS = "continuous_batching/scheduling/in_flight.py", "continuous_batching/sampling/drafts.py"
 SCHEDULES = "tests/serving/test_constrained_schedules.py"
 GRAMMAR_TESTS_OF = {
     CONSTRAINTS: (
@@ -92,7 +92,7 @@ GRAMMAR_FAULTS = (
     ),
     Fault(
         "late_row_goes_on",
-        SCHEDULER,
+        IN_FLIGHT,
         "        slots.num_computed[rows] = slots.num_tokens[rows] - 1\n        if len(batch.draft_starts)",
         "        if len(batch.draft_starts)",
         "a row whose mask is late never computes its last token again",
