@@ -84,6 +84,8 @@ class Constraint:
         masks: list[Mask | None] = [matcher.mask()]
         if self._has_failed(matcher):
             return [NOTHING] * num_places
+        if num_places == 1:
+            return masks
         for token in drafts.tolist():
             if not matcher.consume(token):
                 break

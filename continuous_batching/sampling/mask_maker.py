@@ -24,7 +24,7 @@ PATIENCE_S = 0.05  # that a step waits for masks which were quick so far
 MOST_THREADS = 16  # each grammar that takes long holds one
 
 
-class Place(NamedTuple):
+class MaskPlace(NamedTuple):
     """Where a row yields tokens: of its entries in the step, and of its answer."""
 
     indexes: list[int]  # of its tokens among all that the step yields
@@ -82,7 +82,7 @@ class MaskMaker:
             made.late += place.indexes[len(found) :]
         return made
 
-    def _begin(self, places: Sequence[Place], *, again: bool) -> None:
+    def _begin(self, places: Sequence[MaskPlace], *, again: bool) -> None:
         """Let threads make what is not made; `again`: also what is still behind another that takes long."""
         quick: list[Making] = []
         for place in places:
@@ -110,7 +110,7 @@ class MaskMaker:
             with self._made:
                 self._made.notify()
 
-    def _wait(self, places: Sequence[Place], *, is_alone: bool) -> None:
+    def _wait(self, places: Sequence[MaskPlace], *, is_alone: bool) -> None:
         jobs = [place.constraint.making for place in places if place.constraint.making is not None]
         first = [job for job in jobs if not len(job.answer)]
         quick = [job for job in jobs if not (job.is_late or job.constraint.is_slow)]
@@ -127,13 +127,13 @@ def _are_done(jobs: Sequence[Making]) -> bool:
     return all(job.is_done for job in jobs) or any(job.failed is not None for job in jobs)
 
 
-def _places(rows: Index, targets: Index, slots: SlotPool) -> list[Place]:
+def _places(rows: Index, targets: Index, slots: SlotPool) -> list[MaskPlace]:
     """The rows with grammars. Those of a span stand behind one another: its last tokens are drafts.
 
     What is known of a row is copied: a thread may read it when the row is another's.
     """
     indexes = np.flatnonzero(slots.constrained[rows])
-    found: list[Place] = []
+    found: list[MaskPlace] = []
     starts = np.flatnonzero(np.diff(rows[indexes], prepend=-1))
     for of_row in np.split(indexes, starts[1:]) if len(indexes) else ():
         row, first, last = int(rows[of_row[0]]), int(targets[of_row[0]]), int(targets[of_row[-1]])
@@ -141,6 +141,6 @@ def _places(rows: Index, targets: Index, slots: SlotPool) -> list[Place]:
         known = slots.token_ids[row, num_prompt:last].astype(np.int64)
         constraint = slots.requests[row].constraint
         found.append(
-            Place(of_row.tolist(), constraint, known[: first - num_prompt], known[first - num_prompt :])
+            MaskPlace(of_row.tolist(), constraint, known[: first - num_prompt], known[first - num_prompt :])
         )
     return found
