@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,20 @@ from serving.router.replicas import FleetReplica
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_CHOICES = 20  # that are told, the last first
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request with a prompt went, and what spoke for it."""
+
+    replica: int
+    prompt_tokens: int
+    hit_tokens: int
+    best_hit_tokens: int  # of the replica that has most of it
+    queued_tokens: int  # of others, that waited there
+    requests: int  # of others, that were there
+    is_again: bool  # after another replica was lost, or refused
 
 
 class FleetFigures:
@@ -25,6 +41,7 @@ class FleetFigures:
         self.num_split = 0
         self.num_again = self.num_refused = self.num_cut_off = self.best_hit_tokens = 0
         self.waited_s = 0.0
+        self._choices: deque[Choice] = deque(maxlen=_MOST_CHOICES)
 
     @property
     def _there(self) -> list[FleetReplica]:
@@ -42,6 +59,14 @@ class FleetFigures:
         replica.hit_tokens += sent.hit_tokens
         self.best_hit_tokens += sent.best_hit_tokens
         self.num_again += is_again
+        if prompt.num_tokens:
+            number = sent.replica
+            queued = int(self._routing.queued_tokens[number]) - sent.queued_tokens
+            there = int(self._routing.requests[number]) - 1
+            best = max(sent.best_hit_tokens, sent.hit_tokens)  # a session's replica may be the only one
+            self._choices.append(
+                Choice(number, prompt.num_tokens, sent.hit_tokens, best, queued, there, is_again)
+            )
 
     def split(self, place: PromptPlace | None) -> None:
         """Its prompt is computed by another replica, or not."""
@@ -71,6 +96,7 @@ class FleetFigures:
             "cut_off": self.num_cut_off,
             "best_hit_tokens": self.best_hit_tokens,
             "known_pages": len(self._routing.held),
+            "choices": [asdict(each) for each in reversed(self._choices)],
             "replicas": [
                 {
                     "url": each.url,

@@ -301,3 +301,20 @@ def test_a_drained_replica_gets_nothing_and_a_session_stays() -> None:
             assert fleet.routing.is_open.all()
 
     run(test)
+
+
+def test_where_requests_went_is_told_with_what_spoke_for_it() -> None:
+    async def test() -> None:
+        async with Fleet(whole(503, b"{}"), stream(*WHOLE)) as fleet:
+            await fleet.ask()
+            await fleet.ask("/v1/models")  # no prompt
+            second, first = fleet.figures.as_json()["choices"]
+            tokens = first["prompt_tokens"]
+            assert tokens > 100
+            assert first == {
+                "replica": 0, "prompt_tokens": tokens, "hit_tokens": 0, "best_hit_tokens": 0,
+                "queued_tokens": 0, "requests": 0, "is_again": False,
+            }  # fmt: skip
+            assert (second["replica"], second["is_again"]) == (1, True)
+
+    run(test)
