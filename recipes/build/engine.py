@@ -93,7 +93,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     if recipe.cache.events is not None:
         publish_pages(built.engine.scheduler.prefix, recipe.cache)
     if recipe.cache.tier is not None:
-        built = replace(built, tier=attach_tier(recipe, built))
+        built = replace(built, tier=attach_tier(recipe, built.engine, built.runner, built.memory))
     return built
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kv_cache.tier.entries import HEAD_BYTES
+from kv_cache.tier.writes import MOST_QUEUED_BYTES
 from models.config import DecoderConfig
 from models.head_config import HeadConfig
 from models.rope import needs_long_factors
 from models.share import Share
 from recipes.build.families import draft_config
 from recipes.schema.recipe import Recipe
+from recipes.schema.tier_section import tier_of
 
 GIB = 2**30
 WHOLE = Share()  # one rank, which holds everything
@@ -96,6 +99,7 @@ def report(
         ("pages", f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {memory}"),
         ("cache", f"{in_gib(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),
         ("host tier", host_tier(sizing)),
+        *_tier(recipe, sizing),
         ("slot table", in_gib(sizing.slot_bytes)),
         ("activations", f"{in_gib(sizing.activation_bytes)} in the largest step, {how}"),
         ("reserve", in_gib(sizing.reserve_bytes)),
@@ -107,6 +111,17 @@ def report(
             f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
         ),
     ]
+
+
+def _tier(recipe: Recipe, sizing: MemoryPlan) -> list[tuple[str, str]]:
+    """What rests below the host tier, and what of the host's memory it takes on its way there."""
+    asked = tier_of(recipe.cache.tier)
+    if asked is None:
+        return []
+    num_bytes, place = int(asked.gib * GIB), asked.path or asked.url
+    pages = f"{num_bytes // (sizing.page_bytes + HEAD_BYTES):,} pages"
+    on_the_way = f"up to {in_gib(MOST_QUEUED_BYTES)} of the host's memory on their way"
+    return [("tier below", f"{asked.kind} {place}, {in_gib(num_bytes)}, {pages}; {on_the_way}")]
 
 
 def _adapters(recipe: Recipe, sizing: MemoryPlan) -> list[tuple[str, str]]:

@@ -7,10 +7,10 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from continuous_batching.engine import Engine
 from kv_cache.page_bytes import PageBytes
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.entries import identity_of
@@ -18,13 +18,12 @@ from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.store import PageStore
 from models.checkpoint import checkpoint_files
 from models.rope import needs_long_factors
+from models.runner import ModelRunner
 from recipes.build.families import draft_config
+from recipes.build.memory_plan import MemoryPlan
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.tier_section import NAME, TierSection, place_of, tier_of
-
-if TYPE_CHECKING:
-    from recipes.build.engine import BuiltEngine
 
 _GIB = 2**30
 _PIECE_BYTES, _READERS = 2**20, 4
@@ -32,41 +31,41 @@ _PIECE_BYTES, _READERS = 2**20, 4
 log = logging.getLogger(__name__)
 
 
-def attach_tier(recipe: Recipe, built: BuiltEngine) -> PageTier:
+def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: MemoryPlan) -> PageTier:
     """Let an engine use the tier that its recipe asks for; raises RecipeError where that cannot be.
 
     A server that does not answer is none of these reasons: the engine does without it until it does.
     """
     asked = tier_of(recipe.cache.tier)
     assert asked is not None, "there is no tier"
-    if not built.memory.num_host_pages:
+    if not memory.num_host_pages:
         problem = "pages come from there by way of the host's memory, which has no room for any"
         raise RecipeError(
             (NAME, "cache.host_fraction"), problem, "raise cache.host_fraction, or leave this out"
         )
-    began_s, cache = time.perf_counter(), built.runner.cache
+    began_s, cache = time.perf_counter(), runner.cache
     pages = PageBytes(cache)
-    identity = identity_of(_facts(recipe, built, pages))
+    identity = identity_of(_facts(recipe, runner, memory.longest_tokens, pages))
     store, where = _store(asked, identity)
     tier = PageTier(store, pages, cache.apply, identity, asked.wait_s, where)
-    cache.tier = built.engine.tier = tier
+    cache.tier = engine.tier = tier
     took_s = time.perf_counter() - began_s
     log.info("tier of pages: %s, identity %s, known after %.1f s", where, identity.hex()[:16], took_s)
     return tier
 
 
-def _facts(recipe: Recipe, built: BuiltEngine, pages: PageBytes) -> dict[str, object]:
+def _facts(recipe: Recipe, runner: ModelRunner, longest_tokens: int, pages: PageBytes) -> dict[str, object]:
     """All that a page's content depends on beside its tokens and its salt, which holds its adapter too."""
-    runner, draft = built.runner, draft_config(recipe, built.config)
-    longest = built.memory.longest_tokens
+    config = runner.config
+    draft = draft_config(recipe, config)
     return {
         "layout": pages.layout,
         "page size": recipe.cache.page_size,
-        "model": repr(built.config),
+        "model": repr(config),
         "weights": _weights(recipe),
         "draft": None if draft is None else [repr(draft), digests(recipe.speculation.draft_path)],
         "share": repr(runner.decoder.share),
-        "long factors": needs_long_factors(built.config.rope, longest),
+        "long factors": needs_long_factors(config.rope, longest_tokens),
         "attention": [type(runner.attention).__qualname__, runner.attention.device.type],
     }
 

@@ -35,9 +35,11 @@ def serve(engine: Engine, *requests: Request) -> None:
 
 def run_out(engine: Engine) -> None:
     """Also while nothing can be computed, because pages are looked up."""
+    num_idle = 0
     while engine.has_work:
-        engine.step()
+        num_idle += engine.step() is None
         recount(engine.scheduler)
+        assert num_idle < 100, "nobody ends the wait"
 
 
 def again(request: Request, name: str, **params) -> Request:
@@ -163,6 +165,23 @@ def test_only_what_is_lacking_is_looked_up() -> None:
     tier = engine.tier
     assert tier.num_lookups == 2  # type: ignore[union-attr]
     check(short, second, third)
+
+
+def test_pages_whose_beginning_has_gone_meanwhile_are_not_taken_in() -> None:
+    pages: Pages = {}
+    first = ask("first", 30, 4)
+    serve(engine_with(pages), first)
+    engine = engine_with(pages, wait=1)
+    short = Request("short", first.prompt[:13], SamplingParams(max_tokens=1))
+    serve(engine, short)
+    num_arrived, prefix = engine.scheduler.counters.arrived_pages, engine.scheduler.prefix
+    second = again(first, "second")
+    engine.add(second)
+    prefix.forget(engine.scheduler.lifecycle.find(second)[:1])
+    run_out(engine)
+    assert engine.scheduler.counters.arrived_pages == num_arrived
+    assert second.num_cached_tokens == 0
+    check(second)
 
 
 def test_a_host_pool_that_is_too_small_takes_in_the_beginning() -> None:

@@ -206,3 +206,19 @@ def test_a_lookup_misses_beside_resting_pages_as_beside_others(pool: PagePool, c
         before = cache.lookups.copy()
         cache.count_lookup(asking.keys, asking.tokens, salt, asking.pages[:0])
         assert cache.lookups - before == {why: 1}
+
+
+def test_pages_from_elsewhere_rest_beside_what_they_continue_and_go_before_it(
+    pool: PagePool, host: PagePool, cache: PrefixCache
+) -> None:
+    asking = Owner(pool, cache, range(6 * SIZE))
+    left(pool, cache, 100, 2)
+    left(pool, cache, 0, 3)
+    cache.evict(5)
+    assert host.num_free == 0
+    matched = cache.find(asking.keys, asking.tokens, "")
+    assert len(matched) == 3
+    pages = cache.take_in(asking.keys, asking.tokens, matched, 3, "")
+    assert len(pages) == 2, "only the other chain gives way"
+    assert found(cache, asking) == [*matched.tolist(), *(-pages).tolist()]
+    assert cache.resting_pages.tolist() == [*pages[::-1].tolist(), *(-matched[::-1]).tolist()]

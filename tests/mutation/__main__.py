@@ -59,6 +59,7 @@ from tests.mutation.score_faults import SCORE_FAULTS, SCORE_TESTS_OF
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
 from tests.mutation.spread_faults import SPREAD_FAULTS, SPREAD_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
+from tests.mutation.tier_faults import TIER_FAULTS, TIER_TESTS_OF
 from tests.mutation.tool_faults import TOOL_FAULTS, TOOL_TESTS_OF
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,7 @@ FAULTS = (
     *CACHE_FAULTS,
     *PREFIX_FAULTS,
     *HOST_TIER_FAULTS,
+    *TIER_FAULTS,
     *PAGING_FAULTS,
     *SCHEDULE_FAULTS,
     *DRAFT_FAULTS,
@@ -113,6 +115,7 @@ HOST_TESTS = (
     *(
         BATCHING + name
         for name in (
+            "test_tier.py",
             "test_scheduler.py",
             "test_drafts.py",
             "test_slot_lifecycle.py",
@@ -122,7 +125,12 @@ HOST_TESTS = (
     ),
     *(
         BATCHING + name
-        for name in ("test_host_tier.py", "test_host_tier_schedules.py", "test_small_pools.py")
+        for name in (
+            "test_host_tier.py",
+            "test_host_tier_schedules.py",
+            "test_tier_schedules.py",
+            "test_small_pools.py",
+        )
     ),
     CACHE + "test_model.py",
     BATCHING + "test_machine.py",
@@ -182,6 +190,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **GEMMA3_TESTS_OF,
     **SCORE_TESTS_OF,
     **GPT_OSS_TESTS_OF,
+    **TIER_TESTS_OF,
 }
 
 

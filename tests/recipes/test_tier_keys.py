@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from recipes.__main__ import show
 from recipes.build.engine import build
 from recipes.build.page_tier import attach_tier
 from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_from
@@ -115,9 +116,19 @@ def test_a_place_that_cannot_be_used_is_refused_when_the_engine_is_built(tier: s
 
 
 def test_a_host_with_no_room_for_a_page_is_refused() -> None:
-    built: Any = SimpleNamespace(memory=SimpleNamespace(num_host_pages=0))
+    memory: Any = SimpleNamespace(num_host_pages=0)
     with pytest.raises(RecipeError, match=r"cache.tier: .* has no room for any; raise cache.host_fraction"):
-        attach_tier(loaded(DISK), built)
+        attach_tier(loaded(DISK), None, None, memory)
+
+
+def test_show_tells_what_rests_where(capsys: pytest.CaptureFixture[str]) -> None:
+    show(TINY, [*OVERRIDES, "cache.host_gib=0.01", f"cache.tier={{{DISK}}}"])
+    said = capsys.readouterr().out
+    (line,) = [each for each in said.splitlines() if each.startswith("tier below")]
+    page_bytes = 2 * 2 * device.PAGE_SIZE * 2 * 8 * 4
+    assert (
+        f"disk pages, 1.00 GiB, {2**30 // (page_bytes + 104):,} pages; up to 0.25 GiB of the host's" in line
+    )
 
 
 def test_a_recording_says_that_there_was_a_tier_and_no_password() -> None:

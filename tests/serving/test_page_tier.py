@@ -1,0 +1,100 @@
+"""Servers that are killed find their pages again, and those of others, in a tier that outlives them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.kv_cache import redis_server
+from tests.serving.server import PATIENCE_S, TINY, Server, started
+
+PAGE_SIZE, NUM_PROMPTS, LONG = 16, 8, 100
+PROMPTS = np.random.default_rng(4).integers(10, 300, (NUM_PROMPTS, LONG)).tolist()
+FINDABLE = (LONG - 1) // PAGE_SIZE * PAGE_SIZE * NUM_PROMPTS
+
+
+def served(*tier: str) -> Server:
+    return started((TINY, "cache.host_gib=0.05", f"cache.tier={{{', '.join(tier)}, gib: 0.2, wait_s: 30}}"))
+
+
+def asked(server: Server) -> tuple[list[str], int]:
+    """The answers to all prompts, and how many of their tokens were found."""
+    texts, found = [], 0
+    for prompt in PROMPTS:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+        texts.append(answer["choices"][0]["text"])
+        found += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return texts, found
+
+
+def counted(server: Server, result: str) -> int:
+    """Pages, by what became of them in the tier."""
+    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+    match = re.search(rf'^cb_kv_tier_pages_total{{.*result="{result}"}} (\S+)$', text, re.MULTILINE)
+    assert match is not None
+    return int(float(match[1]))
+
+
+def kill(server: Server, num_written: int) -> None:
+    """`kill -9` of the server, when so many pages are written; its engine ends with it."""
+    until_s = time.monotonic() + PATIENCE_S
+    while counted(server, "written") < num_written:
+        assert time.monotonic() < until_s, "they are not written"
+        time.sleep(0.05)
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.wait()
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_finds_its_pages_in_a_folder(tmp_path: Path) -> None:
+    tier = "kind: disk", f"path: {tmp_path}"
+    server = served(*tier)
+    texts, found = asked(server)
+    assert found == 0
+    kill(server, FINDABLE // PAGE_SIZE)
+    server = served(*tier)
+    try:
+        again, found = asked(server)
+        assert again == texts
+        assert found >= 0.9 * FINDABLE
+        assert counted(server, "found") == found // PAGE_SIZE
+        assert counted(server, "refused") == counted(server, "dropped") == 0
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
+def test_a_server_finds_the_pages_of_another_in_redis_and_does_without_when_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    with redis_server.server(tmp_path) as (url, process):
+        tier = "kind: redis", f"url: '{url}'"
+        one, two = served(*tier), served(*tier)
+        try:
+            texts, _ = asked(one)
+            kill(one, FINDABLE // PAGE_SIZE)
+            again, found = asked(two)
+            assert again == texts
+            assert found >= 0.9 * FINDABLE
+            process.kill()
+            process.wait()
+            body = {"model": "tiny", "prompt": PROMPTS[0][::-1], "max_tokens": 6}
+            for _ in range(3):
+                answer = httpx.post(f"{two.url}/v1/completions", json=body, timeout=PATIENCE_S)
+                assert answer.status_code == 200
+            two.wait_for("reading pages from .* fails, and is done without")
+            said = [line for line in two.log if "is done without" in line and "reading" in line]
+            assert len(said) == 1
+            text = httpx.get(f"{two.url}/metrics", timeout=PATIENCE_S).text
+            assert re.search(r"^cb_kv_tier_up{.*} 0", text, re.MULTILINE)
+        finally:
+            one.process.kill()
+            two.close()
