@@ -174,12 +174,12 @@ def test_pages_whose_beginning_has_gone_meanwhile_are_not_taken_in() -> None:
     engine = engine_with(pages, wait=1)
     short = Request("short", first.prompt[:13], SamplingParams(max_tokens=1))
     serve(engine, short)
-    num_arrived, prefix = engine.scheduler.counters.arrived_pages, engine.scheduler.prefix
+    num_arrived, prefix = engine.scheduler.counters.fetched_pages, engine.scheduler.prefix
     second = again(first, "second")
     engine.add(second)
     prefix.forget(engine.scheduler.lifecycle.find(second)[:1])
     run_out(engine)
-    assert engine.scheduler.counters.arrived_pages == num_arrived
+    assert engine.scheduler.counters.fetched_pages == num_arrived
     assert second.num_cached_tokens == 0
     check(second)
 

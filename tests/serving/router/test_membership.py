@@ -29,6 +29,7 @@ class Replica:
     def __init__(self) -> None:
         self.lets, self.num_asked = asyncio.Event(), 0
         self.lets.set()
+        self.writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> str:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -36,6 +37,7 @@ class Replica:
         return self.url
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -111,6 +113,8 @@ async def running(replicas: list[Replica], *, are_there: bool) -> AsyncIterator[
             each.close()
         for replica in replicas:
             replica.server.close()
+            for writer in replica.writers:
+                writer.transport.abort()
         await asyncio.sleep(0.05)  # until both sides have closed
 
 
