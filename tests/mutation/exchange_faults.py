@@ -105,13 +105,6 @@ EXCHANGE_FAULTS = (
         "prompts are computed for who is gone",
     ),
     Fault(
-        "any_part_is_next",
-        FETCHES,
-        "            and part.first_page == fetch.next_page[part.layer]\n",
-        "",
-        "a part that was lost is not missed",
-    ),
-    Fault(
         "end_without_a_count",
         FETCHES,
         "                if min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes:\n",

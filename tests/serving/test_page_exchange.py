@@ -9,6 +9,7 @@ import pytest
 
 from kv_cache.exchange import prompt_source
 from kv_cache.exchange.transports import Bytes, Tcp
+from serving.engine import page_sends
 from tests.kv_cache import device
 from tests.serving.page_pair import HERE, Link, Pair, alone, cache_of, prompts
 
@@ -255,24 +256,33 @@ def test_an_engine_that_answers_and_goes_leaves_nothing_behind() -> None:
     pair.close()
 
 
-def test_who_reads_slowly_holds_pages_for_as_long_as_its_lease() -> None:
+@pytest.mark.parametrize("ends", ["lease", "connection"])
+def test_who_reads_nothing_holds_pages_no_longer_than_it_is_waited_for(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The window is full, and nothing is taken out of it: the pages are read no further, and then let go."""
-    pair = Pair(most_wait_s=1.0, window_bytes=1 << 12, most_part_bytes=1)
+    monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES", 1)
+    wait_s = 2.0 if ends == "lease" else 3600.0
+    pair = Pair(most_wait_s=wait_s, window_bytes=1 << 12, most_part_bytes=1)
     requests = prompts(1, longest=61)
     pair.ask(requests)
     fetching, pair.fetching.take = pair.fetching.take, list
-    pair.until(lambda: pair.sends._num_asked > 0 and not len(pair.sends))
+    pair.until(lambda: pair.sends._num_asked > 0 and not pair.prompts.has_work)
+    if ends == "connection":
+        assert pair.prompts.leased_pages("pages-1") is not None
+        pair.source.close()
+    pair.until(lambda: not len(pair.sends))
+    assert pair.prompts.scheduler.counters.sent_pages == 0
     assert not len(pair.prompts.scheduler.lifecycle.held.pages)
     pair.fetching.take = fetching
     pair.until(lambda: not len(pair.fetches) and not pair.answers.has_work)
     assert [each.answer.tolist() for each in requests] == alone(requests)
+    assert pair.answers.scheduler.counters.missed_pages
     pair.settle()
     pair.close()
 
 
 def test_pages_are_held_until_there_is_room_to_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from serving.engine import page_sends
-
     monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES", 1)
     pair = Pair(most_part_bytes=1)
     (request,) = prompts(1, longest=61)
@@ -291,8 +301,6 @@ def test_pages_are_held_until_there_is_room_to_read_them(monkeypatch: pytest.Mon
 def test_pages_that_had_to_give_way_are_computed_where_they_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from serving.engine import page_sends
-
     monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES", 1)
     pair = Pair(most_part_bytes=1)
     (request,) = prompts(1, longest=61)
