@@ -123,22 +123,25 @@ class _Life:
         self._source = source
         self._pause_s = LOST_S
         self._window: PageWindow | None = None
-        self.connection = Connection(
-            self._take, lambda why: source._ended(self.connection, why, self._pause_s)
-        )
+        self.connection = Connection(self._take, self._ended)
         threading.Thread(target=self._dial, name="pages-dial", daemon=True).start()
 
     def _dial(self) -> None:
         source = self._source
         try:
-            self._window = source._transport.expose(source._window_bytes)
             sock = socket.create_connection(source._address, CONNECT_S)
+            self._window = source._transport.expose(source._window_bytes)
             sock.sendall(source._hello(self._window))
         except OSError as error:
             self.connection.end(str(error))
             return
         self.connection.window = self._window.memory
         self.connection.start(sock)
+
+    def _ended(self, why: str) -> None:
+        if self._window is not None:
+            self._window.reached()  # or never will be: its name must not stay
+        self._source._ended(self.connection, why, self._pause_s)
 
     def _take(self, message: Said) -> None:
         match message:

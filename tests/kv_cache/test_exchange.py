@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kv_cache.exchange import transports
-from kv_cache.exchange.connection import Connection
+from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.identity import PageIdentity, address_of_pages
 from kv_cache.exchange.messages import (
     HEAD,
@@ -26,6 +26,7 @@ from kv_cache.exchange.messages import (
     lengths_of,
     unframed,
 )
+from kv_cache.exchange.prompt_source import PromptSource
 from kv_cache.exchange.transports import Ring, SharedMemory, Tcp
 from tests.thorough import cases
 
@@ -169,3 +170,22 @@ def test_addresses() -> None:
 def test_an_end_says_how_many_bytes_there_were() -> None:
     frame = framed(AllSent(4, 1 << 40))
     assert read(frame) == AllSent(4, 1 << 40)
+
+
+@pytest.mark.parametrize("way", ["nobody listens", "it is silent and goes"])
+def test_an_engine_that_is_never_reached_leaves_no_name_in_shared_memory(way: str) -> None:
+    before = {*os.listdir("/dev/shm")}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        if way == "nobody listens":
+            listener.close()
+        source = PromptSource(
+            endpoint, PageIdentity("m", 16, []), Wake(), transport="shared_memory", window_bytes=1 << 12
+        )
+        assert source.want(b"", "", 0, 1.0) is not None
+        if way != "nobody listens":
+            peer, _ = listener.accept()
+            assert peer.recv(HEAD.size)
+            peer.close()
+        assert source.came.get(timeout=120).message is None
+    assert not [each for each in {*os.listdir("/dev/shm")} - before if each.startswith("pages-")]
