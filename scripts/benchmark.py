@@ -18,7 +18,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "latency": ("offline.latency", "how long a batch of requests of one size takes"),
     "beside": (
         "offline.transformers_beside",
-        "the same, beside transformers' own continuous batching",
+        "the same, beside transformers' own continuous or static batches",
     ),
     "device": ("micro.device", "single steps, against what the device copies and multiplies"),
     "launches": ("micro.launches", "what a decode step asks of an NPU: launches, copies and waits"),

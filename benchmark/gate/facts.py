@@ -42,7 +42,7 @@ FACTS = frozenset(
         ),
         *("metrics.columns", "batches.columns", "cache_after_all_runs.idle_pages"),
         *(f"cache_after_all_runs.{name}_host_pages" for name in ("swapped", "resting", "free")),
-        *("transformers_output_tokens_per_s", "times_transformers"),
+        *("transformers_batch_size", "transformers_output_tokens_per_s", "times_transformers"),
         *("SIMULATED", "costs", "devices", "case", "threads", "waiting", "candidates", "load"),
     }
 )

@@ -1,7 +1,9 @@
-"""How does transformers' own continuous batching serve the same trace, in the same run?
+"""How does transformers serve the same trace in the same run: by its own continuous batching, or in batches?
 
-Both get the same model in the same type, on the same device, and the same requests, which all come at once.
-Random weights differ; greedy tokens are then not compared, and nothing ends before its length.
+Batches are static: so many requests in the order of the trace, padded to the longest prompt, run until the
+longest answer ends; what the others are answered beyond their length is not counted. Both get the same model
+in the same type, on the same device, and the same requests, which all come at once. Random weights differ;
+greedy tokens are then not compared, and nothing ends before its length.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from benchmark.options import show
 from models.dtypes import TORCH_DTYPES
 from recipes.build.families import model_config
 from recipes.build.machine import start
+from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.offline import Job
@@ -29,18 +32,28 @@ PATIENCE_S = 600.0  # for the next answer
 
 
 def run(
-    recipe_path: str, overrides: Sequence[str], profile: str | None, trace_path: str, num_runs: int
+    recipe_path: str,
+    overrides: Sequence[str],
+    profile: str | None,
+    trace_path: str,
+    num_runs: int,
+    static: int | None = None,
 ) -> dict[str, object]:
-    """Output tokens per second of both, and how many times theirs ours is."""
+    """Output tokens per second of both, and how many times theirs ours is; `static` requests in a batch."""
     recipe = read(recipe_path, overrides, profile).recipe
     ours = offline.run(recipe_path, overrides, profile, trace_path, num_runs)
     _give_back(recipe)
     text = Text.load(recipe.model.path) if recipe.model.path else None
     jobs = [job for job in offline.load_trace(trace_path, text) if isinstance(job, Job)]
     model = _model(recipe)
-    rates = sorted(_serve(model, jobs) for _ in range(1 + num_runs))[:num_runs]  # less the coldest
-    theirs = rates[num_runs // 2]
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    rates = [
+        _serve(model, jobs) if static is None else _serve_batches(model, jobs, static)
+        for _ in range(1 + num_runs)
+    ]
+    theirs = sorted(rates[1:])[num_runs // 2]  # less the first, which is cold
     beside = {
+        "transformers_batch_size": static,
         "transformers_output_tokens_per_s": round(theirs, 2),
         "times_transformers": round(float(str(ours["output_tokens_per_s"])) / theirs, 3),
     }
@@ -76,7 +89,6 @@ def _serve(model: Any, jobs: Sequence[Job]) -> float:
     import transformers
 
     longest = max(job.request.params.max_tokens for job in jobs)
-    model.config.eos_token_id = model.generation_config.eos_token_id = None
     settings = transformers.GenerationConfig(
         max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -99,11 +111,41 @@ def _serve(model: Any, jobs: Sequence[Job]) -> float:
     return num_tokens / taken
 
 
+def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
+    """As `_serve`, in static batches of `size` requests, whose prompts are padded on their left."""
+    began = time.perf_counter()
+    for first in range(0, len(jobs), size):
+        batch = [job.request for job in jobs[first : first + size]]
+        prompts = [torch.tensor(request.tokens, dtype=torch.long) for request in batch]
+        tokens, mask = (
+            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left").to(model.device)
+            for rows in (prompts, [torch.ones_like(prompt) for prompt in prompts])
+        )
+        longest = max(request.params.max_tokens for request in batch)
+        with torch.inference_mode():
+            made = model.generate(
+                tokens, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=0
+            )
+        if made.shape[1] != tokens.shape[1] + longest:
+            raise ValueError(
+                f"transformers ended after {made.shape[1] - tokens.shape[1]} of {longest} tokens"
+            )
+    return sum(job.request.params.max_tokens for job in jobs) / (time.perf_counter() - began)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `beside`."""
     offline.add_trace_arguments(parser)
+    parser.add_argument(
+        "--static",
+        type=whole(1, MOST_COUNT),
+        metavar="REQUESTS",
+        help="transformers in static batches of so many; if not, its own continuous batching",
+    )
 
 
 def main(options: argparse.Namespace) -> None:
-    result = run(options.recipe, options.overrides, options.profile, options.trace, options.runs)
+    result = run(
+        options.recipe, options.overrides, options.profile, options.trace, options.runs, options.static
+    )
     show(result, options, offline.print_table)

@@ -293,16 +293,18 @@ def test_floors_count_what_a_step_reads_and_multiplies() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_trace_is_served_beside_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("static", [[], ["--static", "2"]])
+def test_the_same_trace_is_served_beside_transformers(static: list[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"prompt_token_ids": [7] * 9, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     trace.write_text("".join(json.dumps({"id": str(n), **line}) + "\n" for n in range(3)))
     code = "import sys; from scripts.benchmark import main; main(sys.argv[1:])"  # it starts threads
     command = ["beside", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace)]
-    command += ["--runs", "1", "--json"]
+    command += ["--runs", "1", "--json", *static]
     run = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
     result = json.loads(run.stdout)
     assert result["output_tokens"] == 15
+    assert result["transformers_batch_size"] == (int(static[1]) if static else None)
     assert result["times_transformers"] == pytest.approx(
         result["output_tokens_per_s"] / result["transformers_output_tokens_per_s"], rel=0.01
     )
