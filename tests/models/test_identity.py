@@ -20,6 +20,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, on_each, settings
 from tests.models.families import VARIANTS, VOCABULARY, Variant, generated, make, wide
+from tests.models.latent_variants import LATENT_VARIANTS
 
 Pair = tuple[Kind, Way]
 
@@ -107,7 +108,7 @@ def case_of(variant: Variant, folder: Path) -> Case:
     scope="module",
     params=[
         pytest.param(each, marks=() if each.name in FAST else pytest.mark.slow, id=each.name)
-        for each in VARIANTS
+        for each in [*VARIANTS, *LATENT_VARIANTS]
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
