@@ -30,6 +30,7 @@ ATB_MOST_PAGE = 128 * 128  # tokens x head dim
 LATENT, LATENT_ROPE, LATENT_HEAD = 512, 64, 128
 MOST_LATENT_HEADS = 128
 MOST_LATENT_QUERIES = 16  # of a span in the space of latents
+INT4_GROUP, MOST_INT4_SIDE = 32, 65535  # npu_weight_quant_batchmatmul: a group's step, inputs or outputs
 MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more of each: vllm-ascend's bound
 
 
@@ -49,6 +50,7 @@ class AscendProduct:
     most_spans: int = MOST_SPANS  # in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # multiplies int8 with a scale for each token
+    has_int4: bool = False  # multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
     has_mixtures: bool = True  # routes tokens to experts and multiplies each expert's rows in one launch
     tiles_weights: bool = False  # of 16 bits, in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
@@ -205,6 +207,33 @@ class AscendProduct:
                 " to bfloat16"
             )
 
+    def check_int4(self, dtype: torch.dtype, group_size: int | None, largest: int) -> None:
+        """Raise ValueError for a model of this type in W4A16, whose linears have at most so many inputs and
+        outputs (op-plugin, npu_weight_quant_batchmatmul).
+        """
+        mend = "leave model.quantization out, and the weights are read into the model's type"
+        if not self.has_int4:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_int4)
+            raise ValueError(
+                f"model.quantization is w4a16; the {self.name} multiplies no weights of 4 bits, {some} do:"
+                f" use one of these, or {mend}"
+            )
+        if dtype not in self.dtypes:
+            raise ValueError(
+                f"model.dtype is {_name(dtype)}; products in 4 bits take bfloat16 or float16: set model.dtype"
+                " to float16"
+            )
+        if group_size is not None and group_size % INT4_GROUP:
+            raise ValueError(
+                f"{group_size} inputs of a linear share a scale; products in 4 bits of the {self.name} take a"
+                f" multiple of {INT4_GROUP}: {mend}"
+            )
+        if largest > MOST_INT4_SIDE:
+            raise ValueError(
+                f"a linear has a side of {largest}; products in 4 bits of the {self.name} take up to"
+                f" {MOST_INT4_SIDE}: use more tensor ranks, or {mend}"
+            )
+
     def graph_sizes(
         self, sizes: Sequence[int], num_layers: int, page_size: int, beside: int = 0, *, joins: bool = False
     ) -> list[int]:
@@ -256,7 +285,12 @@ PRODUCTS = (
         most_spans=2000,
     ),
     AscendProduct(
-        name="910B", chip="Ascend910B1", chips=r"Ascend910B\d", captures_draws=True, has_latents=True
+        name="910B",
+        chip="Ascend910B1",
+        chips=r"Ascend910B\d",
+        captures_draws=True,
+        has_latents=True,
+        has_int4=True,
     ),
     AscendProduct(
         name="910C",
@@ -264,6 +298,7 @@ PRODUCTS = (
         chips=r"Ascend910_93\d\d",
         captures_draws=True,
         has_latents=True,
+        has_int4=True,
     ),
     AscendProduct(
         name="950",

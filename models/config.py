@@ -8,13 +8,13 @@ from typing import Literal
 
 from models.latent_config import LatentConfig
 from models.mixture_config import MLP_ROLES, MixtureConfig
-from models.packing import Packing
+from models.packing import Int4, Packing
 from models.quantization import BlockScales, Quantization
 from models.rope_config import RopeConfig
 
 DType = Literal["float32", "bfloat16", "float16"]
 Gate = Literal["silu", "gelu_tanh", "clamped"]
-Form = Literal["plain", "int8", "quantize"]  # how a linear is stored; quantize: plain, then in int8
+Form = Literal["plain", "int8", "quantize"] | Int4  # how a linear is stored; quantize: plain, then in int8
 
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCALE_BYTES = 4  # of one float32 scale, which each int8 output channel has, and each head in an int8 cache
@@ -58,6 +58,7 @@ class DecoderConfig:
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
     stored_form: BlockScales | Packing | None = None  # of weights that are read into the model's type
+    kept_form: Packing | None = None  # of linears that stay in its 4 bits
     stored_joined: tuple[str, ...] = ()  # QKV, GATE_UP: linears that the checkpoint stores as one
     norms: tuple[str, ...] = NORMS  # of a layer, in a checkpoint; two more are of what attention and MLP made
     norms_add_one: bool = False  # to what a checkpoint says of them
@@ -76,6 +77,8 @@ class DecoderConfig:
         """How the linear of this name in a checkpoint is stored; a tied head is as the embedding is."""
         quantization = self.quantization
         is_tied = name == "lm_head" and self.tie_embeddings
+        if self.kept_form is not None and self.kept_form.covers(name):
+            return Int4(self.kept_form.group_size, self.kept_form.has_zeros)
         if quantization is None or is_tied or not quantization.covers(name):
             return "plain"
         return "int8" if quantization.is_stored else "quantize"
@@ -229,6 +232,8 @@ class DecoderConfig:
 
     def _row_bytes(self, form: Form, inputs: int) -> int:
         """Of one output channel of a linear, its scale included."""
+        if isinstance(form, Int4):
+            return form.row_bytes(inputs, self.dtype_bytes)
         return inputs * self.dtype_bytes if form == "plain" else inputs + SCALE_BYTES
 
     @property
@@ -237,8 +242,8 @@ class DecoderConfig:
         total = self.num_parameters * self.dtype_bytes
         total += self._router_parameters * (ROUTER_BYTES - self.dtype_bytes)
         for name, inputs, outputs in self.linears():
-            if self.form(name) != "plain" and not name.endswith(UP):
-                total += outputs * (SCALE_BYTES - inputs * (self.dtype_bytes - 1))
+            if not name.endswith(UP):
+                total += outputs * (self._row_bytes(self.form(name), inputs) - inputs * self.dtype_bytes)
         return total
 
     @property
@@ -303,7 +308,7 @@ def _joined(prefix: str, roles: tuple[str, str, str]) -> tuple[str, str, str]:
 
 def check_fused(config: DecoderConfig) -> None:
     """Raise ValueError where linears that are multiplied as one are not all quantised, or all not."""
-    if config.quantization is None:
+    if config.quantization is None and config.kept_form is None:
         return
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -316,8 +321,8 @@ def check_fused(config: DecoderConfig) -> None:
             if len({config.form(name) for name in names}) > 1:
                 plain = ", ".join(name.removeprefix(prefix) for name in names)
                 raise ValueError(
-                    f"quantization_config.ignore names some of {plain} of layer {layer}, which are"
-                    " multiplied as one: name all of them or none"
+                    f"quantization_config leaves out some of {plain} of layer {layer}, which are"
+                    " multiplied as one: leave out all of them or none"
                 )
         if len({tuple(map(config.form, names)) for names in config.mlp_names(layer)}) > 1:
             raise ValueError(

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from devices.int8 import quantize_rows
 from models.config import Form
 from models.group import Group
+from models.int4_weight import Int4Weight
 from models.low_rank import LowRank
 from models.ops.int8 import Int8Rows
-from models.ops.reference import Ops, Widths
+from models.ops.reference import Ops, Packed, Widths
+from models.packing import IN_A_WORD, Int4
 
 ROUNDED_ROWS = 512  # that are quantized at once: several copies of them are in float32
 
@@ -27,7 +29,7 @@ class Linear(nn.Module):
     """A linear whose weight is filled as [out, in], then packed for the device.
 
     `form` says whether the weight is kept in the model's type ("plain"), comes in int8 beside a scale
-    ("int8"), or comes in the model's type and is quantized as it comes ("quantize").
+    ("int8"), comes in the model's type and is quantized as it comes ("quantize"), or in 4 bits (`Int4`).
     """
 
     def __init__(
@@ -44,11 +46,17 @@ class Linear(nn.Module):
         super().__init__()
         self.ops, self.form, self.widths, self.dtype = ops, form, widths, dtype
         self.scale_dtype = torch.float32  # to which scales are rounded, where an operator takes another
-        stored = torch.int8 if self.is_int8 else dtype
-        self.weight: nn.Parameter | None = parameter(out_features, in_features, dtype=stored, device=device)
+        stored, width = torch.int8 if self.is_int8 else dtype, in_features
         self.weight_scale: nn.Parameter | None = None
+        self.weight_offset: nn.Parameter | None = None
         if self.is_int8:
             self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
+        elif isinstance(form, Int4):
+            stored, width, count = torch.int32, in_features // IN_A_WORD, form.num_groups(in_features)
+            self.weight_scale = parameter(out_features, count, dtype=dtype, device=device)
+            if form.has_zeros:
+                self.weight_offset = parameter(out_features, count, dtype=dtype, device=device)
+        self.weight: nn.Parameter | None = parameter(out_features, width, dtype=stored, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
         self.packed = None
         self.low_rank: LowRank | None = None  # what the adapters of requests add
@@ -56,13 +64,29 @@ class Linear(nn.Module):
     def pack(self) -> None:
         """Called once, when the weight is filled; drops the unpacked weight."""
         bias = None if self.bias is None else self.bias.data
-        weight, scale = self.filled()
-        given = (weight, bias) if scale is None else (weight, scale.float(), bias)
-        pack, split = self.ops.pack, self.ops.pack_split
-        if self.is_int8:
-            pack, split = self.ops.pack_int8, self.ops.pack_int8_split
-        self.packed = split(*given, self.widths) if self.widths else pack(*given)
-        self.weight = self.weight_scale = None
+        if isinstance(self.form, Int4):
+            self.packed = self._packed_int4(self.form, bias)
+        else:
+            weight, scale = self.filled()
+            given = (weight, bias) if scale is None else (weight, scale.float(), bias)
+            pack, split = self.ops.pack, self.ops.pack_split
+            if self.is_int8:
+                pack, split = self.ops.pack_int8, self.ops.pack_int8_split
+            self.packed = split(*given, self.widths) if self.widths else pack(*given)
+        self.weight = self.weight_scale = self.weight_offset = None
+
+    def _packed_int4(self, form: Int4, bias: Tensor | None) -> Packed:
+        assert self.weight is not None, "a linear is packed once"
+        assert self.weight_scale is not None, "a weight in 4 bits has scales"
+        offset, inputs = self.weight_offset, IN_A_WORD * self.weight.shape[1]
+        weight = Int4Weight(
+            self.weight.data,
+            self.weight_scale.data,
+            None if offset is None else offset.data,
+            min(inputs, form.group_size or inputs),
+        )
+        ops = self.ops
+        return ops.pack_int4_split(weight, bias, self.widths) if self.widths else ops.pack_int4(weight, bias)
 
     def filled(self) -> tuple[Tensor, Tensor | None]:
         """The weight [out, in] as it is multiplied, and in int8 its scale [out]."""
@@ -92,7 +116,7 @@ class Linear(nn.Module):
     @property
     def is_int8(self) -> bool:
         """Whether it multiplies in int8."""
-        return self.form != "plain"
+        return self.form in ("int8", "quantize")
 
     @property
     def takes_int8(self) -> bool:
@@ -103,6 +127,7 @@ class Linear(nn.Module):
         """[T, in] -> [T, out]; rows in int8 are taken by a linear that `takes_int8`."""
         assert self.packed is not None, "pack the decoder before its first step"
         linear = self.ops.linear_int8 if self.is_int8 else self.ops.linear
+        linear = self.ops.linear_int4 if isinstance(self.form, Int4) else linear
         y = linear(x, self.packed)
         if self.low_rank is not None:
             self.low_rank.add(y.split(self.low_rank.widths, dim=-1), x)
@@ -116,6 +141,7 @@ class SplitLinear(Linear):
         """[T, in] -> a tensor [T, width] for each width."""
         assert self.packed is not None, "pack the decoder before its first step"
         linear = self.ops.linear_int8_split if self.is_int8 else self.ops.linear_split
+        linear = self.ops.linear_int4_split if isinstance(self.form, Int4) else linear
         parts = linear(x, self.packed, self.widths)
         if self.low_rank is not None:
             self.low_rank.add(parts, x)
@@ -145,7 +171,7 @@ class SummedLinear(Linear):
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""
-        if self.is_int8 or self.low_rank is not None:
+        if self.form != "plain" or self.low_rank is not None:
             return self.group.all_reduce(self.part(x))
         assert self.packed is not None, "pack the decoder before its first step"
         return self.ops.linear_summed(x, self.packed, self.group)

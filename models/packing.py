@@ -13,15 +13,17 @@ With 8 bits a word holds 4 in place of 8.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.quantization import KEY, PACKED_FORMAT
+from models.quantization import KEY, PACKED_FORMAT, covers, ignored
 from models.shown import shown
 
 WORD_BITS = 32
 MOST_GROUP = 2**24
+IN_A_WORD = 8  # numbers of 4 bits
 ORDERS = ("group", "weight", "static", "dynamic", None)  # of compressed-tensors' actorder
 MEND = "use another checkpoint of the model"
 
@@ -55,6 +57,22 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Int4:
+    """How a linear is held that is multiplied in 4 bits: so many inputs share a scale, None for all."""
+
+    group_size: int | None
+    has_zeros: bool
+
+    def num_groups(self, inputs: int) -> int:
+        """Of a weight with so many inputs."""
+        return 1 if self.group_size is None else -(-inputs // self.group_size)
+
+    def row_bytes(self, inputs: int, scale_bytes: int) -> int:
+        """Of one output: numbers, and a scale for each group, with what its zero is."""
+        return inputs // 2 + self.num_groups(inputs) * scale_bytes * (1 + self.has_zeros)
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
     """Weights of `bits` each in words of int32, as one of LAYOUTS has it; each group of inputs has scales."""
 
@@ -64,6 +82,7 @@ class Packing:
     has_zeros: bool = True  # else all are in the middle of the range
     less_one: bool = False  # whether zeros are stored less one
     has_order: bool = False  # whether it must say of each input which group is its own
+    ignore: tuple[str, ...] = ()  # linears that are not packed, as those of Quantization
 
     @property
     def per_word(self) -> int:
@@ -72,6 +91,15 @@ class Packing:
     def num_groups(self, inputs: int) -> int:
         """Of a weight with so many inputs."""
         return 1 if self.group_size is None else -(-inputs // self.group_size)
+
+    def weight_bytes(self, scale_bytes: int) -> float:
+        """Of one weight of many that stays packed, with its part of what a group has."""
+        of_a_group = 0.0 if self.group_size is None else scale_bytes * (1 + self.has_zeros) / self.group_size
+        return self.bits / 8 + of_a_group
+
+    def covers(self, name: str) -> bool:
+        """Whether the checkpoint's linear of this name should be packed."""
+        return name.startswith("model.layers.") and covers(name, self.ignore)
 
     def __str__(self) -> str:
         groups = "channel" if self.group_size is None else f"{self.group_size} inputs"
@@ -100,7 +128,10 @@ def _awq(said: Mapping[str, Any]) -> Packing:
         raise _refused("bits", said.get("bits"), "of awq 4 bits are read")
     if said.get("zero_point", True) is not True:
         raise _refused("zero_point", said["zero_point"], "of awq it must be true")
-    return Packing("awq", 4, _group_size(said.get("group_size", 128)))
+    left_out = said.get("modules_to_not_convert")
+    ignore = ignored(left_out, "modules_to_not_convert")
+    parts = tuple(f"re:.*{re.escape(each)}" for each in ignore)  # of a name, wherever they stand in it
+    return Packing("awq", 4, _group_size(said.get("group_size", 128)), ignore=parts)
 
 
 def _gptq(said: Mapping[str, Any]) -> Packing:
@@ -120,9 +151,11 @@ def _gptq(said: Mapping[str, Any]) -> Packing:
     if not isinstance(desc_act, bool):
         raise _refused("desc_act", desc_act, "it must be true or false")
     size = _group_size(said.get("group_size", 128))
+    ignore = ignored([f"re:{str(name)[2:]}" for name in changed], "dynamic")
     # A single group has no order
+    has_order = desc_act and size is not None
     return Packing(
-        "gptq", int(said["bits"]), size, less_one=kind == "gptq", has_order=desc_act and size is not None
+        "gptq", int(said["bits"]), size, less_one=kind == "gptq", has_order=has_order, ignore=ignore
     )
 
 
@@ -162,6 +195,7 @@ def _compressed(said: Mapping[str, Any]) -> Packing:
         _group_size(weights.get("group_size")) if is_grouped else None,
         has_zeros=weights.get("symmetric") is False,
         has_order=is_grouped and weights.get("actorder") == "group",
+        ignore=ignored(said.get("ignore"), "ignore"),
     )
 
 

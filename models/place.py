@@ -14,7 +14,7 @@ from models.linear import Linear
 from models.share import Slices
 
 FLOATS = ("F64", "F32", "BF16", "F16")  # converted to the model's dtype
-INTEGERS = {torch.int8: ("I8",), torch.int64: ("I64",)}
+INTEGERS = {torch.int8: ("I8",), torch.int32: ("I32",), torch.int64: ("I64",)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,7 @@ class Quantization:
 
     def covers(self, name: str) -> bool:
         """`name` is that of a checkpoint's linear, such as `model.layers.0.mlp.down_proj`."""
-        return not any(
-            re.match(each[3:], name) if each.startswith("re:") else each == name for each in self.ignore
-        )
+        return covers(name, self.ignore)
 
     def in_json(self) -> dict[str, Any]:
         """What config.json says of a checkpoint quantised so."""
@@ -132,22 +130,34 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
         raise _refused(f"{label}.format", shown(group["format"]))
     for part, scheme in (("weights", WEIGHTS), ("input_activations", ACTIVATIONS)):
         _check(f"{label}.{part}", group.get(part), scheme)
-    ignore = said.get("ignore") or []
+    return Quantization(ignored(said.get("ignore"), "ignore"))
+
+
+def covers(name: str, ignore: tuple[str, ...]) -> bool:
+    """Whether a checkpoint's linear of this name is none of those that are left as they are."""
+    return not any(re.match(each[3:], name) if each.startswith("re:") else each == name for each in ignore)
+
+
+def ignored(said: Any, key: str) -> tuple[str, ...]:
+    """What a file says under this key of linears that are left as they are; ValueError for what is no list of
+    names and patterns, or takes long.
+    """
+    ignore, key = said or [], f"{KEY}.{key}"
     if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
-        raise _refused(f"{KEY}.ignore", shown(ignore))
+        raise _refused(key, shown(ignore))
     if len(ignore) > MOST_IGNORED:
-        raise _refused(f"{KEY}.ignore", f"{len(ignore)} entries, more than {MOST_IGNORED}")
+        raise _refused(key, f"{len(ignore)} entries, more than {MOST_IGNORED}")
     for each in ignore:
         try:
             if each.startswith("re:"):
                 re.compile(each[3:])
-                _check_pattern(each[3:])
+                _check_pattern(each[3:], key)
         except (re.error, RecursionError, OverflowError) as error:
-            raise _refused(f"{KEY}.ignore", f"{shown(each)}, which is no regular expression") from error
-    return Quantization(tuple(ignore))
+            raise _refused(key, f"{shown(each)}, which is no regular expression") from error
+    return tuple(ignore)
 
 
-def _check_pattern(pattern: str) -> None:
+def _check_pattern(pattern: str, key: str) -> None:
     """Raise ValueError for a regular expression that may take long to match."""
     if (
         len(pattern) > MOST_PATTERN
@@ -155,7 +165,7 @@ def _check_pattern(pattern: str) -> None:
         or len(REPEAT.findall(pattern)) > MOST_REPEATS
     ):
         what = f"{shown(pattern)}, a pattern with a repeated group, more than {MOST_REPEATS} repeats"
-        raise _refused(f"{KEY}.ignore", f"{what} or {MOST_PATTERN} characters")
+        raise _refused(key, f"{what} or {MOST_PATTERN} characters")
 
 
 def _check(label: str, found: Any, scheme: Mapping[str, Any]) -> None:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from models.block_scales import STORED, SUFFIX, scaled
 from models.checkpoint import check_finite, checkpoint_files, names_in, open_checkpoint
-from models.packing import LAYOUTS, Packing
+from models.packing import IN_A_WORD, LAYOUTS, Packing
 from models.place import FLOATS, Place
 from models.quantization import BlockScales
 from models.share import Slices
 from models.unpacking import Unpacking
 
+INT4_ENDS = "weight", "weight_scale", "weight_offset"  # of a weight that stays in 4 bits, as a linear has it
 Found = Mapping[str, Tensor]  # what was read of a weight's tensors, by the ends of their names
 
 
@@ -29,9 +30,9 @@ Found = Mapping[str, Tensor]  # what was read of a weight's tensors, by the ends
 class Gathering:
     """The tensors of one weight, until all of them are there."""
 
-    place: Place
+    places: tuple[Place, ...]  # of the weight, and where it stays in 4 bits of its scales and offsets
     name: str  # of the weight
-    made: Callable[[Found], Tensor]  # the part of the weight that the rank reads
+    made: Callable[[Found], tuple[Tensor, ...]]  # the part of the weight that the rank reads, for each place
     found: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, file: Path, end: str, tensor: Tensor, count: int) -> None:
@@ -40,12 +41,13 @@ class Gathering:
             self.found[end] = tensor.clone()  # what is mapped is let go
             return
         try:
-            weight = self.made({**self.found, end: tensor})
+            made = self.made({**self.found, end: tensor})
         except ValueError as error:
             raise ValueError(f"{file} is damaged: {self.name}: {error}; download it again") from error
         self.found.clear()
-        check_finite(file, self.name, weight, self.place.dtype)
-        self.place.fill(weight)
+        for place, part in zip(self.places, made):
+            check_finite(file, self.name, part, place.dtype)
+            place.fill(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ def in_parts(places: dict[str, Place], form: BlockScales | Packing | None, path:
             if end != main or f"{stem}.weight" not in places:
                 continue
             if isinstance(form, Packing) or opened.get_slice(name).get_dtype() == STORED:
-                del more[f"{stem}.weight"]
+                for end in INT4_ENDS:
+                    more.pop(f"{stem}.{end}", None)
                 more |= _parts_of(stem, places, form, names)
     return more
 
@@ -104,22 +107,27 @@ def _parts_of(
     place = places[f"{stem}.weight"]
     rows, columns = _cuts(place)
     if isinstance(form, Packing):
+        kept = tuple(places[f"{stem}.{end}"] for end in INT4_ENDS if f"{stem}.{end}" in places)
         shape = (place.shape[0], place.shape[1])
+        if len(kept) > 1:  # of words
+            shape = (place.shape[0], IN_A_WORD * place.shape[1])
+            columns = slice(IN_A_WORD * columns.start, IN_A_WORD * columns.stop)
         unpacking = Unpacking(form, shape, rows, columns, place.ranges, place.dtype)
         more = {end: f"{stem}.{end}" for end in unpacking.optional}
         present = {end for end, name in more.items() if name in names and name not in places}
         parts = unpacking.parts(present)
-        gathering = Gathering(place, f"{stem}.weight", unpacking.weight)
+        made = unpacking.int4 if len(kept) > 1 else unpacking.weight
+        gathering = Gathering(kept, f"{stem}.weight", made)
     else:
         parts = {
             "weight": (place.shape, place.slices, (STORED,)),
             f"weight{SUFFIX}": (form.shape(place.shape), (), FLOATS),
         }
         gathering = Gathering(
-            place,
+            (place,),
             f"{stem}.weight",
-            lambda found: scaled(
-                found["weight"], found[f"weight{SUFFIX}"], form, (rows.start, columns.start)
+            lambda found: (
+                scaled(found["weight"], found[f"weight{SUFFIX}"], form, (rows.start, columns.start)),
             ),
         )
     return {f"{stem}.{end}": PartPlace(gathering, end, *part, tuple(parts)) for end, part in parts.items()}

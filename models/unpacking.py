@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.int4_weight import MIDDLE, in_words
 from models.packing import LAYOUTS, Layout, Packing
 from models.place import FLOATS
 from models.share import Slices
@@ -68,8 +69,34 @@ class Unpacking:
         parts[BIAS] = (outputs,), (), FLOATS
         return {end: part for end, part in parts.items() if end in wanted | present}
 
-    def weight(self, found: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, found: Mapping[str, Tensor]) -> tuple[Tensor]:
         """The part [O, I] in the model's type; ValueError for tensors that do not belong together."""
+        numbers, scales, zeros = self._apart(found)
+        if zeros is None:
+            zeros = torch.full_like(scales, 2 ** (self.form.bits - 1))
+        groups = self._groups(found)
+        made = torch.empty(numbers.shape, dtype=self.dtype)
+        for first in range(0, len(made), ROWS_AT_ONCE):
+            at = slice(first, first + ROWS_AT_ONCE)
+            made[at] = (numbers[at] - zeros[at][:, groups]) * scales[at][:, groups]
+        return (self._kept_rows(made),)
+
+    def int4(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The part as `Int4Weight` has it: words, scales, and offsets if there are zeros; as `weight`."""
+        numbers, scales, zeros = self._apart(found)
+        size = self.form.group_size or self.shape[1]
+        groups = slice(self.columns.start // size, -(-self.columns.stop // size))
+        if not torch.equal(self._groups(found), self._groups({})):
+            raise ValueError("its inputs are not in the order of their groups, as w4a16 takes them")
+        parts = [in_words(numbers), scales[:, groups]]
+        parts += [] if zeros is None else [MIDDLE - zeros[:, groups]]
+        return tuple(self._kept_rows(part) for part in parts)
+
+    def _kept_rows(self, made: Tensor) -> Tensor:
+        return torch.cat([made[rows] for rows in self.ranges]) if self.ranges else made
+
+    def _apart(self, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Numbers uint8 [O, I] without a sign, and by groups [O, G] scales and zeros; None: the middle."""
         form, layout = self.form, self.layout
         said = found[layout.shape].tolist() if layout.shape in found else list(self.shape)
         if said != list(self.shape):
@@ -80,18 +107,12 @@ class Unpacking:
         tensors = {end: each.t() if is_turned and each.ndim == 2 else each for end, each in found.items()}
         along = (0, self.rows) if layout.packs_outputs else (1, self.columns)
         numbers, scales = self._values(tensors[layout.weight], *along), tensors[layout.scale].float()
-        zeros = torch.full_like(scales, 2 ** (form.bits - 1))
-        if form.has_zeros:
-            words = tensors[layout.zero]
-            if form.less_one:  # in every value, with what that borrowed from the one above it
-                words = words + sum(1 << shift for shift in range(0, 32, form.bits))
-            zeros = self._values(words, 0, self.rows).float()
-        groups = self._groups(found)
-        made = torch.empty(numbers.shape, dtype=self.dtype)
-        for first in range(0, len(made), ROWS_AT_ONCE):
-            at = slice(first, first + ROWS_AT_ONCE)
-            made[at] = (numbers[at] - zeros[at][:, groups]) * scales[at][:, groups]
-        return torch.cat([made[rows] for rows in self.ranges]) if self.ranges else made
+        if not form.has_zeros:
+            return numbers, scales, None
+        words = tensors[layout.zero]
+        if form.less_one:  # in every value, with what that borrowed from the one above it
+            words = words + sum(1 << shift for shift in range(0, 32, form.bits))
+        return numbers, scales, self._values(words, 0, self.rows).float()
 
     def _groups(self, found: Mapping[str, Tensor]) -> Tensor:
         """The group of each input [I]."""

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.checkpoint import checkpoint_files, names_in, open_checkpoint, tensor_names
-from models.config import FUSED, GATE_UP, QKV, DecoderConfig
+from models.config import FUSED, GATE_UP, QKV, DecoderConfig, Form
 from models.decoder import Decoder
+from models.int4_weight import MIDDLE
 from models.latent import UpProjection
 from models.layer_parts import SINKS, LayerParts
 from models.linear import Linear
 from models.mixture_config import MLP_ROLES
+from models.packing import IN_A_WORD, Int4
 from models.place import Place, Rounding
-from models.share import Share
+from models.share import Share, Slices
 from models.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.stored_parts import PartPlace, in_parts
 
@@ -117,7 +119,7 @@ def random(decoder: Decoder, seed: int) -> None:
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
         if name.endswith("norm"):
             parameter.data.fill_(1.0)
-        if name.endswith(("norm", "weight_scale")) or not len(parameter):
+        if name.endswith(("norm", "weight_scale", "weight_offset")) or not len(parameter):
             continue  # scales follow from what is drawn; the embedding of a stage that has none is empty
         places = parts[parameter.untyped_storage().data_ptr()]
         num_rows = [place.shape[0] for place in places]
@@ -128,11 +130,24 @@ def random(decoder: Decoder, seed: int) -> None:
         whole = parameter.data if is_held else parameter.new_empty(shape, dtype=places[0].dtype)
         bound = math.sqrt(3.0 / shape[-1])  # uniform is three times as fast as normal
         generator.manual_seed(_seed_of(decoder, name, seed))
-        whole.uniform_(-bound, bound, generator=generator)
+        if whole.dtype == torch.int32:
+            whole.random_(-(2**31), 2**31, generator=generator)
+            _scale_random(decoder.get_submodule(name.rpartition(".")[0]), IN_A_WORD * shape[-1])
+        else:
+            whole.uniform_(-bound, bound, generator=generator)
         if not is_held:
             for place, rows in zip(places, whole.split(num_rows)):
                 place.fill(place.part(rows))
     decoder.pack()
+
+
+def _scale_random(linear: nn.Module, inputs: int) -> None:
+    """Scales of a linear with so many inputs that is drawn in 4 bits; its numbers are from -8 to 7."""
+    assert isinstance(linear, Linear), "words are those of a linear"
+    assert linear.weight_scale is not None, "a weight in 4 bits has scales"
+    linear.weight_scale.data.fill_(math.sqrt(3.0 / inputs) / MIDDLE)
+    if linear.weight_offset is not None:
+        linear.weight_offset.data.zero_()
 
 
 def _seed_of(decoder: Decoder, name: str, seed: int) -> int:
@@ -180,15 +195,18 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
         stored = _stored_as(names, config)
         if stored is not None:
             assert isinstance(linear, Linear), "an up-projection is stored by itself"
-            places[f"{stored}.weight"] = _joined_place(linear, names, sizes, share, orders, config)
+            places |= _joined_places(stored, linear, names, sizes, share, orders, config)
             continue
         widths = [held[name] for name in names]
         for kind, rooms in rooms_of(linear, widths):
             roundings = _roundings(linear, widths if kind == "weight" else [])
             for name, room, rounding in zip_longest(names, rooms, roundings):
                 outputs, inputs = sizes[name]
-                shape = {"weight": (outputs, inputs), "weight_scale": (outputs, 1), "bias": (outputs,)}[kind]
+                form = linear.form if isinstance(linear, Linear) else "plain"
+                shape = _shape(kind, outputs, inputs, form)
                 slices = share.slices(f"{name}.{kind}", config)
+                if isinstance(form, Int4) and kind == "weight":
+                    slices = _of_words(slices)
                 places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name), rounding=rounding)
     return places
 
@@ -200,16 +218,32 @@ def _stored_as(names: tuple[str, ...], config: DecoderConfig) -> str | None:
     return f"{block}.{joined}" if len(names) > 1 and joined in config.stored_joined else None
 
 
-def _joined_place(
+def _shape(kind: str, outputs: int, inputs: int, form: Form) -> tuple[int, ...]:
+    """Of a tensor of a linear in a checkpoint, or as it is held in 4 bits."""
+    width, count = inputs, 1
+    if isinstance(form, Int4):
+        width, count = inputs // IN_A_WORD, form.num_groups(inputs)
+    of_scales = (outputs, count)
+    shapes = {"weight": (outputs, width), "weight_scale": of_scales, "weight_offset": of_scales}
+    return shapes.get(kind, (outputs,))
+
+
+def _of_words(slices: Slices) -> Slices:
+    """Of rows as they are, and of inputs, if they are cut, in words of 8."""
+    rows, inputs = slices[:1], slices[1:]
+    return (*rows, *(slice(each.start // IN_A_WORD, each.stop // IN_A_WORD) for each in inputs))
+
+
+def _joined_places(
+    stored: str,
     linear: Linear,
     names: tuple[str, ...],
     sizes: dict[str, tuple[int, int]],
     share: Share,
     orders: dict[str, Tensor | None],
     config: DecoderConfig,
-) -> Place:
-    """Where a tensor goes that joins these linears: a rank reads its rows of each of them."""
-    assert linear.weight is not None, "places are found before it is packed"
+) -> dict[str, Place]:
+    """Where the tensors go that join these linears: a rank reads its rows of each of them."""
     ranges, order, first, held = [], [], 0, 0
     for name in names:
         outputs, inputs = sizes[name]
@@ -220,13 +254,17 @@ def _joined_place(
         order.append(held + own)
         first, held = first + outputs, held + len(own)
     (rounding,) = _roundings(linear, [held]) or [None]
-    return Place(linear.weight.data, (first, inputs), (), torch.cat(order), tuple(ranges), rounding)
+    whole, cut = torch.cat(order), tuple(ranges)
+    return {
+        f"{stored}.{kind}": Place(room, _shape(kind, first, inputs, linear.form), (), whole, cut, rounding)
+        for kind, (room,) in rooms_of(linear, [held])
+    }
 
 
 def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     """The rows of a joined linear's parameters that belong to each of the checkpoint's linears."""
-    for kind in ("weight", "weight_scale", "bias"):
-        joined = getattr(linear, kind)
+    for kind in ("weight", "weight_scale", "weight_offset", "bias"):
+        joined = getattr(linear, kind, None)
         if joined is not None and not (linear.rounds and kind == "weight_scale"):  # which is computed
             yield kind, joined.data.split(widths)
 

@@ -150,7 +150,9 @@ class Roofline:
     def _products_s(self, num_tokens: int, num_sampled: int, num_layers: int) -> float:
         config, whole = self.config, self.config.num_layers
         own = config.dtype, config.dtype_bytes
-        stored = own if config.quantization is None else ("int8", 1)
+        stored: tuple[str, float] = own if config.quantization is None else ("int8", 1)
+        if config.kept_form is not None:  # widened as they are multiplied
+            stored = config.dtype, config.kept_form.weight_bytes(config.dtype_bytes)
         each_s = sum(self._cut_product_s(num_tokens, each, *stored) for each in attention_products(config))
         num_mixtures = config.num_mixtures
         sum_s = whole * each_s + (whole - num_mixtures) * sum(
@@ -166,7 +168,7 @@ class Roofline:
             num_sampled, config.hidden_size, config.vocab_size / self.tensor, *own
         )
 
-    def _mixture_s(self, num_tokens: int, dtype: str, weight_bytes: int) -> float:
+    def _mixture_s(self, num_tokens: int, dtype: str, weight_bytes: float) -> float:
         """Of one layer: the router, those experts that some token chooses, where all are chosen alike, and
         the shared one.
         """
@@ -184,12 +186,14 @@ class Roofline:
         shared_s = sum(self._cut_product_s(num_tokens, each, dtype, weight_bytes) for each in shared)
         return router_s + num_used * one_s + shared_s
 
-    def _cut_product_s(self, rows: float, product: LayerProduct, dtype: str, weight_bytes: int) -> float:
+    def _cut_product_s(self, rows: float, product: LayerProduct, dtype: str, weight_bytes: float) -> float:
         inputs = product.inputs / (self.tensor if product.cut == "inputs" else 1)
         outputs = product.outputs / (self.tensor if product.cut == "outputs" else 1)
         return self._product_s(rows, inputs, outputs, dtype, weight_bytes)
 
-    def _product_s(self, rows: float, inputs: float, outputs: float, dtype: str, weight_bytes: int) -> float:
+    def _product_s(
+        self, rows: float, inputs: float, outputs: float, dtype: str, weight_bytes: float
+    ) -> float:
         height, width = self.device.tile
         operations = 2 * (-(-rows // height) * height) * inputs * (-(-outputs // width) * width)
         read = inputs * outputs * weight_bytes + rows * (inputs + outputs) * self.config.dtype_bytes

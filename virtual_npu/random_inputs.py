@@ -33,6 +33,10 @@ class RandomInputs:
         """Every value but -128."""
         return torch.randint(-127, 128, shape, generator=self.generator, dtype=torch.int8)
 
+    def int4(self, *shape: int) -> Tensor:
+        """Every number of 4 bits, each in an int32."""
+        return torch.randint(-8, 8, shape, generator=self.generator, dtype=torch.int32)
+
     def scale(self, *shape: int) -> Tensor:
         """Positive float32."""
         return 0.001 + 0.01 * torch.rand(*shape, generator=self.generator)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from virtual_npu import latent_calls, mixture_calls
+from virtual_npu import int4_calls, latent_calls, mixture_calls
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.random_inputs import RandomInputs
 from virtual_npu.simulated_products import A2, Product
@@ -38,6 +38,7 @@ class SampleCall:
     results: tuple[int, ...] | None  # those that an engine looks at; None: all
     written: tuple[str, ...]  # arguments that it fills
     tiled: tuple[str, ...]  # arguments that lie in FRACTAL_NZ on the device
+    packed: tuple[str, ...]  # arguments that the device packs to 4 bits, in an order that no page names
     may_move: bool  # results may differ in their last bits; else they are bits that are only copied
 
     def near(self, dtype: torch.dtype) -> float:
@@ -269,6 +270,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_moe_init_routing_v2": mixture_calls.routing,
     "npu_moe_token_unpermute": mixture_calls.combining,
     "npu_quant_matmul": _quant_matmul,
+    "npu_weight_quant_batchmatmul": int4_calls.product,
     "npu_add_rms_norm_dynamic_quant": _add_norm_quant,
     "npu_dequant_swiglu_quant": _swiglu_quant,
     "npu_format_cast": _format_cast,
@@ -306,6 +308,7 @@ WRITTEN = {
     "_npu_paged_attention": ("out",),
     "_npu_paged_attention_splitfuse_v2": ("out",),
 }
+PACKED = {"npu_weight_quant_batchmatmul": ("weight",)}
 COPIES = (
     *("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_scatter_nd_update_", "npu_format_cast"),
     "npu_prefetch",
@@ -327,5 +330,6 @@ def sample_call(operator: str, seed: int, product: Product = A2) -> SampleCall:
         RESULTS.get(operator),
         WRITTEN.get(operator, ()),
         _CACHES if product.split_heads else (),
+        PACKED.get(operator, ()),
         operator not in COPIES,
     )

@@ -25,6 +25,7 @@ from virtual_npu.operators import operator as contract_of
 from virtual_npu.sample_calls import FRACTAL_NZ, SampleCall, makers, sample_call
 from virtual_npu.simulated_products import A2, PRODUCTS, Product
 
+PACKER = "npu_convert_weight_to_int4pack"
 READ_ON_HOST = "seq_len"  # ATB's, of queries
 Runs = Callable[[str, Mapping[str, Any]], Any]  # an operator by name, on arguments
 
@@ -108,12 +109,23 @@ def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
     for name, value in arguments.items():
         if isinstance(value, Tensor) and name != READ_ON_HOST:
             arguments[name] = value.clone().to(device)
+            if name in call.packed:
+                arguments[name] = _packed(arguments[name], call.product)
             if name in call.tiled and torch.device(device).type != "cpu":
                 cast = {"input": arguments[name], "acl_format": FRACTAL_NZ}
                 arguments[name] = on_device("npu_format_cast", cast)
         elif isinstance(value, list) and isinstance(value[0], Tensor):
             arguments[name] = [each.clone().to(device) for each in value]
     return arguments
+
+
+def _packed(numbers: Tensor, product: Product) -> Tensor:
+    """By the device that they lie on, which multiplies with them."""
+    if numbers.device.type == "cpu":
+        made: Tensor = contract_of(PACKER)(Conditions(product=product), numbers)
+        return made
+    found: Tensor = on_device(PACKER, {"weight": numbers})
+    return found
 
 
 def product_of(chip: str) -> Product | None:

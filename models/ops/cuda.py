@@ -52,6 +52,10 @@ class CudaOps(Ops):
         )  # fmt: skip
         return y.to(x.dtype)
 
+    def widened_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `linear`, which may be invariant."""
+        return self.linear(x, (weight, None))
+
     def joins_experts(self, hidden: int, inner: int, *, is_int8: bool) -> bool:
         """Experts in the model's type, whose rows a grouped product takes."""
         are_aligned = hidden % GROUPED_STEP == inner % GROUPED_STEP == 0

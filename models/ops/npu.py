@@ -10,7 +10,6 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch_npu
@@ -21,6 +20,8 @@ from attention.latent import LatentUp
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.group import Group
 from models.mixture_config import MixtureConfig
+from models.npu.grouped import by_expert
+from models.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Filled, Ops, Packed, Widths
 
@@ -53,7 +54,7 @@ def use_compiled_kernels() -> None:
     torch.npu.set_compile_mode(jit_compile=False)
 
 
-class PlainNpuOps(Ops):
+class PlainNpuOps(Int4Check, Ops):
     """Plain torch on an NPU, within the limits of its product: all that the first 910 has."""
 
     def __init__(self, product: AscendProduct) -> None:
@@ -69,7 +70,7 @@ class PlainNpuOps(Ops):
         return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)
 
 
-class NpuOps(PlainNpuOps):
+class NpuOps(Int4Ops, PlainNpuOps):
     """Linear, also in int8, norm, rotary and swiglu on an NPU."""
 
     def __init__(self, product: AscendProduct) -> None:
@@ -271,7 +272,7 @@ class NpuOps(PlainNpuOps):
         )
         counts = counts[:num_held]
         if is_int8:
-            product = _by_expert(rows, gate_up, counts, output_dtype=torch.int32)
+            product = by_expert(rows, gate_up, counts, output_dtype=torch.int32)
             inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
                 product,
                 weight_scale=gate_up_scale,
@@ -281,9 +282,9 @@ class NpuOps(PlainNpuOps):
                 quant_mode=1,
             )
             scales = {"scale": [down_scale], "per_token_scale": [inner_scale]}
-            made = _by_expert(inner, down, counts, output_dtype=x.dtype, **scales)
+            made = by_expert(inner, down, counts, output_dtype=x.dtype, **scales)
         else:
-            made = _by_expert(self.swiglu(_by_expert(rows, gate_up, counts)), down, counts)
+            made = by_expert(self.swiglu(by_expert(rows, gate_up, counts)), down, counts)
         if num_held < num_experts:
             row = torch.arange(len(made), device=made.device)
             made = made.masked_fill_((row >= counts.sum())[:, None], 0)
@@ -333,14 +334,6 @@ def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:
     stream.wait_stream(torch.npu.current_stream())
     with torch.npu.stream(stream):
         torch_npu.npu_prefetch(weight, after, min(weight.nbytes, PREFETCHED_BYTES))
-
-
-def _by_expert(rows: Tensor, weight: Tensor, counts: Tensor, **more: Any) -> Tensor:
-    """The product of each expert's rows, which follow those of the one before, with its own weight."""
-    (made,) = torch_npu.npu_grouped_matmul(
-        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=1, **more
-    )
-    return made
 
 
 def _int8(x: Tensor | Int8Rows) -> Int8Rows:

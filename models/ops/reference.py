@@ -18,10 +18,12 @@ from torch.nn import functional as F
 from attention.latent import LatentUp
 from devices.int8 import quantize_rows
 from models.group import Group
+from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
 from models.ops.int8 import Int8Rows
 
 LEAST_SUM = 1e-20  # added to the scores of a token's experts where each is by itself: all may be 0
+WIDENED_ROWS = 256  # of a weight in 4 bits, that are in the model's type at once
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
@@ -96,6 +98,38 @@ class Ops:
     def linear_int8_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
         """[T, in] -> a tensor [T, width] for each of `widths`; `x` as for `linear_int8`."""
         return self.linear_int8(x, packed).split(widths, dim=-1)
+
+    def check_int4(self, dtype: torch.dtype, group_size: int | None, largest: int) -> None:
+        """Raise ValueError where this device cannot multiply in 4 bits for a model of this type, whose
+        linears have at most so many inputs and outputs.
+        """
+
+    def pack_int4(self, weight: Int4Weight, bias: Tensor | None) -> Packed:
+        """As `pack`, for a weight in 4 bits."""
+        return weight, bias
+
+    def linear_int4(self, x: Tensor, packed: Packed) -> Tensor:
+        """[T, in] -> [T, out]: the weight is brought into x's type as it is multiplied."""
+        weight, bias = packed
+        count = len(weight.words)
+        rows = [
+            self.widened_product(x, weight.rows(first, first + WIDENED_ROWS).weight())
+            for first in range(0, count, WIDENED_ROWS)
+        ]
+        y = torch.cat(rows, -1)
+        return y if bias is None else y + bias
+
+    def widened_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[T, in] -> [T, out], of a weight [out, in] in x's type that was not packed."""
+        return F.linear(x, weight)
+
+    def pack_int4_split(self, weight: Int4Weight, bias: Tensor | None, widths: Widths) -> Packed:
+        """As `pack_int4`, for a linear whose outputs are read apart."""
+        return self.pack_int4(weight, bias)
+
+    def linear_int4_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
+        """[T, in] -> a tensor [T, width] for each of `widths`."""
+        return self.linear_int4(x, packed).split(widths, dim=-1)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, n] -> int8 [T, n], float32 scale [T, 1]."""

@@ -164,6 +164,10 @@ def _loaded(
     attention.check_longest(memory.longest_tokens)
     if config.quantization is not None:
         ops.check_int8(TORCH_DTYPES[config.dtype])
+    if config.kept_form is not None:
+        sides = [side for _, *pair in share.part(config).linears() for side in pair]
+        largest = max(*sides, 2 * share.part(config).intermediate_size)  # gate and up are one
+        ops.check_int4(TORCH_DTYPES[config.dtype], config.kept_form.group_size, largest)
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
         # Refused before weights are loaded

@@ -12,6 +12,7 @@ from models.checkpoint import tensor_names
 from models.config import DecoderConfig, DType
 from models.eagle3 import Eagle3Config
 from models.file_bounds import check_regular, is_there
+from models.int4 import check_groups, kept_int4
 from models.mtp import MtpConfig, mtp_config
 from models.placement import read as read_placement
 from models.quantization import Quantization
@@ -83,6 +84,7 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
         check_experts(config, parallel.tensor, parallel.expert)
         name = "tensor"
         check_ranks(config, parallel.tensor, parallel.expert)
+        check_groups(config, parallel.tensor)
         name = "pipeline"
         check_stages(config, parallel.pipeline)
         if parallel.placement is not None and config.mixture is not None:
@@ -153,6 +155,12 @@ def _head_config(recipe: Recipe, config: DecoderConfig, path: Path) -> Eagle3Con
 def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: DType | Auto) -> DecoderConfig:
     if quantization == "w8a8" and config.quantization is None:
         config = replace(config, quantization=Quantization(is_stored=False))
+    if quantization == "w4a16":
+        try:
+            config = kept_int4(config)
+        except ValueError as error:
+            mend = "leave it out"
+            raise RecipeError("model.quantization", str(error), mend, value=quantization) from error
     if dtype != "auto":
         config = replace(config, dtype=dtype)
     return replace(config, int8_cache=recipe.cache.dtype == "int8")

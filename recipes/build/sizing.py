@@ -13,6 +13,7 @@ from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
 from models.head_config import HeadConfig
 from models.mtp import MtpConfig
+from models.ops.reference import WIDENED_ROWS
 from models.share import Share
 from recipes.build.families import draft_config
 from recipes.build.machine import host_memory_bytes, start
@@ -129,7 +130,13 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     read = 0
     if is_plain or is_latent:
         read = _read_bytes(config, _longest_cached(recipe, config), in_float32=is_plain)
-    return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits
+    widened = 0
+    if (
+        config.kept_form is not None and not is_npu
+    ):  # as it is read, in float32 twice, and in the model's type
+        most = max(config.hidden_size, heads, inner)
+        widened = WIDENED_ROWS * most * (2 * torch.float32.itemsize + 2 + item_bytes)
+    return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits + widened
 
 
 def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:

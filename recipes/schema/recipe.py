@@ -57,8 +57,9 @@ class ModelSection:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "type of weights, activations and cache; auto: as `config.json` says", default="auto"
     )
-    quantization: Literal["auto", "w8a8"] = key(
-        "w8a8: linear layers in int8, quantized while they are loaded; auto: as `config.json` says",
+    quantization: Literal["auto", "w8a8", "w4a16"] = key(
+        "w8a8: linear layers in int8, quantized while they are loaded; w4a16: those that a checkpoint packs"
+        " in 4 bits stay so; auto: as `config.json` says, with what is packed multiplied out",
         default="auto",
     )
     pooling: Literal["none", "last", "mean"] = key(

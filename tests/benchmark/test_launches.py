@@ -30,6 +30,10 @@ QWEN2 = (
     " num_hidden_layers: 28, num_attention_heads: 28, num_key_value_heads: 4, torch_dtype: bfloat16,"
     " max_position_embeddings: 32768, rope_theta: 1000000, eos_token_id: 151645}"
 )
+QWEN2_AWQ = QWEN2.replace(
+    "{",
+    "{quantization_config: {quant_method: awq, bits: 4, group_size: 128, version: gemm, zero_point: true}, ",
+).replace("bfloat16", "float16")
 QWEN3 = (
     "{model_type: qwen3, vocab_size: 151936, hidden_size: 4096, intermediate_size: 12288, head_dim: 128,"
     " num_hidden_layers: 36, num_attention_heads: 32, num_key_value_heads: 8, torch_dtype: bfloat16,"
@@ -51,6 +55,7 @@ MODELS = {
     "Qwen3-8B, W8A8": ("qwen3/qwen3_8b_910b_w8a8", QWEN3),
     "Llama-2-7B, float16": ("llama/llama2_7b_910b", LLAMA),
     "Qwen2.5-7B, W8A8": ("qwen2/qwen2.5_7b_910b_w8a8", QWEN2),
+    "Qwen2.5-7B, W4A16": ("qwen2/qwen2.5_32b_910b_w4a16", QWEN2_AWQ),
     "Qwen3-30B-A3B, bfloat16": ("qwen3_moe/qwen3_30b_a3b_910b_tp2", QWEN3_MOE),
     "Qwen3-30B-A3B, W8A8": ("qwen3_moe/qwen3_30b_a3b_910b_w8a8", QWEN3_MOE),
     "DeepSeek-V2-Lite, bfloat16": ("deepseek/deepseek_v2_lite_910b", DEEPSEEK_V2_LITE),
@@ -63,8 +68,9 @@ EXPECTED = {
     "Qwen3-8B, W8A8": (15, 555, 29, 0, 0, 0, 13),
     "Llama-2-7B, float16": (10, 334, 29, 0, 0, 0, 13),
     "Qwen2.5-7B, W8A8": (13, 379, 29, 0, 0, 0, 13),
-    "Qwen3-30B-A3B, bfloat16": (20, 974, 29, 0, 0, 0, 13),
-    "Qwen3-30B-A3B, W8A8": (23, 1119, 29, 0, 0, 0, 13),
+    "Qwen2.5-7B, W4A16": (12, 350, 29, 0, 0, 0, 13),
+    "Qwen3-30B-A3B, bfloat16": (18, 878, 29, 0, 0, 0, 13),
+    "Qwen3-30B-A3B, W8A8": (21, 1023, 29, 0, 0, 0, 13),
     "DeepSeek-V2-Lite, bfloat16": (22, 599, 29, 0, 0, 0, 13),
     "DeepSeek-V3, W8A8": (29, 1754, 29, 0, 0, 0, 13),
 }

@@ -27,7 +27,7 @@ COMPRESSED = compressed(4, "group", False)
 
 
 def whole(form: Packing, shape: tuple[int, int], **found: Tensor) -> Tensor:
-    return Unpacking(form, shape, slice(0, shape[0]), slice(0, shape[1]), (), torch.float32).weight(found)
+    return Unpacking(form, shape, slice(0, shape[0]), slice(0, shape[1]), (), torch.float32).weight(found)[0]
 
 
 def test_what_autoawq_wrote_is_what_it_was_given() -> None:

@@ -39,6 +39,7 @@ from tests.mutation.hccl_faults import HCCL_FAULTS, HCCL_TESTS_OF
 from tests.mutation.head_faults import HEAD_FAULTS, HEAD_TESTS_OF
 from tests.mutation.host_tier_faults import HOST_TIER_FAULTS
 from tests.mutation.in_flight_faults import FLIGHT_FAULTS
+from tests.mutation.int4_faults import INT4_FAULTS, INT4_TESTS_OF
 from tests.mutation.int8_faults import INT8_FAULTS, INT8_TESTS_OF
 from tests.mutation.latent_faults import LATENT_FAULTS, LATENT_TESTS_OF
 from tests.mutation.mixture_faults import MIXTURE_FAULTS, MIXTURE_TESTS_OF
@@ -99,6 +100,7 @@ FAULTS = (
     *MIXTURE_FAULTS,
     *LATENT_FAULTS,
     *PACKING_FAULTS,
+    *INT4_FAULTS,
     *SPREAD_FAULTS,
     *GEMMA3_FAULTS,
     *SCORE_FAULTS,
@@ -186,6 +188,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **MIXTURE_TESTS_OF,
     **LATENT_TESTS_OF,
     **PACKING_TESTS_OF,
+    **INT4_TESTS_OF,
     **SPREAD_TESTS_OF,
     **GEMMA3_TESTS_OF,
     **SCORE_TESTS_OF,

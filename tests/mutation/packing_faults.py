@@ -62,8 +62,8 @@ PACKING_FAULTS = (
     Fault(
         "middle_of_another_range",
         UNPACKING,
-        "2 ** (form.bits - 1)",
-        "2**form.bits // 2 - 1",
+        "2 ** (self.form.bits - 1)",
+        "2**self.form.bits // 2 - 1",
         "symmetric weights are off by a step",
     ),
     Fault(
@@ -83,8 +83,8 @@ PACKING_FAULTS = (
     Fault(
         "order_need_not_be_there",
         PACKING,
-        "has_order=desc_act and size is not None",
-        "has_order=False",
+        "has_order = desc_act and size is not None",
+        "has_order = False",
         "where g_idx is lost, inputs get the scales of others and nobody is told",
     ),
     Fault(

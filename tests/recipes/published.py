@@ -49,6 +49,12 @@ QWEN2_5_32B = QWEN2_5_7B | {
     "hidden_size": 5120, "intermediate_size": 27648, "max_window_layers": 64, "num_attention_heads": 40,
     "num_hidden_layers": 64, "num_key_value_heads": 8,
 }  # fmt: skip
+QWEN2_5_32B_AWQ = QWEN2_5_32B | {
+    "torch_dtype": "float16", "quantization_config": {
+        "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq",
+        "version": "gemm", "zero_point": True,
+    },
+}  # fmt: skip
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
     "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
@@ -120,6 +126,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-13b-hf": LLAMA2_13B,
     "Llama-3.3-70B-Instruct": LLAMA3_3_70B,
     "Qwen2.5-32B-Instruct": QWEN2_5_32B,
+    "Qwen2.5-32B-Instruct-AWQ": QWEN2_5_32B_AWQ,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
     "Qwen3-235B-A22B": QWEN3_235B_A22B,
     "Mixtral-8x7B-Instruct-v0.1": MIXTRAL_8X7B,

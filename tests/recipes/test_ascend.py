@@ -50,7 +50,7 @@ def row(path: Path) -> str:
 
 def test_there_are_recipes_for_each_machine() -> None:
     assert {load(str(path)).device.product for path in RECIPES} == set(CHIP_GIB)
-    assert {load(str(path)).model.quantization for path in RECIPES} == {"auto", "w8a8"}
+    assert {load(str(path)).model.quantization for path in RECIPES} == {"auto", "w8a8", "w4a16"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -74,6 +74,10 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
     named = product(recipe.device.product, "")
     if config.quantization is not None:
         named.check_int8(TORCH_DTYPES[config.dtype])
+    if config.kept_form is not None:
+        sides = [side for _, *pair in config.linears() for side in pair]
+        largest = max(*sides, 2 * config.intermediate_size)
+        named.check_int4(TORCH_DTYPES[config.dtype], config.kept_form.group_size, largest)
     if recipe.device.attention == "fused":
         named.check(shape)
         page_size = recipe.cache.page_size
@@ -104,7 +108,10 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
 @stand_in_alone
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_serves_the_tiny_model_on_the_stand_in(path: Path) -> None:
-    small = ["cache.num_pages=64", f"parallel.tensor={min(2, load(str(path)).parallel.tensor)}"]
+    recipe = load(str(path))
+    small = ["cache.num_pages=64", f"parallel.tensor={min(2, recipe.parallel.tensor)}"]
+    if recipe.model.quantization == "w4a16":  # the tiny model is not packed
+        small.append("model.quantization=auto")
     done = subprocess.run(
         [sys.executable, "-m", "scripts.generate", str(path), "model.path=recipes/tiny/weights", *small,
          "device.virtual=true", "--prompt", "348+275=", "--max-tokens", "6"],

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu import right_latent_calls, right_mixture_calls, summed_calls
+from tests.virtual_npu import right_int4_calls, right_latent_calls, right_mixture_calls, summed_calls
 from tests.virtual_npu.batches import MASK, first_version, paged
 from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
@@ -428,6 +428,8 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_moe_token_unpermute": right_mixture_calls.combining,
     "_npu_moe_token_unpermute": right_mixture_calls.combining,
     "npu_quant_matmul": quant_matmul,
+    "npu_convert_weight_to_int4pack": right_int4_calls.pack,
+    "npu_weight_quant_batchmatmul": right_int4_calls.product,
     "npu_mm_all_reduce_base": summed_calls.product,
     "npu_dynamic_quant": dynamic_quant,
     "npu_format_cast": format_cast,

@@ -141,3 +141,24 @@ def test_equals_of_the_least_kept_are_kept() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 3.0]])
     out = KERNELS["npu::npu_top_k_top_p"](logits, k=torch.tensor([2], dtype=torch.int32))
     assert out.tolist() == [[-torch.inf, 2.0, 2.0, 3.0]]
+
+
+def test_a_weight_of_four_bits_is_scaled_by_groups_before_it_is_multiplied() -> None:
+    numbers = torch.randint(-8, 8, (70, 16), dtype=torch.int32)
+    scale, offset = torch.rand(3, 16).half(), torch.randint(-7, 9, (3, 16)).half()
+    x, bias = torch.randn(5, 70).half(), torch.randn(16).half()
+    found = KERNELS["npu::npu_weight_quant_batchmatmul"](
+        x,
+        KERNELS["npu::npu_convert_weight_to_int4pack"](numbers),
+        scale,
+        antiquant_offset=offset,
+        bias=bias,
+        antiquant_group_size=32,
+    )
+    group = torch.arange(70) // 32
+    weight = ((numbers + offset[group].float()) * scale[group].float()).half()
+    torch.testing.assert_close(found, (x.float() @ weight.float() + bias.float()).half())
+    one = KERNELS["npu::npu_weight_quant_batchmatmul"](
+        torch.ones(1, 2).half(), torch.tensor([[0x76543218], [0]], dtype=torch.int32), torch.ones(1).half()
+    )
+    assert one.tolist() == [[-8, 1, 2, 3, 4, 5, 6, 7]]

@@ -16,7 +16,7 @@ from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.sample_calls import MAKERS, makers, sample_call
 from virtual_npu.simulated_products import A1, A2, P310, PRODUCTS, Product
-from virtual_npu.verify import in_words, main, on_device, product_of, verify
+from virtual_npu.verify import PACKER, in_words, main, on_device, product_of, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,12 +93,12 @@ def test_a_seed_draws_one_call() -> None:
 
 
 def test_what_the_engine_calls_is_tried() -> None:
-    files = "attention/npu/fused_attention.py", "models/ops/npu.py"
+    files = "attention/npu/fused_attention.py", "models/ops/npu.py", "models/npu/int4_ops.py"
     text = "".join((ROOT / file).read_text() for file in files)
     called = set(re.findall(r"torch_npu\.(npu_\w+)[.(]", text))
     assert len(called) > 5
-    # What takes the name of a communicator is tried by the probe of several ranks
-    assert called - set(MAKERS) == {"npu_mm_all_reduce_base"}
+    # What takes the name of a communicator is tried by the probe of several ranks, and packing by its product
+    assert called - set(MAKERS) - {PACKER} == {"npu_mm_all_reduce_base"}
     of_310p = set(
         re.findall(r"torch_npu\.(_npu_\w+)\(", (ROOT / "attention/npu/atb_attention.py").read_text())
     )

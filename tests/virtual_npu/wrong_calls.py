@@ -198,6 +198,30 @@ MATMUL = [
     ),
     Wrong("modelled", put(group_sizes=[1, 1, 32]), "group_sizes", "[1, 1, 32]"),
 ]
+INT4_PACK = [
+    Wrong("int32", to("weight", Tensor.long), "weight", "int64"),
+    Wrong("int32", to("weight", lambda weight: weight[:, 1:]), "weight", "int32"),
+    Wrong("contiguous", to("weight", strided), "weight", "strided"),
+    Wrong("four-bits", to("weight", lambda weight: weight + 8), "weight", "to 1"),
+    Wrong("reserved", put(inner_k_tiles=2), "inner_k_tiles", "is 2"),
+]
+INT4_MATMUL = [
+    Wrong("matched", to("x", Tensor.double), "x", "float64"),
+    Wrong("matched", to("weight", Tensor.char), "weight", "int8"),
+    Wrong("sides", cut("weight"), "weight", "for"),
+    Wrong("order", to("x", strided), "x", "strided"),
+    Wrong("order", to("weight", strided), "weight", "strided"),
+    Wrong("groups", put(antiquant_group_size=16), "antiquant_group_size", "16 of"),
+    Wrong("groups", put(antiquant_group_size=160), "antiquant_group_size", "160 of"),
+    Wrong("scales", to("antiquant_scale", Tensor.float), "antiquant_scale", "float32"),
+    Wrong("scales", cut("antiquant_scale"), "antiquant_scale", "columns"),
+    Wrong("scales", to("antiquant_offset", Tensor.float), "antiquant_offset", "beside"),
+    Wrong("scales", cut("antiquant_offset"), "antiquant_offset", "beside"),
+    Wrong("bias", to("bias", Tensor.double), "bias", "float64"),
+    Wrong("bias", put(bias=torch.ones(3)), "bias", "(3,)"),
+    Wrong("modelled", put(quant_scale=torch.ones(1)), "quant_scale", "given"),
+    Wrong("modelled", put(inner_precise=1), "inner_precise", "is 1"),
+]
 QUANT = [
     Wrong("dtype", to("input", Tensor.float), "input", "float32"),
     Wrong("smooth", put(smooth_scales=torch.ones(99)), "smooth_scales", "(99,)"),
@@ -346,6 +370,8 @@ FAMILIES = {
     "npu_swiglu": SWIGLU,
     "npu_quant_matmul": MATMUL,
     "npu_dynamic_quant": QUANT,
+    "npu_convert_weight_to_int4pack": INT4_PACK,
+    "npu_weight_quant_batchmatmul": INT4_MATMUL,
     "npu_grouped_matmul": GROUPED,
     "npu_mm_all_reduce_base": summed_calls.WRONG,
     "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
@@ -363,6 +389,10 @@ FAMILIES = {
 WANTED = {
     "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
     "npu_quant_matmul": lambda call: "offset" not in call,
+    "npu_weight_quant_batchmatmul": lambda call: (
+        None not in (call["antiquant_offset"], call.get("bias")) and call["antiquant_group_size"]
+    ),
+    "npu_convert_weight_to_int4pack": lambda call: len(call["weight"]) > 1,
     "npu_mm_all_reduce_base": lambda call: call["x1"].dtype == torch.float16,
     "npu_grouped_matmul": lambda call: call["group_type"] == -1,
     "npu_transpose_batchmatmul": lambda call: len(set(call["weight"].shape)) == 3,

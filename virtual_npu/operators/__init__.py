@@ -20,13 +20,14 @@ from virtual_npu.operators import (
     sampling,
     scatter,
     summed_matmul,
+    weight_quant,
 )
 
 OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
         *(attention, atb, cache, scatter, latent, norm, rotary, activation, matmul),
-        *(grouped_matmul, summed_matmul, gating, mixture, int8_fusions, sampling, prefetch),
+        *(grouped_matmul, summed_matmul, weight_quant, gating, mixture, int8_fusions, sampling, prefetch),
     )
     for operator in room.OPERATORS
 )

@@ -1,0 +1,221 @@
+"""Do linears that stay in 4 bits compute what the numbers of the checkpoint do?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from devices.ascend_limits import PRODUCTS
+from models import weights
+from models.config import DecoderConfig
+from models.decoder import Decoder
+from models.group import ALONE
+from models.int4 import check_groups, kept_int4
+from models.int4_weight import Int4Weight, in_words
+from recipes.build.families import config_in
+from tests.device_kinds import Kind, Way, machine, on_each
+from tests.models.families import VARIANTS, expected_logprobs, make, wide
+from tests.models.packed_checkpoints import AWQ, FORMS, GPTQ, Form, compressed, store
+from tests.models.tensor_rank import empty, logits_of
+from tests.models.test_block_scales import fill
+from tests.models.test_shared_weights import part_of
+from tests.models.test_weights import bare
+
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+SIZES = {"hidden_size": 96, "intermediate_size": 160}
+KEPT: dict[str, Form] = {
+    "awq": Form(AWQ | {"group_size": 32}, group=32),
+    "gptq": Form(GPTQ | {"group_size": 32}, group=32),
+    "packed": Form(compressed(4, "group", True, group_size=32), group=32, has_zeros=False),
+    "packed_zeros": Form(compressed(4, "group", False, group_size=64), group=64),
+    "packed_by_channel": Form(compressed(4, "channel", True), group=0, has_zeros=False),
+}
+
+
+def stored(name: str, form: str, root: Path, **options: Any) -> tuple[Any, Path]:
+    """Transformers' model of what is stored, with heads of 64, and the directory."""
+    torch.manual_seed(0)
+    variant = wide(replace(BY_NAME[name], shard_size="5GB", saved_as=torch.float32))
+    variant = replace(variant, options=variant.options | SIZES | options)
+    model, path = make(variant, root)
+    fill(model, store(path, KEPT[form]))
+    return model, path
+
+
+def built(config: DecoderConfig, path: Path, kind: Kind = "cpu", way: Way | None = None) -> Decoder:
+    decoder = empty(config, ALONE, kind, way)
+    weights.load(decoder, path)
+    return decoder
+
+
+@pytest.mark.parametrize("form", KEPT)
+def test_numbers_and_scales_are_those_of_the_file(form: str, tmp_path: Path) -> None:
+    _, path = stored("llama_biased", form, tmp_path)
+    config = config_in(path)
+    exact, kept = bare(config), bare(kept_int4(config))
+    for decoder in (exact, kept):
+        decoder.pack = lambda: None  # type: ignore[method-assign]
+        weights.load(decoder, path)
+    for one, other in zip(exact.layers, kept.layers):
+        pairs = (one.mlp.gate_up, other.mlp.gate_up), (one.mlp.down, other.mlp.down)
+        for plain, linear in (*pairs, (one.attention.qkv, other.attention.qkv)):
+            offset = None if linear.weight_offset is None else linear.weight_offset.data
+            size = KEPT[form].group or plain.weight.shape[1]
+            found = Int4Weight(linear.weight.data, linear.weight_scale.data, offset, size).weight()
+            assert torch.equal(found, plain.weight)
+
+
+@pytest.mark.parametrize("device", on_each("fused"))
+@pytest.mark.parametrize("form", KEPT)
+def test_a_step_computes_what_the_stored_numbers_do(
+    device: tuple[Kind, Way], form: str, tmp_path: Path
+) -> None:
+    _, path = stored("llama_biased", form, tmp_path)
+    config = replace(config_in(path), dtype="float32")
+    expected = logits_of(built(config, path))
+    found = logits_of(built(kept_int4(config), path, *device))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["qwen2_yarn", "phi3", "glm4", "gemma2"])
+def test_families_answer_as_with_the_numbers_that_are_stored(name: str, tmp_path: Path) -> None:
+    """Biases of queries, linears that are stored joined, parts of heads that are turned, other gates."""
+    model, path = stored(name, "awq", tmp_path)
+    config = replace(config_in(path), dtype="float32")
+    tokens = torch.arange(3, 44).tolist()
+    found = logits_of(built(kept_int4(config), path))
+    torch.testing.assert_close(found, logits_of(built(config, path)), rtol=0, atol=1e-4)
+    assert expected_logprobs(model, tokens).isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["awq", "packed", "packed_by_channel"])
+def test_each_rank_holds_its_words_and_groups(form: str, tmp_path: Path) -> None:
+    _, path = stored("llama_biased", form, tmp_path, intermediate_size=256)
+    config = kept_int4(replace(config_in(path), dtype="float32"))
+    check_groups(config, 2)
+    whole, first, second = part_of(config, 0, 1), part_of(config, 0, 2), part_of(config, 1, 2)
+    for decoder in (whole, first, second):
+        decoder.pack = lambda: None  # type: ignore[method-assign]
+        weights.load(decoder, path)
+    one, *parts = (decoder.layers[1] for decoder in (whole, first, second))
+    for name in ("weight", "weight_scale", "weight_offset"):
+        if (joined := getattr(one.mlp.down, name)) is None:
+            continue
+        down = [getattr(part.mlp.down, name) for part in parts]
+        is_shared = joined.shape[1] == 1  # the scale of a whole row
+        assert torch.equal(down[0] if is_shared else torch.cat(down, 1), joined)
+        ups = [getattr(part.mlp.gate_up, name).chunk(2)[1] for part in parts]
+        assert torch.equal(torch.cat(ups), getattr(one.mlp.gate_up, name).chunk(2)[1])
+
+
+@pytest.mark.parametrize("form", ["awq", "packed", "packed_by_channel"])
+def test_what_is_planned_is_what_is_held(form: str, tmp_path: Path) -> None:
+    _, path = stored("qwen3", form, tmp_path)
+    config = config_in(path)
+    for each in (kept_int4(config), config):
+        decoder = bare(each)
+        assert each.weight_bytes == sum(weight.nbytes for weight in decoder.parameters())
+    assert kept_int4(config).weight_bytes < 0.6 * config.weight_bytes
+
+
+def test_random_weights_are_those_of_any_number_of_ranks(tmp_path: Path) -> None:
+    _, path = stored("qwen3", "awq", tmp_path, intermediate_size=256)
+    config = kept_int4(replace(config_in(path), dtype="float32"))
+    downs = []
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        decoder = part_of(config, rank, size)
+        decoder.pack = lambda: None  # type: ignore[method-assign]
+        weights.random(decoder, 7)
+        downs.append(decoder.layers[0].mlp.down)
+    whole, *parts = downs
+    assert torch.equal(torch.cat([part.weight for part in parts], 1), whole.weight)
+    assert torch.equal(parts[0].weight_scale[:, :1], whole.weight_scale[:, :1])
+
+
+def test_a_word_holds_eight_inputs_of_an_output() -> None:
+    values = torch.randint(0, 16, (3, 40), dtype=torch.uint8)
+    weight = Int4Weight(in_words(values), torch.ones(3, 1), None, 40)
+    assert torch.equal(weight.numbers(), values.to(torch.int8) - 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "words"),
+    [
+        ("qwen3", None, "packed in 4 bits, and the checkpoint's are not packed"),
+        ("qwen3", "gptq_8_bits", "the checkpoint's are gptq of 8 bits by channel"),
+        ("qwen3", "gptq_by_activation", "desc_act or actorder moves them"),
+        ("qwen3_moe", "awq", "experts and latents have no products in 4 bits"),
+        ("deepseek_v3_one_group", "awq", "experts and latents have no products in 4 bits"),
+    ],
+)
+def test_what_cannot_stay_packed_is_refused(name: str, form: str | None, words: str, tmp_path: Path) -> None:
+    _, path = make(replace(BY_NAME[name], shard_size="5GB"), tmp_path)
+    if form is not None:
+        store(path, FORMS[form])
+    with pytest.raises(ValueError, match=words):
+        kept_int4(config_in(path))
+
+
+def test_inputs_that_a_file_moves_between_groups_are_refused(tmp_path: Path) -> None:
+    """GPTQ's files have `g_idx`, in order or not, whatever `desc_act` says."""
+    _, path = stored("qwen3", "gptq", tmp_path)
+    name = "model.layers.0.self_attn.o_proj.g_idx"
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            save_file(tensors | {name: tensors[name].flip(0).contiguous()}, file)
+    with pytest.raises(ValueError, match=r"o_proj\.weight: its inputs are not in the order of their groups"):
+        built(kept_int4(config_in(path)), path)
+
+
+def test_ranks_do_not_divide_a_group(tmp_path: Path) -> None:
+    _, path = stored("qwen3", "awq", tmp_path)
+    with pytest.raises(ValueError, match="cannot divide the 160 inputs of down_proj by 2: groups of 32"):
+        check_groups(kept_int4(config_in(path)), 2)
+
+
+def test_what_is_multiplied_as_one_stays_packed_as_one(tmp_path: Path) -> None:
+    _, path = stored("qwen3", "awq", tmp_path)
+    config = config_in(path)
+    left_out = replace(config.stored_form, ignore=("re:.*up_proj",))
+    with pytest.raises(ValueError, match=r"leaves out some of mlp\.gate_proj, mlp\.up_proj of layer 0"):
+        kept_int4(replace(config, stored_form=left_out))
+
+
+@pytest.mark.parametrize(
+    ("product", "group", "largest", "words"),
+    [
+        ("310P", 128, 100, "the 310P multiplies no weights of 4 bits, 910B, 910C do"),
+        ("910B", 16, 100, "16 inputs of a linear share a scale.*a multiple of 32"),
+        ("910C", 128, 65536, "a linear has a side of 65536.*use more tensor ranks"),
+    ],
+)
+def test_a_product_says_what_it_cannot_multiply(product: str, group: int, largest: int, words: str) -> None:
+    chosen = next(each for each in PRODUCTS if each.name == product)
+    with pytest.raises(ValueError, match=words):
+        chosen.check_int4(torch.float16, group, largest)
+    next(each for each in PRODUCTS if each.name == "910B").check_int4(torch.float16, 128, 65535)
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize("device", on_each("fused")[1:2])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_an_npu_multiplies_in_half_the_precision(
+    device: tuple[Kind, Way], dtype: Any, tmp_path: Path
+) -> None:
+    """Captured steps are the eager ones, and as near to what is exact as plain products of the same type."""
+    _, path = stored("qwen2_yarn", "awq", tmp_path)
+    config = config_in(path)
+    exact = logits_of(built(replace(config, dtype="float32"), path))
+    halves = replace(config, dtype=dtype)
+    plain, kept = (logits_of(built(each, path, *device)) for each in (halves, kept_int4(halves)))
+    assert (kept - exact).norm() <= 2 * (plain - exact).norm()
+    captured = logits_of(built(kept_int4(halves), path, *device), graphs=True)
+    assert torch.equal(captured, kept)
+    assert machine(*device).device.type == "npu"
