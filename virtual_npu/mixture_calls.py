@@ -13,7 +13,7 @@ def gating(draw: RandomInputs) -> dict[str, Any]:
     """Scores that are far from each other, so that no rounding changes their order."""
     tokens, experts = draw.number(1, 200), draw.one(8, 64, 128)
     scores = torch.stack([draw.order(experts) for _ in range(tokens)]).float() / 4
-    return {"x": scores, "k": draw.one(1, 2, 8)}
+    return {"x": scores, "k": draw.one(1, 2, 8), "renorm": draw.one(0, 1)}
 
 
 def gating_in_groups(draw: RandomInputs) -> dict[str, Any]:

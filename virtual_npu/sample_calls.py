@@ -265,7 +265,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_swiglu": _swiglu,
     "npu_dynamic_quant": _dynamic_quant,
     "npu_grouped_matmul": _grouped_matmul,
-    "npu_moe_gating_top_k_softmax": mixture_calls.gating,
+    "npu_moe_gating_top_k_softmax_v2": mixture_calls.gating,
     "npu_moe_gating_top_k": mixture_calls.gating_in_groups,
     "npu_moe_init_routing_v2": mixture_calls.routing,
     "npu_moe_token_unpermute": mixture_calls.combining,
@@ -294,7 +294,7 @@ RESULTS = {
     "npu_rms_norm": (0,),
     "npu_add_rms_norm": (0, 2),
     "npu_add_rms_norm_dynamic_quant": (0, 2, 3),
-    "npu_moe_gating_top_k_softmax": (0, 1),
+    "npu_moe_gating_top_k_softmax_v2": (0, 1),
     "npu_moe_gating_top_k": (0, 1),
     "npu_moe_init_routing_v2": (0, 1, 2),
 }

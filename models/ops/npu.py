@@ -212,9 +212,11 @@ class NpuOps(Int4Ops, PlainNpuOps):
         if not self.product.has_mixtures:
             return super().route(x, router, correction, config, bias)
         scores = F.linear(x.float(), router, bias)
-        if config.is_plain:
-            weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, None, k=config.num_chosen)
-            return self._shares(weights, config), chosen
+        if config.is_plain:  # where they add up to one, a softmax of the best alone
+            weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
+                scores, k=config.num_chosen, renorm=int(config.normalizes)
+            )
+            return weights if config.scale == 1 else weights * config.scale, chosen
         divides = config.scores == "sigmoid"  # by the sum of the weights, and only then
         weights, chosen, _ = torch_npu.npu_moe_gating_top_k(
             scores,

@@ -74,8 +74,8 @@ MIXTURE_FAULTS = (
     Fault(
         "joined_weights_not_normalised",
         FUSED,
-        "return self._shares(weights, config), chosen\n        divides",
-        "return weights, chosen\n        divides",
+        "renorm=int(config.normalizes)",
+        "renorm=0",
         "on an NPU a token's experts add up to less than the model was trained with",
     ),
     Fault(

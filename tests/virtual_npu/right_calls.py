@@ -423,6 +423,7 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_dequant_swiglu_quant": dequant_swiglu_quant,
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_gating_top_k_softmax": right_mixture_calls.gating,
+    "npu_moe_gating_top_k_softmax_v2": right_mixture_calls.gating_as_one,
     "npu_moe_gating_top_k": right_mixture_calls.gating_in_groups,
     "npu_moe_init_routing_v2": right_mixture_calls.routing,
     "npu_moe_token_unpermute": right_mixture_calls.combining,

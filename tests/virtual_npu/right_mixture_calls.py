@@ -24,6 +24,11 @@ def gating(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return {"x": x, "k": int(rng.integers(1, experts + 1))}, Conditions(product=pick(rng, A2, A3))
 
 
+def gating_as_one(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    made, conditions = gating(rng)
+    return made | {"renorm": int(rng.integers(2))}, conditions
+
+
 def gating_in_groups(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     tokens, groups, size = int(rng.integers(1, 30)), int(rng.integers(1, 5)), int(rng.integers(2, 8))
     dtype, chosen_groups = pick(rng, torch.float32, *HALVES), int(rng.integers(1, groups + 1))

@@ -324,6 +324,11 @@ GATING = [
     Wrong("chosen", lambda call: {"k": call["x"].shape[1] + 1}, "k", "of"),
     Wrong("chosen", put(finished=torch.zeros(1).bool()), "finished", "bool"),
 ]
+GATING_AS_ONE = [
+    *GATING,
+    Wrong("renormed", put(renorm=2), "renorm", "is 2"),
+    Wrong("renormed", put(output_softmax=True), "output_softmax", "is True"),
+]
 ROUTING = [
     Wrong("rows", to("x", strided), "x", "("),
     Wrong("rows", to("expert_idx", Tensor.long), "expert_idx", "int64"),
@@ -377,6 +382,7 @@ FAMILIES = {
     "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
     "npu_dequant_swiglu_quant": SWIGLU_QUANT,
     "npu_moe_gating_top_k_softmax": GATING,
+    "npu_moe_gating_top_k_softmax_v2": GATING_AS_ONE,
     "npu_moe_gating_top_k": wrong_latent_calls.GATING,
     "npu_moe_init_routing_v2": ROUTING,
     "npu_moe_token_unpermute": COMBINING,

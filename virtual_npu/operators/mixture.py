@@ -15,6 +15,7 @@ from virtual_npu.operators.matmul import by_rows
 from virtual_npu.simulated_products import A2, A3
 
 GATING = "op-plugin npu_moe_gating_top_k_softmax"
+GATING_V2 = "CANN aclnnMoeGatingTopKSoftmaxV2; op-plugin test/test_custom_ops"
 ROUTING = "op-plugin npu_moe_init_routing_v2"
 COMBINE = "op-plugin npu_moe_token_unpermute"
 CALLED = "vllm-ascend ops/fused_moe/token_dispatcher.py"
@@ -31,6 +32,22 @@ def _gated(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     rows, chosen = x.shape[0], call["k"]
     order = torch.arange(rows * chosen, dtype=torch.int32).view(chosen, rows).t().contiguous()
     return weights[:, :chosen].to(x.dtype), experts[:, :chosen].int(), order
+
+
+def _gated_as_one(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [T, C] and experts; with `renorm` of the best scores alone, so that they add up to one."""
+    x: Tensor = call["x"]
+    scores = x.float() if call["renorm"] else x.float().softmax(-1)
+    weights, experts = (each[:, : call["k"]] for each in scores.sort(dim=-1, descending=True, stable=True))
+    weights = weights.softmax(-1) if call["renorm"] else weights
+    return weights.to(x.dtype), experts.int(), x.new_empty(0, dtype=torch.float32)
+
+
+def _renormed(call: Call) -> Iterator[Breach]:
+    if call["renorm"] not in (0, 1):
+        yield "renorm", call["renorm"]
+    if call["output_softmax"]:
+        yield "output_softmax", call["output_softmax"]
 
 
 def _scores(call: Call) -> Iterator[Breach]:
@@ -175,6 +192,36 @@ OPERATORS = (
             ),
         ),
         reference=_gated,
+    ),
+    Operator(
+        schema="npu::npu_moe_gating_top_k_softmax_v2(Tensor x, *, int k=1, Tensor? finished=None, "
+        "int? renorm=0, bool? output_softmax=False) -> (Tensor, Tensor, Tensor)",
+        products=(A2, A3),
+        source=GATING_V2,
+        rules=(
+            Rule(
+                "scores",
+                "x is a matrix of float32, float16 or bfloat16",
+                GATING_V2,
+                "cast it to float32",
+                _scores,
+            ),
+            Rule(
+                "chosen",
+                f"k is from 1 to the number of experts, {MOST_CHOSEN} at most, and no row is finished",
+                GATING_V2,
+                "leave finished out",
+                _chosen,
+            ),
+            Rule(
+                "renormed",
+                "renorm is 0 or 1; all scores, by output_softmax, are not given here",
+                GATING_V2,
+                "leave output_softmax out",
+                _renormed,
+            ),
+        ),
+        reference=_gated_as_one,
     ),
     Operator(
         schema="npu::npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, "
