@@ -2,8 +2,10 @@
 
     python -m benchmark.serve.bare_servers answers [ANSWER_EVENTS]
     python -m benchmark.serve.bare_servers passes http://127.0.0.1:PORT
+    python -m benchmark.serve.bare_servers passes_asgi http://127.0.0.1:PORT
 
-Both speak only as much HTTP as they need. The server streams so many events in one write, or the first event
+The first two speak only as much HTTP as they need; the last one has the router's HTTP server and client, and
+nothing between them. The server streams so many events in one write, or the first event
 alone and nothing more for a request with `x-hold`. The pass-through reads no body and knows no replicas: it
 asks on kept connections and passes on what comes until the answer's end.
 """
@@ -16,14 +18,18 @@ import sys
 from collections.abc import Awaitable, Callable
 
 import uvloop
+from starlette.types import Receive, Scope, Send
 
 from serving.router.replicas import address_of
+from serving.router.upstream import Upstream
+from serving.server import SignalFreeServer, configuration, listener_at
 
 END = b"0\r\n\r\n"  # of chunks
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
 LONGEST_HEAD = 2**16
+MOST_CONNECTIONS = 2**14
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -80,6 +86,35 @@ def passes(url: str) -> Serve:
     return serve
 
 
+async def listen_asgi(url: str) -> None:
+    """The pass-through on the router's HTTP server."""
+    upstream = Upstream(*address_of(url))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        body = message["body"]
+        while message.get("more_body"):
+            message = await receive()
+            body += message["body"]
+        headers = [each for each in scope["headers"] if each[0] not in (b"host", b"content-length")]
+        answer = await upstream.ask(scope["method"], scope["path"], headers, body)
+        kept = [each for each in answer.headers if each[0] != b"transfer-encoding"]
+        await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+        while part := await answer.next():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        upstream.done(answer)
+
+    with listener_at("127.0.0.1", 0) as listener:
+        tell(listener.getsockname())
+        await SignalFreeServer(configuration(app, MOST_CONNECTIONS)).serve([listener])
+
+
+def tell(address: tuple[str, int]) -> None:
+    """Where the server listens, as all of ours do."""
+    print(f"listening at http://{address[0]}:{address[1]}, bare", file=sys.stderr, flush=True)
+
+
 async def listen(serve: Serve) -> None:
     """At a free port, until the process is ended."""
 
@@ -92,8 +127,7 @@ async def listen(serve: Serve) -> None:
             writer.close()
 
     server = await asyncio.start_server(served, "127.0.0.1", 0, limit=LONGEST_HEAD, backlog=2**12)
-    host, port = server.sockets[0].getsockname()[:2]
-    print(f"listening at http://{host}:{port}, bare", file=sys.stderr, flush=True)
+    tell(server.sockets[0].getsockname())
     await server.serve_forever()
 
 
@@ -101,7 +135,10 @@ def main(argv: list[str]) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     kind, value = argv
-    uvloop.run(listen(answers(int(value)) if kind == "answers" else passes(value)))
+    if kind == "passes_asgi":
+        uvloop.run(listen_asgi(value))
+    else:
+        uvloop.run(listen(answers(int(value)) if kind == "answers" else passes(value)))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What does the router itself take: processor time and latency a request, and memory an open stream?
 
 Servers that answer at once stand behind it, so that nothing else takes time. In turns of the same run,
-requests are sent to such a server, through a bare pass-through (benchmark/serve/bare_servers.py) and through
-the router, one at a time for latency and several at once for processor time; of the figures of each turn the
-median counts. "Added" is a way's latency less that of asking the server itself. Then streams are opened that
-do not end, and the memory of the router is a line through what it holds at each number of them.
+requests are sent to such a server, through two bare pass-throughs (benchmark/serve/bare_servers.py: one that
+copies bytes, one on the router's HTTP server and client) and through the router: one at a time for latency,
+several at once for processor time. Of the figures of each turn the median counts. "Added" is a way's latency
+less that of asking the server itself. Then streams are opened that do not end, and the memory of the router
+is a line through what it holds at each number of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmark.serve.running import Running, started
 from recipes.build import versions
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
 
-WAYS = ("server", "bare", "router")
+WAYS = ("server", "bytes", "http", "router")
 MOST_OPEN = 2**17  # at each replica: nothing waits for its turn
 SETTLE_S = 0.5  # until a router has read what it was sent
 EXTRAPOLATED = 10_000  # streams
@@ -94,9 +95,8 @@ def turn(urls: Mapping[str, str], router: Running, options: argparse.Namespace) 
         p50, p99 = np.percentile(took_s, [50, 99]).tolist()
         figures |= {f"{way}_p50_ms": 1e3 * p50, f"{way}_p99_ms": 1e3 * p99}
     for each in ("p50", "p99"):
-        bare, ours = (figures[f"{way}_{each}_ms"] - figures[f"server_{each}_ms"] for way in WAYS[1:])
-        figures |= {f"bare_added_{each}_ms": bare, f"router_added_{each}_ms": ours}
-        figures[f"added_{each}_over_bare"] = ours / bare
+        for way in WAYS[1:]:
+            figures[f"{way}_added_{each}_ms"] = figures[f"{way}_{each}_ms"] - figures[f"server_{each}_ms"]
     before_s = router.cpu_s()
     asyncio.run(at_once(urls["router"], body, options.requests, options.clients))
     num_sent = options.requests // options.clients * options.clients
@@ -114,12 +114,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             start("benchmark.serve.bare_servers", "answers", str(options.events))
             for _ in range(options.replicas)
         ]
-        bare = start("benchmark.serve.bare_servers", "passes", servers[0].url)
+        as_bytes = start("benchmark.serve.bare_servers", "passes", servers[0].url)
+        as_http = start("benchmark.serve.bare_servers", "passes_asgi", servers[0].url)
         behind = [argument for each in servers for argument in ("--replica", each.url)]
         recipe = () if options.recipe is None else ("--recipe", options.recipe)
         router = start("scripts.route", *behind, *recipe, "--port", "0", "--most-open", str(MOST_OPEN))
         asyncio.run(ready(router.url, len(servers)))
-        urls = {"server": servers[0].url, "bare": bare.url, "router": router.url}
+        urls = dict(zip(WAYS, (servers[0].url, as_bytes.url, as_http.url, router.url)))
         turns = [turn(urls, router, options) for _ in range(1 + options.turns)][1:]
         figures = {name: round(statistics.median(each[name] for each in turns), 4) for name in turns[0]}
         kib = asyncio.run(held_kib(router, options.streams))
@@ -141,8 +142,10 @@ def print_table(result: Mapping[str, Any]) -> None:
         times = [f"{found[f'{way}_{each}_ms']:.3f} ms" for each in ("p50", "p99")]
         added = ["" if way == "server" else f"{found[f'{way}_added_{p}_ms']:.3f} ms" for p in ("p50", "p99")]
         print(f"| {way} | {' | '.join(times + added)} |")
-    print(f"\nadded, router / bare: p50 {found['added_p50_over_bare']:.2f},", end=" ")
-    print(f"p99 {found['added_p99_over_bare']:.2f}; processor time {found['router_cpu_ms']:.3f} ms a request")
+    for each in ("p50", "p99"):
+        over = {way: found[f"router_added_{each}_ms"] / found[f"{way}_added_{each}_ms"] for way in WAYS[1:3]}
+        print(f"\nadded {each}, router / bytes {over['bytes']:.2f}, router / http {over['http']:.2f}", end="")
+    print(f"\nprocessor time {found['router_cpu_ms']:.3f} ms a request")
     held = ", ".join(f"{kib / 1024:.1f} MiB at {count}" for count, kib in found["streams"].items())
     print(f"open streams: {held}; {found['kib_a_stream']:.1f} KiB each,", end=" ")
     print(f"so {found['mib_extrapolated']:.0f} MiB at {EXTRAPOLATED:,} (extrapolated)")
