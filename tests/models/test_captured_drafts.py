@@ -88,7 +88,9 @@ def test_where_the_device_holds_too_few_graphs_the_draft_model_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    monkeypatch.setattr(Attention, "holds", lambda _, sizes, beside: bool(asked.append((sizes, beside))))
+    monkeypatch.setattr(
+        Attention, "holds", lambda _, sizes, beside, joins: bool(asked.append((sizes, beside)))
+    )
     engine = engine_of(graphs=12)
     drafter, graphs = runner_of(engine).drafter, runner_of(engine).graphs
     assert drafter is not None
