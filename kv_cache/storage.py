@@ -99,12 +99,7 @@ class KVCache:
         """Begin to copy what a layer has of some pages to the host; what is returned waits for the bytes:
         the keys of all these pages, then the values.
         """
-        parts = []
-        for tensor in self._of_layer(layer):
-            stays = tensor.device.type == "cpu"
-            part = torch.empty(len(pages), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=not stays)
-            _exchange(tensor, pages, part, np.arange(len(pages)), to_host=True, indexed=self._indexed)
-            parts.append(part)
+        parts = self._copied(self._of_layer(layer), pages)
         done = _queued(self.keys[layer].device)
 
         def wait() -> Bytes:
@@ -119,8 +114,7 @@ class KVCache:
         """
         at = 0
         for tensor in self._of_layer(layer):
-            stays, count = tensor.device.type == "cpu", len(pages) * _page_bytes(tensor)
-            part = torch.empty(len(pages), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=not stays)
+            part, count = _host_pages(tensor, len(pages)), len(pages) * _page_bytes(tensor)
             _bytes_of(part)[:] = data[at : at + count]
             _exchange(part, np.arange(len(pages)), tensor, pages, to_host=False, indexed=self._indexed)
             at += count
@@ -156,16 +150,12 @@ class KVCache:
 
     def copied_out(self, pages: Index) -> list[Tensor]:
         """Copies of its own pages in the host's memory; off the CPU they are only queued."""
-        copies, targets = [], np.arange(len(pages))
-        for tensor in self.tensors:
-            stays = tensor.device.type == "cpu"
-            copied = torch.empty(len(pages), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=not stays)
-            for read, written in _chunks(tensor, pages, targets):
-                if stays or not self._indexed:
-                    _copy(tensor, read, copied, written, indexed=self._indexed)
-                else:
-                    _to_host(tensor, read, copied, written)
-            copies.append(copied)
+        return self._copied(self.tensors, pages)
+
+    def _copied(self, tensors: Sequence[Tensor], pages: Index) -> list[Tensor]:
+        copies = [_host_pages(each, len(pages)) for each in tensors]
+        for tensor, copied in zip(tensors, copies):
+            _exchange(tensor, pages, copied, np.arange(len(pages)), to_host=True, indexed=self._indexed)
         return copies
 
     def wait_for_swaps(self) -> None:
@@ -232,6 +222,11 @@ class KVCache:
         device, host = self.tensors, self.host_tensors
         for source, target in zip(*((device, host) if to_host else (host, device))):
             _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
+
+
+def _host_pages(like: Tensor, count: int) -> Tensor:
+    """So many pages in the host's memory, not set to anything, that a device copies to without the host."""
+    return torch.empty(count, *like.shape[1:], dtype=like.dtype, pin_memory=like.device.type != "cpu")
 
 
 def _exchange(

@@ -24,9 +24,10 @@ from continuous_batching.system_error import in_one_line
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from serving.engine.expert_readings import ExpertReadings
+from serving.engine.facts import facts_of, tier_reading
 from serving.engine.messages import HURRY
 from serving.engine.page_exchange import exchange_of
-from serving.engine.worker import Worker, facts_of, tier_reading
+from serving.engine.worker import Worker
 from serving.own_processors import KnownProcessors
 from serving.text.tokenizer import Text
 

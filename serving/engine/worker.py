@@ -20,7 +20,6 @@ from continuous_batching.inspection import Recount, recount, usage
 from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
-from continuous_batching.scheduling.validation import longest_allowed
 from kv_cache.page_keys import KEY_BYTES
 from serving.engine.adapter_loads import AdapterLoads
 from serving.engine.grammar_queue import GrammarQueue
@@ -47,7 +46,6 @@ from serving.engine.messages import (
     encode,
 )
 from serving.engine.page_exchange import PageExchange
-from serving.engine.silence import COMPILER_S, SHORTEST_S
 from serving.engine.timed_runner import TimedRunner
 from serving.grammars.matching import Grammars, Spelling
 from serving.own_processors import KnownProcessors
@@ -57,9 +55,7 @@ _IDLE_MS = 1  # between checks of a queue that waits for a fuller batch
 _RECOUNTS_COST = 1000  # the pause after a recount of the pages, in times of its duration
 
 if TYPE_CHECKING:
-    from kv_cache.tier.page_tier import PageTier
     from models.adapters import Adapters
-    from recipes.build.engine import BuiltEngine
 
 log = logging.getLogger(__name__)
 
@@ -328,32 +324,3 @@ class Worker:
 
 def _between(since_s: float | None, until_s: float | None) -> float | None:
     return None if since_s is None or until_s is None else max(0.0, until_s - since_s)
-
-
-def tier_reading(tier: PageTier | None) -> TierReading | None:
-    """What has come of a tier of pages, if there is one."""
-    return None if tier is None else TierReading(tier.counters, tier.is_well)
-
-
-def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
-    """What the server needs to know of an engine."""
-    engine, config, memory = built.engine, built.config, built.memory
-    scheduler = engine.scheduler
-    shortest_s = SHORTEST_S if built.runner.attention.device.type == "cpu" else COMPILER_S
-    return EngineFacts(
-        vocab_size=config.vocab_size,
-        eos_token_ids=config.eos_token_ids,
-        max_tokens=longest_allowed(engine.slots, scheduler.pool),
-        num_slots=engine.slots.num_slots,
-        num_pages=memory.num_pages,
-        page_size=engine.slots.page_size,
-        page_bytes=memory.page_bytes,
-        num_host_pages=memory.num_host_pages,
-        device=built.device_name,
-        parameters=config.num_parameters,
-        max_batch_tokens=scheduler.max_batch_tokens,
-        prefix_sharing=prefix_sharing,
-        max_shared_tokens=config.max_shared_positions,
-        expected_step_s=max(shortest_s, built.largest_step_s),
-        hidden_size=config.hidden_size,
-    )

@@ -19,7 +19,7 @@ _MOST_CHOICES = 20  # that are told, the last first
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RouteChoice:
     """Where a request with a prompt went, and what spoke for it."""
 
     replica: int
@@ -41,7 +41,7 @@ class FleetFigures:
         self.num_split = 0
         self.num_again = self.num_refused = self.num_cut_off = self.best_hit_tokens = 0
         self.waited_s = 0.0
-        self._choices: deque[Choice] = deque(maxlen=_MOST_CHOICES)
+        self._choices: deque[RouteChoice] = deque(maxlen=_MOST_CHOICES)
 
     @property
     def _there(self) -> list[FleetReplica]:
@@ -65,7 +65,7 @@ class FleetFigures:
             there = int(self._routing.requests[number]) - 1
             best = max(sent.best_hit_tokens, sent.hit_tokens)  # a session's replica may be the only one
             self._choices.append(
-                Choice(number, prompt.num_tokens, sent.hit_tokens, best, queued, there, is_again)
+                RouteChoice(number, prompt.num_tokens, sent.hit_tokens, best, queued, there, is_again)
             )
 
     def split(self, place: PromptPlace | None) -> None:

@@ -133,12 +133,7 @@ VARIANTS = [
         saved_as=torch.float16,
     ),
     Variant(
-        "mistral_tied",
-        "mistral",
-        {"sliding_window": 5, "num_key_value_heads": 4, "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
-        saved_as=torch.bfloat16,
-        shard_size="60KB",
+        "mistral_tied", "mistral", {"sliding_window": 5, "tie_word_embeddings": True}, saved_as=torch.bfloat16
     ),
     Variant(
         "qwen2_window_from",
@@ -418,21 +413,6 @@ VARIANTS = [
         saved_as=torch.bfloat16,
     ),
     Variant(
-        "deepseek_v2_tied",
-        "deepseek_v2",
-        LATENT
-        | {
-            "first_k_dense_replace": 2,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 1,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 0.8,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-4,
-        },
-        shard_size="60KB",
-    ),
-    Variant(
         "deepseek_v3",
         "deepseek_v3",
         LATENT
@@ -464,21 +444,5 @@ VARIANTS = [
             "tie_word_embeddings": True,
         },
         old=True,
-    ),
-    Variant(
-        "deepseek_v3_linear",
-        "deepseek_v3",
-        LATENT
-        | {
-            "first_k_dense_replace": 2,
-            "n_routed_experts": 6,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "rms_norm_eps": 1e-4,
-        },
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-        saved_as=torch.bfloat16,
     ),
 ]

@@ -138,7 +138,7 @@ CACHE_FAULTS = (
         "copies_not_made",
         RUNNER,
         "        self.cache.apply(batch.copies)\n",
-        "",
+        "        pass\n",
         "pages are renamed, copied on write and swapped in by name only",
     ),
     Fault(

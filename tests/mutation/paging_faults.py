@@ -34,7 +34,7 @@ PAGING_FAULTS = (
         "failed_pages_stay",
         MATCHING,
         "self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])",
-        "pass",
+        "[]",
         "one request's NaN poisons all that share its prompt",
     ),
     Fault(

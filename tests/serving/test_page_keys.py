@@ -21,8 +21,9 @@ from recipes.schema.reader import load
 from serving.answers.jobs import Job, JobRun
 from serving.api.api_keys import ApiKeys, Rights
 from serving.async_llm import AsyncLLM
+from serving.engine.facts import facts_of
 from serving.engine.messages import Add, encode
-from serving.engine.worker import Worker, facts_of
+from serving.engine.worker import Worker
 from tests.serving.server import TINY
 
 SETTINGS = ["scheduler.num_slots=2", "device.threads=1", "device.compile=false"]

@@ -16,8 +16,9 @@ from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
 from recipes.build.engine import build
 from recipes.schema.reader import load
+from serving.engine.facts import facts_of
 from serving.engine.messages import Add, AddRefused, Beat, Finish, decode_from_engine, encode
-from serving.engine.worker import Worker, facts_of
+from serving.engine.worker import Worker
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
 

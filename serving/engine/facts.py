@@ -1,0 +1,42 @@
+"""What does the server need to know of an engine, once, and of the tier of its pages, again and again?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from continuous_batching.scheduling.validation import longest_allowed
+from serving.engine.messages import EngineFacts, TierReading
+from serving.engine.silence import COMPILER_S, SHORTEST_S
+
+if TYPE_CHECKING:
+    from kv_cache.tier.page_tier import PageTier
+    from recipes.build.engine import BuiltEngine
+
+
+def tier_reading(tier: PageTier | None) -> TierReading | None:
+    """What has come of a tier of pages, if there is one."""
+    return None if tier is None else TierReading(tier.counters, tier.is_well)
+
+
+def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
+    """What the server needs to know of an engine."""
+    engine, config, memory = built.engine, built.config, built.memory
+    scheduler = engine.scheduler
+    shortest_s = SHORTEST_S if built.runner.attention.device.type == "cpu" else COMPILER_S
+    return EngineFacts(
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        max_tokens=longest_allowed(engine.slots, scheduler.pool),
+        num_slots=engine.slots.num_slots,
+        num_pages=memory.num_pages,
+        page_size=engine.slots.page_size,
+        page_bytes=memory.page_bytes,
+        num_host_pages=memory.num_host_pages,
+        device=built.device_name,
+        parameters=config.num_parameters,
+        max_batch_tokens=scheduler.max_batch_tokens,
+        prefix_sharing=prefix_sharing,
+        max_shared_tokens=config.max_shared_positions,
+        expected_step_s=max(shortest_s, built.largest_step_s),
+        hidden_size=config.hidden_size,
+    )
