@@ -56,6 +56,9 @@ class Kept:
     logits: list[Tensor] = field(default_factory=list)
     captures_draws, reads_logits = False, True
 
+    def prepare(self, rows: np.ndarray, targets: np.ndarray, slots: SlotPool) -> None:
+        """Nothing is chosen."""
+
     def start(
         self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool, best: object = None
     ) -> Chosen:

@@ -35,8 +35,11 @@ class Recorder:
 
     seen: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
+    def prepare(self, rows: np.ndarray, targets: np.ndarray, slots: SlotPool) -> None:
+        """Nothing is chosen."""
+
     def start(
-        self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool, best: object
+        self, logits: Tensor, rows: np.ndarray, targets: np.ndarray, slots: SlotPool, best: object = None
     ) -> Chosen:
         for row, target, line in zip(rows.tolist(), targets.tolist(), logits):
             self.seen[row, target - 1] = line.float().log_softmax(-1).cpu()
