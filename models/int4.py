@@ -43,3 +43,9 @@ def check_groups(config: DecoderConfig, tensors: int) -> None:
                 f"w4a16 cannot divide the {inputs} inputs of {name} by {tensors}: groups of {size} stay"
                 " whole; choose fewer ranks, or leave model.quantization out"
             )
+
+
+def largest_side(config: DecoderConfig) -> int:
+    """The longest side of a product in 4 bits; gate and up are one. A head is mostly not in 4 bits."""
+    sides = [side for name, *pair in config.linears() if isinstance(config.form(name), Int4) for side in pair]
+    return max(*sides, 2 * config.intermediate_size)

@@ -12,6 +12,7 @@ import pytest
 from devices.ascend_limits import product
 from models.dtypes import TORCH_DTYPES
 from models.graphs import ladder
+from models.int4 import largest_side
 from recipes.__main__ import main
 from recipes.build.decoders import shape_of
 from recipes.build.families import share_of
@@ -75,9 +76,7 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
     if config.quantization is not None:
         named.check_int8(TORCH_DTYPES[config.dtype])
     if config.kept_form is not None:
-        sides = [side for _, *pair in config.linears() for side in pair]
-        largest = max(*sides, 2 * config.intermediate_size)
-        named.check_int4(TORCH_DTYPES[config.dtype], config.kept_form.group_size, largest)
+        named.check_int4(TORCH_DTYPES[config.dtype], config.kept_form.group_size, largest_side(config))
     if recipe.device.attention == "fused":
         named.check(shape)
         page_size = recipe.cache.page_size
