@@ -288,7 +288,7 @@ def test_any_other_scheme_is_refused_by_its_name(changes: dict[str, Any], words:
 def test_linears_that_are_multiplied_as_one_are_quantised_as_one(tmp_path: Path) -> None:
     hf = read(checkpoint("llama_biased", tmp_path))
     said = JSON | {"ignore": ["lm_head", "model.layers.1.self_attn.k_proj"]}
-    with pytest.raises(ValueError, match="of layer 1, which are multiplied as one: name all"):
+    with pytest.raises(ValueError, match="of layer 1, which are multiplied as one: leave out all"):
         decoder_config(hf | {"quantization_config": said})
 
 
