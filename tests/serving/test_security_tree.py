@@ -82,6 +82,7 @@ def test_the_server_fetches_nothing() -> None:
     # to the collector that the command line names; a client of the server; options of incoming connections;
     # connections that the ranks of an engine have made already; the replicas that a router's operator names
     ours = {"serving/metrics/traces.py", "serving/terminal_view.py", "serving/router/server.py"}
+    ours |= {f"serving/router/{each}.py" for each in ("upstream", "membership")}
     ours |= {f"continuous_batching/recording/{each}.py" for each in ("follower", "listeners")}
     assert found <= ours | {"serving/server.py", "serving/api/protocol.py"}
 

@@ -15,6 +15,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
+from serving.adapters import NO_ADAPTERS
 from serving.answers.answers import AnswerStream
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
 from serving.api.app import application
@@ -157,7 +158,7 @@ def test_a_viewer_sees_of_other_keys_requests_only_that_they_are_there() -> None
     class Engine:
         """Two requests run, of two keys."""
 
-        state = "ready"
+        state, adapters = "ready", NO_ADAPTERS
         facts = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0, 8)
 
         def __init__(self) -> None:
