@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -35,20 +36,28 @@ def asked(server: Server) -> tuple[list[str], int]:
     return texts, found
 
 
+def told(server: Server) -> str:
+    return httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
+
+
 def counted(server: Server, result: str) -> int:
     """Pages, by what became of them in the tier."""
-    text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text
-    match = re.search(rf'^cb_kv_tier_pages_total{{.*result="{result}"}} (\S+)$', text, re.MULTILINE)
+    match = re.search(rf'^cb_kv_tier_pages_total{{.*result="{result}"}} (\S+)$', told(server), re.MULTILINE)
     assert match is not None
     return int(float(match[1]))
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """The engine tells its figures with its beats, and not with the answers."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < until_s, "it never came to hold"
+        time.sleep(0.05)
+
+
 def kill(server: Server, num_written: int) -> None:
     """`kill -9` of the server, when so many pages are written; its engine ends with it."""
-    until_s = time.monotonic() + PATIENCE_S
-    while counted(server, "written") < num_written:
-        assert time.monotonic() < until_s, "they are not written"
-        time.sleep(0.05)
+    until(lambda: counted(server, "written") >= num_written)
     os.kill(server.process.pid, signal.SIGKILL)
     server.wait()
 
@@ -65,7 +74,7 @@ def test_a_server_that_was_killed_finds_its_pages_in_a_folder(tmp_path: Path) ->
         again, found = asked(server)
         assert again == texts
         assert found >= 0.9 * FINDABLE
-        assert counted(server, "found") == found // PAGE_SIZE
+        until(lambda: counted(server, "found") == found // PAGE_SIZE)
         assert counted(server, "refused") == counted(server, "dropped") == 0
     finally:
         server.close()
@@ -93,8 +102,7 @@ def test_a_server_finds_the_pages_of_another_in_redis_and_does_without_when_that
             two.wait_for("reading pages from .* fails, and is done without")
             said = [line for line in two.log if "is done without" in line and "reading" in line]
             assert len(said) == 1
-            text = httpx.get(f"{two.url}/metrics", timeout=PATIENCE_S).text
-            assert re.search(r"^cb_kv_tier_up{.*} 0", text, re.MULTILINE)
+            until(lambda: re.search(r"^cb_kv_tier_up{.*} 0", told(two), re.MULTILINE) is not None)
         finally:
             one.process.kill()
             two.close()

@@ -55,7 +55,9 @@ def test_who_drains_behind_a_closed_door_ends_its_answers(monkeypatch: pytest.Mo
         async with Fleet(slow) as fleet:
             (stub,), (replica,) = fleet.stubs, fleet.replicas
             assert stub is not None
-            stub.script = by_path(ready=answer(b""), metrics=answer(b""), other=slow)(stub)
+            stub.script = by_path(
+                ready=answer(b""), metrics=answer(b""), server_info=answer(b"", 404), other=slow
+            )(stub)
             watching = asyncio.ensure_future(replica.watch(0))
             await until(lambda: replica.state == "ready")
             asking = asyncio.ensure_future(fleet.ask())

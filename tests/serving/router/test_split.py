@@ -48,9 +48,9 @@ def test_while_no_answer_has_begun_the_prompt_counts_where_it_is_computed() -> N
             counted = []
             ask = fleet.replicas[0].server.ask
 
-            async def asking(*arguments):
+            async def asking(*arguments, **named):
                 counted.append((fleet.routing.queued_tokens.tolist(), fleet.routing.requests.tolist()))
-                return await ask(*arguments)
+                return await ask(*arguments, **named)
 
             fleet.replicas[0].server.ask = asking
             await fleet.ask(leaves_after=0)
