@@ -29,6 +29,7 @@ log = logging.getLogger("route")
 
 SESSION_HEADER, TENANT_HEADER = b"x-session-id", b"x-tenant"
 RETRY_S = 1.0
+AGAIN_S = 0.05  # until the request of a client that is gone is cancelled once more
 _ENDS = (b"data: [DONE]", b"data:[DONE]")
 _WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # whose streams end so
 _GENERATIONS = (*_WITH_DONE, "/v1/responses")
@@ -74,16 +75,14 @@ class Proxy:
         session = (
             f"{client.owner}\0{value.decode('latin-1')}" if (value := headers.get(SESSION_HEADER)) else ""
         )
-        work = asyncio.ensure_future(self._in_turn(scope, send, body, prompt, session, tenant))
-        gone = asyncio.ensure_future(_gone(receive))
+        watch = ClientWatch(receive)
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            await self._in_turn(scope, send, body, prompt, session, tenant)
+        except asyncio.CancelledError:
+            if not watch.is_gone:
+                raise
         finally:
-            gone.cancel()
-            work.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            watch.end()
 
     async def _read(self, body: bytes, client: Client) -> tuple[RoutedBody, RoutedPrompt]:
         asked = self._prompts.asked(body)
@@ -180,23 +179,25 @@ class Proxy:
         if not (kinds and kinds[0].startswith(b"text/event-stream")):
             await self._forward_whole(scope, send, answer, replica)
             return True
-        part = await answer.next()
+        unsent = await answer.next()
         await send({"type": "http.response.start", "status": answer.status, "headers": _sent_back(answer)})
         last, wants_done = b"", answer.status == 200 and scope["path"] in _WITH_DONE
         try:
-            while part:
-                last = (last + part)[-64:] if len(part) < 64 else part[-64:]
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-                part = await answer.next()
+            while unsent:
+                last = (last + unsent)[-64:] if len(unsent) < 64 else unsent[-64:]
+                if answer.is_read:  # the end goes with these bytes: the client wakes once for both
+                    break
+                await send({"type": "http.response.body", "body": unsent, "more_body": True})
+                unsent = b""
+                unsent = await answer.next()
             if wants_done and not last.rstrip().endswith(_ENDS):
                 raise Lost("the stream ended before its end")
         except Lost as lost:
             self._told(replica, lost)
             message = f"the replica was lost during the answer ({lost}); send the request again"
-            part = (b"" if last.endswith(b"\n\n") or not last else b"\n\n") + _error_event(
-                scope["path"], message
-            )
-        await send({"type": "http.response.body", "body": part})
+            unsent += b"" if last.endswith(b"\n\n") or not last else b"\n\n"
+            unsent += _error_event(scope["path"], message)
+        await send({"type": "http.response.body", "body": unsent})
         return True
 
     async def _forward_whole(
@@ -227,6 +228,29 @@ class Proxy:
         replica.num_lost += 1
         self._figures.cut_off()
         log.warning("%s: %s; its client is told", replica.url, lost)
+
+
+class ClientWatch:
+    """Cancels the task that makes it as soon as the client of the request goes away, until `end`."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.is_gone = False
+        self._receive = receive
+        self._task = asyncio.current_task()
+        self._watching = asyncio.ensure_future(self._watch())
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._watching.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        assert self._task is not None, "made outside of a task"
+        while True:  # `asyncio.wait_for` before Python 3.12 swallows what comes just as it ends
+            self._task.cancel()
+            await asyncio.sleep(AGAIN_S)
 
 
 def _error_event(path: str, message: str) -> bytes:
@@ -270,11 +294,6 @@ async def _body(receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         if not message.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _nothing() -> dict[str, Any]:

@@ -77,10 +77,15 @@ class UpstreamAnswer(asyncio.Protocol):
         return found
 
     @property
+    def is_read(self) -> bool:
+        """Whether `next` has given all of an answer that is whole."""
+        return self._is_whole and not self._parts
+
+    @property
     def can_be_used_again(self) -> bool:
         """Whether another request may be sent on the connection."""
         is_open = self.transport is not None and not self.transport.is_closing()
-        return is_open and self._is_whole and not self._parts and self._is_kept
+        return is_open and self.is_read and self._is_kept
 
     def use_again(self) -> None:
         """Be ready for another request."""

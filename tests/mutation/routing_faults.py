@@ -13,7 +13,8 @@ READER = "serving/router/page_reader.py"
 ROUTING_TESTS_OF = {
     ROUTING: ("tests/continuous_batching/test_routing.py",),
     EVENTS: ("tests/kv_cache/test_events.py",),
-    **dict.fromkeys((REPLICAS, UPSTREAM, PROXY), ("tests/serving/router/test_lost_replicas.py",)),
+    **dict.fromkeys((REPLICAS, UPSTREAM), ("tests/serving/router/test_lost_replicas.py",)),
+    PROXY: ("tests/serving/router/test_lost_replicas.py", "tests/serving/router/test_proxy.py"),
     READER: ("tests/serving/router/test_page_reader.py",),
 }
 
@@ -94,6 +95,20 @@ ROUTING_FAULTS = (
         "                if is_once and lost.may_be_done:\n",
         "                if False:\n",
         "a batch is run at two replicas",
+    ),
+    Fault(
+        "cancelled_once",
+        PROXY,
+        "            await asyncio.sleep(AGAIN_S)\n",
+        "            return\n",
+        "a replica computes for a client that is gone",
+    ),
+    Fault(
+        "last_bytes_said_twice",
+        PROXY,
+        '                unsent = b""\n',
+        "                pass\n",
+        "a stream that is cut off repeats its last event",
     ),
     Fault(
         "old_engine_believed",

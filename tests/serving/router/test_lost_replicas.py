@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from serving.router import replicas as of_replicas
+from serving.router.proxy import AGAIN_S, ClientWatch
 from serving.router.upstream import Lost
 from tests.serving.router.test_proxy import EVENTS, WHOLE, Fleet, Script, Stub, chunk, error_of, run, stream
+from tests.serving.router.waiting import end, until
 
 
 def by_path(**scripts: Script) -> Callable[[Stub], Script]:
@@ -30,14 +33,6 @@ def answer(body: bytes, status: int = 200) -> Script:
         writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
 
     return script
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to hold")
 
 
 def test_who_drains_behind_a_closed_door_ends_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +63,33 @@ def test_who_drains_behind_a_closed_door_ends_its_answers(monkeypatch: pytest.Mo
             await until(lambda: replica.state == "lost")
             goes_on.set()
             assert await asking == (200, b"".join(WHOLE))
-            watching.cancel()
+            await end(watching)
+
+    run(test)
+
+
+def test_work_for_a_client_that_is_gone_is_cancelled_until_it_ends() -> None:
+    """`asyncio.wait_for` before Python 3.12 swallows a cancellation that comes just as it ends."""
+
+    async def test() -> None:
+        gone, num_cancelled = asyncio.Event(), 0
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        watch = ClientWatch(receive)
+        gone.set()
+        while num_cancelled < 2:
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                num_cancelled += 1
+            else:
+                raise AssertionError(f"cancelled {num_cancelled} times")
+        assert watch.is_gone
+        watch.end()
+        await asyncio.sleep(2 * AGAIN_S)  # is not cancelled
 
     run(test)
 
@@ -113,7 +134,7 @@ def test_who_is_silent_for_long_is_lost_with_what_came_late(monkeypatch: pytest.
             await until(lambda: replica.state == "lost")
             with pytest.raises(Lost, match="the replica is lost"):
                 await asyncio.wait_for(replica.server.ask("POST", "/v1/completions", [], b""), 30)
-            watching.cancel()
+            await end(watching)
 
     run(test)
 
@@ -182,7 +203,7 @@ def test_a_server_that_says_odd_things_of_itself_is_sent_requests(
             asked = [head.split()[1] for head in stub.heads]
             assert asked.count(b"/server_info") == 1, "and warned of once"
             assert await fleet.ask() == (200, b"{}")
-            watching.cancel()
+            await end(watching)
 
     run(test)
 

@@ -19,6 +19,7 @@ from serving.router.fleet_figures import FleetFigures
 from serving.router.membership import FleetMembers
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
+from tests.serving.router.waiting import end, until
 
 Answered = tuple[int, dict[str, Any]]
 
@@ -107,8 +108,7 @@ async def running(replicas: list[Replica], *, are_there: bool) -> AsyncIterator[
         yield router
         assert not watching.done(), watching.exception()
     finally:
-        watching.cancel()
-        await asyncio.wait([watching])
+        await end(watching)
         for each in router.members.replicas:
             each.close()
         for replica in replicas:
@@ -120,11 +120,6 @@ async def running(replicas: list[Replica], *, are_there: bool) -> AsyncIterator[
 
 def run(test: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.01)
 
 
 def test_who_comes_is_asked_and_who_leaves_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,7 @@ from continuous_batching.routing import Routing
 from serving.router.fair_turns import FairTurns
 from serving.router.page_reader import PageReader
 from tests.kv_cache.test_events import Engine
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to hold")
+from tests.serving.router.waiting import until
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -195,6 +195,7 @@ def test_a_stream_that_ends_early_never_looks_whole() -> None:
                 assert (status, body.startswith(WHOLE[0])) == (200, True)
                 assert b"[DONE]" not in body
                 assert b'{"cut\n\ndata: ' in body, "the error is an event of its own"
+                assert body.count(WHOLE[0]) == body.count(b'{"cut') == 1
                 assert error_of(body)["code"] == "replica_lost"
                 assert fleet.figures.num_cut_off == 1
 
