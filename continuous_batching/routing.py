@@ -240,7 +240,8 @@ class Routing:
         for number, key in enumerate(keys):
             still = there & (held(key) | supposed(key))
             if still != there:
-                found[_numbers(there ^ still, self.count)] = number
+                if number:  # they are 0 already
+                    found[_numbers(there ^ still, self.count)] = number
                 there = still
                 if not there:
                     return found
@@ -273,8 +274,10 @@ class Routing:
     def _least(self, costs: NDArray[np.float64], is_open: NDArray[np.bool_]) -> int:
         """The open replica of the least cost; of several the next after the last one that was chosen."""
         costs = np.where(is_open, costs, np.inf)
-        equal = np.flatnonzero(costs == costs.min())
-        return int(equal[np.searchsorted(equal, self._last + 1) % len(equal)])
+        equal = (costs == costs.min()).nonzero()[0]
+        if len(equal) == 1:
+            return int(equal[0])
+        return int(equal[equal.searchsorted(self._last + 1) % len(equal)])
 
     def _remember(self, session: str, replica: int) -> None:
         self._sessions[session] = replica
