@@ -105,7 +105,7 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def one_of_each() -> list[Path]:
-    """A recipe of each that differ in more than versions and sizes, by their names; all of them with --thorough."""
+    """Recipes that differ in more than versions and sizes, by their names; all with --thorough."""
     kinds: dict[object, Path] = {}
     for path in RECIPES:
         words = (re.sub(r"^(tp|pp)\d+$", r"\1", word) for word in path.stem.split("_")[1:])
