@@ -109,6 +109,8 @@ def test_a_call_is_found_as_models_and_templates_write_it(head: str) -> None:
     [
         ("Hello", "Hello"),
         ("to be", "to be"),
+        ("json<|message|>a", None),
+        ("<|channel|>" + "a" * LONGEST_HEAD + "<|message|>a", None),
         (SAYS + "a <|chan", "a <|chan"),
         (SAYS + "a" + NEXT + SAYS + "b", "a\nb"),
         ("<|channel|>final", ""),
@@ -200,6 +202,7 @@ def test_a_prompt_says_on_which_channel_an_answer_begins(text: Text) -> None:
     goes_on = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
     request = parse_request({"id": "0", "guided_choice": ["yes"], **goes_on}, text)
     assert takes(text, request.params.grammar, "yes")
+    assert not takes(text, request.params.grammar, "no")
     opening = text.since_mark(request.prompt, HARMONY.start)
     assert opening == f"{BEGIN}{SAYS}no"
     assert parsed([f" more{NEXT}{THINKS}b"], opening) == ("b", " more", [])

@@ -31,7 +31,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = write_model(tmp_path_factory.mktemp("gpt_oss"))
     server = Server(
         "recipes/gpt_oss/gpt_oss_20b_cpu.yaml", f"model.path={folder}", "model.weights=random",
-        "cache.memory_gib=null", "cache.num_pages=400", "device.compile=false", "server.model_names=[gpt-oss]",
+        "cache.memory_gib=null", "cache.num_pages=400", "device.compile=false",
+        "server.model_names=[gpt-oss]",
         environment={"MODELS": "/none"},
     ).ready()  # fmt: skip
     yield server
