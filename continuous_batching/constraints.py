@@ -19,7 +19,7 @@ from kv_cache.pages import Index
 
 Mask = NDArray[np.int32]  # [words] a bit for each token, the lowest of a word first: whether it may come
 NOTHING: Mask = np.zeros(1, dtype=np.int32)
-SLOW_S = 0.01  # of a core, for the masks of one step
+SLOW_S = 0.01  # of a core, for the masks of one step, or for its guesses
 
 
 class Matcher(Protocol):
@@ -61,6 +61,7 @@ class Constraint:
         self.error = ""  # why there is no mask any more
         self.making: Making | None = None  # masks that a thread makes, or has made
         self.took_s = 0.0  # of a core, for the masks of its last step
+        self._guesses_were_slow = False  # once: they are made in the engine's thread, which all wait for
 
     @property
     def is_slow(self) -> bool:
@@ -102,32 +103,37 @@ class Constraint:
     def num_possible(self, answer: Index, drafts: list[int]) -> int:
         """How many of these drafts, from the first, the grammar lets follow the answer.
 
-        None where it is slow, or a thread is at it.
+        None where it is slow, or its guesses were, or a thread is at it.
         """
         if self._is_out_of_reach:
             return 0
+        began_s = time.thread_time()
         matcher = self._at(answer)
         count = 0 if matcher is None else matcher.num_possible(drafts)
-        self._leave_if_failed()
+        self._has_guessed(began_s)
         return count
 
     def forced(self, answer: Index) -> list[int]:
         """Tokens that spell what must follow the answer; they may be cut otherwise than the model would.
 
-        None where it is slow, or a thread is at it.
+        None where it is slow, or its guesses were, or a thread is at it.
         """
         if self._is_out_of_reach:
             return []
+        began_s = time.thread_time()
         matcher = self._at(answer)
         tokens = [] if matcher is None else matcher.forced()
-        self._leave_if_failed()
+        self._has_guessed(began_s)
         return tokens
 
     @property
     def _is_out_of_reach(self) -> bool:
-        return self.is_slow or (self.making is not None and not self.making.is_done)
+        if self._guesses_were_slow or self.is_slow:
+            return True
+        return self.making is not None and not self.making.is_done
 
-    def _leave_if_failed(self) -> None:
+    def _has_guessed(self, began_s: float) -> None:
+        self._guesses_were_slow |= time.thread_time() - began_s > SLOW_S
         if self._matcher is not None and self._matcher.error:
             self.leave()
 

@@ -60,6 +60,9 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
         rank, alpha = config["r"], config["lora_alpha"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / CONFIG} is no configuration of a LoRA adapter ({error})") from None
+    if config.get("peft_type") is None:
+        problem = "does not say of which kind it is; peft writes peft_type: save the adapter again"
+        raise ValueError(f"{folder / CONFIG} {problem}")
     for name, harmless in _UNCHANGED.items():
         if config.get(name) not in harmless:
             raise ValueError(

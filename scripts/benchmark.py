@@ -33,6 +33,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "stages": ("micro.stages", "how long stages of layers wait for each other, and what the simulation says"),
     "adapters": ("micro.adapters", "what adapters of requests cost beside none"),
     "masks": ("micro.masks", "what it costs to hold answers to a form, beside none and the bare library"),
+    "schemas": ("serve.hostile_schemas", "how long hostile schemas hold up a client who streams beside them"),
     "simulation": ("micro.simulation", "simulated tokens a second, with the real scheduler"),
     "cache-types": ("micro.cache_types", "what keys and values in int8 change in answers and in attention"),
     "kv": ("micro.kv", "what pages cost: to find, name, take, copy, and leave half empty"),

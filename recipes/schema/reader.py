@@ -235,13 +235,23 @@ def made(section: type[Section], values: Mapping[str, Any], prefix: str = "") ->
 
 
 def _unknown(place: str, name: str) -> RecipeError:
-    leaf = name.rpartition(".")[2]
+    leaf = _leaf(name)
     same_leaf = [key for key in KEYS if key.endswith(f".{leaf}")]
     near = (
         f"; did you mean {same_leaf[0]}?"
         if same_leaf
-        else nearest(name, KEYS if "." in name else [*KEYS, *SECTIONS, "base"])
+        else nearest(name, _alike(leaf) if "." in name else [*KEYS, *SECTIONS, "base"])
     )
     return RecipeError(
         name, "unknown key", near.removeprefix("; ") or "python -m recipes keys lists them", place=place
     )
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _alike(leaf: str) -> list[str]:
+    """The keys that are alike without their sections, of which equal ones would make any two names alike."""
+    near = difflib.get_close_matches(leaf, {_leaf(key) for key in KEYS}, n=len(KEYS))
+    return [key for key in KEYS if _leaf(key) in near]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes.schema.adapters_section import AdaptersSection, adapter_contradictions
+from recipes.schema.answer_checks import answer_contradictions
 from recipes.schema.cache_checks import event_contradictions, int8_contradictions
 from recipes.schema.keys import key, keys_of
 from recipes.schema.page_checks import page_contradictions
@@ -261,6 +262,7 @@ class Recipe:
             ranks=self.parallel.ranks,
             speculation=self.speculation.kind,
         )
+        yield from answer_contradictions(self.server.tool_format, self.server.reasoning)
         yield from tier_contradictions(
             self.cache.tier,
             is_sharing=self.cache.prefix_sharing,
@@ -274,6 +276,9 @@ class Recipe:
         yield from stage_contradictions(
             self.parallel, self.speculation.kind, count_experts=self.device.count_experts
         )
+        yield from self._length_contradictions()
+
+    def _length_contradictions(self) -> Iterator[RecipeError]:
         cache, longest = self.cache, self.scheduler.max_request_tokens
         if cache.num_pages is not None and longest is not None:
             capacity = (cache.num_pages - 1) * cache.page_size + 1  # the last token is never cached

@@ -18,13 +18,14 @@ class ServerSection:
         "further names that clients may call the model by, such as one that their programs have built in",
         default=(),
     )
-    tool_format: Literal["none", "hermes", "llama3_json", "mistral", "deepseek", "pythonic"] = key(
+    tool_format: Literal["none", "hermes", "llama3_json", "mistral", "deepseek", "pythonic", "harmony"] = key(
         "how the model writes that it calls tools; none: it was not trained to, and requests that let it are"
-        " refused",
+        " refused; harmony: beside `server.reasoning` alone",
         default="none",
     )
-    reasoning: Literal["none", "think"] = key(
-        "how the model writes what it only thinks; think: from <think> to </think>, before the answer",
+    reasoning: Literal["none", "think", "harmony"] = key(
+        "how the model writes what it only thinks; think: from <think> to </think>, before the answer;"
+        " harmony: on gpt-oss' channels, on which its calls are, too",
         default="none",
     )
     score_question: str | None = key(

@@ -12,7 +12,7 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest, shown
 from serving.api.pieces import Json
-from serving.text.tokenizer import check_unicode
+from serving.text.vocabulary import check_unicode
 
 _EVERY = {"type", "id", "status"}  # of an item; that of ours may be sent back as it came
 _KNOWN = {

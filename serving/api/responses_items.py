@@ -15,7 +15,7 @@ from continuous_batching.request import TokenLogprobs
 from serving.api.logprobs import as_content
 from serving.api.pieces import Json, parts
 from serving.text.tokenizer import Text
-from serving.tools.parsing import CallDelta, Parsed
+from serving.tools.parsing import CallDelta, Parsed, Thought
 
 Kind = Literal["reasoning", "message", "function_call"]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -60,11 +60,11 @@ class OutputItems:
     def push(self, said: Parsed, logprobs: Sequence[TokenLogprobs]) -> Iterator[Json]:
         """The events for what is new; `logprobs` are of its tokens, if asked for."""
         self._waiting += logprobs
-        if said.thoughts:
-            yield from self._say("reasoning", said.thoughts)
         for part in said.parts:
             if isinstance(part, CallDelta):
                 yield from self._call(part)
+            elif isinstance(part, Thought):
+                yield from self._say("reasoning", part.text)
             else:
                 yield from self._say("message", part)
 

@@ -10,8 +10,10 @@ from typing import Any
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
+from serving.tools.channel_parsing import ChannelParser
+from serving.tools.channels import ChannelFormat
 from serving.tools.definitions import tool_use
-from serving.tools.parsing import Parsed, ToolParser
+from serving.tools.parsing import Parsed, Thought, ToolParser
 from serving.tools.reasoning import ReasoningParser
 
 
@@ -26,6 +28,7 @@ class Spoken:
         self, text: Text | None, request: Request, fields: Mapping[str, Any], *, thinks: bool
     ) -> None:
         self._form = None if text is None else text.tool_format
+        self._channels = None if text is None else text.channels
         use = tool_use(fields)
         self._names = () if use is None else tuple(use.schemas)
         has_text = use is not None and bool(use.schemas) and not use.must_call
@@ -35,16 +38,40 @@ class Spoken:
         self._end_mark = text.think_marks[-1] if text is not None and text.think_marks else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
         self._thoughts = defaultdict[int, ReasoningParser](lambda: ReasoningParser(is_open=is_open))
-        self._tools: dict[int, ToolParser] = {}
+        self._tools: dict[int, ToolParser | ChannelParser] = {}
+        self._opening = ""  # of the first message of an answer on channels, which the prompt holds
+        self._end_marks: frozenset[int] = frozenset()
+        self._sizes = defaultdict[int, list[int]](lambda: [0])  # of the messages of an answer, in tokens
+        if text is not None and self._channels is not None:
+            self._opening = text.since_mark(request.prompt, self._channels.start)
+            self._end_marks = frozenset(text.control_tokens(self._channels.ends).values())
         self._num_tokens = Counter[int]()  # of each answer,
         self._num_thought = Counter[int]()  # and of its thoughts with their marks
 
     def push(self, index: int, delta: AnswerDelta) -> Parsed:
         """What is new of an answer."""
         is_last = delta.finish_reason is not None
+        if self._channels is not None:
+            return self._by_channels(self._channels, index, delta)
         thoughts, text = self._after_thoughts(index, delta, is_last) if self.thinks else ("", delta.text)
         parsed = self._with_calls(index, text, is_last=is_last)
-        parsed.thoughts = thoughts
+        if thoughts:
+            parsed.parts.insert(0, Thought(thoughts))
+        return parsed
+
+    def _by_channels(self, form: ChannelFormat, index: int, delta: AnswerDelta) -> Parsed:
+        parser = self._tools.get(index)
+        if not isinstance(parser, ChannelParser):
+            parser = self._tools[index] = ChannelParser(form, self._names, self._opening)
+        parsed = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parsed.parts += parser.finish().parts
+        sizes = self._sizes[index]
+        for token in delta.tokens:
+            sizes[-1] += 1
+            if token in self._end_marks:
+                sizes.append(0)
+        self._num_thought[index] = sum(size for size, is_it in zip(sizes, parser.are_thoughts) if is_it)
         return parsed
 
     @property
@@ -58,8 +85,9 @@ class Spoken:
 
     def call_id(self) -> str:
         """A new one for each call, which nothing can be told from."""
-        assert self._form is not None, "a call without a format"
-        return uuid.uuid4().hex[: self._form.id_length]
+        form = self._form or self._channels
+        assert form is not None, "a call without a format"
+        return uuid.uuid4().hex[: form.id_length]
 
     def _after_thoughts(self, index: int, delta: AnswerDelta, is_last: bool) -> tuple[str, str]:
         """The thoughts, and what is behind them."""
@@ -84,7 +112,8 @@ class Spoken:
             return parsed
         if index not in self._tools:
             self._tools[index] = ToolParser(self._form, self._names)
-        parsed = self._tools[index].push(text)
+        parser = self._tools[index]
+        parsed = parser.push(text)
         if is_last:
-            parsed.parts += self._tools[index].finish().parts
+            parsed.parts += parser.finish().parts
         return parsed

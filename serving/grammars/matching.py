@@ -21,6 +21,7 @@ import numpy as np
 from continuous_batching.constraints import Constraint, Mask, Matcher
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
+from serving.grammars.structured_output import CHANNELS
 from serving.grammars.thinking import KIND, Thinking, ThinkingMatcher, reader
 
 if TYPE_CHECKING:
@@ -247,6 +248,9 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
 
     if kind == "json":
         return f"{_NO_FORCING}start: %json {json.dumps(asked | {'x-guidance': JSON_OPTIONS})}"
+    if kind == CHANNELS:
+        form = [] if asked["form"] is None else [{"name": "form", "lark_grammar": _part(asked["form"])}]
+        return json.dumps({"grammars": [{"lark_grammar": f"{_NO_FORCING}{asked['outer']}"}, *form]})
     if kind == "lark":
         return f"{_NO_FORCING}{asked}"
     if kind == "regex":
@@ -260,6 +264,10 @@ def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
         raise _refused(field, kind, str(error)) from error
 
 
+def _part(grammar: str) -> str:
+    return _as_library_has_it(*json.loads(grammar))
+
+
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _QUOTED = re.compile(r"\n(?:<state>|\s*\d+ \|)")
 _NAMES = {
@@ -268,6 +276,7 @@ _NAMES = {
     "choice": "the list of choices",
     "grammar": "the grammar",
     "lark": "a schema",
+    CHANNELS: "the form or a schema",
 }
 
 

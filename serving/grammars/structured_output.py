@@ -16,6 +16,7 @@ from continuous_batching.refusal import BadRequest, shown
 from serving.grammars.json_schema import SchemaCheck
 from serving.grammars.thinking import KIND as THINKING
 
+CHANNELS = "channels"  # the kind of an answer with channels: `outer` and, as `@form` in it, its `form`
 MOST_CHARACTERS = 32_768  # of a regex or a grammar, and of all choices together
 MOST_CHOICES = 1000
 FIELDS = (
@@ -68,6 +69,8 @@ def formed_answer(grammar: str | None) -> FormedAnswer | None:
 def form_of(grammar: str) -> tuple[str, str] | None:
     """The field that asked for a form, and the form's kind; None where there are only thoughts."""
     field, kind, asked = json.loads(grammar)
+    if kind == CHANNELS and asked["form"] is not None:
+        return form_of(asked["form"])
     if kind != THINKING:
         return field, kind
     return None if asked["then"] is None else form_of(asked["then"])

@@ -12,7 +12,7 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import packed_ids
-from serving.text.tokenizer import check_unicode
+from serving.text.vocabulary import check_unicode
 
 Reader = Callable[[str, Any], Any]
 LAST_ID = 2**31 - 1

@@ -28,6 +28,7 @@ from serving.text.chat_options import ChatOptions
 from serving.text.effort import FIELD as EFFORT
 from serving.text.tokenizer import Text, TextOptions
 from serving.text.truncation import truncated
+from serving.tools.channel_grammar import channel_grammar
 from serving.tools.definitions import FIELDS as TOOLS
 from serving.tools.definitions import ToolUse, tool_use
 
@@ -72,7 +73,7 @@ def parse_request(
     if "stop" in values and text is None:
         raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
     tools = tool_use(values)
-    if tools is not None and tools.schemas and text is not None and text.tool_format is None:
+    if tools is not None and tools.schemas and text is not None and not text.has_tools:
         problem = "are not supported: the recipe names no server.tool_format for this model"
         raise BadRequest("tools", problem, fix='leave them out, or send tool_choice: "none"')
     adapter = adapters.find(values["adapter"]) if "adapter" in values else None
@@ -117,6 +118,8 @@ def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOpt
     if text is not None and form is not None and fields.get("tools") and text.control_tokens(form.marks):
         given.setdefault("skip_special_tokens", False)  # calls are found by them
     is_chat = fields.get("messages") is not None
+    if is_chat and text is not None and text.channels is not None:
+        given["skip_special_tokens"] = False  # messages are told apart by them, and none is shown
     is_turn = is_chat and not fields.get("continue_final_message")
     num_tools = 0 if fields.get("tool_choice") == "none" else len(fields.get("tools") or ())
     return TextOptions(is_chat=is_chat, start=is_turn, num_tools=num_tools, **given)
@@ -184,15 +187,23 @@ def _params(
     if grammar is not None and text is None:
         asked = next(name for name in STRUCTURED if name in values)
         raise BadRequest(asked, "needs a tokenizer, and this model has none; use allowed_token_ids")
-    if tools is not None and text is not None and text.tool_format is not None:
+    if text is not None and text.channels is not None and "messages" in values:
+        _check_one_form(grammar is not None and tools is not None and tools.must_call, values)
+        marks, end = text.control_tokens(text.channels.marks), text.since_mark(prompt, text.channels.start)
+        grammar = channel_grammar(text.channels, marks, end, use=tools, answer=grammar)
+    elif tools is not None and text is not None and text.tool_format is not None:
         answer = formed_answer(grammar) if tools.schemas and not tools.must_call else None
         called = tools.grammar(text.tool_format, text.control_tokens(text.tool_format.marks), answer)
-        if called is not None and grammar is not None and answer is None:
-            asked = next(name for name in STRUCTURED if name in values)
-            raise BadRequest(asked, "and the tools both say which form the answer has; give one of them")
+        _check_one_form(called is not None and grammar is not None and answer is None, values)
         grammar = called or grammar
     grammar = _after_thoughts(grammar, values, text, prompt)
     return SamplingParams(**named, logprobs=_logprobs(values), grammar=grammar)
+
+
+def _check_one_form(are_two: bool, values: dict[str, Any]) -> None:
+    if are_two:
+        asked = next(name for name in STRUCTURED if name in values)
+        raise BadRequest(asked, "and the tools both say which form the answer has; give one of them")
 
 
 def _after_thoughts(
@@ -203,9 +214,7 @@ def _after_thoughts(
     if budget is not None and not 0 <= budget < 2**31:
         raise types.wrong(BUDGET, budget, "at least 0 and below 2**31")
     if budget is not None and (text is None or len(text.think_marks) != 2):
-        problem = (
-            "is not supported: the recipe does not say server.reasoning, or the model has no think marks"
-        )
+        problem = "is not supported: the recipe does not say server.reasoning: think, or there are no marks"
         raise BadRequest(BUDGET, problem, fix="leave it out")
     if text is None or "messages" not in values or (grammar is None and budget is None):
         return grammar

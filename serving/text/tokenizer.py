@@ -9,11 +9,12 @@ the answer's.
 from __future__ import annotations
 
 import codecs
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
@@ -21,16 +22,19 @@ from kv_cache.pages import Index
 from recipes.schema.recipe import Recipe
 from serving.grammars.thinking import Thinking
 from serving.text.chat_messages import check_messages
-from serving.text.chat_options import ChatOptions, strings_in, with_strings
+from serving.text.chat_options import ChatOptions, strings_in
 from serving.text.chat_template import ChatTemplate
+from serving.text.shielding import shielded
 from serving.text.tokenizer_settings import SPECIAL_KEYS
 from serving.text.vocabulary import (
     SentencePieceVocabulary,
     Vocabulary,
     any_of,
+    check_unicode,
     read_tokenizer_files,
     token_text,
 )
+from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
 from serving.tools.formats import TOOL_FORMATS, ToolFormat
 from serving.tools.reasoning import BEGIN, END
 
@@ -54,15 +58,21 @@ class Text:
         tool_format: ToolFormat | None = None,
         *,
         thinks: bool = False,
+        channels: ChannelFormat | None = None,
     ) -> None:
         self.tool_format = tool_format
+        self.channels = channels  # instead of a format of tools, and of thoughts
         marks = [vocabulary.find(each) if thinks else None for each in (BEGIN, END)]
         self.think_marks = tuple(each for each in marks if each is not None)  # both, or none that can be used
         self._vocabulary = vocabulary
         self._settings = settings
         self._source = template
         self._names = tokens = {key: token_text(settings[key]) for key in SPECIAL_KEYS if settings.get(key)}
-        self._template = None if template is None else ChatTemplate(template, tokens, thinks=thinks)
+        self._template = (
+            None
+            if template is None
+            else ChatTemplate(template, tokens, thinks=thinks or channels is not None)
+        )
         self._bos_token_id = vocabulary.find(tokens.get("bos_token", ""))
         eos = vocabulary.find(tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
@@ -94,12 +104,21 @@ class Text:
             if files is None:
                 return None
             form = TOOL_FORMATS.get(tool_format)
+            channels = HARMONY if reasoning == NAME else None
+            check_marks(channels, files.vocabulary.control, path)
             thinks = reasoning == "think"
-            return Text(files.vocabulary, files.settings, files.template, form, thinks=thinks)
+            return Text(
+                files.vocabulary, files.settings, files.template, form, thinks=thinks, channels=channels
+            )
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a file of another shape
             raise ValueError(
                 f"the tokenizer in {path} cannot be used ({error}); download it again"
             ) from error
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether it is known how its answers call functions."""
+        return self.tool_format is not None or self.channels is not None
 
     @property
     def has_chat_template(self) -> bool:
@@ -125,6 +144,11 @@ class Text:
         if self._end_of(prompt).endswith(END):
             return None
         return Thinking(*self.think_marks, is_open=self.opens_thoughts(prompt), budget=budget)
+
+    def since_mark(self, prompt: Index, mark: str) -> str:
+        """What a prompt ends with, from the last of these control tokens on; empty where it has none."""
+        at = np.flatnonzero(prompt == self._vocabulary.control[mark])
+        return self.decode(prompt[at[-1] :].tolist(), skip_special_tokens=False) if len(at) else ""
 
     def control_tokens(self, names: Iterable[str]) -> dict[str, int]:
         """Those of the names that are control tokens, and their ids."""
@@ -160,6 +184,8 @@ class Text:
             )
         is_text = self.tool_format is not None and self.tool_format.text_arguments
         checked = check_messages(messages, text_arguments=is_text)
+        if self.channels is not None:
+            checked = [with_thinking(each) for each in checked]
         for index, message in enumerate(checked):
             for key, value in message.items():
                 for each in strings_in(value):
@@ -169,9 +195,9 @@ class Text:
         for each in strings_in(options.chat_template_kwargs):
             check_unicode("chat_template_kwargs", each)
         given = [checked, options.chat_template_kwargs, list(options.tools)]
-        (shielded, kwargs, tools), spelt = _shield(given, self._vocabulary.control)
+        (shown, kwargs, tools), spelt = shielded(given, self._vocabulary.control)
         options = replace(options, chat_template_kwargs=kwargs, tools=tools)
-        rendered = self._template.render(shielded, options)
+        rendered = self._template.render(shown, options)
         parts = any_of(spelt).split(rendered)
         literally = {mark: self._vocabulary.encode_literally(name) for mark, name in spelt.items()}
         ids: list[int] = []
@@ -313,33 +339,6 @@ class Detokenizer:
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
-
-
-def _shield(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
-    """The values with a mark in place of each control token in their text, and what each mark stands for.
-
-    The template cannot confuse them with its own control tokens, and sees all other text unchanged.
-    """
-    written = "".join(strings_in(values))
-    numbers = (number for number in itertools.count() if _mark(number) not in written)
-    found = sorted(set(any_of(control).findall(written)))
-    marks = {name: _mark(number) for name, number in zip(found, numbers)}
-    pattern = any_of(marks)
-    shielded = with_strings(values, lambda text: pattern.sub(lambda match: marks[match[0]], text))
-    return shielded, {mark: name for name, mark in marks.items()}
-
-
-def _mark(number: int) -> str:
-    return f"\ue000{number}\ue001"  # Unicode's private use area
-
-
-def check_unicode(field: str, text: str, *, place: str = "") -> None:
-    """Raise BadRequest for halves of surrogate pairs, which JSON can write and no encoding can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = f"is not Unicode text: character {error.start} is half a surrogate pair"
-        raise BadRequest(field, problem, place=place) from error
 
 
 def _overlap(text: str, stop: str) -> int:

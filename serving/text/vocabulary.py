@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
+from continuous_batching.refusal import BadRequest
 from models.file_bounds import MOST_TOKENIZER_BYTES, check_regular, is_there
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS, read_settings
 
@@ -274,3 +275,12 @@ def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template
+
+
+def check_unicode(field: str, text: str, *, place: str = "") -> None:
+    """Raise BadRequest for halves of surrogate pairs, which JSON can write and no encoding can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"is not Unicode text: character {error.start} is half a surrogate pair"
+        raise BadRequest(field, problem, place=place) from error

@@ -33,6 +33,11 @@ class ToolUse:
     is_single: bool  # no answer may make two calls
     is_strict: bool  # whether a call's arguments are held to its schema although no call is required
 
+    @property
+    def is_free(self) -> bool:
+        """Whether an answer may call as it likes, or not at all."""
+        return not (self.must_call or self.is_strict or (self.is_single and self.schemas))
+
     def grammar(
         self, form: ToolFormat, mark: Mapping[str, int], answer: FormedAnswer | None = None
     ) -> str | None:
@@ -41,8 +46,7 @@ class ToolUse:
         `mark` has the token of each of the format's marks that is a control token. With an `answer`, it is
         that or calls.
         """
-        is_free = not (self.must_call or self.is_strict or (self.is_single and self.schemas))
-        if is_free and answer is None:
+        if self.is_free and answer is None:
             return None
         return lark_of(
             form, self.schemas, must_call=self.must_call, is_single=self.is_single, mark=mark, answer=answer

@@ -29,8 +29,8 @@ def lark_of(
     as_json = answer is not None and form.is_whole and form.arguments == "json"
     is_plain = not form.is_whole and form.trigger not in mark  # text may hold what calls begin with
     dropped = len(form.trigger) if is_plain and has_text else 0  # a text before calls ends with it
-    more = "" if is_single else f" ({_literal(form.between, mark)} call)*"
-    rules = [f"calls: first{more} {_literal(form.closing, mark)}"]
+    more = "" if is_single else f" ({literal(form.between, mark)} call)*"
+    rules = [f"calls: first{more} {literal(form.closing, mark)}"]
     for rule, opening, start in (("first", form.opening, dropped), ("call", "", 0)):
         bodies = " | ".join(f"{rule}_{index}" for index in range(len(schemas)))
         rules.append(f"{rule}: {bodies}")
@@ -38,17 +38,17 @@ def lark_of(
             if (
                 as_json
             ):  # of a text that is JSON itself, the grammar of JSON has all that tells it from another
-                rules.append(f"{rule}_{index}: {_json(_call_schema(form, name, schemas[name]))}")
+                rules.append(f"{rule}_{index}: {json_rule(_call_schema(form, name, schemas[name]))}")
                 continue
-            head = _literal((opening + form.head + name + form.middle)[start:], mark)
-            rules.append(f"{rule}_{index}: {head} arguments_{index} {_literal(form.tail, mark)}")
+            head = literal((opening + form.head + name + form.middle)[start:], mark)
+            rules.append(f"{rule}_{index}: {head} arguments_{index} {literal(form.tail, mark)}")
     for index, schema in enumerate(schemas.values()):
         rules += [] if as_json else _arguments(form, index, schema)
     if answer is not None:
         start_rules = [
             "start: BLANK? (answer | calls)",
             "BLANK: /[ \\n]{1,2}/",
-            f"answer: {_json(answer.schema)}",
+            f"answer: {json_rule(answer.schema)}",
         ]
     else:
         start_rules = _with_text(form, is_plain) if has_text else ["start: calls"]
@@ -74,14 +74,14 @@ def _with_text(form: ToolFormat, is_plain: bool) -> list[str]:
 def _arguments(form: ToolFormat, index: int, schema: Any) -> list[str]:
     name = f"arguments_{index}"
     if form.arguments == "json":
-        return [f"{name}: {_json(schema)}"]
+        return [f"{name}: {json_rule(schema)}"]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = set(schema.get("required", []))
     rules = [f"{name}: {name}_first_0"]
     properties = [*schema.get("properties", {}).items()]
     for at, (each, value) in enumerate(properties):
         value = {**value, **shared} if isinstance(value, Mapping) else value
-        rules.append(f"{name}_item_{at}: {_quoted(each + '=')} {_json(value)}")
+        rules.append(f"{name}_item_{at}: {_quoted(each + '=')} {json_rule(value)}")
         for place, before in (("first", ""), ("rest", '", " ')):
             skip = "" if each in required else f" | {name}_{place}_{at + 1}"
             rules.append(f"{name}_{place}_{at}: {before}{name}_item_{at} {name}_rest_{at + 1}{skip}")
@@ -103,12 +103,13 @@ def _call_schema(form: ToolFormat, name: str, schema: Any) -> dict[str, Any]:
     }
 
 
-def _json(schema: Any) -> str:
+def json_rule(schema: Any) -> str:
+    """What a rule of a grammar has for JSON of this schema."""
     options = {"x-guidance": JSON_OPTIONS}
     return "%json " + json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)
 
 
-def _literal(text: str, mark: Mapping[str, int]) -> str:
+def literal(text: str, mark: Mapping[str, int]) -> str:
     """A text as the grammar has it, where control tokens are their own."""
     if not mark:
         return _quoted(text)

@@ -33,15 +33,26 @@ class CallDelta:
 
 
 @dataclass(slots=True)
+class Thought:
+    """What is new of its thoughts."""
+
+    text: str
+
+
+@dataclass(slots=True)
 class Parsed:
     """What is new of an answer, in the order of its text; each call has one entry."""
 
-    parts: list[str | CallDelta] = field(default_factory=list)
-    thoughts: str = ""  # before all of it
+    parts: list[str | Thought | CallDelta] = field(default_factory=list)
+
+    @property
+    def thoughts(self) -> str:
+        """All that it only thinks."""
+        return "".join(each.text for each in self.parts if isinstance(each, Thought))
 
     @property
     def content(self) -> str:
-        """All that is no call."""
+        """All that it says."""
         return "".join(each for each in self.parts if isinstance(each, str))
 
     @property
@@ -53,6 +64,11 @@ class Parsed:
         """Add content."""
         if text:
             self.parts.append(text)
+
+    def think(self, text: str) -> None:
+        """Add thoughts."""
+        if text:
+            self.parts.append(Thought(text))
 
     def add(self, delta: CallDelta) -> None:
         """Add to the calls."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+import time
 
-from continuous_batching.constraints import NOTHING, Constraint, Mask
+import numpy as np
+import pytest
+
+from continuous_batching.constraints import NOTHING, SLOW_S, Constraint, Mask
 
 END = 9
 NONE = np.empty(0, dtype=np.int64)
@@ -126,3 +129,16 @@ def test_a_token_that_does_not_follow_is_said() -> None:
     constraint = Constraint(Counting)
     assert constraint.masks(places(5, 2), NONE) == [NOTHING]
     assert constraint.error == "token 2 does not follow it"
+
+
+def test_guesses_that_took_long_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for took_s, again in ((SLOW_S / 2, 2), (2 * SLOW_S, 0)):
+        clock = iter([0.0, took_s, 10.0, 10.0, 20.0, 20.0])
+        monkeypatch.setattr(time, "thread_time", lambda clock=clock: next(clock))
+        constraint = Constraint(Counting)
+        assert constraint.num_possible(places(3), [4, 6]) == 2
+        assert constraint.num_possible(places(3), [4, 6]) == again
+        assert constraint.forced(places(3, 7)) == ([8] if again else [])
+        (mask,) = constraint.masks(places(3, 7), NONE)
+        assert mask is not None
+        assert int(mask[0]) == alone(3, 7), "its masks are made as before"

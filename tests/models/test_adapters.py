@@ -248,6 +248,18 @@ def test_forms_that_are_not_computed_are_refused(change: dict[str, Any], why: st
         built(path, [tmp_path / "adapter"])
 
 
+def test_a_form_without_a_name_is_refused(tmp_path: Path) -> None:
+    model, path = llama(tmp_path)
+    adapted(model, tmp_path / "adapter", seed=1)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text())
+    del config["peft_type"]
+    file.write_text(json.dumps(config))
+    why = r"adapter_config\.json does not say of which kind it is; peft writes peft_type: save the adapter"
+    with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{why}"):
+        built(path, [tmp_path / "adapter"])
+
+
 @pytest.mark.parametrize(("name", "modules"), [("llama_biased", ["lm_head"]), ("qwen2_moe", ALL)])
 def test_adapters_of_other_linears_are_refused(name: str, modules: list[str], tmp_path: Path) -> None:
     model, path = make(next(each for each in VARIANTS if each.name.startswith(name)), tmp_path)

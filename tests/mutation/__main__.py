@@ -27,6 +27,7 @@ from tests.mutation.answer_faults import ANSWER_FAULTS, ATTENTION, SAMPLES
 from tests.mutation.batch_faults import BATCH_FAULTS, BATCH_TESTS_OF
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
+from tests.mutation.channel_faults import CHANNEL_FAULTS, CHANNEL_TESTS_OF
 from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
 from tests.mutation.draft_model_faults import DRAFT_MODEL_FAULTS, DRAFT_MODEL_TESTS_OF
 from tests.mutation.exchange_faults import EXCHANGE_FAULTS, EXCHANGE_TESTS_OF
@@ -86,6 +87,7 @@ FAULTS = (
     *ACLOP_FAULTS,
     *GRAMMAR_FAULTS,
     *TOOL_FAULTS,
+    *CHANNEL_FAULTS,
     *RESPONSE_FAULTS,
     *BATCH_FAULTS,
     *PROCESSOR_FAULTS,
@@ -171,6 +173,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **ACLOP_TESTS_OF,
     **GRAMMAR_TESTS_OF,
     **TOOL_TESTS_OF,
+    **CHANNEL_TESTS_OF,
     **RESPONSE_TESTS_OF,
     **BATCH_TESTS_OF,
     **PROCESSOR_TESTS_OF,

@@ -65,9 +65,16 @@ GRAMMAR_FAULTS = (
     Fault(
         "guesses_where_a_thread_works",
         CONSTRAINTS,
-        "return self.is_slow or (self.making is not None and not self.making.is_done)",
-        "return self.is_slow",
+        "return self.making is not None and not self.making.is_done",
+        "return False",
         "two threads move one matcher",
+    ),
+    Fault(
+        "slow_guesses_are_asked_for_again",
+        CONSTRAINTS,
+        "if self._guesses_were_slow or self.is_slow:",
+        "if self.is_slow:",
+        "a grammar whose masks are quick and whose guesses are not holds up every step of all",
     ),
     Fault(
         "prompt_counts_for_the_grammar",

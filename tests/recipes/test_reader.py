@@ -48,6 +48,7 @@ def test_reads_a_recipe_and_says_where_each_value_comes_from(recipe):
             "zzzzzzzz: 1",
             "r.yaml:6: cache.zzzzzzzz: unknown key; python -m recipes keys lists them",
         ),
+        ("page_size: 16", "zzzz: 1", "r.yaml:6: cache.zzzz: unknown key; python -m recipes keys lists them"),
         (
             "page_size: 16",
             "page_size: many",

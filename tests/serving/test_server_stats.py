@@ -83,6 +83,15 @@ def test_what_was_counted_outlives_the_engine_that_counted_it() -> None:
     assert found["cb_engine_up", ""] == 1
 
 
+def test_rows_whose_masks_came_late_are_told() -> None:
+    stats = ServerStats()
+    stats.ready(FACTS, 1)
+    stats.beat(beat(Counters(late_masks=3)))
+    assert samples(stats)["cb_grammar_late_masks_total", ""] == 3
+    stats.beat(beat(Counters(late_masks=8)))
+    assert samples(stats)["cb_grammar_late_masks_total", ""] == 8
+
+
 def test_the_most_chosen_expert_is_told_by_layer_until_the_engine_ends() -> None:
     stats = ServerStats()
     stats.ready(FACTS, 1)

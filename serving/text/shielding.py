@@ -1,0 +1,28 @@
+"""How do control tokens that a message spells out stay text beside those of a chat template?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from serving.text.chat_options import strings_in, with_strings
+from serving.text.vocabulary import any_of
+
+
+def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
+    """The values with a mark in place of each control token in their text, and what each mark stands for.
+
+    The template cannot confuse them with its own control tokens, and sees all other text unchanged.
+    """
+    written = "".join(strings_in(values))
+    numbers = (number for number in itertools.count() if _mark(number) not in written)
+    found = sorted(set(any_of(control).findall(written)))
+    marks = {name: _mark(number) for name, number in zip(found, numbers)}
+    pattern = any_of(marks)
+    shielded = with_strings(values, lambda text: pattern.sub(lambda match: marks[match[0]], text))
+    return shielded, {mark: name for name, mark in marks.items()}
+
+
+def _mark(number: int) -> str:
+    return f"\ue000{number}\ue001"  # Unicode's private use area
