@@ -43,7 +43,7 @@ ROUTING_FAULTS = (
     Fault(
         "ties_to_the_first",
         ROUTING,
-        "        return int(equal[np.searchsorted(equal, self._last + 1) % len(equal)])",
+        "        return int(equal[equal.searchsorted(self._last + 1) % len(equal)])",
         "        return int(equal[0])",
         "the first of equal replicas gets everything",
     ),
