@@ -38,6 +38,17 @@ class PromptPlace:
     endpoint: str
 
 
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """Where a prompt is computed, None: where it is answered; and the costs that were compared, in prompt
+    tokens, None where nobody else could compute it or it was not asked what it costs.
+    """
+
+    place: PromptPlace | None = None
+    cost_here: float | None = None
+    cost_there: float | None = None
+
+
 class Splitting:
     """Chooses among the replicas of a routing that compute prompts for others: those with an endpoint."""
 
@@ -64,22 +75,23 @@ class Splitting:
         is_open[ours] = False
         return ours if self._split != "never" and is_open.any() else []
 
-    def choose(self, prompt: RoutedPrompt, sent: Sent, now_s: float) -> PromptPlace | None:
-        """Who computes the prompt of a request that was sent to a replica, and is counted there from now on;
-        None: that replica does.
+    def choose(self, prompt: RoutedPrompt, sent: Sent, now_s: float) -> SplitChoice:
+        """Who computes the prompt of a request that was sent to a replica, and is counted there from now
+        on.
         """
         places = self._places(sent.replica)
         to_compute = prompt.num_tokens - sent.hit_tokens
         if self._split == "never" or not places or to_compute <= prompt.tokens_a_key:
-            return None
+            return SplitChoice()
         place = min(places, key=lambda each: self._cost_at(each, prompt, to_compute))
-        if self._split == "cost" and self._cost_at(place, prompt, to_compute) >= self._cost_here(sent):
-            return None
+        cost_here, cost_there = self._cost_here(sent), self._cost_at(place, prompt, to_compute)
+        if self._split == "cost" and cost_there >= cost_here:
+            return SplitChoice(None, cost_here, cost_there)
         others = np.flatnonzero(np.arange(self._routing.count) != place).tolist()
         there = self._routing.send(prompt, now_s, but=others)
         assert there is not None, "an open replica was chosen"
         self._routing.begun(sent)  # nothing of it waits to be computed here
-        return PromptPlace(there, self._endpoint_of[place])
+        return SplitChoice(PromptPlace(there, self._endpoint_of[place]), cost_here, cost_there)
 
     def _places(self, replica: int) -> list[int]:
         sources, is_open = self._sources_of.get(replica, frozenset()), self._routing.is_open

@@ -30,6 +30,7 @@ MAY_IMPORT["scripts"] = set(MAY_IMPORT) - {"virtual_npu"}
 
 HOST_WING = [
     "continuous_batching",
+    "kv_cache/exchange",
     *(f"kv_cache/{each}.py" for each in ("pages", "page_keys", "prefix_cache", "prefix_index")),
     "models/config.py",
     "models/huggingface.py",

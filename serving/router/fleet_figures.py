@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from continuous_batching.routing import RoutedPrompt, Routing, Sent
-from continuous_batching.splitting import PromptPlace
+from continuous_batching.splitting import SplitChoice
 from serving.router.fair_turns import FairTurns
 from serving.router.replicas import FleetReplica
 
@@ -29,6 +29,9 @@ class RouteChoice:
     queued_tokens: int  # of others, that waited there
     requests: int  # of others, that were there
     is_again: bool  # after another replica was lost, or refused
+    prompt_at: int | None  # another replica, that computes its prompt
+    cost_here: float | None  # of the prompt where it is answered, and where another would compute it, in
+    cost_there: float | None  # prompt tokens; null where no other can, or it is too short to ask
 
 
 class FleetFigures:
@@ -51,8 +54,14 @@ class FleetFigures:
         """A request had its turn after so long."""
         self.waited_s += seconds
 
-    def sent(self, replica: FleetReplica, sent: Sent, prompt: RoutedPrompt, *, is_again: bool) -> None:
-        """A request goes to a replica."""
+    def sent(
+        self, replica: FleetReplica, sent: Sent, prompt: RoutedPrompt, split: SplitChoice, *, is_again: bool
+    ) -> None:
+        """A request goes to a replica, and its prompt perhaps to another."""
+        place = split.place
+        if place is not None:
+            self.num_split += 1
+            self._replicas[place.sent.replica].num_prompts += 1
         replica.num_open += 1
         replica.num_sent += 1
         replica.prompt_tokens += prompt.num_tokens
@@ -65,14 +74,19 @@ class FleetFigures:
             there = int(self._routing.requests[number]) - 1
             best = max(sent.best_hit_tokens, sent.hit_tokens)  # a session's replica may be the only one
             self._choices.append(
-                RouteChoice(number, prompt.num_tokens, sent.hit_tokens, best, queued, there, is_again)
+                RouteChoice(
+                    number,
+                    prompt.num_tokens,
+                    sent.hit_tokens,
+                    best,
+                    queued,
+                    there,
+                    is_again,
+                    None if place is None else place.sent.replica,
+                    split.cost_here,
+                    split.cost_there,
+                )
             )
-
-    def split(self, place: PromptPlace | None) -> None:
-        """Its prompt is computed by another replica, or not."""
-        if place is not None:
-            self.num_split += 1
-            self._replicas[place.sent.replica].num_prompts += 1
 
     def refused(self) -> None:
         """No replica took a request."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -38,6 +39,8 @@ _MOST_WHOLE_BYTES = 2**23  # of an answer that is held back until it is whole
 _OWN = (b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te")
 _UNREADABLE = b"accept-encoding"  # the end of a compressed stream could not be told from a loss
 _ONCE = ("/v1/files", "/v1/batches")  # what is posted there is not posted twice
+_ABORT = "/abort/"  # and a request's id: only the replica that has it knows it
+_DONE, _UNKNOWN = 200, 404
 _NOT_NOW = (429, 502, 503)  # another replica may take it
 
 
@@ -65,6 +68,9 @@ class Proxy:
         body = await _body(receive)
         if body is None:
             return
+        if scope["method"] == "POST" and scope["path"].startswith(_ABORT):
+            await self._abort(scope, send, body)
+            return
         asked, prompt = RoutedBody(), RoutedPrompt(0)
         client: Client = scope.get("state", {}).get("client") or ANYBODY
         if scope["method"] == "POST" and scope["path"] in _GENERATIONS:
@@ -83,6 +89,40 @@ class Proxy:
                 raise
         finally:
             watch.end()
+
+    async def _abort(self, scope: Scope, send: Send, body: bytes) -> None:
+        """Ask all replicas at once. The first that ends the request answers; else one that refuses for
+        another reason than that it does not know it; else one that does not.
+        """
+        headers, path = _passed_on(scope), scope["raw_path"].decode("latin-1")
+
+        async def ask(replica: FleetReplica) -> tuple[int, HeaderLines, bytes]:
+            answer = await replica.server.ask("POST", path, headers, body)
+            try:
+                return answer.status, answer.headers, await _whole(answer)
+            finally:
+                replica.server.done(answer)
+
+        there = [each for each in self._replicas if each.state not in ("lost", "gone")]
+        asking = [asyncio.ensure_future(ask(each)) for each in there]
+        said: tuple[int, HeaderLines, bytes] | None = None
+        try:
+            for coming in asyncio.as_completed(asking):
+                with suppress(Lost):  # with its requests, whose clients are told
+                    answer = await coming
+                    if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:
+                        said = answer
+                    if answer[0] == _DONE:
+                        break
+        finally:
+            for each in asking:
+                each.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        if said is not None:
+            await _send_whole(send, *said)
+        else:
+            why = "no replica could be asked; ask again"
+            await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
 
     async def _read(self, body: bytes, client: Client) -> tuple[RoutedBody, RoutedPrompt]:
         asked = self._prompts.asked(body)
@@ -113,11 +153,11 @@ class Proxy:
         refusal: tuple[int, HeaderLines, bytes] | None = None
         while (sent := self._sent(prompt, session, tried)) is not None:
             replica = self._replicas[sent.replica]
-            self._figures.sent(replica, sent, prompt, is_again=bool(tried))
+            split = self._splitting.choose(prompt, sent, time.monotonic())
+            self._figures.sent(replica, sent, prompt, split, is_again=bool(tried))
             tried.append(sent.replica)
-            place = self._splitting.choose(prompt, sent, time.monotonic())
+            place = split.place
             by = [] if place is None else [(PROMPT_REPLICA_HEADER.encode(), place.endpoint.encode())]
-            self._figures.split(place)
             try:
                 answer = await replica.server.ask(scope["method"], path, headers + by, body, is_once=is_once)
             except Lost as lost:

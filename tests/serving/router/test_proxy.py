@@ -315,6 +315,7 @@ def test_where_requests_went_is_told_with_what_spoke_for_it() -> None:
             assert first == {
                 "replica": 0, "prompt_tokens": tokens, "hit_tokens": 0, "best_hit_tokens": 0,
                 "queued_tokens": 0, "requests": 0, "is_again": False,
+                "prompt_at": None, "cost_here": None, "cost_there": None,
             }  # fmt: skip
             assert (second["replica"], second["is_again"]) == (1, True)
 
