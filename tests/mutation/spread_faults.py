@@ -8,7 +8,7 @@ from tests.mutation.latent_faults import LATENT_TESTS_OF
 from tests.mutation.rank_faults import RANK_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_TESTS_OF
 
-SHARE, MIXTURE, GROUP, NPU = "models/share.py", "models/mixture.py", "models/group.py", "models/ops/npu.py"
+SHARE, MIXTURE, GROUP, NPU = "models/share.py", "models/mixture.py", "models/group.py", "models/npu/grouped.py"
 MIXTURE_CONFIG = "models/mixture_config.py"
 PLACEMENT, RANK_PROCESS = "models/placement.py", "recipes/build/rank_process.py"
 COUNTS, GRAPHS, COUNT_TESTS = (
@@ -89,8 +89,8 @@ SPREAD_FAULTS = (
     Fault(
         "rows_that_no_product_wrote",
         NPU,
-        "        if num_held < num_experts:\n",
-        "        if False:\n",
+        "    if num_held < num_experts:\n",
+        "    if False:\n",
         "what memory held before is added to the tokens of other ranks' experts",
     ),
     Fault(
