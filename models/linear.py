@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from devices.int8 import quantize_rows
 from models.config import Form
+from models.filled import Filled
 from models.group import Group
 from models.int4_weight import Int4Weight
 from models.low_rank import LowRank
 from models.ops.int8 import Int8Rows
-from models.ops.reference import Filled, Ops, Widths
+from models.ops.reference import Ops, Widths
 from models.packing import IN_A_WORD, Int4
 
 ROUNDED_ROWS = 512  # that are quantized at once: several copies of them are in float32

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
+from models.filled import ExpertKind
 from models.group import Group, sharing_experts
 from models.linear import Linear, parameter
 from models.mlp import MLP
-from models.ops.reference import ExpertKind, Ops, Packed
+from models.ops.reference import Ops, Packed
 from models.packing import Int4
 
 

@@ -16,8 +16,8 @@ import torch_npu
 from torch import Tensor
 
 from devices.ascend_limits import FRACTAL_NZ
+from models.filled import Filled
 from models.int4_weight import Int4Weight
-from models.ops.reference import Filled, Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,21 @@ class JoinedLinear:
         return made
 
 
-def joined(experts: Sequence[Filled], ops: Ops, no_offsets: dict[tuple[int, ...], Tensor]) -> JoinedLinear:
-    """The linear that these are of each expert; `no_offsets` are kept by shape, for all layers."""
+def joined(
+    experts: Sequence[Filled],
+    pack: Callable[[Tensor, None], Any],
+    pack_int4: Callable[[Int4Weight, None], Any],
+    no_offsets: dict[tuple[int, ...], Tensor],
+) -> JoinedLinear:
+    """The linear that these are of each expert, packed as those of one; `no_offsets` are kept by shape, for
+    all layers.
+    """
     beside = {}
     if biases := [each.bias for each in experts if each.bias is not None]:
         bias = torch.stack(biases)
         beside["bias"] = [bias if bias.dtype == torch.float16 else bias.float()]
     if in_4_bits := [each.weight for each in experts if isinstance(each.weight, Int4Weight)]:
-        packed = [ops.pack_int4(weight, None) for weight in in_4_bits]
+        packed = [pack_int4(weight, None) for weight in in_4_bits]
         words, scales, offsets = zip(*(each[:3] for each in packed))
         scale = _by_groups(scales)
         beside["antiquant_scale"] = [scale]
@@ -63,7 +70,7 @@ def joined(experts: Sequence[Filled], ops: Ops, no_offsets: dict[tuple[int, ...]
     plain = [each.weight.t() for each in experts if isinstance(each.weight, Tensor)]
     weight = torch.stack(plain).contiguous()
     if weight.dtype != torch.int8:
-        return JoinedLinear(ops.pack(weight, None)[0], None, beside)
+        return JoinedLinear(pack(weight, None)[0], None, beside)
     scale = torch.stack([each.scale for each in experts if each.scale is not None])
     return JoinedLinear(torch_npu.npu_format_cast(weight, FRACTAL_NZ), scale, beside)
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from devices.triton_types import kernel_dtype, stored_dtype
-from models.ops.reference import ExpertKind, Filled, Ops, Packed
+from models.filled import ExpertKind, Filled
+from models.ops.reference import Ops, Packed
 from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
 GROUPED_STEP = 8  # of sizes in 16 bits: rows of grouped products begin at multiples of 16 bytes

@@ -18,12 +18,13 @@ from torch.nn import functional as F
 
 from attention.latent import LatentUp
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from models.filled import ExpertKind, Filled
 from models.group import Group
 from models.mixture_config import MixtureConfig
 from models.npu.grouped import joined, mixture
 from models.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.int8 import Int8Rows
-from models.ops.reference import ExpertKind, Filled, Ops, Packed, Widths
+from models.ops.reference import Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 PREFETCHED_BYTES = 18 * 2**20  # of a weight, as vllm-ascend's weight_prefetch: more would drive out the cache
@@ -242,7 +243,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
         """Both linears; in int8, scales of the second are as it takes them beside a result in bfloat16."""
-        return tuple(joined(some, self, self._no_offsets) for some in (gate_ups, downs))
+        return tuple(joined(some, self.pack, self.pack_int4, self._no_offsets) for some in (gate_ups, downs))
 
     def joined_mixture(
         self,

@@ -9,8 +9,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim, R sampled r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 
 from attention.latent import LatentUp
 from devices.int8 import quantize_rows
+from models.filled import ExpertKind, Filled
 from models.group import Group
 from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
@@ -29,26 +29,6 @@ EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
 Widths = tuple[int, ...]  # outputs of a linear that are read apart, in order
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """What a linear was filled with, before a device packs it."""
-
-    weight: Tensor | Int4Weight  # [out, in]
-    scale: Tensor | None = None  # [out], in int8
-    bias: Tensor | None = None  # [out]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertKind:
-    """What all experts of a mixture have alike, by which a device says whether it packs them together."""
-
-    hidden: int
-    inner: int  # on this rank
-    form: Literal["plain", "int8", "int4"] = "plain"
-    is_swiglu: bool = True  # else it has another gate
-    has_bias: bool = False
 
 
 class Ops:

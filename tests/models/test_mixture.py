@@ -18,11 +18,12 @@ from models import weights
 from models.checkpoint import SINGLE
 from models.config import DecoderConfig
 from models.decoder import Decoder
+from models.filled import ExpertKind, Filled
 from models.mixture import Mixture
 from models.mixture_config import MixtureConfig
 from models.ops.cpu import CpuOps
 from models.ops.cuda import CudaOps
-from models.ops.reference import ExpertKind, Filled, Ops
+from models.ops.reference import Ops
 from models.quantization import Quantization
 from recipes.build.families import decoder_config, read
 from recipes.build.int8_checkpoint import quantize
@@ -192,7 +193,7 @@ def test_experts_whose_products_are_grouped_compute_what_each_does_alone(
 
 @pytest.mark.npu
 @pytest.mark.skipif(not has_npu(), reason="there is no NPU here, nor a stand-in")
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_tied", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_tied", "mixtral", "gpt_oss_half"])
 def test_experts_that_an_npu_joins_compute_what_each_does_alone(name: str, tmp_path: Path) -> None:
     path = checkpoint(name, tmp_path)
     plain = loaded(path)

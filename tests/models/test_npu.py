@@ -21,10 +21,11 @@ from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
+from models.filled import ExpertKind, Filled
 from models.group import ALONE, join
 from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
-from models.ops.reference import ExpertKind, Filled, Ops
+from models.ops.reference import Ops
 from recipes.build.engine import build
 from recipes.build.machine import Npu, start
 from recipes.schema.reader import load

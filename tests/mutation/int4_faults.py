@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from tests.mutation.aclop_faults import LIMITS
 from tests.mutation.fault import Fault
+from tests.mutation.npu_faults import NPU_TESTS_OF
 from tests.mutation.packing_faults import PACKED_TESTS, UNPACKING
 
 INT4, OPS_INT4 = "models/int4.py", "models/int4_weight.py"
 INT4_TESTS = ("tests/models/test_int4.py", "tests/models/test_int4_experts.py")
-INT4_TESTS_OF = {**dict.fromkeys((INT4, OPS_INT4), INT4_TESTS), UNPACKING: (*PACKED_TESTS, *INT4_TESTS)}
+INT4_TESTS_OF = {
+    **dict.fromkeys((INT4, OPS_INT4), INT4_TESTS),
+    UNPACKING: (*PACKED_TESTS, *INT4_TESTS),
+    LIMITS: (*NPU_TESTS_OF[LIMITS], *INT4_TESTS),
+}
 
 INT4_FAULTS = (
     Fault(
@@ -55,8 +61,8 @@ INT4_FAULTS = (
     Fault(
         "a_group_on_two_ranks",
         INT4,
-        "if inputs // tensors % size:",
-        "if inputs % size:",
+        "inputs // ranks % size:",
+        "inputs % size:",
         "a rank's words begin within a group",
     ),
     Fault(
@@ -82,7 +88,7 @@ INT4_FAULTS = (
     ),
     Fault(
         "groups_of_experts_not_whole",
-        "devices/ascend_limits.py",
+        LIMITS,
         "            if inputs % group_size:",
         "            if False:",
         "CANN refuses the first step, after minutes of loading",

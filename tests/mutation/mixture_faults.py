@@ -144,13 +144,6 @@ MIXTURE_FAULTS = (
         "joined experts of gpt-oss have a clamped gate",
     ),
     Fault(
-        "experts_in_4_bits_joined_with_int8",
-        MIXTURE,
-        'return "int4"',
-        'return "plain"',
-        "a GPU takes experts whose weights are words for plain ones",
-    ),
-    Fault(
         "groups_that_do_not_divide",
         GROUPED,
         "scale.dtype != x.dtype or inner % max(1, groups)",
