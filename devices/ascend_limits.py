@@ -207,9 +207,12 @@ class AscendProduct:
                 " to bfloat16"
             )
 
-    def check_int4(self, dtype: torch.dtype, group_size: int | None, largest: int) -> None:
+    def check_int4(
+        self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()
+    ) -> None:
         """Raise ValueError for a model of this type in W4A16, whose linears have at most so many inputs and
-        outputs (op-plugin, npu_weight_quant_batchmatmul).
+        outputs (op-plugin, npu_weight_quant_batchmatmul), those of experts these inputs (npu_grouped_matmul:
+        groups divide them).
         """
         mend = "leave model.quantization out, and the weights are read into the model's type"
         if not self.has_int4:
@@ -228,6 +231,12 @@ class AscendProduct:
                 f"{group_size} inputs of a linear share a scale; products in 4 bits of the {self.name} take a"
                 f" multiple of {INT4_GROUP}: {mend}"
             )
+        for inputs in of_experts if group_size is not None else ():
+            if inputs % group_size:
+                raise ValueError(
+                    f"experts have linears of {inputs} inputs, of which {group_size} share a scale; their"
+                    f" products in 4 bits on the {self.name} take whole groups alone: {mend}"
+                )
         if largest > MOST_INT4_SIDE:
             raise ValueError(
                 f"a linear has a side of {largest}; products in 4 bits of the {self.name} take up to"

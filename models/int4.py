@@ -19,8 +19,8 @@ def kept_int4(config: DecoderConfig) -> DecoderConfig:
         raise ValueError(f"w4a16 keeps weights that are packed in 4 bits, and {stored}")
     if form.has_order:
         raise ValueError("w4a16 takes a group's inputs side by side, and desc_act or actorder moves them")
-    if config.mixture is not None or config.latent is not None:
-        raise ValueError("w4a16 is of dense models: experts and latents have no products in 4 bits here")
+    if config.latent is not None:
+        raise ValueError("w4a16 is of models without latents, which have no products in 4 bits here")
     kept = replace(config, kept_form=form)
     for name, inputs, outputs in kept.linears():
         if isinstance(kept.form(name), Int4) and (inputs % IN_A_WORD or outputs % IN_A_WORD):
@@ -31,16 +31,23 @@ def kept_int4(config: DecoderConfig) -> DecoderConfig:
     return kept
 
 
-def check_groups(config: DecoderConfig, tensors: int) -> None:
-    """Raise ValueError where tensor ranks would divide the inputs of a group among them."""
-    if tensors == 1 or config.kept_form is None:
+def check_groups(config: DecoderConfig, tensors: int, experts: int = 1) -> None:
+    """Raise ValueError where tensor ranks would divide the inputs of a group among them; experts are spread
+    over so many parts of the ranks.
+    """
+    if config.kept_form is None:
         return
-    size = config.kept_form.group_size or IN_A_WORD
-    cut = {"o_proj": config.num_heads * config.head_dim, "down_proj": config.intermediate_size}
-    for name, inputs in cut.items():
-        if inputs // tensors % size:
+    size, mixture = config.kept_form.group_size or IN_A_WORD, config.mixture
+    cut = [("o_proj", config.num_heads * config.head_dim, tensors)]
+    if config.num_mixtures < config.num_layers:
+        cut.append(("down_proj", config.intermediate_size, tensors))
+    if mixture is not None:
+        cut.append((f"an expert's {mixture.roles[2]}", mixture.inner_size, tensors // experts))
+        cut.append((f"{mixture.shared_block}.down_proj", mixture.shared_size, tensors))
+    for name, inputs, ranks in cut:
+        if ranks > 1 and inputs // ranks % size:
             raise ValueError(
-                f"w4a16 cannot divide the {inputs} inputs of {name} by {tensors}: groups of {size} stay"
+                f"w4a16 cannot divide the {inputs} inputs of {name} by {ranks}: groups of {size} stay"
                 " whole; choose fewer ranks, or leave model.quantization out"
             )
 
@@ -48,4 +55,15 @@ def check_groups(config: DecoderConfig, tensors: int) -> None:
 def largest_side(config: DecoderConfig) -> int:
     """The longest side of a product in 4 bits; gate and up are one. A head is mostly not in 4 bits."""
     sides = [side for name, *pair in config.linears() if isinstance(config.form(name), Int4) for side in pair]
-    return max(*sides, 2 * config.intermediate_size)
+    inner = [2 * config.inner_size(layer) for layer in range(config.num_layers)]
+    return max(*sides, *inner, 2 * config.shared_size)
+
+
+def inputs_of_experts(config: DecoderConfig) -> tuple[int, ...]:
+    """The inputs of a rank's experts, where their products are in 4 bits; none else."""
+    mixture = config.mixture
+    if mixture is None:
+        return ()
+    layers = [config.mlp_names(layer)[0] for layer, is_one in enumerate(mixture.layers) if is_one]
+    is_kept = any(isinstance(config.form(name), Int4) for names in layers for name in names)
+    return (config.hidden_size, mixture.inner_size) if is_kept else ()

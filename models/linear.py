@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from devices.int8 import quantize_rows
 from models.config import Form
+from models.filled import Filled
 from models.group import Group
 from models.int4_weight import Int4Weight
 from models.low_rank import LowRank
 from models.ops.int8 import Int8Rows
-from models.ops.reference import Ops, Packed, Widths
+from models.ops.reference import Ops, Widths
 from models.packing import IN_A_WORD, Int4
 
 ROUNDED_ROWS = 512  # that are quantized at once: several copies of them are in float32
@@ -63,36 +64,38 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Called once, when the weight is filled; drops the unpacked weight."""
-        bias = None if self.bias is None else self.bias.data
-        if isinstance(self.form, Int4):
-            self.packed = self._packed_int4(self.form, bias)
+        filled, ops = self.filled(), self.ops
+        weight, scale, bias = filled.weight, filled.scale, filled.bias
+        if isinstance(weight, Int4Weight):
+            int4 = weight, bias
+            self.packed = ops.pack_int4_split(*int4, self.widths) if self.widths else ops.pack_int4(*int4)
         else:
-            weight, scale = self.filled()
             given = (weight, bias) if scale is None else (weight, scale.float(), bias)
-            pack, split = self.ops.pack, self.ops.pack_split
+            pack, split = ops.pack, ops.pack_split
             if self.is_int8:
-                pack, split = self.ops.pack_int8, self.ops.pack_int8_split
+                pack, split = ops.pack_int8, ops.pack_int8_split
             self.packed = split(*given, self.widths) if self.widths else pack(*given)
         self.weight = self.weight_scale = self.weight_offset = None
 
-    def _packed_int4(self, form: Int4, bias: Tensor | None) -> Packed:
+    def _int4_weight(self, form: Int4) -> Int4Weight:
         assert self.weight is not None, "a linear is packed once"
         assert self.weight_scale is not None, "a weight in 4 bits has scales"
         offset, inputs = self.weight_offset, IN_A_WORD * self.weight.shape[1]
-        weight = Int4Weight(
+        return Int4Weight(
             self.weight.data,
             self.weight_scale.data,
             None if offset is None else offset.data,
             min(inputs, form.group_size or inputs),
         )
-        ops = self.ops
-        return ops.pack_int4_split(weight, bias, self.widths) if self.widths else ops.pack_int4(weight, bias)
 
-    def filled(self) -> tuple[Tensor, Tensor | None]:
-        """The weight [out, in] as it is multiplied, and in int8 its scale [out]."""
+    def filled(self) -> Filled:
+        """The weight as it is multiplied, and what goes with it."""
+        bias = None if self.bias is None else self.bias.data
+        if isinstance(self.form, Int4):
+            return Filled(self._int4_weight(self.form), None, bias)
         assert self.weight is not None, "a linear is packed once"
         weight, scale = self.weight.data, self.weight_scale
-        return weight, None if scale is None else scale[:, 0].to(self.scale_dtype)
+        return Filled(weight, None if scale is None else scale[:, 0].to(self.scale_dtype), bias)
 
     @property
     def rounds(self) -> bool:

@@ -9,16 +9,20 @@ Legend: T tokens of the step, E experts, C experts that a token chooses.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import DecoderConfig
 from models.dtypes import TORCH_DTYPES
+from models.filled import ExpertKind
 from models.group import Group, sharing_experts
-from models.linear import parameter
+from models.linear import Linear, parameter
 from models.mlp import MLP
 from models.ops.reference import Ops, Packed
+from models.packing import Int4
 
 
 class Mixture(nn.Module):
@@ -55,6 +59,7 @@ class Mixture(nn.Module):
         for expert in self.experts.values() if config.dtype == "bfloat16" else ():
             expert.down.scale_dtype = torch.bfloat16  # as checkpoints have it that are published so
         self._parts = [expert.part for expert in self.experts.values()]
+        self._gated = next(iter(self.experts.values())).gated
         self._numbers: Tensor | None = None  # of each expert where its own come first: those that are here
         if list(held) != list(range(mixture.num_experts)):
             others = [each for each in range(mixture.num_experts) if str(each) not in self.experts]
@@ -79,10 +84,9 @@ class Mixture(nn.Module):
         """Called once, when the weights are filled, before those of linears: may join the experts."""
         experts = self.experts.values()
         linears = [linear for expert in experts for linear in (expert.gate_up, expert.down)]
-        are_alike = len({linear.is_int8 for linear in linears}) == 1
-        sizes = self.router.shape[1], self.config.inner_size
-        joins = are_alike and self.ops.joins_experts(*sizes, is_int8=linears[0].is_int8)
-        if joins and all(linear.bias is None for linear in linears):
+        forms, one = {_form(linear) for linear in linears}, next(iter(experts))
+        has_bias, sizes = one.down.bias is not None, (self.router.shape[1], self.config.inner_size)
+        if len(forms) == 1 and self.ops.joins_experts(ExpertKind(*sizes, *forms, one.is_swiglu, has_bias)):
             filled = [linear.filled() for linear in linears]
             self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
             self.experts, self._parts = nn.ModuleDict(), []
@@ -96,7 +100,8 @@ class Mixture(nn.Module):
         if self._numbers is not None:
             chosen = self._numbers.index_select(0, chosen.flatten()).view_as(chosen)
         if self._joined is not None:
-            part = self.ops.joined_mixture(x, weights, chosen, self._joined, self.config.num_experts)
+            packed, count = self._joined, self.config.num_experts
+            part = self.ops.joined_mixture(x, weights, chosen, packed, count, self._gated)
         else:
             part = self.ops.mixture(x, weights, chosen, self._parts)
         if self.shared is not None:
@@ -105,3 +110,9 @@ class Mixture(nn.Module):
                 shared = F.linear(x, self.shared_gate).sigmoid() * shared
             part = part + shared
         return self.group.all_reduce(part)
+
+
+def _form(linear: Linear) -> Literal["plain", "int8", "int4"]:
+    if isinstance(linear.form, Int4):
+        return "int4"
+    return "int8" if linear.is_int8 else "plain"

@@ -41,12 +41,12 @@ class MLP(nn.Module):
         self.gated = gates[config.gate]
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
-        self.has_fused_gate = config.gate == "silu"  # with int8
+        self.is_swiglu = config.gate == "silu"  # which is one operator with int8
 
     @property
     def joins_int8(self) -> bool:
         """Whether all of it is one operator."""
-        return self.has_fused_gate and self.gate_up.takes_int8 and self.down.takes_int8
+        return self.is_swiglu and self.gate_up.takes_int8 and self.down.takes_int8
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
         """[T, hidden] -> [T, hidden]; `x` as for a linear."""

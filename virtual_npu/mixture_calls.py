@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from virtual_npu.random_inputs import RandomInputs
+from virtual_npu.simulated_products import A5
 
 
 def gating(draw: RandomInputs) -> dict[str, Any]:
@@ -59,12 +60,21 @@ def combining(draw: RandomInputs) -> dict[str, Any]:
 
 
 def products(draw: RandomInputs) -> dict[str, Any]:
-    """Rows of experts, some of which have none."""
+    """Rows of experts, some of which have none; with biases or without, some with weights of 4 bits."""
     counts = torch.tensor([draw.one(0, draw.number(1, 40)) for _ in range(draw.one(8, 64))] + [1])
     inputs, width = draw.one(64, 512), draw.one(64, 256)
-    return {
+    weight, more = draw.tensor(len(counts), inputs, width), {}
+    if draw.one(True, False):
+        bias = draw.tensor(len(counts), width)
+        more["bias"] = [bias if draw.dtype == torch.float16 else bias.float()]
+    if draw.one(True, False) and draw.product is not A5:  # for which nothing packs them here
+        groups = draw.one((), (inputs // 32,))
+        weight = draw.int4(len(counts), inputs, width)
+        more["antiquant_scale"] = [draw.scale(len(counts), *groups, width).to(draw.dtype)]
+        more["antiquant_offset"] = [draw.int4(len(counts), *groups, width).to(draw.dtype)]
+    return more | {
         "x": [draw.tensor(int(counts.sum()), inputs)],
-        "weight": [draw.tensor(len(counts), inputs, width)],
+        "weight": [weight],
         "split_item": 2,
         "group_type": 0,
         "group_list": counts,

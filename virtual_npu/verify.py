@@ -116,6 +116,9 @@ def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
                 arguments[name] = on_device("npu_format_cast", cast)
         elif isinstance(value, list) and isinstance(value[0], Tensor):
             arguments[name] = [each.clone().to(device) for each in value]
+            if name == "weight" and value[0].dtype == torch.int32:
+                numbers = arguments[name][0]  # of experts, in 4 bits
+                arguments[name] = [torch.stack([_packed(each, call.product) for each in numbers])]
     return arguments
 
 

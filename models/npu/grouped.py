@@ -1,16 +1,128 @@
-"""How are all experts' rows multiplied in one launch on an NPU?"""
+"""How are the rows of all experts multiplied in one launch on an NPU, and how are the experts held for it?
+
+See virtual_npu/operators/grouped_matmul.py.
+
+Legend: T tokens of the step, E experts, G groups of inputs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch_npu
 from torch import Tensor
 
+from devices.ascend_limits import FRACTAL_NZ
+from models.filled import Filled
+from models.int4_weight import Int4Weight
 
-def by_expert(rows: Tensor, weight: Tensor, counts: Tensor, **more: Any) -> Tensor:
-    """The product of each expert's rows, which follow those of the one before, with its own weight."""
-    (made,) = torch_npu.npu_grouped_matmul(
-        [rows], [weight], split_item=2, group_type=0, group_list=counts, group_list_type=1, **more
+
+@dataclass(frozen=True, slots=True)
+class JoinedLinear:
+    """One linear of all experts."""
+
+    weight: Tensor  # [E, in, out], or of 4 bits int32 [E, in, out / 8]
+    scale: Tensor | None = None  # [E, out], in int8
+    beside: dict[str, list[Tensor]] = field(default_factory=dict)  # what else the operator takes with it
+
+    def product(self, rows: Tensor, counts: Tensor, **more: Any) -> Tensor:
+        """Of each expert's rows, which follow those of the one before, with its own weight."""
+        (made,) = torch_npu.npu_grouped_matmul(
+            [rows],
+            [self.weight],
+            split_item=2,
+            group_type=0,
+            group_list=counts,
+            group_list_type=1,
+            **self.beside,
+            **more,
+        )
+        return made
+
+
+def joined(
+    experts: Sequence[Filled],
+    pack: Callable[[Tensor, None], Any],
+    pack_int4: Callable[[Int4Weight, None], Any],
+    no_offsets: dict[tuple[int, ...], Tensor],
+) -> JoinedLinear:
+    """The linear that these are of each expert, packed as those of one; `no_offsets` are kept by shape, for
+    all layers.
+    """
+    beside = {}
+    if biases := [each.bias for each in experts if each.bias is not None]:
+        bias = torch.stack(biases)
+        beside["bias"] = [bias if bias.dtype == torch.float16 else bias.float()]
+    if in_4_bits := [each.weight for each in experts if isinstance(each.weight, Int4Weight)]:
+        packed = [pack_int4(weight, None) for weight in in_4_bits]
+        words, scales, offsets = zip(*(each[:3] for each in packed))
+        scale = _by_groups(scales)
+        beside["antiquant_scale"] = [scale]
+        if offsets[0] is None:  # the operator takes a scale with an offset alone
+            shared = no_offsets.setdefault(tuple(scale.shape), torch.zeros_like(scale))
+            beside["antiquant_offset"] = [shared]
+        else:
+            beside["antiquant_offset"] = [_by_groups(offsets)]
+        return JoinedLinear(torch.stack(words), None, beside)
+    plain = [each.weight.t() for each in experts if isinstance(each.weight, Tensor)]
+    weight = torch.stack(plain).contiguous()
+    if weight.dtype != torch.int8:
+        return JoinedLinear(pack(weight, None)[0], None, beside)
+    scale = torch.stack([each.scale for each in experts if each.scale is not None])
+    return JoinedLinear(torch_npu.npu_format_cast(weight, FRACTAL_NZ), scale, beside)
+
+
+def _by_groups(parts: Sequence[Tensor]) -> Tensor:
+    """Of each expert [G, out] -> [E, G, out], or [E, out] where there is one group."""
+    made = torch.stack(list(parts))
+    return made[:, 0].contiguous() if made.shape[1] == 1 else made
+
+
+def mixture(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    gate_up: JoinedLinear,
+    down: JoinedLinear,
+    num_experts: int,
+    gated: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """As Ops.joined_mixture; weights in the model's type, as npu_moe_token_unpermute takes them.
+
+    Rows of other ranks' experts come last, and no product writes them: they are made zero, and not left out,
+    since npu_moe_token_unpermute takes no index twice.
+    """
+    num_held, is_int8 = len(gate_up.weight), gate_up.scale is not None
+    rows, places, counts, row_scale = torch_npu.npu_moe_init_routing_v2(
+        x,
+        chosen,
+        active_num=chosen.numel(),
+        expert_num=num_experts,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, num_experts],
+        quant_mode=1 if is_int8 else -1,
     )
-    return made
+    counts = counts[:num_held]
+    if is_int8:
+        product = gate_up.product(rows, counts, output_dtype=torch.int32)
+        inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
+            product,
+            weight_scale=gate_up.scale,
+            activation_scale=row_scale,
+            group_index=counts,
+            activate_left=True,
+            quant_mode=1,
+        )
+        scales = {"scale": [down.scale], "per_token_scale": [inner_scale]}
+        made = down.product(inner, counts, output_dtype=x.dtype, **scales)
+    else:
+        made = down.product(gated(gate_up.product(rows, counts)), counts)
+    if num_held < num_experts:
+        row = torch.arange(len(made), device=made.device)
+        made = made.masked_fill_((row >= counts.sum())[:, None], 0)
+    combined: Tensor = torch_npu.npu_moe_token_unpermute(made, places, probs=weights.to(x.dtype))
+    return combined

@@ -5,6 +5,7 @@ Legend: T tokens of the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ class Int4Check:
 
     product: AscendProduct
 
-    def check_int4(self, dtype: torch.dtype, group_size: int | None, largest: int) -> None:
+    def check_int4(
+        self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()
+    ) -> None:
         """Raise ValueError where this product cannot multiply in 4 bits; see Ops.check_int4."""
-        self.product.check_int4(dtype, group_size, largest)
+        self.product.check_int4(dtype, group_size, largest, of_experts)
 
 
 class Int4Ops(Int4Check):

@@ -7,7 +7,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from devices.triton_types import kernel_dtype, stored_dtype
-from models.ops.reference import Filled, Ops, Packed
+from models.filled import ExpertKind, Filled
+from models.ops.reference import Ops, Packed
 from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
 GROUPED_STEP = 8  # of sizes in 16 bits: rows of grouped products begin at multiples of 16 bytes
@@ -56,18 +57,25 @@ class CudaOps(Ops):
         """As `linear`, which may be invariant."""
         return self.linear(x, (weight, None))
 
-    def joins_experts(self, hidden: int, inner: int, *, is_int8: bool) -> bool:
-        """Experts in the model's type, whose rows a grouped product takes."""
-        are_aligned = hidden % GROUPED_STEP == inner % GROUPED_STEP == 0
-        return self.groups_products and are_aligned and not (is_int8 or self.batch_invariant)
+    def joins_experts(self, kind: ExpertKind) -> bool:
+        """Experts in the model's type without biases, whose rows a grouped product takes."""
+        are_aligned = kind.hidden % GROUPED_STEP == kind.inner % GROUPED_STEP == 0
+        takes = kind.form == "plain" and kind.is_swiglu and not kind.has_bias
+        return self.groups_products and are_aligned and takes and not self.batch_invariant
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
         """Weights [experts, in, out] of both products."""
-        both = [torch.stack([weight for weight, _ in each]) for each in (gate_ups, downs)]
+        both = [_stacked(each) for each in (gate_ups, downs)]
         return tuple(each.transpose(1, 2) for each in both)
 
     def joined_mixture(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed, num_experts: int
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        packed: Packed,
+        num_experts: int,
+        gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """As Ops.mixture: rows sorted by expert, two grouped products, and each token's sum in the order of
         its choice. Shapes are fixed and nothing waits for the device; rows of other ranks' experts come last,
@@ -87,7 +95,7 @@ class CudaOps(Ops):
             made = F.grouped_mm(rows, weight, offs=ends)
             return made if is_elsewhere is None else made.masked_fill(is_elsewhere, 0)
 
-        made = product(self.swiglu(product(rows, gate_up)), down)
+        made = product(gated(product(rows, gate_up)), down)
         parts = made.index_select(0, order.argsort()).view(*chosen.shape, -1).float()
         return (parts * weights[..., None]).sum(1).to(x.dtype)
 
@@ -135,3 +143,8 @@ class CudaOps(Ops):
             gate_up.contiguous(), product, SIZE=size, COLUMNS=COLUMNS
         )
         return product.to(gate_up.dtype)
+
+
+def _stacked(experts: Sequence[Filled]) -> Tensor:
+    """Weights [experts, out, in], none of which is in 4 bits."""
+    return torch.stack([each.weight for each in experts if isinstance(each.weight, Tensor)])

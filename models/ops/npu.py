@@ -9,7 +9,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch_npu
@@ -18,12 +18,13 @@ from torch.nn import functional as F
 
 from attention.latent import LatentUp
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from models.filled import ExpertKind, Filled
 from models.group import Group
 from models.mixture_config import MixtureConfig
-from models.npu.grouped import by_expert
+from models.npu.grouped import joined, mixture
 from models.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.int8 import Int8Rows
-from models.ops.reference import Filled, Ops, Packed, Widths
+from models.ops.reference import Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 PREFETCHED_BYTES = 18 * 2**20  # of a weight, as vllm-ascend's weight_prefetch: more would drive out the cache
@@ -76,6 +77,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
     def __init__(self, product: AscendProduct) -> None:
         super().__init__(product)
         torch.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
+        self._no_offsets: dict[tuple[int, ...], Tensor] = {}  # which all layers of experts in 4 bits share
         self._prefetches = torch.npu.Stream() if product.prefetches else None
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
@@ -233,64 +235,28 @@ class NpuOps(Int4Ops, PlainNpuOps):
         scores = scores.sigmoid() if divides else scores.softmax(-1)
         return self._shares(scores.gather(-1, chosen.long()), config), chosen
 
-    def joins_experts(self, hidden: int, inner: int, *, is_int8: bool) -> bool:
-        """Whether this product routes tokens to experts and multiplies them in groups."""
-        return self.product.has_mixtures
+    def joins_experts(self, kind: ExpertKind) -> bool:
+        """Whether this product routes tokens to experts and multiplies them in groups: in int8 those alone
+        that its fused gate takes.
+        """
+        return self.product.has_mixtures and (kind.form != "int8" or (kind.is_swiglu and not kind.has_bias))
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
-        """Weights [experts, in, out] of both products, since npu_grouped_matmul takes them so, and scales
-        [experts, out]: that of the second as it takes it beside a result in bfloat16.
-        """
-        (gate_up, gate_up_scale), (down, down_scale) = map(self._stacked, (gate_ups, downs))
-        return gate_up, gate_up_scale, down, down_scale
-
-    def _stacked(self, experts: Sequence[Filled]) -> Filled:
-        weight = torch.stack([weight.t() for weight, _ in experts]).contiguous()
-        if weight.dtype != torch.int8:
-            return self.pack(weight, None)[0], None
-        scales = torch.stack([scale for _, scale in experts if scale is not None])
-        return torch_npu.npu_format_cast(weight, FRACTAL_NZ), scales
+        """Both linears; in int8, scales of the second are as it takes them beside a result in bfloat16."""
+        return tuple(joined(some, self.pack, self.pack_int4, self._no_offsets) for some in (gate_ups, downs))
 
     def joined_mixture(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed, num_experts: int
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        packed: Packed,
+        num_experts: int,
+        gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """As Ops.mixture in five launches, whatever the number of experts; weights in the model's type, as
-        npu_moe_token_unpermute takes them.
-
-        Rows of other ranks' experts come last, and no product writes them: they are made zero, and not left
-        out, since npu_moe_token_unpermute takes no index twice.
-        """
-        gate_up, gate_up_scale, down, down_scale = packed
-        num_held, is_int8 = len(gate_up), gate_up_scale is not None
-        rows, places, counts, row_scale = torch_npu.npu_moe_init_routing_v2(
-            x,
-            chosen,
-            active_num=chosen.numel(),
-            expert_num=num_experts,
-            expert_tokens_num_type=1,
-            expert_tokens_num_flag=True,
-            active_expert_range=[0, num_experts],
-            quant_mode=1 if is_int8 else -1,
-        )
-        counts = counts[:num_held]
-        if is_int8:
-            product = by_expert(rows, gate_up, counts, output_dtype=torch.int32)
-            inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
-                product,
-                weight_scale=gate_up_scale,
-                activation_scale=row_scale,
-                group_index=counts,
-                activate_left=True,
-                quant_mode=1,
-            )
-            scales = {"scale": [down_scale], "per_token_scale": [inner_scale]}
-            made = by_expert(inner, down, counts, output_dtype=x.dtype, **scales)
-        else:
-            made = by_expert(self.swiglu(by_expert(rows, gate_up, counts)), down, counts)
-        if num_held < num_experts:
-            row = torch.arange(len(made), device=made.device)
-            made = made.masked_fill_((row >= counts.sum())[:, None], 0)
-        return torch_npu.npu_moe_token_unpermute(made, places, probs=weights.to(x.dtype))
+        """As Ops.joined_mixture, in five launches and a gate's, whatever the number of experts."""
+        gate_up, down = packed
+        return mixture(x, weights, chosen, gate_up, down, num_experts, gated)
 
     def tile_size(self, vocab_size: int) -> int:
         """The whole row: its running sum is one launch, where tiles take ten."""

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from attention.latent import LatentUp
 from devices.int8 import quantize_rows
+from models.filled import ExpertKind, Filled
 from models.group import Group
 from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
@@ -27,7 +28,6 @@ WIDENED_ROWS = 256  # of a weight in 4 bits, that are in the model's type at onc
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
-Filled = tuple[Tensor, Tensor | None]  # a weight [out, in], and in int8 its scale [out]
 Widths = tuple[int, ...]  # outputs of a linear that are read apart, in order
 
 
@@ -99,9 +99,11 @@ class Ops:
         """[T, in] -> a tensor [T, width] for each of `widths`; `x` as for `linear_int8`."""
         return self.linear_int8(x, packed).split(widths, dim=-1)
 
-    def check_int4(self, dtype: torch.dtype, group_size: int | None, largest: int) -> None:
+    def check_int4(
+        self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()
+    ) -> None:
         """Raise ValueError where this device cannot multiply in 4 bits for a model of this type, whose
-        linears have at most so many inputs and outputs.
+        linears have at most so many inputs and outputs, those of experts these inputs.
         """
 
     def pack_int4(self, weight: Int4Weight, bias: Tensor | None) -> Packed:
@@ -231,8 +233,8 @@ class Ops:
             weights = weights / (total if config.scores == "softmax" else total + LEAST_SUM)
         return weights if config.scale == 1 else weights * config.scale
 
-    def joins_experts(self, hidden: int, inner: int, *, is_int8: bool) -> bool:
-        """Whether a mixture's experts of these sizes are packed together."""
+    def joins_experts(self, kind: ExpertKind) -> bool:
+        """Whether a mixture's experts of this kind are packed together."""
         return False
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
@@ -240,9 +242,17 @@ class Ops:
         raise NotImplementedError
 
     def joined_mixture(
-        self, x: Tensor, weights: Tensor, chosen: Tensor, packed: Packed, num_experts: int
+        self,
+        x: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        packed: Packed,
+        num_experts: int,
+        gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """As `mixture`, by experts that were packed together; `num_experts` with those of other ranks."""
+        """As `mixture`, by experts that were packed together and have this gate, as `swiglu` is one;
+        `num_experts` with those of other ranks.
+        """
         raise NotImplementedError
 
     def mixture(

@@ -24,7 +24,7 @@ from models.dtypes import TORCH_DTYPES
 from models.expert_counts import ExpertCounts
 from models.graphs import captured_sizes
 from models.group import ALONE, Group, StageLinks, divided
-from models.int4 import largest_side
+from models.int4 import inputs_of_experts, largest_side
 from models.ops.reference import Ops
 from models.runner import ModelRunner, RowSampler
 from models.sampling.follower import FollowerSampler
@@ -166,8 +166,8 @@ def _loaded(
     if config.quantization is not None:
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if config.kept_form is not None:
-        largest = largest_side(share.part(config))
-        ops.check_int4(TORCH_DTYPES[config.dtype], config.kept_form.group_size, largest)
+        part, size = share.part(config), config.kept_form.group_size
+        ops.check_int4(TORCH_DTYPES[config.dtype], size, largest_side(part), inputs_of_experts(part))
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
         # Refused before weights are loaded

@@ -84,7 +84,7 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
         check_experts(config, parallel.tensor, parallel.expert)
         name = "tensor"
         check_ranks(config, parallel.tensor, parallel.expert)
-        check_groups(config, parallel.tensor)
+        check_groups(config, parallel.tensor, parallel.expert)
         name = "pipeline"
         check_stages(config, parallel.pipeline)
         if parallel.placement is not None and config.mixture is not None:

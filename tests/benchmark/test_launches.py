@@ -16,6 +16,7 @@ from benchmark.micro import launches
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone
+from tests.models.test_gpt_oss import HUB
 from tests.recipes import published
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -139,6 +140,20 @@ def test_a_captured_step_of_a_draft_model_is_a_replay(monkeypatch: pytest.Monkey
     counts = [tuple(step[name] for name in ("in_graph", "outside_graph", "to_device", "waits")) for step in
               (eager, captured)]  # fmt: skip
     assert counts == [(0, 29, 4, 0), (32, 1, 1, 0)]
+
+
+def test_clamped_experts_are_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gpt-oss-20b's sizes, whose layers took 620 while each of 32 experts was multiplied by itself."""
+    monkeypatch.setenv("MODELS", "/models")
+    left_out = {"quantization_config", "rope_scaling"}
+    hf = {key: value for key, value in HUB.items() if key not in left_out}
+    hf |= {"num_hidden_layers": 2, "vocab_size": 2048, "eos_token_id": 2}
+    config = yaml.safe_dump(hf, default_flow_style=True, width=10**6).strip()
+    chosen = ["model.path=null", f"model.config={config}", "model.weights=random"]
+    recipe = ROOT / "recipes/qwen3_moe/qwen3_30b_a3b_910b_tp2.yaml"
+    result: dict[str, Any] = launches.run(load(recipe, chosen))
+    assert {step["a_layer"] for step in result["steps"]} == {22}
+    assert "22 launches a layer" in (ROOT / "docs/ascend.md").read_text()
 
 
 def test_so_is_one_of_a_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

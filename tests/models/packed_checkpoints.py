@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from models.checkpoint import INDEX, SINGLE
 
+LINEAR = re.compile(r"(_proj|\.w[123])\.weight$")  # of a layer: routers are never packed
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output the first four bits hold, which the next four, ...
 
 
@@ -123,7 +125,7 @@ def store(path: Path, form: Form) -> dict[str, Tensor]:
     for number, (name, weight) in enumerate(sorted(tensors.items())):
         exact[name] = weight
         parts = {name: weight}
-        if name.endswith("_proj.weight"):
+        if LINEAR.search(name):
             made, exact[name] = tensors_of(weight, form)
             parts = {f"{name.removesuffix('.weight')}.{end}": each for end, each in made.items()}
         for place, (end, each) in enumerate(parts.items()):

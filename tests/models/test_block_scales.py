@@ -76,12 +76,15 @@ def fill(model: Any, exact: dict[str, Tensor]) -> None:
                 named[name].copy_(weight)
             elif ".experts." in name:  # which transformers joins
                 _, _, expert, role, _ = name.rsplit(".", 4)
-                joined = named[name.split(".experts.")[0] + ".experts." + JOINED[role]]
+                role = OF_MIXTRAL.get(role, role)
+                block = name.split(".experts.")[0].replace("block_sparse_moe", "mlp")
+                joined = named[f"{block}.experts.{JOINED[role]}"]
                 half = joined.shape[1] // 2
                 rows = {"gate_proj": slice(half), "up_proj": slice(half, None)}.get(role, slice(None))
                 joined[int(expert), rows] = weight
 
 
+OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 JOINED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 
 

@@ -18,6 +18,7 @@ from models import weights
 from models.checkpoint import SINGLE
 from models.config import DecoderConfig
 from models.decoder import Decoder
+from models.filled import ExpertKind, Filled
 from models.mixture import Mixture
 from models.mixture_config import MixtureConfig
 from models.ops.cpu import CpuOps
@@ -161,10 +162,11 @@ def test_experts_whose_products_are_grouped_compute_what_each_does_alone(
     """On a GPU in bfloat16, else in Triton's interpreter; of five experts, the last two may be elsewhere."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     generator, ops = torch.Generator().manual_seed(1), CudaOps(groups_products=True)
-    assert ops.joins_experts(16, 24, is_int8=False)
-    assert not ops.joins_experts(16, 20, is_int8=False)
-    assert not ops.joins_experts(16, 24, is_int8=True)
-    assert not CudaOps(groups_products=True, batch_invariant=True).joins_experts(16, 24, is_int8=False)
+    kind = ExpertKind(16, 24)
+    assert ops.joins_experts(kind)
+    others = {"inner": 20}, {"form": "int8"}, {"form": "int4"}, {"is_swiglu": False}, {"has_bias": True}
+    assert not any(ops.joins_experts(replace(kind, **other)) for other in others)
+    assert not CudaOps(groups_products=True, batch_invariant=True).joins_experts(kind)
     gate_ups, downs = (
         [torch.randn(outer, inner, generator=generator) / 4 for _ in range(EXPERTS)]
         for outer, inner in ((48, 16), (16, 24))
@@ -177,21 +179,21 @@ def test_experts_whose_products_are_grouped_compute_what_each_does_alone(
 
     made = [expert(*each) for each in list(zip(gate_ups, downs))[:num_here]]
     expected = Ops().mixture(x, shares, chosen, made)
-    there = [[(each.to(DEVICE, dtype), None) for each in some[:num_here]] for some in (gate_ups, downs)]
+    there = [[Filled(each.to(DEVICE, dtype)) for each in some[:num_here]] for some in (gate_ups, downs)]
     packed = ops.pack_experts(*there)
     given = x.to(DEVICE, dtype), shares.to(DEVICE), chosen.to(DEVICE)
-    found = ops.joined_mixture(*given, packed, EXPERTS).cpu().float()
+    found = ops.joined_mixture(*given, packed, EXPERTS, ops.swiglu).cpu().float()
     near = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(found, expected, rtol=near, atol=near)
     if num_tokens > 1:  # a row that is not finite stays alone
         given[0][0] = torch.nan
-        spoilt = ops.joined_mixture(*given, packed, EXPERTS).cpu().float()
+        spoilt = ops.joined_mixture(*given, packed, EXPERTS, ops.swiglu).cpu().float()
         assert torch.equal(spoilt[1:], found[1:])
 
 
 @pytest.mark.npu
 @pytest.mark.skipif(not has_npu(), reason="there is no NPU here, nor a stand-in")
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_tied", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_tied", "mixtral", "gpt_oss_half"])
 def test_experts_that_an_npu_joins_compute_what_each_does_alone(name: str, tmp_path: Path) -> None:
     path = checkpoint(name, tmp_path)
     plain = loaded(path)

@@ -21,7 +21,9 @@ from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
+from models.filled import ExpertKind, Filled
 from models.group import ALONE, join
+from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
 from models.ops.reference import Ops
 from recipes.build.engine import build
@@ -355,13 +357,19 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
         ops.route(rows, router, None, replace(plain, **more))
     ops.route(rows, router, bias, replace(plain, scores="sigmoid", is_corrected=True))
     routed = ops.route(rows, router, None, plain)
-    if not ops.joins_experts(32, 32, is_int8=False):
+    if not ops.joins_experts(ExpertKind(32, 32)):
         return
     up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
-    ops.joined_mixture(rows, *routed, ops.pack_experts([(up, None)] * 4, [(down, None)] * 4), 4)
-    up_scale, down_scale = torch.ones(64, device="npu:0"), torch.ones(32, dtype=rows.dtype, device="npu:0")
-    packed = ops.pack_experts([(up.to(torch.int8), up_scale)] * 4, [(down.to(torch.int8), down_scale)] * 4)
-    ops.joined_mixture(rows, *routed, packed, 5)
+    bias, words = torch.ones(32, dtype=rows.dtype, device="npu:0"), torch.ones(32, 4, device="npu:0").int()
+    up_scale, two = torch.ones(64, device="npu:0"), torch.ones(32, 1, dtype=rows.dtype, device="npu:0")
+    gate_up = Filled(up)
+    kept = [Int4Weight(words, two, offset, 32) for offset in (None, two)]
+    ops.linear_int4_split(rows, ops.pack_int4_split(kept[1], None, (16, 16)), (16, 16))
+    downs = [Filled(down, bias=bias), *map(Filled, kept), Filled(down.to(torch.int8), bias)]
+    for each in downs:
+        in_int8 = Filled(up.to(torch.int8), up_scale)
+        packed = ops.pack_experts([gate_up if each.scale is None else in_int8] * 4, [each] * 4)
+        ops.joined_mixture(rows, *routed, packed, 5, ops.swiglu)
 
 
 def _adding_up(ops: Ops, rows: torch.Tensor) -> None:
@@ -400,7 +408,8 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
     from models.ops.npu import NpuOps, chip
 
-    files = [ROOT / "models/ops/npu.py", *sorted((ROOT / "attention/npu").glob("*_attention.py"))]
+    files = [ROOT / "models/ops/npu.py", *sorted((ROOT / "models/npu").glob("[!_]*.py"))]
+    files += sorted((ROOT / "attention/npu").glob("*_attention.py"))
     with Lines(files) as lines:
         serve(engine_of("device.graphs=2"))
         engine = engine_of("device.graphs=2")
@@ -423,6 +432,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.pack_split(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None, (8, 8))
         _in_int8(ops, rows)
         _by_experts(ops, rows)
+        ops.check_int4(torch.bfloat16, 32, 32, (32,))
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
         ops.linear_summed(rows, (rows, None), ALONE)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
@@ -435,6 +445,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 5
+    assert len(files) == 7
     assert all(lines.wanted.values())
     assert lines.missing() == {}

@@ -27,7 +27,7 @@ GEMMA3_FAULTS = (
     Fault(
         "gelu_lost_in_int8",
         MLP,
-        "self.has_fused_gate and self.gate_up.takes_int8",
+        "self.is_swiglu and self.gate_up.takes_int8",
         "self.gate_up.takes_int8",
         "the operator that joins gate and rounding knows no other gate",
     ),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from tests.mutation.aclop_faults import LIMITS
 from tests.mutation.fault import Fault
+from tests.mutation.npu_faults import NPU_TESTS_OF
 from tests.mutation.packing_faults import PACKED_TESTS, UNPACKING
 
 INT4, OPS_INT4 = "models/int4.py", "models/int4_weight.py"
-INT4_TESTS = ("tests/models/test_int4.py",)
-INT4_TESTS_OF = {**dict.fromkeys((INT4, OPS_INT4), INT4_TESTS), UNPACKING: (*PACKED_TESTS, *INT4_TESTS)}
+INT4_TESTS = ("tests/models/test_int4.py", "tests/models/test_int4_experts.py")
+INT4_TESTS_OF = {
+    **dict.fromkeys((INT4, OPS_INT4), INT4_TESTS),
+    UNPACKING: (*PACKED_TESTS, *INT4_TESTS),
+    LIMITS: (*NPU_TESTS_OF[LIMITS], *INT4_TESTS),
+}
 
 INT4_FAULTS = (
     Fault(
@@ -55,15 +61,36 @@ INT4_FAULTS = (
     Fault(
         "a_group_on_two_ranks",
         INT4,
-        "if inputs // tensors % size:",
-        "if inputs % size:",
+        "inputs // ranks % size:",
+        "inputs % size:",
         "a rank's words begin within a group",
     ),
     Fault(
-        "experts_kept_packed",
+        "latents_kept_packed",
         INT4,
-        "if config.mixture is not None or config.latent is not None:",
         "if config.latent is not None:",
-        "experts that are joined into one product have no words",
+        "if False:",
+        "latent attention has no products in 4 bits",
+    ),
+    Fault(
+        "a_group_of_an_expert_on_two_ranks",
+        INT4,
+        "mixture.inner_size, tensors // experts))",
+        "mixture.inner_size, 1))",
+        "a rank's words of an expert begin within a group",
+    ),
+    Fault(
+        "whole_experts_divided_in_groups",
+        INT4,
+        "mixture.inner_size, tensors // experts))",
+        "mixture.inner_size, tensors))",
+        "experts that are spread are refused as if they were cut",
+    ),
+    Fault(
+        "groups_of_experts_not_whole",
+        LIMITS,
+        "            if inputs % group_size:",
+        "            if False:",
+        "CANN refuses the first step, after minutes of loading",
     ),
 )

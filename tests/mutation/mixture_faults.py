@@ -10,12 +10,14 @@ MIXTURE, CONFIG = "models/mixture.py", "models/config.py"
 REFERENCE, CPU, MIXTRAL = "models/ops/reference.py", "models/ops/cpu.py", "recipes/mixtral/model.py"
 EXPERTS_FILE = "models/huggingface_parts.py"
 FUSED, GROUPED = "models/ops/npu.py", "virtual_npu/operators/grouped_matmul.py"
+JOINED = "models/npu/grouped.py"
 SWIGLU = "virtual_npu/operators/int8_fusions.py"
 MIXTURE_TESTS = ("tests/models/test_mixture.py", "tests/models/test_share.py")
 MIXTURE_TESTS_OF = {
     **dict.fromkeys((MIXTURE, REFERENCE, CPU, MIXTRAL), MIXTURE_TESTS),
     FUSED: (*NPU_TESTS_OF[FUSED], *MIXTURE_TESTS),
-    GROUPED: ("tests/virtual_npu/test_wrong_calls.py",),
+    JOINED: (*MIXTURE_TESTS, "tests/models/test_int4_experts.py", "tests/models/test_gpt_oss.py"),
+    GROUPED: ("tests/virtual_npu/test_wrong_calls.py", "tests/models/test_int4_experts.py"),
     SWIGLU: ("tests/models/test_mixture.py",),
     EXPERTS_FILE: ("tests/models/test_huggingface.py", *MIXTURE_TESTS),
     CONFIG: (*INT8_TESTS_OF[CONFIG], *MIXTURE_TESTS),
@@ -66,7 +68,7 @@ MIXTURE_FAULTS = (
     ),
     Fault(
         "joined_weights_of_another_choice",
-        FUSED,
+        JOINED,
         "places, probs=weights.to(x.dtype)",
         "places, probs=weights.flip(-1).to(x.dtype)",
         "what the best expert made counts as much as the worst was to",
@@ -87,7 +89,7 @@ MIXTURE_FAULTS = (
     ),
     Fault(
         "rows_of_experts_not_quantised",
-        FUSED,
+        JOINED,
         "quant_mode=1 if is_int8 else -1",
         "quant_mode=-1",
         "rows of the model's type meet weights in int8",
@@ -112,6 +114,48 @@ MIXTURE_FAULTS = (
         "if min(counts) < 0 or sum(counts) > rows:",
         "if min(counts) < 0:",
         "rows that no expert computed pass for results",
+    ),
+    Fault(
+        "offsets_of_experts_left_out",
+        JOINED,
+        'beside["antiquant_offset"] = [_by_groups(offsets)]',
+        'beside["antiquant_offset"] = [torch.zeros_like(scale)]',
+        "weights of 4 bits are taken about the middle, whatever their zeros are",
+    ),
+    Fault(
+        "first_group_of_experts_alone",
+        JOINED,
+        "return made[:, 0].contiguous() if made.shape[1] == 1 else made",
+        "return made[:, 0].contiguous()",
+        "all inputs of an expert are scaled as its first group",
+    ),
+    Fault(
+        "biases_of_experts_left_out",
+        JOINED,
+        'beside["bias"] = [bias if',
+        'beside["biases"] = [bias if',
+        "gpt-oss adds a bias to both products",
+    ),
+    Fault(
+        "clamped_experts_gated_as_swiglu",
+        JOINED,
+        "down.product(gated(gate_up.product(rows, counts)), counts)",
+        "down.product(torch_npu.npu_swiglu(gate_up.product(rows, counts)), counts)",
+        "joined experts of gpt-oss have a clamped gate",
+    ),
+    Fault(
+        "groups_that_do_not_divide",
+        GROUPED,
+        "scale.dtype != x.dtype or inner % max(1, groups)",
+        "scale.dtype != x.dtype",
+        "an NPU refuses groups that do not divide the inputs",
+    ),
+    Fault(
+        "offset_of_another_group",
+        GROUPED,
+        "((wide + offset) * scale).to(",
+        "(wide * scale + offset).to(",
+        "an offset is added before it is scaled",
     ),
     Fault(
         "sparse_step_from_zero",

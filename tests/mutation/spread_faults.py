@@ -5,10 +5,16 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 from tests.mutation.graph_faults import GRAPH_TESTS_OF
 from tests.mutation.latent_faults import LATENT_TESTS_OF
+from tests.mutation.mixture_faults import MIXTURE_TESTS_OF
 from tests.mutation.rank_faults import RANK_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_TESTS_OF
 
-SHARE, MIXTURE, GROUP, NPU = "models/share.py", "models/mixture.py", "models/group.py", "models/ops/npu.py"
+SHARE, MIXTURE, GROUP, NPU = (
+    "models/share.py",
+    "models/mixture.py",
+    "models/group.py",
+    "models/npu/grouped.py",
+)
 MIXTURE_CONFIG = "models/mixture_config.py"
 PLACEMENT, RANK_PROCESS = "models/placement.py", "recipes/build/rank_process.py"
 COUNTS, GRAPHS, COUNT_TESTS = (
@@ -26,7 +32,7 @@ SPREAD_TESTS_OF = {
     RANK_PROCESS: (PLACE_TESTS, *RANK_TESTS_OF.get(RANK_PROCESS, ())),
     **{file: (SPREAD_TESTS, COUNT_TESTS, *LATENT_TESTS_OF[file]) for file in (SHARE, MIXTURE)},
     GROUP: (SPREAD_TESTS, *TENSOR_TESTS_OF[GROUP]),
-    NPU: (*LATENT_TESTS_OF[NPU], "tests/models/test_tensor_parallel_npu.py"),
+    NPU: (*MIXTURE_TESTS_OF[NPU], "tests/models/test_tensor_parallel_npu.py"),
 }
 
 SPREAD_FAULTS = (
@@ -89,8 +95,8 @@ SPREAD_FAULTS = (
     Fault(
         "rows_that_no_product_wrote",
         NPU,
-        "        if num_held < num_experts:\n",
-        "        if False:\n",
+        "    if num_held < num_experts:\n",
+        "    if False:\n",
         "what memory held before is added to the tokens of other ranks' experts",
     ),
     Fault(

@@ -85,9 +85,16 @@ def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
             scale = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
             more["scale"] = [torch.rand(experts, width).to(scale)]
             more["per_token_scale"] = [torch.rand(rows)]
+    else:
+        if bool(rng.integers(2)):
+            weight, inner, more = _in_4_bits(rng, experts, width, dtype)
+            x, width = torch.randn(rows, inner).to(dtype), 8 * width
+        if bool(rng.integers(2)):
+            more["bias"] = [torch.randn(experts, width).to({torch.bfloat16: torch.float32}.get(dtype, dtype))]
+    is_turned = weight.dtype != torch.int32 and bool(rng.integers(2))
     made = {
         "x": [x],
-        "weight": [weight if bool(rng.integers(2)) else weight.mT.contiguous().mT],
+        "weight": [weight.mT.contiguous().mT if is_turned else weight],
         "split_item": pick(rng, 2, 3),
         "group_type": 0,
         "group_list": counts if by_counts else counts.cumsum(0),
@@ -95,3 +102,14 @@ def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         **more,
     }
     return made, Conditions(product=pick(rng, A2, A3))
+
+
+def _in_4_bits(
+    rng: np.random.Generator, experts: int, words: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, int, Arguments]:
+    """A weight of so many words a row, its inputs, and its scales and offsets."""
+    groups, size = rng.integers(1, 5, 2).tolist()
+    shape = (experts, groups, 8 * words) if bool(rng.integers(2)) else (experts, 8 * words)
+    weight = torch.randint(-(2**31), 2**31, (experts, groups * size, words)).int()
+    scale, offset = torch.rand(shape).to(dtype), torch.randint(-7, 9, shape).to(dtype)
+    return weight, groups * size, {"antiquant_scale": [scale], "antiquant_offset": [offset]}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.schema.recipe import ROOT
 from virtual_npu.operators import OPERATORS
 from virtual_npu.wheels import main
 
@@ -49,3 +50,12 @@ def test_what_is_no_wheel_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "x.whl").write_text("no archive")
     assert main([str(tmp_path / "x.whl")]) == 2
     assert "x.whl cannot be read as a wheel: File is not a zip file" in capsys.readouterr().err
+
+
+def test_the_manual_counts_the_operators_that_have_rules() -> None:
+    text = (ROOT / "docs/ascend.md").read_text()
+    (before,), ((now, others),) = (
+        re.findall(pattern, text)
+        for pattern in (r"(\d+) operators had rules here", r"of the (\d+) that have now, the other (\d+)")
+    )
+    assert int(now) == len(OPERATORS) == int(before) + int(others)

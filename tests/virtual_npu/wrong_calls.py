@@ -262,6 +262,17 @@ def of_experts(**values: object) -> Change:
     return put(**right | values)
 
 
+def in_4_bits(**values: object) -> Change:
+    """The same with a weight of 4 bits, by two groups of rows."""
+    scales = torch.ones(3, 2, 8).half()
+    right = {
+        "weight": [torch.ones(3, 4, 1).int()],
+        "antiquant_scale": [scales],
+        "antiquant_offset": [scales],
+    }
+    return of_experts(**right | values)
+
+
 def in_int8(**values: object) -> Change:
     """The same in int8, whose result is bfloat16."""
     right = {
@@ -299,6 +310,16 @@ GROUPED = [
     Wrong("scaled", in_int8(scale=[torch.ones(3, 8)]), "scale", "float32"),
     Wrong("scaled", in_int8(per_token_scale=[torch.ones(5)]), "per_token_scale", "for"),
     Wrong("matched", in_int8(weight=[torch.ones(3, 4, 8).half()]), "weight", "float16"),
+    Wrong("sides", of_experts(bias=[torch.ones(8).half()]), "bias", "for"),
+    Wrong("experts", in_int8(bias=[torch.ones(3, 8).int()]), "bias", "in int8"),
+    Wrong("antiquant", of_experts(antiquant_scale=[torch.ones(3, 8).half()]), "antiquant_scale", "given for"),
+    Wrong("antiquant", in_4_bits(antiquant_offset=None), "antiquant_offset", "not both"),
+    Wrong(
+        "antiquant", in_4_bits(antiquant_scale=[torch.ones(3, 3, 8).half()]), "antiquant_scale", "(3, 3, 8)"
+    ),
+    Wrong("antiquant", in_4_bits(antiquant_scale=[torch.ones(3, 2, 8)]), "antiquant_scale", "float32"),
+    Wrong("antiquant", in_4_bits(antiquant_offset=[torch.ones(3, 8).half()]), "antiquant_offset", "beside"),
+    Wrong("antiquant", in_4_bits(weight=[torch.ones(3, 2, 4).int().mT]), "weight", "strided"),
     Wrong("whole", of_experts(group_list=torch.tensor([1, 0, 6])), "group_list", "7 of 6 rows"),
     Wrong("whole", of_experts(group_list_type=0), "group_list", "of 6 rows"),
     Wrong("alone", put(split_item=2), "split_item", "is 2"),

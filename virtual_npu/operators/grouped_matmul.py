@@ -15,6 +15,7 @@ from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
 from virtual_npu.operators.matmul import output_dtype, unwritten_beyond
+from virtual_npu.operators.weight_quant import IN_A_WORD, numbers
 from virtual_npu.simulated_products import A2, A3, A5
 
 SOURCE = "op-plugin npu_grouped_matmul"
@@ -24,11 +25,12 @@ INNER_LIMIT = 65536  # the last axis of either side is below it
 BIAS = {torch.float16: torch.float16, torch.bfloat16: torch.float32, torch.float32: torch.float32}
 SCALES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}  # of columns, by type of the result
 LEFT_OUT = (
-    *("offset", "antiquant_scale", "antiquant_offset", "activation_input"),
+    *("offset", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset", "tuning_config", "x_dtype", "weight_dtype"),
     *("scale_dtype", "per_token_scale_dtype"),
 )
-OF_EXPERTS = ("scale", "per_token_scale", "output_dtype")
+OF_4_BITS = ("antiquant_scale", "antiquant_offset")
+OF_EXPERTS = ("scale", "per_token_scale", "output_dtype", *OF_4_BITS)
 
 
 def _is_of_experts(call: Call) -> bool:
@@ -49,6 +51,7 @@ def _products(call: Call) -> list[Tensor]:
 def _product_of_experts(call: Call) -> Tensor:
     """Rows beyond those of all experts are never written."""
     (x,), (weight,) = call["x"], call["weight"]
+    weight = _widened(call) if weight.dtype == torch.int32 else weight
     counts = _counts(call["group_list"], call["group_list_type"])
     wide = torch.float64 if x.dtype == torch.int8 else torch.float32  # sums of int8 stay exact
     parts = x[: sum(counts)].to(wide).split(counts)
@@ -56,8 +59,25 @@ def _product_of_experts(call: Call) -> Tensor:
     if call["scale"] is not None:
         rows = call["per_token_scale"][0][: len(total), None]
         total = total.float() * call["scale"][0].float().repeat_interleave(torch.tensor(counts), 0) * rows
+    if call["bias"] is not None:
+        total = total + call["bias"][0].float().repeat_interleave(torch.tensor(counts), 0)
     made = x.dtype if x.dtype != torch.int8 else output_dtype(call)
     return unwritten_beyond(total.to(made), len(x))
+
+
+def _widened(call: Call) -> Tensor:
+    """The weight [E, K, N] of 4 bits in the type of x: each group of rows has its scale and its offset."""
+    wide = numbers(call["weight"][0]).float()
+    scale, offset = (_by_row(call[name][0], wide.shape[1]) for name in OF_4_BITS)
+    made: Tensor = ((wide + offset) * scale).to(call["x"][0].dtype)
+    return made
+
+
+def _by_row(groups: Tensor, count: int) -> Tensor:
+    """[E, N] or [E, G, N] -> float32 [E, K, N], or [E, 1, N]."""
+    if groups.dim() == 2:
+        return groups.float()[:, None]
+    return groups.float().repeat_interleave(count // groups.shape[1], 1)
 
 
 def _counts(listed: Tensor, kind: int) -> list[int]:
@@ -76,7 +96,8 @@ def _types(call: Call) -> Iterator[Breach]:
         if call["weight"][0].dtype != torch.int8:
             yield "weight", f"{shape(call['weight'][0])} for {shape(first)}"
         return
-    for name in ("x", "weight"):
+    has_words = _is_of_experts(call) and call["weight"][0].dtype == torch.int32
+    for name in ("x",) if has_words else ("x", "weight"):
         for each in call[name]:
             if (
                 not is_dtype(each, (torch.float16, torch.bfloat16), call.conditions)
@@ -93,8 +114,11 @@ def _sides(call: Call) -> Iterator[Breach]:
         x, weight = call["x"][0], call["weight"][0]
         if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1] or not x.numel():
             yield "weight", f"{shape(weight)} for {shape(x)}"
-        elif max(weight.shape[1:]) >= INNER_LIMIT:
+        elif max(weight.shape[1], _columns(weight)) >= INNER_LIMIT:
             yield "weight", shape(weight)
+        for bias in call["bias"] or ():
+            if tuple(bias.shape) != (weight.shape[0], _columns(weight)):
+                yield "bias", f"{shape(bias)} for {shape(weight)}"
         return
     for x, weight in zip(call["x"], call["weight"]):
         if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or not x.numel():
@@ -104,6 +128,34 @@ def _sides(call: Call) -> Iterator[Breach]:
     for weight, bias in zip(call["weight"], call["bias"] or ()):
         if bias.shape != weight.shape[1:]:
             yield "bias", f"{shape(bias)} for {shape(weight)}"
+
+
+def _columns(weight: Tensor) -> int:
+    """Of the matrices of experts."""
+    return weight.shape[2] * (IN_A_WORD if weight.dtype == torch.int32 else 1)
+
+
+def _antiquant(call: Call) -> Iterator[Breach]:
+    """Beside a weight of 4 bits, whose transpose is not taken here, and beside no other."""
+    if not _is_of_experts(call):
+        return
+    x, weight = call["x"][0], call["weight"][0]
+    if weight.dtype != torch.int32:
+        yield from ((name, f"given for {shape(weight)}") for name in OF_4_BITS if call[name] is not None)
+        return
+    if not weight.is_contiguous():
+        yield "weight", f"strided {tuple(weight.stride())} over {shape(weight)}"
+    if call["antiquant_scale"] is None or call["antiquant_offset"] is None:
+        yield "antiquant_offset", f"not both are given for {shape(weight)}"
+        return
+    (scale,), (offset,) = call["antiquant_scale"], call["antiquant_offset"]
+    experts, inner, columns = weight.shape[0], weight.shape[1], _columns(weight)
+    groups = scale.shape[1] if scale.dim() == 3 else 1
+    wanted = (experts, groups, columns) if scale.dim() == 3 else (experts, columns)
+    if tuple(scale.shape) != wanted or scale.dtype != x.dtype or inner % max(1, groups):
+        yield "antiquant_scale", f"{shape(scale)} for {shape(x)} and {shape(weight)}"
+    if offset.shape != scale.shape or offset.dtype != scale.dtype:
+        yield "antiquant_offset", f"{shape(offset)} beside {shape(scale)}"
 
 
 def _order(call: Call) -> Iterator[Breach]:
@@ -118,8 +170,11 @@ def _order(call: Call) -> Iterator[Breach]:
 def _experts(call: Call) -> Iterator[Breach]:
     if not _is_of_experts(call):
         return
-    if len(call["x"]) != 1 or call["bias"] is not None:
-        yield ("bias", "given") if call["bias"] is not None else ("x", f"a list of {len(call['x'])}")
+    in_int8 = call["x"][0].dtype == torch.int8
+    if len(call["x"]) != 1:
+        yield "x", f"a list of {len(call['x'])}"
+    elif in_int8 and call["bias"] is not None:
+        yield "bias", "given in int8"
     elif call["split_item"] not in (2, 3) or call["act_type"] not in (None, 0):
         yield "split_item", f"{call['split_item']} with act_type {call['act_type']}"
 
@@ -212,7 +267,7 @@ OPERATORS = (
             Rule(
                 "sides",
                 f"each weight is [K, N], or [E, K, N] of experts, for its [T, K], with K and N below"
-                f" {INNER_LIMIT}, and a bias is [N]",
+                f" {INNER_LIMIT}, and a bias is [N], or [E, N]",
                 SOURCE,
                 "turn the weight",
                 _sides,
@@ -226,10 +281,19 @@ OPERATORS = (
             ),
             Rule(
                 "experts",
-                "of experts there is one x and one weight, without bias and activation; split_item is 2 or 3",
+                "of experts there is one x and one weight, without activation, and in int8 without bias;"
+                " split_item is 2 or 3",
                 SOURCE + ": group_type 0",
                 "stack the weights",
                 _experts,
+            ),
+            Rule(
+                "antiquant",
+                "a weight of experts in 4 bits is contiguous int32 [E, K, N / 8]; beside it are"
+                " antiquant_scale and antiquant_offset in x's type, [E, N], or [E, G, N] where G divides K",
+                SOURCE + ": table 2 and its notes",
+                "turn scales to [E, G, N], and pass zeros for offsets that are none",
+                _antiquant,
             ),
             Rule(
                 "scaled",

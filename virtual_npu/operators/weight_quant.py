@@ -33,7 +33,8 @@ def _packed(call: Call) -> Tensor:
     return (words - 2**32 * (words >= 2**31)).int()
 
 
-def _numbers(words: Tensor) -> Tensor:
+def numbers(words: Tensor) -> Tensor:
+    """Eight of each word, side by side."""
     apart = torch.stack([(words >> (4 * place)) & 15 for place in range(IN_A_WORD)], -1).flatten(-2)
     return torch.where(apart > GREATEST, apart - 16, apart)
 
@@ -41,7 +42,7 @@ def _numbers(words: Tensor) -> Tensor:
 def _product(call: Call) -> Tensor:
     """The weight is brought into x's type, by scales of one row a group, before it is multiplied."""
     x, scale, offset, bias = (call[name] for name in ("x", "antiquant_scale", "antiquant_offset", "bias"))
-    wide = _numbers(call["weight"]).to(torch.float32)
+    wide = numbers(call["weight"]).to(torch.float32)
     if offset is not None:
         wide = wide + _by_row(offset, call)
     weight = (wide * _by_row(scale, call)).to(x.dtype)
