@@ -12,8 +12,8 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 
 MOST_UNSENT_BYTES = 64 << 20  # a rank that reads nothing is lost long before
 BEAT_S = 0.25  # between two lines of a rank
@@ -76,9 +76,11 @@ class Listeners:
         self._lose = lose
         now_s = time.monotonic()
         self._ranks = [Heard(name, each, now_s) for name, each in connections.items()]
-        self._unsent = deque[bytes]()
-        self._unsent_bytes = 0
-        self._changed = threading.Condition()
+        # To be sent; None ends it. Not a condition: each of its locks that the sender takes may be a switch
+        # between the two threads, and these take longer than what they wait for.
+        self._records = SimpleQueue[bytes | None]()
+        self._bytes_written = self._bytes_sent = 0
+        self._ending = threading.Lock()
         self._is_closed = False
         self._has_warned = False  # of this step
         self._sending = threading.Thread(target=self._send, name="ranks-send", daemon=True)
@@ -88,14 +90,11 @@ class Listeners:
 
     def write(self, record: bytes) -> None:
         """Let a record be sent to all ranks; raises RankLost where one of them cannot hear it any more."""
-        with self._changed:
-            self.check()
-            self._unsent.append(record)
-            self._unsent_bytes += len(record)
-            self._changed.notify()
-            too_much = self._unsent_bytes > MOST_UNSENT_BYTES
-        if too_much:
-            self._end(f"a rank does not read: {self._unsent_bytes:,} bytes are to be sent; {self.report()}")
+        self.check()
+        self._bytes_written += len(record)
+        self._records.put(record)
+        if (unsent := self._bytes_written - self._bytes_sent) > MOST_UNSENT_BYTES:
+            self._end(f"a rank does not read: {unsent:,} bytes are to be sent; {self.report()}")
             self.check()
 
     def check(self) -> None:
@@ -105,12 +104,12 @@ class Listeners:
 
     def close(self, last: bytes = b"") -> None:
         """Send what was written and the last record, as far as the ranks are there; end the connections."""
-        with self._changed:
+        with self._ending:
             if self._is_closed:
                 return
-            self._unsent.append(last)
             self._is_closed = True
-            self._changed.notify()
+        self._records.put(last)
+        self._records.put(None)
         self._sending.join(_LAST_WORDS_S)
         # What a rank says meanwhile is read: a connection that ends with unread lines is reset, and what it
         # was to bring is lost
@@ -142,21 +141,13 @@ class Listeners:
         return "; ".join(f"{each.name}: {each.progress}" for each in self._ranks)
 
     def _send(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._unsent or self._is_closed or self.lost)
-                records = b"".join(self._unsent)
-                self._unsent.clear()
-                is_last = self._is_closed or self.lost is not None
+        while (record := self._records.get()) is not None:
             for each in self._ranks:
                 try:
-                    each.connection.sendall(records)
+                    each.connection.sendall(record)
                 except OSError:  # what it said last is still to be read: who does that ends the rest
                     return
-            with self._changed:
-                self._unsent_bytes -= len(records)
-            if is_last:
-                return
+            self._bytes_sent += len(record)
 
     def _receive(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -203,11 +194,11 @@ class Listeners:
             log.warning("%s", waits)
 
     def _end(self, why: str) -> None:
-        with self._changed:
+        with self._ending:
             if self.lost is not None or self._is_closed:
                 return
             log.error("%s", why)  # before anybody can end for it
             self.lost = why
-            self._changed.notify()
+        self._records.put(None)
         self._shut(socket.SHUT_RDWR)  # the other ranks have lost this engine, too
         self._lose(why)

@@ -190,7 +190,7 @@ def test_nobody_waits_for_a_store_that_does_not_answer(make: Make, store: Store)
     store.gate.clear()
     lookups = [tier.look_up([key(1)]) for _ in range(3)]
     until(lambda: len(store.calls) == 2)
-    time.sleep(0.05)  # the store was asked after the lookups had begun: now it is stuck, and not they alone are late
+    time.sleep(0.05)  # it was asked after the lookups had begun: it is late by now, as they are
     until(lambda: all(tier.is_over(each) for each in lookups if each is not None))
     assert tier.counters.late == 3
     assert tier.counters.read_failures == 1

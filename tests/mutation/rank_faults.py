@@ -85,8 +85,8 @@ RANK_FAULTS = (
     Fault(
         "last_record_lost",
         LISTENERS,
-        "            self._unsent.append(last)\n",
-        "            pass\n",
+        "        self._records.put(last)\n",
+        "",
         "ranks take the end in order for the loss of their leader",
     ),
     Fault(
