@@ -75,9 +75,16 @@ class Sent:
 
 
 @dataclass(slots=True)
-class _Supposed:
-    """What one replica is taken to hold, the least recently sent first."""
+class _Known:
+    """Of one replica: what it told, what was sent there since, and the keys that it is taken to hold, the
+    least recently sent first.
+    """
 
+    told_queued: int = 0
+    told_requests: int = 0
+    own_queued: int = 0
+    own_requests: int = 0
+    untold: OrderedDict[int, Sent] = field(default_factory=OrderedDict)
     keys: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
@@ -102,10 +109,9 @@ class Routing:
         self.tells: NDArray[np.bool_] = np.full(count, route == "prefix" if tells is None else tells)
         self.held = KeyHolders()  # as replicas told
         self.supposed = KeyHolders()
-        self._supposed = [_Supposed() for _ in range(count)]
-        self._told_queued, self._told_requests = _zeros(count), _zeros(count)
-        self._own_queued, self._own_requests = _zeros(count), _zeros(count)
-        self._untold: list[OrderedDict[int, Sent]] = [OrderedDict() for _ in range(count)]
+        self.queued_tokens = _zeros(count)  # of prompts, that wait in each replica, own sends included
+        self.requests = _zeros(count)  # in each replica, own sends included
+        self._known = [_Known() for _ in range(count)]  # plain numbers: one of an array is dear to change
         self._recent: NDArray[np.float64] = np.zeros(count)  # what it was given, fading, as of `_recent_at_s`
         self._recent_at_s = 0.0
         self._mean_prompt, self._num_prompts = 0.0, 0
@@ -116,16 +122,6 @@ class Routing:
     @property
     def count(self) -> int:
         return len(self.is_open)
-
-    @property
-    def queued_tokens(self) -> Counts:
-        """Prompt tokens that wait in each replica, own sends included."""
-        return self._told_queued + self._own_queued
-
-    @property
-    def requests(self) -> Counts:
-        """Requests in each replica, own sends included."""
-        return self._told_requests + self._own_requests
 
     def send(
         self, prompt: RoutedPrompt, now_s: float, session: str = "", but: Iterable[int] = ()
@@ -138,7 +134,7 @@ class Routing:
         if excluded := [*but]:
             is_open = is_open.copy()
             is_open[excluded] = False
-        if not is_open.any():
+        if not is_open[is_open.argmax()]:
             return None
         self._learn(prompt, now_s)
         found = self.num_found(prompt.keys)
@@ -149,22 +145,28 @@ class Routing:
         self._last = chosen
         if session:
             self._remember(session, chosen)
-        hit, best = int(hits[chosen]), int(hits[is_open].max())
+        hit, best = int(hits[chosen]), int((hits * is_open).max())
         keys = prompt.keys[int(found[chosen]) :] if self.tells[chosen] else prompt.keys
         sent = Sent(chosen, hit, best, prompt.num_tokens - hit, keys, now_s)
-        self._own_queued[chosen] += sent.queued_tokens
-        self._own_requests[chosen] += 1
+        known = self._known[chosen]
+        known.own_queued += sent.queued_tokens
+        known.own_requests += 1
+        known.untold[id(sent)] = sent
+        self._count(chosen)
         self._recent[chosen] += sent.queued_tokens
-        self._untold[chosen][id(sent)] = sent
         self._suppose(chosen, keys)
         return sent
 
     def begun(self, sent: Sent) -> None:
         """A request has begun to answer: nothing of its prompt waits any more."""
         if sent.queued_tokens:
-            counts = self._told_queued if sent.is_told else self._own_queued
-            counts[sent.replica] = max(0, int(counts[sent.replica]) - sent.queued_tokens)
+            known = self._known[sent.replica]
+            if sent.is_told:
+                known.told_queued = max(0, known.told_queued - sent.queued_tokens)
+            else:
+                known.own_queued -= sent.queued_tokens
             sent.queued_tokens = 0
+            self._count(sent.replica)
 
     def ended(self, sent: Sent) -> None:
         """A request has ended, in whatever way. What it left in a replica that tells is told by now."""
@@ -172,21 +174,26 @@ class Routing:
             return
         self.begun(sent)
         sent.is_ended = True
-        counts = self._told_requests if sent.is_told else self._own_requests
-        counts[sent.replica] = max(0, int(counts[sent.replica]) - 1)
-        self._untold[sent.replica].pop(id(sent), None)
+        known = self._known[sent.replica]
+        if sent.is_told:
+            known.told_requests = max(0, known.told_requests - 1)
+        else:
+            known.own_requests -= 1
+            del known.untold[id(sent)]
+        self._count(sent.replica)
         if self.tells[sent.replica]:
             self._unsuppose(sent.replica, sent.keys)
 
     def told(self, replica: int, queued_tokens: int, requests: int, as_of_s: float) -> None:
         """What a replica says waits and is there; it had by then what was sent before `as_of_s`."""
-        self._told_queued[replica], self._told_requests[replica] = queued_tokens, requests
-        untold = self._untold[replica]
-        while untold and (first := next(iter(untold.values()))).at_s <= as_of_s:
-            del untold[id(first)]
+        known = self._known[replica]
+        known.told_queued, known.told_requests = queued_tokens, requests
+        while known.untold and (first := next(iter(known.untold.values()))).at_s <= as_of_s:
+            del known.untold[id(first)]
             first.is_told = True
-            self._own_queued[replica] -= first.queued_tokens
-            self._own_requests[replica] -= 1
+            known.own_queued -= first.queued_tokens
+            known.own_requests -= 1
+        self._count(replica)
 
     def stored(self, replica: int, keys: Iterable[int]) -> None:
         """A replica tells that it holds these pages."""
@@ -203,10 +210,12 @@ class Routing:
     def lost(self, replica: int) -> None:
         """A replica is gone with all that it held and was at."""
         self.cleared(replica)
-        self._unsuppose(replica, [*self._supposed[replica].keys])
-        for sent in [*self._untold[replica].values()]:
+        known = self._known[replica]
+        self._unsuppose(replica, [*known.keys])
+        for sent in [*known.untold.values()]:
             self.ended(sent)
-        self._told_queued[replica] = self._told_requests[replica] = 0
+        known.told_queued = known.told_requests = 0
+        self._count(replica)
         for session in [each for each, at in self._sessions.items() if at == replica]:
             del self._sessions[session]
 
@@ -215,13 +224,9 @@ class Routing:
         if self._free:
             return self._free.pop()
         self.is_open, self.tells = np.append(self.is_open, False), np.append(self.tells, False)
-        self._told_queued, self._told_requests, self._own_queued, self._own_requests = (
-            np.append(each, 0)
-            for each in (self._told_queued, self._told_requests, self._own_queued, self._own_requests)
-        )
+        self.queued_tokens, self.requests = np.append(self.queued_tokens, 0), np.append(self.requests, 0)
         self._recent = np.append(self._recent, 0.0)
-        self._supposed.append(_Supposed())
-        self._untold.append(OrderedDict())
+        self._known.append(_Known())
         return self.count - 1
 
     def leave(self, replica: int) -> None:
@@ -248,19 +253,26 @@ class Routing:
         found[_numbers(there, self.count)] = len(keys)
         return found
 
+    def _count(self, replica: int) -> None:
+        """What a replica told, or what was sent there, has changed."""
+        known = self._known[replica]
+        self.queued_tokens[replica] = known.told_queued + known.own_queued
+        self.requests[replica] = known.told_requests + known.own_requests
+
     def _costs(self, prompt: RoutedPrompt, hits: Counts) -> NDArray[np.float64]:
         """What the request costs in each replica, in prompt tokens; by counts alone, in requests."""
         if self.route == "round_robin":
             return np.zeros(self.count)
         if self.route == "least_loaded":
             return self.requests.astype(np.float64)
-        weights, compute = self.weights, prompt.num_tokens - hits.astype(np.float64)
+        weights, mean = self.weights, self._mean_prompt
+        usual = self._recent.sum() / max(1, self.count - len(self._free)) + _FEW_PROMPTS * mean
+        costs: NDArray[np.float64] = self._recent * (weights.recent * mean / max(1.0, usual))
+        costs += self.queued_tokens * weights.queued
+        costs += self.requests * (weights.request * mean)
+        costs += prompt.num_tokens - hits
         if self.count > _FEWEST_SHARE:
-            compute -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)
-        waits = weights.queued * self.queued_tokens + weights.request * self._mean_prompt * self.requests
-        usual = self._recent.sum() / max(1, self.count - len(self._free)) + _FEW_PROMPTS * self._mean_prompt
-        evens = weights.recent * self._mean_prompt / max(1.0, usual) * self._recent
-        costs: NDArray[np.float64] = compute + waits + evens
+            costs -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)
         return costs
 
     def _learn(self, prompt: RoutedPrompt, now_s: float) -> None:
@@ -274,7 +286,7 @@ class Routing:
     def _least(self, costs: NDArray[np.float64], is_open: NDArray[np.bool_]) -> int:
         """The open replica of the least cost; of several the next after the last one that was chosen."""
         costs = np.where(is_open, costs, np.inf)
-        equal = (costs == costs.min()).nonzero()[0]
+        equal = (costs == costs[costs.argmin()]).nonzero()[0]
         if len(equal) == 1:
             return int(equal[0])
         return int(equal[equal.searchsorted(self._last + 1) % len(equal)])
@@ -287,7 +299,7 @@ class Routing:
 
     def _suppose(self, replica: int, keys: Sequence[int]) -> None:
         """Pages that were sent for are on their way, and the first of a chain are forgotten last."""
-        known = self._supposed[replica].keys
+        known = self._known[replica].keys
         for key in reversed(keys):
             known[key] = None
             known.move_to_end(key)
@@ -298,7 +310,7 @@ class Routing:
             )
 
     def _unsuppose(self, replica: int, keys: Sequence[int]) -> None:
-        known = self._supposed[replica].keys
+        known = self._known[replica].keys
         for key in keys:
             known.pop(key, None)
         self.supposed.discard(replica, keys)

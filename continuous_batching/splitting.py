@@ -70,6 +70,8 @@ class Splitting:
     @property
     def not_for_answers(self) -> list[int]:
         """Replicas that get no whole requests, as long as others are open."""
+        if not self._endpoint_of:
+            return []
         is_open = self._routing.is_open.copy()
         ours = [*self._endpoint_of]
         is_open[ours] = False

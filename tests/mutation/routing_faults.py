@@ -22,15 +22,15 @@ ROUTING_FAULTS = (
     Fault(
         "own_sends_forgotten",
         ROUTING,
-        "        self._own_queued[chosen] += sent.queued_tokens\n",
+        "        known.own_queued += sent.queued_tokens\n",
         "",
         "a burst goes to the replica that was last said to be idle",
     ),
     Fault(
         "told_and_own_counted",
         ROUTING,
-        "            self._own_requests[replica] -= 1\n",
-        "",
+        "            known.own_queued -= first.queued_tokens\n            known.own_requests -= 1\n",
+        "            known.own_queued -= first.queued_tokens\n",
         "a request counts twice once its replica has told of it",
     ),
     Fault(
@@ -57,8 +57,8 @@ ROUTING_FAULTS = (
     Fault(
         "shared_as_dear_as_ones_own",
         ROUTING,
-        "            compute -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)\n",
-        "            compute -= 0.0\n",
+        "            costs -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)\n",
+        "            costs -= 0.0\n",
         "a system prompt stays where it is, however many more requests that replica gets",
     ),
     Fault(
