@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -68,7 +68,7 @@ class AccessControl:
                 del headers[label]
         given = headers.get(b"x-request-id", "")
         state = scope.setdefault("state", {})
-        name = state["request_id"] = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        name = state["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(16)
         traced = ("traceparent", "tracestate") if b"traceparent" in headers else ()
         TRACE_HEADERS.set({each: headers.get(each.encode(), "") for each in traced})
         start_s, status = time.monotonic(), 499  # remains where the client went away first

@@ -36,8 +36,11 @@ _WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # whose streams end so
 _GENERATIONS = (*_WITH_DONE, "/v1/responses")
 _LONG_BYTES = 2**14  # a body is read in a thread from here on
 _MOST_WHOLE_BYTES = 2**23  # of an answer that is held back until it is whole
-_OWN = (b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te")
+_OWN = {b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te"}
 _UNREADABLE = b"accept-encoding"  # the end of a compressed stream could not be told from a loss
+_PROMPT_REPLICA = PROMPT_REPLICA_HEADER.encode()
+_NOT_PASSED_ON = frozenset({*_OWN, _UNREADABLE, b"x-request-id", _PROMPT_REPLICA})
+_NOT_SENT_BACK = frozenset({*_OWN, b"x-request-id", b"server", b"date"})
 _ONCE = ("/v1/files", "/v1/batches")  # what is posted there is not posted twice
 _ABORT = "/abort/"  # and a request's id: only the replica that has it knows it
 _DONE, _UNKNOWN = 200, 404
@@ -157,7 +160,7 @@ class Proxy:
             self._figures.sent(replica, sent, prompt, split, is_again=bool(tried))
             tried.append(sent.replica)
             place = split.place
-            by = [] if place is None else [(PROMPT_REPLICA_HEADER.encode(), place.endpoint.encode())]
+            by = [] if place is None else [(_PROMPT_REPLICA, place.endpoint.encode())]
             try:
                 answer = await replica.server.ask(scope["method"], path, headers + by, body, is_once=is_once)
             except Lost as lost:
@@ -220,7 +223,7 @@ class Proxy:
             await self._forward_whole(scope, send, answer, replica)
             return True
         unsent = await answer.next()
-        await send({"type": "http.response.start", "status": answer.status, "headers": _sent_back(answer)})
+        await send({"type": "http.response.start", "status": answer.status, "headers": _kept(answer.headers)})
         last, wants_done = b"", answer.status == 200 and scope["path"] in _WITH_DONE
         try:
             while unsent:
@@ -251,7 +254,7 @@ class Proxy:
         if num_bytes <= _MOST_WHOLE_BYTES:
             await _send_whole(send, answer.status, answer.headers, b"".join(parts))
             return
-        await send({"type": "http.response.start", "status": answer.status, "headers": _sent_back(answer)})
+        await send({"type": "http.response.start", "status": answer.status, "headers": _kept(answer.headers)})
         part = b"".join(parts)
         try:
             while part:
@@ -300,14 +303,13 @@ def _error_event(path: str, message: str) -> bytes:
 
 def _passed_on(scope: Scope) -> HeaderLines:
     """The client's headers, but for those of this connection alone."""
-    dropped = (*_OWN, _UNREADABLE, b"x-request-id", PROMPT_REPLICA_HEADER.encode())
-    headers = [each for each in scope["headers"] if each[0] not in dropped]
+    headers = [each for each in scope["headers"] if each[0] not in _NOT_PASSED_ON]
     name = scope.get("state", {}).get("request_id")
     return [*headers, (b"x-request-id", name.encode())] if name else headers
 
 
-def _sent_back(answer: UpstreamAnswer) -> HeaderLines:
-    return [each for each in answer.headers if each[0] not in (*_OWN, b"x-request-id", b"server", b"date")]
+def _kept(headers: HeaderLines) -> HeaderLines:
+    return [each for each in headers if each[0] not in _NOT_SENT_BACK]
 
 
 async def _whole(answer: UpstreamAnswer) -> bytes:
@@ -318,8 +320,7 @@ async def _whole(answer: UpstreamAnswer) -> bytes:
 
 
 async def _send_whole(send: Send, status: int, headers: HeaderLines, body: bytes) -> None:
-    kept = [each for each in headers if each[0] not in (*_OWN, b"x-request-id", b"server", b"date")]
-    kept.append((b"content-length", str(len(body)).encode()))
+    kept = [*_kept(headers), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": kept})
     await send({"type": "http.response.body", "body": body})
 
