@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
 from models.checkpoint import SINGLE
@@ -55,6 +56,13 @@ SPREAD = {
 }
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
 INT8_MODEL = "llama_biased"
+# Every rank holds these whole, beside all norms: routers, first steps of latents, biases that are added once
+REPLICATED = (
+    *("mlp.gate.weight", "block_sparse_moe.gate.weight", "router.weight", "router.bias"),
+    *("e_score_correction_bias", "shared_expert_gate.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
+    *("o_proj.bias", "down_proj.bias"),
+)
+KEYS_AND_VALUES = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 Cases = dict[str, dict[str, Any]]
 Found = dict[str, list[dict[str, Any]]]
 
@@ -244,8 +252,15 @@ def test_all_ranks_choose_the_best_tokens_of_one_without_joining_logits(
 
 
 def test_no_rank_reads_what_another_holds(cases: Cases, found: Found) -> None:
-    for name in cases:
-        ranks = found[name]
-        whole = (Path(cases[name]["path"]) / SINGLE).stat().st_size
-        assert sum(rank["bytes"] for rank in ranks) < 1.35 * whole
-        assert max(rank["bytes"] for rank in ranks) < 0.6 * whole
+    for name, case in cases.items():
+        ranks, path = found[name], Path(case["path"])
+        with safe_open(path / SINGLE, "pt") as file:
+            bytes_of = {each: file.get_tensor(each).nbytes for each in [*file.keys()]}
+        heads = json.loads((path / "config.json").read_text())["num_key_value_heads"]
+        replicated = (*REPLICATED, *(KEYS_AND_VALUES if heads < len(ranks) else ()))
+        whole = sum(size for each, size in bytes_of.items() if "norm" in each or each.endswith(replicated))
+        share = (sum(bytes_of.values()) - whole) / len(ranks)
+        # Numbers of rows that no number of ranks divides; one head of keys within a joined tensor, and
+        # blocks of 32 inputs that are of two ranks
+        slack = 1.05 if name.startswith(("phi3_part", "gpt_oss_half")) else 1.01
+        assert max(rank["bytes"] for rank in ranks) <= slack * (share + whole), name
