@@ -69,7 +69,12 @@ HEAD_DIMS = {
 CAPPED = {"gemma2": 64}
 MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe": 64, "gpt_oss_half": 64}
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing
-AS_910B = ("llama", "mistral_window", "qwen3")
+# Of the dense ones, where time matters: each kind of head, rope, bias and window that the product has
+FEW = {
+    "310P": ("llama_dynamic", "llama_biased", "qwen2_yarn", "qwen3"),
+    "910C": ("llama", "mistral_window", "qwen3"),
+    "950": ("llama_dynamic", "mistral_window", "qwen3_layer_types", "internlm3_biased"),
+}
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
 QUICK = {  # the two whose contracts are least like a 910B's
     "310P": "llama_biased",
@@ -106,7 +111,7 @@ WAYS: dict[str, tuple[Way, ...]] = {
 MATRIX = [
     Cell(product, name, way)
     for product, ways in WAYS.items()
-    for name in (cases(AS_910B, tuple(HEAD_DIMS)) if product == "910C" else HEAD_DIMS)
+    for name in cases(FEW.get(product, tuple(HEAD_DIMS)), tuple(HEAD_DIMS))
     for way in ways
     if not (product == "310P" and name in WITH_WINDOWS)
 ] + [
