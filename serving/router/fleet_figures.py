@@ -20,16 +20,18 @@ _MOST_CHOICES = 20  # that are told, the last first
 
 @dataclass(frozen=True, slots=True)
 class RouteChoice:
-    """Where a request with a prompt went, and what spoke for it."""
+    """Where a request with a prompt went, and what spoke for it. Replicas by address: one that has left has
+    no number any more, or another's.
+    """
 
-    replica: int
+    replica: str
     prompt_tokens: int
     hit_tokens: int
     best_hit_tokens: int  # of the replica that has most of it
     queued_tokens: int  # of others, that waited there
     requests: int  # of others, that were there
     is_again: bool  # after another replica was lost, or refused
-    prompt_at: int | None  # another replica, that computes its prompt
+    prompt_at: str | None  # another replica, that computes its prompt
     cost_here: float | None  # of the prompt where it is answered, and where another would compute it, in
     cost_there: float | None  # prompt tokens; null where no other can, or it is too short to ask
 
@@ -59,9 +61,12 @@ class FleetFigures:
     ) -> None:
         """A request goes to a replica, and its prompt perhaps to another."""
         place = split.place
+        prompt_at = None
         if place is not None:
             self.num_split += 1
-            self._replicas[place.sent.replica].num_prompts += 1
+            computing = self._replicas[place.sent.replica]
+            computing.num_prompts += 1
+            prompt_at = computing.url
         replica.num_open += 1
         replica.num_sent += 1
         replica.prompt_tokens += prompt.num_tokens
@@ -75,14 +80,14 @@ class FleetFigures:
             best = max(sent.best_hit_tokens, sent.hit_tokens)  # a session's replica may be the only one
             self._choices.append(
                 RouteChoice(
-                    number,
+                    replica.url,
                     prompt.num_tokens,
                     sent.hit_tokens,
                     best,
                     queued,
                     there,
                     is_again,
-                    None if place is None else place.sent.replica,
+                    prompt_at,
                     split.cost_here,
                     split.cost_there,
                 )

@@ -17,7 +17,6 @@ from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.serving.test_prompts_apart import free_port
 
 TRANSPORTS = ("tcp", "shared_memory")
-PROMPTS, ANSWERS = 0, 1  # numbers behind each router
 WORDS = "the little green fox and the river "
 SHORT = "348+275="
 
@@ -71,7 +70,8 @@ def test_answers_are_those_of_a_plain_server_also_when_prompts_are_killed(
         assert ask(router.url, first) == ask(plain, first)
         told = fleet(router.url)
         (choice,) = told["choices"]
-        assert (told["split"], choice["replica"], choice["prompt_at"]) == (1, ANSWERS, PROMPTS)
+        assert (told["split"], choice["replica"]) == (1, answers.url)
+        assert choice["prompt_at"] == servers["prompts"].url
         wait(lambda: figure(answers, "cb_arrived_pages_total") == (choice["prompt_tokens"] - 1) // 16)
 
         assert ask(router.url, SHORT) == ask(plain, SHORT)
@@ -109,7 +109,7 @@ def test_a_router_says_which_were_split_and_why(servers: dict[str, Server]) -> N
         assert said == [ask(servers["plain"].url, each) for each in asked]
         for each in told["choices"]:
             is_cheaper = each["cost_there"] < each["cost_here"]
-            assert is_cheaper == (each["prompt_at"] == PROMPTS), each
+            assert is_cheaper == (each["prompt_at"] == servers["prompts"].url), each
         assert 0 < told["split"] < len(asked)
     finally:
         router.close()

@@ -313,10 +313,14 @@ def test_where_requests_went_is_told_with_what_spoke_for_it() -> None:
             tokens = first["prompt_tokens"]
             assert tokens > 100
             assert first == {
-                "replica": 0, "prompt_tokens": tokens, "hit_tokens": 0, "best_hit_tokens": 0,
-                "queued_tokens": 0, "requests": 0, "is_again": False,
+                "replica": fleet.replicas[0].url, "prompt_tokens": tokens, "hit_tokens": 0,
+                "best_hit_tokens": 0, "queued_tokens": 0, "requests": 0, "is_again": False,
                 "prompt_at": None, "cost_here": None, "cost_there": None,
             }  # fmt: skip
-            assert (second["replica"], second["is_again"]) == (1, True)
+            assert (second["replica"], second["is_again"]) == (fleet.replicas[1].url, True)
+            fleet.replicas[0].forget()
+            told = fleet.figures.as_json()
+            assert [each["url"] for each in told["replicas"]] == [second["replica"]]
+            assert told["choices"] == [second, first], "also of what has gone"
 
     run(test)
