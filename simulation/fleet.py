@@ -1,7 +1,7 @@
 """How would many engines behind a router serve a trace?
 
 The router is the one that serves (`continuous_batching.routing`). It is told of pages as they are stored and
-removed, and of loads as often as servers tell them.
+removed, of loads as often as servers tell them, and sees when a request begins to answer and has ended.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Fleet:
         self._told_s = np.full(len(replicas), -math.inf)
         self._behind: list[tuple[float, int]] = []  # clocks of those with work, if the router looks
         self._is_behind = np.zeros(len(replicas), dtype=np.bool_)
+        self._open: list[list[tuple[Request, Sent]]] = [[] for _ in replicas]
 
     def add(self, request: Request, at_s: float) -> None:
         """Send a request to an engine, at a time not before that of the last request."""
@@ -94,6 +95,7 @@ class Fleet:
         replica = self.replicas[number]
         replica.advance(at_s)
         replica.add(request)
+        self._open[number].append((request, sent))
         if self._looks and not self._is_behind[number]:
             self._is_behind[number] = True
             heapq.heappush(self._behind, (replica.clock.now_s, number))
@@ -122,12 +124,25 @@ class Fleet:
             _, number = self._behind[0]
             replica = self.replicas[number]
             replica.advance(until_s)
+            self._see(number, until_s)
             self._tell(number, until_s)
-            if replica.engine.has_work:
+            if replica.engine.has_work or self._open[number]:  # whose last step may end later
                 heapq.heapreplace(self._behind, (replica.clock.now_s, number))
             else:
                 heapq.heappop(self._behind)
                 self._is_behind[number] = False
+
+    def _see(self, number: int, now_s: float) -> None:
+        """What of an engine's answers has passed through the router by now."""
+        still = []
+        for request, sent in self._open[number]:
+            if request.finish_reason is not None and (request.finish_s or 0.0) <= now_s:
+                self.routing.ended(sent)
+                continue
+            still.append((request, sent))
+            if request.first_token_s is not None and request.first_token_s <= now_s:
+                self.routing.begun(sent)
+        self._open[number] = still
 
     def _tell(self, number: int, now_s: float) -> None:
         """Tell the router the load of an engine that has work as often as a beat; of one without, at once."""
