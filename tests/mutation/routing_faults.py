@@ -10,12 +10,20 @@ REPLICAS = "serving/router/replicas.py"
 UPSTREAM = "serving/router/upstream.py"
 PROXY = "serving/router/proxy.py"
 READER = "serving/router/page_reader.py"
+SPLITTING = "continuous_batching/splitting.py"
+FLEET = "simulation/fleet.py"
 ROUTING_TESTS_OF = {
     ROUTING: ("tests/continuous_batching/test_routing.py",),
     EVENTS: ("tests/kv_cache/test_events.py",),
     **dict.fromkeys((REPLICAS, UPSTREAM), ("tests/serving/router/test_lost_replicas.py",)),
-    PROXY: ("tests/serving/router/test_lost_replicas.py", "tests/serving/router/test_proxy.py"),
+    PROXY: (
+        "tests/serving/router/test_lost_replicas.py",
+        "tests/serving/router/test_proxy.py",
+        "tests/serving/router/test_abort.py",
+    ),
     READER: ("tests/serving/router/test_page_reader.py",),
+    SPLITTING: ("tests/continuous_batching/test_splitting.py",),
+    FLEET: ("tests/simulation/test_fleet.py",),
 }
 
 ROUTING_FAULTS = (
@@ -109,6 +117,76 @@ ROUTING_FAULTS = (
         '                unsent = b""\n',
         "                pass\n",
         "a stream that is cut off repeats its last event",
+    ),
+    Fault(
+        "unknown_instead_of_refused",
+        PROXY,
+        "                    if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:\n",
+        "                    if said is None or answer[0] == _DONE:\n",
+        "who may not end a request is told that nobody has it",
+    ),
+    Fault(
+        "ended_request_said_unknown",
+        PROXY,
+        "                    if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:\n",
+        "                    if said is None or answer[0] != _DONE:\n",
+        "a request that was ended is said to be unknown",
+    ),
+    Fault(
+        "prompt_waits_at_both",
+        SPLITTING,
+        "        self._routing.begun(sent)  # nothing of it waits to be computed here\n",
+        "",
+        "a replica of answers seems busy with prompts that others compute",
+    ),
+    Fault(
+        "answers_lose_nothing",
+        SPLITTING,
+        " + sent.queued_tokens * (1 + self._weights.answer * others)",
+        " + sent.queued_tokens",
+        "no prompt is ever computed elsewhere",
+    ),
+    Fault(
+        "hits_there_unseen",
+        SPLITTING,
+        " + prompt.num_tokens - hits + ",
+        " + prompt.num_tokens + ",
+        "a prompt is computed anew where another replica has most of it",
+    ),
+    Fault(
+        "closed_computes",
+        SPLITTING,
+        " if each in sources and is_open[at]]",
+        " if each in sources]",
+        "a replica that is lost is asked to compute prompts",
+    ),
+    Fault(
+        "nobody_s_source",
+        SPLITTING,
+        " if each in sources and is_open[at]]",
+        " if is_open[at]]",
+        "a prompt goes to a replica whose pages cannot come back",
+    ),
+    Fault(
+        "prompts_answered_there",
+        SPLITTING,
+        '        return ours if self._split != "never" and is_open.any() else []\n',
+        "        return []\n",
+        "replicas of prompts are as busy with answers as others",
+    ),
+    Fault(
+        "simulated_answers_never_begin",
+        FLEET,
+        "                self.routing.begun(sent)\n",
+        "                pass\n",
+        "prompts that were computed still count as waiting in a simulated fleet",
+    ),
+    Fault(
+        "simulated_requests_never_end",
+        FLEET,
+        "                self.routing.ended(sent)\n",
+        "",
+        "pages that are gone are still taken to be there in a simulated fleet",
     ),
     Fault(
         "old_engine_believed",

@@ -13,7 +13,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.routing import Route, Routing
 from kv_cache.page_keys import short_key
 from simulation.disaggregated import DisaggregatedFleet
-from simulation.fleet import serve_fleet
+from simulation.fleet import Fleet, serve_fleet
 from simulation.pipeline import Pipeline, Stages
 from simulation.replica import Replica
 from simulation.run_totals import RunTotals
@@ -59,6 +59,30 @@ def test_prefixes_find_their_pages() -> None:
         route: fleet(4, route, trace()).figures()["prefix_hit_rate"] for route in ("round_robin", "prefix")
     }
     assert rates["prefix"] > rates["round_robin"] > 0.5
+
+
+def test_a_router_sees_when_an_answer_begins_and_when_it_has_ended() -> None:
+    """By hand: a prompt of 30 tokens takes 40 ms; the engine tells its load after 10 ms, and not again."""
+    routing = Routing(1, "prefix")
+    fleet = Fleet([Replica(scheduler(), Fixed(), RunTotals())], routing)
+
+    def ask(name: int, at_s: float, max_tokens: int) -> None:
+        prompt = np.arange(30) + 100 * name
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        fleet.add(Request(str(name), prompt, params, arrival_s=at_s), at_s)
+
+    ask(0, 0.0, 1)
+    ask(1, 0.01, 5)
+    assert (routing.queued_tokens.tolist(), routing.requests.tolist()) == ([30], [1])
+    ask(2, 0.06, 20)  # while the second is computed
+    assert (routing.queued_tokens.tolist(), routing.requests.tolist()) == ([60], [2])
+    ask(3, 0.14, 20)  # when both of them are answered
+    assert (routing.queued_tokens.tolist(), routing.requests.tolist()) == ([30], [3])
+    ask(4, 0.2, 20)  # when the second has ended, after 187 ms
+    assert (routing.queued_tokens.tolist(), routing.requests.tolist()) == ([30], [3])
+    fleet.close()
+    ask(5, 9.0, 1)
+    assert len(routing.supposed) == 30 // 8, "of the last alone"
 
 
 def test_an_answer_goes_on_elsewhere() -> None:
