@@ -47,6 +47,28 @@ class LatentUp:
         return keys, torch.matmul(latents, self.values).transpose(0, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class LatentLinears:
+    """The three linears before attention, [in, out], in the form of a device that joins them: hidden states
+    to compressed queries, these to queries, whose heads have both parts side by side, and hidden states to
+    latents and rope keys. Pairs that are turned are neighbours.
+    """
+
+    weights: tuple[Tensor, Tensor, Tensor]
+    scales: tuple[Tensor, Tensor, Tensor] | None  # float32 [out], of weights in int8
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProlog:
+    """All that makes a step's queries, latents and rope keys of its hidden states."""
+
+    linears: LatentLinears
+    query_norm: Tensor
+    latent_norm: Tensor
+    eps: float  # of both norms
+    up: LatentUp
+
+
 @dataclass(frozen=True)
 class LatentMetadata(AttentionMetadata):
     """What all layers of one step share; `spans` are the short ones, whose rows are taken out of the step."""
@@ -118,6 +140,42 @@ class LatentAttention(Attention):
         """As `write`, of latents that are to be normalized and rope keys that are to be turned, in pairs of
         neighbours, [T, L + R], in one launch where the device `normalizes`.
         """
+        raise NotImplementedError
+
+    def joins(self, hidden_size: int, query_rank: int | None) -> bool:
+        """Whether `write_joined` computes all that comes before attention, of inputs so wide."""
+        return False
+
+    def is_joined(self, metadata: AttentionMetadata) -> bool:
+        """Whether it does so of this step, where the device `joins`."""
+        raise NotImplementedError
+
+    def write_joined(
+        self,
+        x: Tensor,
+        row_scale: Tensor | None,
+        prolog: LatentProlog,
+        cos: Tensor,
+        sin: Tensor,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """As `write`, of hidden states [T, hidden], in int8 with scales [T], in one launch; returns the
+        queries in the space of latents [T, H, L] and their turned parts [T, H, R].
+        """
+        raise NotImplementedError
+
+    def attend_joined(
+        self,
+        query: Tensor,
+        rope: Tensor,
+        up: LatentUp,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """As `attend_heads`, of what `write_joined` returned."""
         raise NotImplementedError
 
     def attend(

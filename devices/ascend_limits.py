@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from devices.ascend_latents import check_latent
 from devices.shapes import AttentionShape
 from kv_cache.pages import Index
 
@@ -26,10 +27,6 @@ MOST_KEYS = 262144  # that one query may read
 ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
-# Of latent attention: all that its operators take (npu_kv_rmsnorm_rope_cache; vllm-ascend, mla_v1.py)
-LATENT, LATENT_ROPE, LATENT_HEAD = 512, 64, 128
-MOST_LATENT_HEADS = 128
-MOST_LATENT_QUERIES = 16  # of a span in the space of latents
 INT4_GROUP, MOST_INT4_SIDE = 32, 65535  # npu_weight_quant_batchmatmul: a group's step, inputs or outputs
 MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more of each: vllm-ascend's bound
 
@@ -64,6 +61,7 @@ class AscendProduct:
         False  # fetching a weight while attention runs gains (off by default in vllm-ascend too)
     )
     sums_products: bool = False  # the product of a prompt's rows and the ranks' sum of it gain in one launch
+    joins_latents: bool = False  # one launch of all before latent attention is right, and gains
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
@@ -135,26 +133,13 @@ class AscendProduct:
                 )
 
     def _check_latent(self, shape: AttentionShape, plain: str) -> None:
-        latent, heads = shape.latent, shape.num_heads
-        assert latent is not None, "other attention has other limits"
         if not self.has_latents:
             some = ", ".join(each.name for each in PRODUCTS if each.has_latents)
             raise ValueError(
                 f"the model has latent attention, whose operators the {self.name} lacks, and {some} have: use"
                 f" one of these, {plain}"
             )
-        sizes = shape.head_dim, latent.rope_dim, latent.nope_dim, latent.value_dim
-        if sizes != (LATENT, LATENT_ROPE, LATENT_HEAD, LATENT_HEAD):
-            raise ValueError(
-                f"the model's kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim are"
-                f" {', '.join(map(str, sizes))}; fused attention takes {LATENT}, {LATENT_ROPE}, {LATENT_HEAD}"
-                f" and {LATENT_HEAD}: choose another model, {plain}"
-            )
-        if heads > MOST_LATENT_HEADS or heads & (heads - 1):
-            raise ValueError(
-                f"each device has {heads} heads of the model; fused attention by latents takes a power of two"
-                f" up to {MOST_LATENT_HEADS}: choose another parallel.tensor, {plain}"
-            )
+        check_latent(shape, plain)
         self._check_page_size(shape, plain)
 
     def _check_fused(self, shape: AttentionShape, plain: str) -> None:

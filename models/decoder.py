@@ -321,8 +321,10 @@ class Decoder(nn.Module):
 
 
 def pack(whole: nn.Module) -> None:
-    """Pack what is multiplied with, mixtures first, since they may join the linears of their experts."""
-    for kinds in ((Mixture,), (Linear, UpProjection)):
+    """Pack what is multiplied with: mixtures first, since they may join the linears of their experts, and
+    latent attention last, which may join its own as they are packed.
+    """
+    for kinds in ((Mixture,), (Linear, UpProjection), (LatentSelfAttention,)):
         for module in [each for each in whole.modules() if isinstance(each, kinds)]:
             module.pack()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from attention.latent import LatentAttention, LatentUp
+from attention.latent import LatentAttention, LatentProlog, LatentUp
 from models.config import DecoderConfig, Form
 from models.dtypes import TORCH_DTYPES
 from models.group import Group
@@ -21,6 +21,7 @@ from models.latent_config import NORM_EPS
 from models.linear import Linear, SplitLinear, SummedLinear, parameter
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops
+from models.packing import Int4
 from models.step import StepInputs
 
 
@@ -92,10 +93,17 @@ class LatentSelfAttention(nn.Module):
         )
         self.query_norm: nn.Parameter | None = None
         self.query_up: SplitLinear | None = None
+        self.joins = False  # steps of short spans compute in one launch all that comes before attention
+        self.prolog: LatentProlog | None = None  # what that takes, once it is packed
         if latent.query_rank is not None:
+            forms = form(latent.first()[0]), form("q_b_proj")
+            are_alike = len({each == "plain" for each in forms}) == 1
+            are_wide = not any(isinstance(each, Int4) for each in forms)
+            self.joins = are_alike and are_wide and attention.joins(hidden, latent.query_rank)
+            outputs = (sum(queries),) if self.joins else queries
             self.query_norm = parameter(latent.query_rank, dtype=dtype, device=device)
             self.query_up = SplitLinear(
-                ops, latent.query_rank, sum(queries), False, dtype, device, form("q_b_proj"), queries
+                ops, latent.query_rank, sum(queries), False, dtype, device, forms[1], outputs
             )
         self.latent_norm = parameter(latent.rank, dtype=dtype, device=device)
         ups = heads * latent.nope_dim, heads * latent.value_dim
@@ -122,9 +130,10 @@ class LatentSelfAttention(nn.Module):
         """In which order the rows of a checkpoint's linear are held; None for its own.
 
         A checkpoint has the two parts of each head side by side, and the pairs of the rotary embedding, too.
+        What joins the linears wants queries so.
         """
         latent = self.latent
-        if name in ("q_proj", "q_b_proj"):
+        if name in ("q_proj", "q_b_proj") and not self.joins:
             rows = torch.arange(self.num_heads * latent.query_dim).unflatten(0, (self.num_heads, -1))
             nope, rope = rows.split((latent.nope_dim, latent.rope_dim), 1)
             return torch.cat((nope.flatten(), torch.cat((rope[:, ::2], rope[:, 1::2]), 1).flatten()))
@@ -134,15 +143,39 @@ class LatentSelfAttention(nn.Module):
             return torch.cat([part.flatten() for part in rows.split(widths, 1)])
         return None
 
+    def pack(self) -> None:
+        """Called once, when its linears are packed."""
+        if not self.joins:
+            return
+        query_up, query_norm, up = self.query_up, self.query_norm, self.up.packed
+        assert query_up is not None, "only queries that are compressed are joined"
+        assert query_norm is not None, "these have a norm"
+        assert up is not None, "the up projection is packed before"
+        linears = self.ops.join_latents(self.qkv.packed, query_up.packed, self.qkv.is_int8)
+        self.prolog = LatentProlog(linears, query_norm.data, self.latent_norm.data, NORM_EPS, up)
+
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """[T, hidden] -> [T, hidden]; first writes the step's latents and rope keys to the cache."""
-        nope, rope = self.write(x, cos, sin, step)
-        latents, rope_keys = step.cache.keys[self.layer], step.cache.values[self.layer]
-        assert self.up.packed is not None, "pack the decoder before its first step"
-        attended = self.attention.attend_heads(
-            nope, rope, self.up.packed, latents, rope_keys, step.metadata, self.layer
-        )
+        pages, up = (step.cache.keys[self.layer], step.cache.values[self.layer]), self.up.packed
+        assert up is not None, "pack the decoder before its first step"
+        if self.prolog is not None and self.attention.is_joined(step.metadata):
+            rows, scale = self.rows(x)
+            query, rope = self.attention.write_joined(
+                rows, scale, self.prolog, cos, sin, *pages, step.metadata
+            )
+            attended = self.attention.attend_joined(query, rope, up, *pages, step.metadata)
+        else:
+            nope, rope = self.write(x, cos, sin, step)
+            attended = self.attention.attend_heads(nope, rope, up, *pages, step.metadata, self.layer)
         return self.output(attended.flatten(1))
+
+    def rows(self, x: Tensor | Int8Rows) -> tuple[Tensor, Tensor | None]:
+        """What the linears multiply of x, and its scales [T] where that is in int8."""
+        if not self.qkv.is_int8:
+            assert isinstance(x, Tensor), "linears that are not in int8 read no rows in int8"
+            return x, None
+        made = self.ops.quantized(x)
+        return made.rows, made.scale
 
     def write(
         self,
@@ -160,10 +193,12 @@ class LatentSelfAttention(nn.Module):
             kv = kv.masked_fill(is_absent[:, None], 0)
         if self.query_up is not None and self.query_norm is not None:
             queries = list(self.query_up(self.ops.rms_norm(queries[0], self.query_norm, NORM_EPS)))
-        nope, rope = (
-            each.unflatten(-1, (-1, width))
-            for each, width in zip(queries, (self.latent.nope_dim, self.latent.rope_dim))
-        )
+        widths = self.latent.nope_dim, self.latent.rope_dim
+        if self.joins:
+            nope, pairs = queries[0].unflatten(-1, (-1, sum(widths))).split(widths, -1)
+            nope, rope = nope.contiguous(), torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)
+        else:
+            nope, rope = (each.unflatten(-1, (-1, width)) for each, width in zip(queries, widths))
         latents, rope_keys = step.cache.keys[self.layer], step.cache.values[self.layer]
         return nope, self._write(kv, rope, cos, sin, latents, rope_keys, step)
 

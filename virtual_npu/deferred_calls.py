@@ -43,6 +43,8 @@ class DeferredCall:
 # Arguments that are the first results of an operator, though its schema does not say so (op-plugin,
 # KvRmsNormRopeCacheKernelNpuOpApi.cpp)
 RETURNED = {"npu::npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache")}
+# Whose results have the type of this argument, where the meta kernel says bfloat16 of every call
+OF_TYPE = {"npu::npu_mla_prolog_v3": "weight_uk"}
 
 
 class DeferredCalls:
@@ -228,6 +230,10 @@ def _outputs(call: HostCall, on_host: list[Any], named: dict[str, Any], original
         arguments = {each.name: value for each, value in zip(call.operator._schema.arguments, placed)} | named
         same = [arguments[name] for name in RETURNED[call.name]]
         result = (*same, *result[len(same) :])
+    if call.name in OF_TYPE:
+        arguments = {each.name: value for each, value in zip(call.operator._schema.arguments, placed)} | named
+        dtype = arguments[OF_TYPE[call.name]].dtype
+        result = tuple(each.to(dtype) if each.dtype == torch.bfloat16 else each for each in result)
     return call.to_device(
         result, {id(metas[key]): (metas[key], each) for key, (_, each) in originals.items()}
     )

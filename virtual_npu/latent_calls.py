@@ -93,3 +93,39 @@ def product(draw: RandomInputs) -> dict[str, Any]:
         "perm_x1": [1, 0, 2],
         "perm_y": [1, 0, 2],
     }
+
+
+def prolog(draw: RandomInputs) -> dict[str, Any]:
+    """What comes before attention of the heads of one device, in bfloat16 alone, also with int8 weights."""
+    draw.dtype = torch.bfloat16
+    tokens, heads, page_size = draw.number(1, 40), draw.one(1, 4, 8), draw.one(16, 128)
+    hidden, compressed, in_int8 = draw.one(1024, 2048), 1536, draw.one(False, True)
+    num_pages = 2 + tokens // page_size
+    angles = 10 * torch.rand(tokens, ROPE // 2, generator=draw.generator)
+    both = torch.cat([angles, angles], -1)
+    made: dict[str, Any] = {
+        "token_x": draw.int8(tokens, hidden) if in_int8 else draw.tensor(tokens, hidden),
+        "weight_uk": draw.tensor(heads, HEAD, LATENT) / HEAD**0.5,
+        "rmsnorm_gamma_cq": draw.tensor(compressed),
+        "rmsnorm_gamma_ckv": draw.tensor(LATENT),
+        "rope_sin": both.sin().bfloat16(),
+        "rope_cos": both.cos().bfloat16(),
+        "kv_cache": draw.tensor(num_pages, page_size, 1, LATENT),
+        "kr_cache": draw.tensor(num_pages, page_size, 1, ROPE),
+        "cache_index": draw.order(num_pages * page_size)[:tokens],
+        "rmsnorm_epsilon_cq": 1e-6,
+        "rmsnorm_epsilon_ckv": 1e-6,
+        "weight_quant_mode": 2 if in_int8 else 0,
+    }
+    sides = {
+        "dq": (hidden, compressed),
+        "uq_qr": (compressed, heads * (HEAD + ROPE)),
+        "dkv_kr": (hidden, LATENT + ROPE),
+    }
+    for name, (inputs, outputs) in sides.items():
+        made[f"weight_{name}"] = draw.int8(inputs, outputs)
+        if in_int8:
+            made[f"dequant_scale_w_{name}"] = draw.scale(1, outputs) / inputs**0.5
+        else:
+            made[f"weight_{name}"] = draw.tensor(inputs, outputs) / inputs**0.5
+    return made | ({"dequant_scale_x": draw.scale(tokens, 1)} if in_int8 else {})

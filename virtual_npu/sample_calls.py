@@ -258,6 +258,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_scatter_nd_update_": _update,
     "npu_kv_rmsnorm_rope_cache": latent_calls.write,
     "npu_transpose_batchmatmul": latent_calls.product,
+    "npu_mla_prolog_v3": latent_calls.prolog,
     "npu_rms_norm": _norm,
     "npu_add_rms_norm": _add_norm,
     "npu_apply_rotary_pos_emb": _rotary,
@@ -291,6 +292,7 @@ ATB_MAKERS: Mapping[str, Maker] = {
 RESULTS = {
     "npu_fused_infer_attention_score": (0,),
     "npu_kv_rmsnorm_rope_cache": (),  # its caches are arguments
+    "npu_mla_prolog_v3": (0, 1),
     "npu_rms_norm": (0,),
     "npu_add_rms_norm": (0, 2),
     "npu_add_rms_norm_dynamic_quant": (0, 2, 3),
@@ -304,10 +306,12 @@ WRITTEN = {
     "_npu_reshape_and_cache": _CACHES,
     "npu_scatter_nd_update_": ("input",),
     "npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache"),
+    "npu_mla_prolog_v3": ("kv_cache", "kr_cache"),
     "npu_prefetch": ("input",),  # which stays as it is
     "_npu_paged_attention": ("out",),
     "_npu_paged_attention_splitfuse_v2": ("out",),
 }
+TILED = {"npu_mla_prolog_v3": ("weight_dq", "weight_uq_qr", "weight_dkv_kr")}
 PACKED = {"npu_weight_quant_batchmatmul": ("weight",)}
 COPIES = (
     *("npu_scatter_pa_kv_cache", "_npu_reshape_and_cache", "npu_scatter_nd_update_", "npu_format_cast"),
@@ -329,7 +333,7 @@ def sample_call(operator: str, seed: int, product: Product = A2) -> SampleCall:
         makers(product)[operator](RandomInputs(seed, product)),
         RESULTS.get(operator),
         WRITTEN.get(operator, ()),
-        _CACHES if product.split_heads else (),
+        _CACHES if product.split_heads else TILED.get(operator, ()),
         PACKED.get(operator, ()),
         operator not in COPIES,
     )

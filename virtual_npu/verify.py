@@ -173,8 +173,7 @@ def main(argv: Sequence[str]) -> int:
     product = product or product_of(chip)
     if product is None:
         parser.error(f"the device calls itself {chip}, which is no product known here: give --product")
-    if product.split_heads:
-        torch_npu.npu.config.allow_internal_format = True  # else a cast leaves the pages as they are
+    torch_npu.npu.config.allow_internal_format = True  # else a cast leaves pages and weights as they are
     results = [
         verify(name, on_device, "npu:0", options.calls, options.seed, product) for name in makers(product)
     ]

@@ -2,7 +2,8 @@
 
 As vllm-ascend's attention/mla_v1.py: npu_fused_infer_attention_score with the rope parts of queries and keys
 apart. Short spans are absorbed and read the pages; for long ones the latents of their requests are gathered
-and expanded, and one call takes all of them. npu_kv_rmsnorm_rope_cache writes what it norms and turns.
+and expanded, and one call takes all of them. npu_kv_rmsnorm_rope_cache writes what it norms and turns. Where
+all spans are short, npu_mla_prolog_v3 does that and makes the absorbed queries, too.
 
 Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
 head, S spans, n tokens of the requests of long spans.
@@ -19,12 +20,15 @@ import torch_npu
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.latent import LatentAttention, LatentUp
+from attention.latent import LatentAttention, LatentProlog, LatentUp
 from attention.npu.fused_attention import ALL, CAUSAL, FusedAttention, FusedMetadata, FusedSpans
 from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch, ragged_ranges
-from devices.ascend_limits import MOST_LATENT_QUERIES
+from devices.ascend_latents import MOST_LATENT_QUERIES, takes_prolog
 from kv_cache.transfer import to_device
+
+INT8_WEIGHTS = 2  # weight_quant_mode of npu_mla_prolog_v3
+SCALES_OF_WEIGHTS = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,72 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             cache_mode="PA",
         )
 
+    def joins(self, hidden_size: int, query_rank: int | None) -> bool:
+        """Whether npu_mla_prolog_v3 takes them, and gains."""
+        wide = self.takes_float32
+        return self.product.joins_latents and takes_prolog(
+            self.shape.dtype, hidden_size, query_rank, takes_float32=wide
+        )
+
+    def is_joined(self, metadata: AttentionMetadata) -> bool:
+        """Whether every query is absorbed."""
+        assert isinstance(metadata, FusedLatentMetadata)
+        return metadata.long is None
+
+    def write_joined(
+        self,
+        x: Tensor,
+        row_scale: Tensor | None,
+        prolog: LatentProlog,
+        cos: Tensor,
+        sin: Tensor,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """See LatentAttention.write_joined."""
+        linears, more = prolog.linears, {}
+        down, up, latent_down = linears.weights
+        if linears.scales is not None:
+            assert row_scale is not None, "rows in int8 come with scales"
+            more = {
+                "weight_quant_mode": INT8_WEIGHTS,
+                "dequant_scale_x": row_scale[:, None],
+                **{name: each[None] for name, each in zip(SCALES_OF_WEIGHTS, linears.scales)},
+            }
+        query, rope, *_ = torch_npu.npu_mla_prolog_v3(
+            x.contiguous(),
+            down,
+            up,
+            prolog.up.keys,
+            latent_down,
+            prolog.query_norm,
+            prolog.latent_norm,
+            sin,
+            cos,
+            layer_latents,
+            layer_rope_keys,
+            cache_index=metadata.write_index,
+            rmsnorm_epsilon_cq=prolog.eps,
+            rmsnorm_epsilon_ckv=prolog.eps,
+            cache_mode="PA_BSND",
+            **more,
+        )
+        return query, rope
+
+    def attend_joined(
+        self,
+        query: Tensor,
+        rope: Tensor,
+        up: LatentUp,
+        layer_latents: Tensor,
+        layer_rope_keys: Tensor,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """See LatentAttention.attend_joined."""
+        assert isinstance(metadata, FusedLatentMetadata)
+        return self._absorbed(query, rope, up, layer_latents, layer_rope_keys, metadata)
+
     def attend_heads(
         self,
         nope: Tensor,
@@ -123,29 +193,30 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         assert isinstance(metadata, FusedLatentMetadata)
         pages = layer_latents, layer_rope_keys
         if metadata.long is None:
-            return self._absorbed(nope, rope, up, *pages, metadata)
+            return self._absorbed(up.absorbed(nope), rope, up, *pages, metadata)
         output = nope.new_empty(*nope.shape[:2], self.latent.value_dim)
         if metadata.parts:
             rows = metadata.short_rows
-            output[rows] = self._absorbed(nope[rows], rope[rows], up, *pages, metadata)
+            query = up.absorbed(nope[rows])
+            output[rows] = self._absorbed(query, rope[rows], up, *pages, metadata)
         rows = metadata.long.rows
         output[rows] = self._expanded(nope[rows], rope[rows], up, *pages, metadata.long)
         return output
 
     def _absorbed(
         self,
-        nope: Tensor,
+        query: Tensor,
         rope: Tensor,
         up: LatentUp,
         layer_latents: Tensor,
         layer_rope_keys: Tensor,
         metadata: FusedLatentMetadata,
     ) -> Tensor:
-        """Of all spans of `metadata.parts`, in the space of latents."""
+        """Of all spans of `metadata.parts`, whose queries [T, H, L] are in the space of latents."""
         (part,) = metadata.parts
         latents = layer_latents.flatten(2)  # [P, B, L]
         call = self._shared(part.query_ends, part.kv_lens) | {
-            "query": up.absorbed(nope).contiguous(),
+            "query": query.contiguous(),
             "key": latents,
             "value": latents,
             "query_rope": rope.contiguous(),

@@ -22,6 +22,7 @@ from benchmark.micro import draft_launches
 from benchmark.options import add_json, show
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from devices.ascend_latents import PROLOG_HIDDEN
 from models.config import DecoderConfig
 from models.head import Head
 from recipes.build.engine import build
@@ -64,6 +65,8 @@ def run(recipe: Recipe) -> dict[str, object]:
     small = _narrow(recipe)
     machine = start(small.device)
     assert isinstance(machine, Npu), "a narrow recipe names an NPU"
+    if machine.product.joins_latents:
+        small = _as_joined(small, model_config(recipe))
     log = machine.launch_log
     assert log is not None, "and the stand-in for it"
     built = build(small)
@@ -118,6 +121,16 @@ def _narrow(recipe: Recipe) -> Recipe:
     parts = {"model": model, "device": device, "cache": cache, "scheduler": scheduler}
     alone = {"speculation": SpeculationSection(), "parallel": ParallelSection()}  # collectives come on top
     return replace(recipe, **parts, **alone)
+
+
+def _as_joined(small: Recipe, config: DecoderConfig) -> Recipe:
+    """With a hidden size that the operator which joins all before latent attention takes, where it takes the
+    whole model's.
+    """
+    if config.hidden_size not in PROLOG_HIDDEN:
+        return small
+    hf = dict(small.model.config or {}) | {"hidden_size": PROLOG_HIDDEN[0]}
+    return replace(small, model=replace(small.model, config=hf))
 
 
 def _num_first(config: DecoderConfig) -> int:

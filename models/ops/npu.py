@@ -16,7 +16,7 @@ import torch_npu
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.latent import LatentUp
+from attention.latent import LatentLinears, LatentUp
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.filled import ExpertKind, Filled
 from models.group import Group
@@ -81,12 +81,8 @@ class NpuOps(Int4Ops, PlainNpuOps):
         self._prefetches = torch.npu.Stream() if product.prefetches else None
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Convert the weight to the format of the matrix unit, which has none for float32, where the product
-        gains by it.
-        """
-        if weight.dtype == torch.float32 or not self.product.tiles_weights:
-            return weight, bias
-        return torch_npu.npu_format_cast(weight, FRACTAL_NZ), bias
+        """Convert the weight to the format of the matrix unit, where the product gains by it."""
+        return in_tiles(weight) if self.product.tiles_weights else weight, bias
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -127,10 +123,17 @@ class NpuOps(Int4Ops, PlainNpuOps):
         bias = None if bias is None else bias.float()
         return torch_npu.npu_format_cast(turned, FRACTAL_NZ), scale.contiguous(), bias
 
+    def quantized(self, x: Tensor | Int8Rows) -> Int8Rows:
+        """The rows [T, n] that linears in int8 multiply."""
+        if isinstance(x, Int8Rows):
+            return x
+        rows, scale = torch_npu.npu_dynamic_quant(x)
+        return Int8Rows(rows, scale, x.dtype)
+
     def linear_int8(self, x: Tensor | Int8Rows, packed: Packed) -> Tensor:
         """[T, in] -> [T, out]; the operators take bfloat16 and float16 only."""
         weight, scale, bias = packed
-        x = _int8(x)
+        x = self.quantized(x)
         return torch_npu.npu_quant_matmul(
             x.rows, weight, scale, pertoken_scale=x.scale, bias=bias, output_dtype=x.dtype
         )
@@ -142,7 +145,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
 
     def linear_int8_split(self, x: Tensor | Int8Rows, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
         """A product for each width: npu_grouped_matmul gives bfloat16 only with scales in bfloat16."""
-        x = _int8(x)
+        x = self.quantized(x)
         return tuple(self.linear_int8(x, part) for part in packed)
 
     def add_rms_norm_int8(
@@ -159,7 +162,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
         weight, scale, bias = gate_up
         if bias is not None:
             return super().mlp_int8(x, gate_up, down)
-        x = _int8(x)
+        x = self.quantized(x)
         product = torch_npu.npu_quant_matmul(x.rows, weight, scale, output_dtype=torch.int32)
         rows, row_scale = torch_npu.npu_dequant_swiglu_quant(
             product,
@@ -268,6 +271,17 @@ class NpuOps(Int4Ops, PlainNpuOps):
             return super().rotary_of_one(x, cos, sin)
         return torch_npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
 
+    def join_latents(self, qkv: Packed, query_up: Packed, in_int8: bool) -> LatentLinears:
+        """In the format of the matrix unit, which npu_mla_prolog_v3 asks for, whether linears gain by it or
+        not.
+        """
+        if in_int8:
+            weights, scales, _ = zip(qkv[0], query_up[0], qkv[1])
+            return LatentLinears(weights, scales)
+        for parts, _ in (qkv, query_up):
+            parts[:] = [in_tiles(each) for each in parts]
+        return LatentLinears((qkv[0][0], query_up[0][0], qkv[0][1]), None)
+
     def pack_up(self, keys: Tensor, values: Tensor) -> LatentUp:
         """The projection of latents to keys [H, N, L] and values [H, L, V]."""
         return NpuLatentUp(keys, values) if self.product.has_latents else super().pack_up(keys, values)
@@ -277,6 +291,11 @@ class NpuOps(Int4Ops, PlainNpuOps):
         if gate_up.shape[-1] // 2 * gate_up.itemsize % self.product.swiglu_bytes:
             return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)
+
+
+def in_tiles(weight: Tensor) -> Tensor:
+    """The weight in the format of the matrix unit, which has none for float32."""
+    return weight if weight.dtype == torch.float32 else torch_npu.npu_format_cast(weight, FRACTAL_NZ)
 
 
 class NpuLatentUp(LatentUp):
@@ -302,10 +321,3 @@ def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:
     stream.wait_stream(torch.npu.current_stream())
     with torch.npu.stream(stream):
         torch_npu.npu_prefetch(weight, after, min(weight.nbytes, PREFETCHED_BYTES))
-
-
-def _int8(x: Tensor | Int8Rows) -> Int8Rows:
-    if isinstance(x, Int8Rows):
-        return x
-    rows, scale = torch_npu.npu_dynamic_quant(x)
-    return Int8Rows(rows, scale, x.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.latent import LatentUp
+from attention.latent import LatentLinears, LatentUp
 from devices.int8 import quantize_rows
 from models.filled import ExpertKind, Filled
 from models.group import Group
@@ -133,6 +133,13 @@ class Ops:
         """[T, in] -> a tensor [T, width] for each of `widths`."""
         return self.linear_int4(x, packed).split(widths, dim=-1)
 
+    def quantized(self, x: Tensor | Int8Rows) -> Int8Rows:
+        """The rows [T, n] that linears in int8 multiply."""
+        if isinstance(x, Int8Rows):
+            return x
+        rows, scale = self.quantize(x)
+        return Int8Rows(rows, scale[:, 0], x.dtype)
+
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, n] -> int8 [T, n], float32 scale [T, 1]."""
         return quantize_rows(x)
@@ -182,6 +189,12 @@ class Ops:
     def pack_up(self, keys: Tensor, values: Tensor) -> LatentUp:
         """The projection of latents to keys [H, N, L] and values [H, L, V], once, at load."""
         return LatentUp(keys, values)
+
+    def join_latents(self, qkv: Packed, query_up: Packed, in_int8: bool) -> LatentLinears:
+        """The linears before latent attention, where the attention `joins` them, of what was packed to be
+        read apart; they share its memory, and `linear_split`, or `linear_int8_split`, still takes it.
+        """
+        raise NotImplementedError
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""

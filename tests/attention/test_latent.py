@@ -14,13 +14,15 @@ from torch import Tensor
 
 from attention.int8_pages import packed, unpacked
 from attention.latent import LatentAttention
-from attention.reference import AttentionMetadata
+from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape, LatentShape
+from doctor.verify.npu.latent_questions import joins_latents
 from kv_cache.storage import KVCache
 from models.ops.reference import Ops
+from recipes.build.machine import Npu, start
 from tests.attention.planned import planned
-from tests.device_kinds import Kind, Way, has_npu, on_each, operators
+from tests.device_kinds import Kind, Way, has_npu, on_each, operators, section
 
 Pair = tuple[Kind, Way]
 
@@ -218,3 +220,26 @@ def write_raw(made: Bench) -> None:
     metadata = AttentionMetadata(16 + torch.arange(3, device=device), ())
     pages = made.cache.keys[0], made.cache.values[0]
     made.attention.write_raw(kv, norm, 1e-6, cos, sin, *pages, metadata)
+
+
+def on_an_npu() -> None:
+    """Attend by latents, with products whose rows are too wide for the fused one, write, and join all that
+    comes before.
+    """
+    ops = operators("npu", "fused", PUBLISHED)[0]
+    made = bench(("npu", "fused"))
+    made.step({0: 1, 1: 20})
+    made.step({0: 1, 1: 1})
+    write_raw(made)
+    zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
+    metadata = made.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
+    nope, rope = (torch.ones(2, 4, width, device="npu:0") for width in (128, 64))
+    pages = made.cache.keys[0], made.cache.values[0]
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        made.attention.attend_heads(nope, rope, made.packed[0], *pages, metadata, 0)
+    ops.rotary_of_one(rope, rope[:, 0], rope[:, 0])
+    wide = torch.ones(64, 1100, 2, device="npu:0")
+    ops.pack_up(wide, wide).raised(torch.ones(3, 64, 1100, device="npu:0"))
+    found = start(section("npu"))
+    assert isinstance(found, Npu)
+    joins_latents(found)

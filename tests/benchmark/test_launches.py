@@ -13,9 +13,12 @@ import yaml
 from safetensors.torch import save_file
 
 from benchmark.micro import launches
+from devices.ascend_answers import answers_file, write_answers
+from recipes.build import machine as machines
+from recipes.build.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.device_kinds import stand_in_alone
+from tests.device_kinds import section, stand_in_alone
 from tests.models.test_gpt_oss import HUB
 from tests.recipes import published
 
@@ -77,6 +80,9 @@ EXPECTED = {
 }
 
 
+# DeepSeek-V3's launches a layer and in the graph, apart and with all before latent attention in one of them
+JOINED = {"bfloat16": ((24, 1449), (19, 1144)), "W8A8": ((29, 1754), (21, 1266))}
+FEW_EXPERTS = {"n_routed_experts": 16, "n_group": 8, "topk_group": 4}  # which a layer does not count
 WAITS = 1
 
 
@@ -101,6 +107,28 @@ def test_a_step_asks_for_so_many_launches(name: str) -> None:
     assert {step["in_graph"] for step in captured} == {graph}
     assert [step["drawing"] for step in captured] == [0, drawing, drawing, 0]
     assert [step["outside_graph"] for step in captured] == outside
+
+
+@pytest.mark.parametrize("form", JOINED)
+def test_one_launch_of_all_before_latent_attention_takes_the_place_of_many(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELS", "/models")
+    hf = yaml.safe_dump(yaml.safe_load(DEEPSEEK_V3) | FEW_EXPERTS, default_flow_style=True, width=10**6)
+    chosen = ["model.path=null", f"model.config={hf.strip()}", "model.weights=random"]
+    chosen += ["model.quantization=w8a8"] if form == "W8A8" else []
+    recipe, found = load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen), []
+    for answers in ({}, {"joins_latents": True}):
+        machine = start(section("npu", virtual_fp32=False))
+        assert isinstance(machine, Npu)
+        path = answers_file(tmp_path, machine.product.name, machine.cann, virtual=True)
+        write_answers(path, answers)
+        monkeypatch.setattr(machines, "ANSWERS", tmp_path)
+        result: dict[str, Any] = launches.run(recipe)
+        steps = {each["step"]: each for each in result["steps"]}
+        assert steps["eager, greedy"]["a_layer"] == steps["captured, greedy"]["a_layer"]
+        found.append((steps["captured, greedy"]["a_layer"], steps["captured, greedy"]["in_graph"]))
+    assert tuple(found) == JOINED[form]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -243,3 +243,27 @@ def test_what_takes_several_ranks_is_asked_of_all_of_them(
     assert [(each["name"], each["answer"], each["said"].split(",")[0]) for each in told] == [
         (each, False, "right") for each in asked
     ]
+
+
+@pytest.mark.parametrize(("name", "spoilt"), [("kv_cache", 10), ("query", 0)])
+def test_one_launch_before_latent_attention_that_is_wrong_is_found(
+    name: str, spoilt: int, npu: Npu, wrong: Any
+) -> None:
+    """In what it writes, and in what it returns."""
+    from virtual_npu.contract import Conditions
+    from virtual_npu.operators import operator
+
+    def prolog(*args: Any, **kwargs: Any) -> Any:
+        made = operator("npu_mla_prolog_v3")(Conditions(), *args, **kwargs)
+        (args[spoilt] if name != "query" else made[spoilt]).mul_(1.1)
+        return made
+
+    wrong("npu::npu_mla_prolog_v3", prolog)
+    assert not ask("joins_latents", npu)
+
+
+def test_what_joins_all_before_latent_attention_is_followed(
+    npu: Npu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(npu, "product", replace(npu.product, joins_latents=True))
+    assert ask("joins_latents", npu), "right, and as it was"

@@ -32,8 +32,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention.test_atb import answering_as, atb
 from tests.attention.test_attention import Bench, shape
-from tests.attention.test_latent import PUBLISHED, write_raw
-from tests.attention.test_latent import bench as latent_bench
+from tests.attention.test_latent import on_an_npu
 from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
 
 pytestmark = [pytest.mark.npu, pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")]
@@ -330,24 +329,6 @@ def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
         ops.mlp_int8(x, ops.pack_int8(square, scale, bias), down)
 
 
-def _latent_steps() -> None:
-    """Attend by latents, with products whose rows are too wide for the fused one, and write as its parts."""
-    ops = operators("npu", "fused", PUBLISHED)[0]
-    made = latent_bench(("npu", "fused"))
-    made.step({0: 1, 1: 20})
-    made.step({0: 1, 1: 1})
-    write_raw(made)
-    zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
-    metadata = made.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
-    nope, rope = (torch.ones(2, 4, width, device="npu:0") for width in (128, 64))
-    pages = made.cache.keys[0], made.cache.values[0]
-    with torch.npu.graph(torch.npu.NPUGraph()):
-        made.attention.attend_heads(nope, rope, made.packed[0], *pages, metadata, 0)
-    ops.rotary_of_one(rope, rope[:, 0], rope[:, 0])
-    wide = torch.ones(64, 1100, 2, device="npu:0")
-    ops.pack_up(wide, wide).raised(torch.ones(3, 64, 1100, device="npu:0"))
-
-
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
     """Run a mixture of four experts on rows of 32, also in int8, where the product joins them."""
     router, bias = torch.ones(4, 32, device="npu:0"), torch.zeros(4, device="npu:0")
@@ -439,7 +420,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         _adding_up(NpuOps(replace(ops.product, sums_products=True)), prompt)  # type: ignore[attr-defined]
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
-        _latent_steps()
+        on_an_npu()
         with answering_as("310P"):
             _as_a_310p(monkeypatch)
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)

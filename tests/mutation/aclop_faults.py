@@ -129,8 +129,8 @@ ACLOP_FAULTS = (
     Fault(
         "tiles_of_every_weight",
         FUSED,
-        "if weight.dtype == torch.float32 or not self.product.tiles_weights:",
-        "if weight.dtype == torch.float32:",
+        "return in_tiles(weight) if self.product.tiles_weights else weight, bias",
+        "return in_tiles(weight), bias",
         "vllm-ascend #4960: bfloat16 in FRACTAL_NZ failed in captured steps",
     ),
 )

@@ -9,6 +9,7 @@ from tests.mutation.tensor_faults import TENSOR_TESTS, TENSOR_TESTS_OF
 
 ATTENTION, MODEL, CONFIG = "attention/latent.py", "models/latent.py", "models/latent_config.py"
 ON_NPU, OPERATORS = "attention/npu/latent_attention.py", "virtual_npu/operators/latent.py"
+PROLOG, LIMITS = "virtual_npu/operators/latent_prolog.py", "devices/ascend_latents.py"
 GATING, SCALES, DEEPSEEK = (
     "virtual_npu/operators/gating.py",
     "models/block_scales.py",
@@ -18,18 +19,22 @@ OPS, NPU_OPS, MIXTURE = "models/ops/reference.py", "models/ops/npu.py", "models/
 WHOLE, SHARE, WEIGHTS = "models/config.py", "models/share.py", "models/weights.py"
 LAYER_PARTS = "models/layer_parts.py"
 FILE, INT8_FILE = "models/huggingface_parts.py", "recipes/build/int8_checkpoint.py"
+JOINED = ("tests/models/test_latent_prolog.py",)
 TESTS = ("tests/models/test_deepseek.py", "tests/attention/test_latent.py")
 ROPE, DECODER = "models/rope.py", "models/decoder.py"
 STORED = ("tests/models/test_stored_otherwise.py",)
 SCALED = ("tests/models/test_block_scales.py",)
 LATENT_TESTS_OF = {
-    **dict.fromkeys((ATTENTION, MODEL, CONFIG, ON_NPU, OPERATORS, GATING, DEEPSEEK), TESTS),
+    **dict.fromkeys((ATTENTION, CONFIG, OPERATORS, GATING, DEEPSEEK), TESTS),
+    **dict.fromkeys((MODEL, ON_NPU), (*TESTS, *JOINED)),
+    **dict.fromkeys((PROLOG, LIMITS), JOINED),
     **dict.fromkeys((SCALES, INT8_FILE), SCALED),
     **dict.fromkeys((WEIGHTS, LAYER_PARTS), (*SCALED, *STORED, *TESTS, *TENSOR_TESTS)),
     ROPE: (*STORED, "tests/models/test_rope.py"),
     DECODER: (*STORED, *TENSOR_TESTS_OF[DECODER]),
     SHARE: (*TESTS, *TENSOR_TESTS),
-    **{each: (*MIXTURE_TESTS_OF[each], *TESTS) for each in (OPS, NPU_OPS, MIXTURE, WHOLE, FILE)},
+    **{each: (*MIXTURE_TESTS_OF[each], *TESTS) for each in (OPS, MIXTURE, WHOLE, FILE)},
+    NPU_OPS: (*JOINED, *MIXTURE_TESTS_OF[NPU_OPS], *TESTS),
 }
 
 LATENT_FAULTS = (
@@ -298,6 +303,83 @@ LATENT_FAULTS = (
         "if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW:",
         "if False:",
         "128 heads of latents are more than the product takes",
+    ),
+    Fault(
+        "long_spans_joined",
+        ON_NPU,
+        "return metadata.long is None",
+        "return True",
+        "queries of long spans come absorbed, where keys and values of each head are made",
+    ),
+    Fault(
+        "sines_where_cosines_belong",
+        ON_NPU,
+        "            sin,\n            cos,\n            layer_latents,",
+        "            cos,\n            sin,\n            layer_latents,",
+        "npu_mla_prolog_v3 takes sines first, all other operators cosines",
+    ),
+    Fault(
+        "default_eps_of_joined_latents",
+        ON_NPU,
+        "            rmsnorm_epsilon_ckv=prolog.eps,\n",
+        "",
+        "latents of decodes are normed with the operator's default, those of prompts are not",
+    ),
+    Fault(
+        "scales_of_the_other_weights",
+        NPU_OPS,
+        "weights, scales, _ = zip(qkv[0], query_up[0], qkv[1])",
+        "weights, scales, _ = zip(qkv[0], qkv[1], query_up[0])",
+        "an operator gets queries' weights where those of latents belong",
+    ),
+    Fault(
+        "joined_weights_in_rows",
+        NPU_OPS,
+        "            parts[:] = [in_tiles(each) for each in parts]\n",
+        "            parts[:] = [each.clone() for each in parts]\n",
+        "npu_mla_prolog_v3 reads tiles where there are rows",
+    ),
+    Fault(
+        "heads_of_joined_queries_moved",
+        MODEL,
+        'if name in ("q_proj", "q_b_proj") and not self.joins:',
+        'if name in ("q_proj", "q_b_proj"):',
+        "the operator takes the two parts of a head side by side",
+    ),
+    Fault(
+        "prompts_of_joined_layers_unturned",
+        MODEL,
+        "nope.contiguous(), torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)",
+        "nope.contiguous(), pairs",
+        "a prompt's queries are turned by the angles of other pairs than decodes'",
+    ),
+    Fault(
+        "joins_before_it_was_found_right",
+        ON_NPU,
+        "return self.product.joins_latents and takes_prolog(",
+        "return takes_prolog(",
+        "an operator that nobody has run is used",
+    ),
+    Fault(
+        "any_hidden_size_is_joined",
+        LIMITS,
+        "return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES",
+        "return is_type and query_rank is not None",
+        "the operator is asked for sizes that its page does not list",
+    ),
+    Fault(
+        "stand_in_joins_without_norms",
+        PROLOG,
+        'rms_norm(latent, call["rmsnorm_gamma_ckv"], call["rmsnorm_epsilon_ckv"])[0],',
+        "latent,",
+        "the stand-in writes latents that the device norms",
+    ),
+    Fault(
+        "stand_in_turns_joined_halves",
+        PROLOG,
+        "halves = torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1).float()",
+        "halves = pairs.float()",
+        "the stand-in takes pairs from other places than the device",
     ),
     Fault(
         "stand_in_turns_halves",

@@ -414,6 +414,7 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_scatter_nd_update_": scatter,
     "npu_kv_rmsnorm_rope_cache": right_latent_calls.cache_write,
     "npu_transpose_batchmatmul": right_latent_calls.product,
+    "npu_mla_prolog_v3": right_latent_calls.prolog,
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
     "npu_apply_rotary_pos_emb": apply_rotary,

@@ -124,7 +124,8 @@ def call(operator: Operator, wrong: Wrong) -> tuple[Arguments, Conditions]:
     )
 
 
-BROAD = ("mask", "weight_scale")  # whose first axis is no axis of rows
+# Whose first axis is no axis of rows
+BROAD = ("mask", "weight_scale", *(f"dequant_scale_w_{each}" for each in ("dq", "uq_qr", "dkv_kr")))
 
 
 @cache

@@ -53,6 +53,48 @@ PRODUCT = [
     Wrong("sizes", _wide, "input", "rows of 65536"),
 ]
 
+PROLOG = [
+    Wrong("mode", put(cache_mode="PA_NZ"), "cache_mode", "PA_NZ"),
+    Wrong("mode", put(query_norm_flag=True), "query_norm_flag", "True"),
+    Wrong("mode", put(kv_cache_quant_mode=1), "kv_cache_quant_mode", "is 1"),
+    Wrong("mode", put(quant_scale_ckv=torch.ones(1)), "quant_scale_ckv", "float32 (1,)"),
+    Wrong("quantised", put(weight_quant_mode=1), "weight_quant_mode", "is 1"),
+    Wrong("quantised", put(weight_quant_mode=0), "dequant_scale_x", "in mode 0"),
+    Wrong("quantised", put(dequant_scale_w_dq=None), "dequant_scale_w_dq", "None in mode 2"),
+    Wrong("quantised", to("dequant_scale_x", lambda each: each[:, 0]), "dequant_scale_x", "for ("),
+    Wrong("quantised", to("dequant_scale_w_dkv_kr", Tensor.half), "dequant_scale_w_dkv_kr", "float16"),
+    Wrong("dtype", to("token_x", Tensor.bfloat16), "token_x", "bfloat16"),
+    Wrong("dtype", to("weight_uq_qr", Tensor.bfloat16), "weight_uq_qr", "bfloat16"),
+    Wrong("dtype", to("rope_cos", Tensor.half), "rope_cos", "float16"),
+    Wrong("dtype", to("cache_index", Tensor.int), "cache_index", "int32"),
+    Wrong("dtype", put(cache_index=None), "cache_index", "None"),
+    Wrong("sizes", to("weight_dq", lambda weight: weight[:1000]), "weight_dq", "(1000, "),
+    Wrong("sizes", to("weight_uk", lambda weight: weight[..., :256]), "weight_uk", "256)"),
+    Wrong("sizes", to("weight_uk", lambda weight: weight.repeat(3, 1, 1)[:3]), "weight_uk", "(3, "),
+    Wrong("axes", cut("weight_uq_qr"), "weight_uq_qr", "for ("),
+    Wrong("axes", cut("rmsnorm_gamma_ckv"), "rmsnorm_gamma_ckv", "(511,)"),
+    Wrong("axes", cut("rope_sin"), "rope_sin", "for ("),
+    Wrong("axes", to("kr_cache", lambda cache: cache.transpose(1, 2)), "kr_cache", "64)"),
+    Wrong("axes", cut("cache_index"), "cache_index", "for ("),
+    Wrong(
+        "page-size",
+        lambda call: {name: call[name][:, :15].contiguous() for name in ("kv_cache", "kr_cache")},
+        "kv_cache",
+        "pages of 15",
+    ),
+    Wrong("contiguous", to("token_x", strided), "token_x", "strided"),
+    Wrong("slots-in-range", to("cache_index", lambda index: spoil(index, 1, -1)), "cache_index", "place -1"),
+    Wrong("slots-unique", to("cache_index", lambda index: spoil(index, 1, index[0])), "cache_index", "once"),
+    Wrong(
+        "null-page",
+        to("cache_index", lambda index: spoil(index, 1, 3)),
+        "cache_index",
+        "page 0 in row 0",
+        conditions={"held": pages_but()},
+    ),
+    Wrong("pages-held", put(), "cache_index", "no request holds", conditions={"held": lambda: [39]}),
+]
+
 GATING = [
     Wrong("scores", to("x", Tensor.double), "x", "float64"),
     Wrong("scores", to("bias", Tensor.double), "bias", "float64"),

@@ -12,6 +12,7 @@ from virtual_npu.operators import (
     grouped_matmul,
     int8_fusions,
     latent,
+    latent_prolog,
     matmul,
     mixture,
     norm,
@@ -26,7 +27,7 @@ from virtual_npu.operators import (
 OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
-        *(attention, atb, cache, scatter, latent, norm, rotary, activation, matmul),
+        *(attention, atb, cache, scatter, latent, latent_prolog, norm, rotary, activation, matmul),
         *(grouped_matmul, summed_matmul, weight_quant, gating, mixture, int8_fusions, sampling, prefetch),
     )
     for operator in room.OPERATORS

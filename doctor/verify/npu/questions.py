@@ -200,7 +200,7 @@ def _fused(product: AscendProduct) -> bool:
     return product.is_fused
 
 
-PROBES = (
+QUESTIONS = (
     Probe("keeps_nan", "is the maximum of a row with a NaN NaN?", lambda _: True, keeps_nan),
     Probe("packs_float16", "is packed attention right in float16?", _fused, packs_float16),
     Probe("bares_decodes", "is attention of decodes right without a mask?", _fused, bares_decodes),

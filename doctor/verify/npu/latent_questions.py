@@ -1,0 +1,170 @@
+"""Which question does the first day on hardware answer of latent attention, and how is it asked?
+
+Legend: T tokens of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from continuous_batching.batch import Batch
+from devices.ascend_latents import LATENT_ROPE, PROLOG_HIDDEN
+from devices.ascend_limits import AscendProduct
+from devices.int8 import quantize_rows
+from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
+from kv_cache.storage import KVCache
+from models.config import DecoderConfig
+from models.group import ALONE
+from models.latent import LatentSelfAttention
+from models.quantization import Quantization
+from models.step import StepInputs
+from recipes.build.decoders import shape_of
+from recipes.build.families import decoder_config
+from recipes.build.machine import Npu
+
+PAGE, ROWS = 128, 32
+DEEPSEEK: dict[str, Any] = {  # attention of one of sixteen ranks of DeepSeek-V3
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 1,
+    "vocab_size": 128,
+    "hidden_size": 7168,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 128,
+    "routed_scaling_factor": 1.0,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 0,
+    "scoring_func": "sigmoid",
+}
+
+
+class OneLayer:
+    """Latent attention of one layer over empty pages; its weights are those of a seed, whatever it joins."""
+
+    def __init__(self, machine: Npu, config: DecoderConfig, *, joins: bool) -> None:
+        from attention.npu.latent_attention import FusedLatentAttention
+        from models.ops.npu import NpuOps
+
+        product = replace(machine.product, joins_latents=joins)
+        self.config, self.device = config, machine.device
+        self.attention = FusedLatentAttention(shape_of(PAGE, config), machine.device, product)
+        self.layer = LatentSelfAttention(config, 0, "model.layers.0.", NpuOps(product), self.attention, ALONE)
+        self._fill()
+        self.layer.pack()
+        self.cache = KVCache(
+            1, 1 + ROWS, PAGE, 1, config.head_dim, torch.bfloat16, machine.device,
+            allocate=self.attention.new_pages, allocate_values=self.attention.new_value_pages,
+        )  # fmt: skip
+
+    def _fill(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        for names, linear in self.layer.joined():
+            assert linear.weight is not None, "it is filled once"
+            rows = torch.randn(linear.weight.shape, generator=generator) / linear.weight.shape[1] ** 0.5
+            order = self.layer.order(names[0])
+            rows = rows if order is None else rows[order]
+            if linear.weight_scale is not None:
+                rows, scale = quantize_rows(rows)
+                linear.weight_scale.data.copy_(scale)
+            linear.weight.data.copy_(rows)
+            linear.pack()
+        for norm in self.layer.norms().values():
+            assert norm is not None, "queries are compressed"
+            norm.data.copy_(1 + torch.randn(norm.shape, generator=generator) / 4)
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, StepInputs]:
+        """Of one token of each row, at the positions from 0 on."""
+        rows = np.arange(ROWS)
+        nothing = np.empty(0, np.int64)
+        batch = Batch(rows, np.zeros(ROWS, np.int64), np.ones(ROWS, np.int64), nothing, nothing, nothing)
+        metadata = self.attention.plan(batch, 1 + rows.astype(np.int32)[:, None], (1 + rows) * PAGE)
+        generator = torch.Generator().manual_seed(9)
+        x = torch.randn(ROWS, self.config.hidden_size, generator=generator)
+        angles = torch.arange(ROWS)[:, None] * torch.logspace(0, -3, LATENT_ROPE // 2).repeat(2)
+        x, cos, sin = (each.bfloat16().to(self.device) for each in (x, angles.cos(), angles.sin()))
+        positions = torch.zeros(ROWS, dtype=torch.int64, device=self.device)
+        return x, cos, sin, StepInputs(positions, positions, metadata, self.cache)
+
+    def found(self, output: Tensor) -> list[Tensor]:
+        """What it made and wrote, in float32 on the host."""
+        return [
+            each.cpu().float() for each in (output, self.cache.keys[0][1:, 0], self.cache.values[0][1:, 0])
+        ]
+
+
+def joins_latents(machine: Npu) -> Found:
+    """Of decodes, with weights in bfloat16 and in int8: against the launches whose place it takes, and in a
+    graph against itself.
+    """
+    said, is_yes = [], True
+    hidden = PROLOG_HIDDEN[0] if machine.asked.virtual else DEEPSEEK["hidden_size"]
+    plain = decoder_config(DEEPSEEK | {"hidden_size": hidden})
+    for name, quantization in (("bfloat16", None), ("int8", Quantization(ignore=()))):
+        found, words = _asked(machine, replace(plain, quantization=quantization))
+        is_yes, said = is_yes and found, [*said, f"{name}: {words}"]
+    return is_yes, "; ".join(said)
+
+
+def _asked(machine: Npu, config: DecoderConfig) -> Found:
+    ways = [OneLayer(machine, config, joins=joins) for joins in (False, True)]
+    calls = [partial(way.layer, *way.inputs()) for way in ways]
+    apart, joined = (way.found(call()) for way, call in zip(ways, calls))
+    furthest = max(float((one - other).norm() / other.norm()) for one, other in zip(joined, apart))
+    if not furthest <= NEAR[torch.bfloat16]:
+        return False, f"{furthest:.2g} of what is computed apart"
+    if not _is_same_in_a_graph(ways[1]):
+        return False, "a graph makes other queries"
+    if machine.asked.virtual:
+        return machine.product.joins_latents, "right, and as it was: a stand-in has no times"
+    apart_us, joined_us = (time_us(machine, call) for call in calls)
+    return joined_us < apart_us, f"{joined_us:.0f} us against {apart_us:.0f} us"
+
+
+def _is_same_in_a_graph(way: OneLayer) -> bool:
+    x, cos, sin, step = way.inputs()
+    prolog, graph = way.layer.prolog, torch.npu.NPUGraph()
+    assert prolog is not None, "it joins"
+    rows, scale = way.layer.rows(x)
+    pages = way.cache.keys[0], way.cache.values[0]
+    call = partial(way.attention.write_joined, rows, scale, prolog, cos, sin, *pages, step.metadata)
+    wanted = call()
+    with torch.npu.graph(graph):
+        found = call()
+    graph.replay()
+    return all(torch.equal(one, other) for one, other in zip(found, wanted))
+
+
+def _has_latents(product: AscendProduct) -> bool:
+    return product.has_latents
+
+
+LATENT_PROBES = (
+    Probe(
+        "joins_latents",
+        "is one launch of all before latent attention right and faster?",
+        _has_latents,
+        joins_latents,
+    ),
+)
