@@ -65,6 +65,11 @@ QWEN3_30B_A3B = {
     "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+QWEN3_30B_A3B_GPTQ = QWEN3_30B_A3B | {
+    "quantization_config": {
+        "bits": 4, "desc_act": False, "group_size": 128, "quant_method": "gptq", "sym": True,
+    },
+}  # fmt: skip
 QWEN3_235B_A22B = QWEN3_30B_A3B | {
     "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 94, "moe_intermediate_size": 1536,
     "num_attention_heads": 64, "num_hidden_layers": 94,
@@ -117,6 +122,24 @@ GLM_4_5_AIR = {
     "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_qk_norm": False,
     "vocab_size": 151552,
 }  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+    "initial_context_length": 4096, "intermediate_size": 2880, "max_position_embeddings": 131072,
+    "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
+                                   "model.embed_tokens", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+                     "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "swiglu_limit": 7.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "vocab_size": 201088,
+}  # fmt: skip
+GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
 IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # by python -m scripts.quantize
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
 MODELS: dict[str, dict[str, Any]] = {
@@ -128,7 +151,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen2.5-32B-Instruct": QWEN2_5_32B,
     "Qwen2.5-32B-Instruct-AWQ": QWEN2_5_32B_AWQ,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Qwen3-30B-A3B-GPTQ-Int4": QWEN3_30B_A3B_GPTQ,
     "Qwen3-235B-A22B": QWEN3_235B_A22B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": GPT_OSS_120B,
     "Mixtral-8x7B-Instruct-v0.1": MIXTRAL_8X7B,
     "GLM-4.5-Air": GLM_4_5_AIR,
     "DeepSeek-V2-Lite-Chat": DEEPSEEK_V2_LITE,

@@ -10,6 +10,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,25 +25,34 @@ from models.stored_parts import in_parts
 from recipes.__main__ import main
 from recipes.build.decoders import shape_of
 from recipes.build.families import config_in
+from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.models.packed_checkpoints import AWQ
-from tests.recipes.published import QWEN3_30B_A3B
+from tests.recipes.published import GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B, QWEN3_30B_A3B_GPTQ
 
 NUM_FILES = 4
 RECIPE = "recipes/qwen3_moe/qwen3_30b_a3b_910b_tp2.yaml"
-Tensors = dict[str, tuple[str, tuple[int, ...]]]
-BYTES = {"BF16": 2, "F16": 2, "I32": 4}
+Tensor = tuple[str, str, tuple[int, ...]]  # name, type and shape
+BYTES = {"BF16": 2, "F16": 2, "I32": 4, "U8": 1}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": QWEN3_30B_A3B,
+    "awq": QWEN3_30B_A3B | {"quantization_config": AWQ | {"group_size": 128}},
+    "gptq": QWEN3_30B_A3B_GPTQ,
+}
 
 
-def tensors_of(path: Path, is_packed: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, type and shape of everything that the published checkpoint has."""
+def tensors_of(path: Path, form: str) -> Iterator[Tensor]:
+    """Everything that the published checkpoint has."""
     config = config_in(path)
     for name, (outputs, inputs) in {name: (outs, ins) for name, ins, outs in config.linears()}.items():
-        if is_packed and name != "lm_head":
+        if form != "plain" and name != "lm_head":
             groups = inputs // 128
-            yield f"{name}.qweight", "I32", (inputs, outputs // 8)
+            words = (inputs, outputs // 8) if form == "awq" else (inputs // 8, outputs)
+            yield f"{name}.qweight", "I32", words
             yield f"{name}.qzeros", "I32", (groups, outputs // 8)
             yield f"{name}.scales", "F16", (groups, outputs)
+            if form == "gptq":
+                yield f"{name}.g_idx", "I32", (inputs,)
         else:
             yield f"{name}.weight", "BF16", (outputs, inputs)
     hidden = config.hidden_size
@@ -57,12 +67,41 @@ def tensors_of(path: Path, is_packed: bool) -> Iterator[tuple[str, str, tuple[in
         yield f"{prefix}mlp.gate.weight", "BF16", (QWEN3_30B_A3B["num_experts"], hidden)
 
 
-def written(path: Path, is_packed: bool = False) -> int:
-    """Write the checkpoint; the bytes of its tensors."""
+def gpt_oss_tensors(hf: dict[str, Any]) -> Iterator[Tensor]:
+    """Everything that the hub's files of gpt-oss have, the experts in MXFP4."""
+    hidden, inner, experts = hf["hidden_size"], hf["intermediate_size"], hf["num_local_experts"]
+    heads, kv_heads = (hf[f"num_{each}_heads"] * hf["head_dim"] for each in ("attention", "key_value"))
+    yield "model.embed_tokens.weight", "BF16", (hf["vocab_size"], hidden)
+    yield "lm_head.weight", "BF16", (hf["vocab_size"], hidden)
+    yield "model.norm.weight", "BF16", (hidden,)
+    for layer in range(hf["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}{norm}.weight", "BF16", (hidden,)
+        sides = {"q": (heads, hidden), "k": (kv_heads, hidden), "v": (kv_heads, hidden), "o": (hidden, heads)}
+        for name, shape in sides.items():
+            yield f"{prefix}self_attn.{name}_proj.weight", "BF16", shape
+            yield f"{prefix}self_attn.{name}_proj.bias", "BF16", shape[:1]
+        yield f"{prefix}self_attn.sinks", "BF16", (hf["num_attention_heads"],)
+        yield f"{prefix}mlp.router.weight", "BF16", (experts, hidden)
+        yield f"{prefix}mlp.router.bias", "BF16", (experts,)
+        for name, (outputs, inputs) in {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}.items():
+            stack = f"{prefix}mlp.experts.{name}_proj"
+            yield f"{stack}_blocks", "U8", (experts, outputs, inputs // 32, 16)
+            yield f"{stack}_scales", "U8", (experts, outputs, inputs // 32)
+            yield f"{stack}_bias", "BF16", (experts, outputs)
+
+
+def written(path: Path, form: str = "plain") -> int:
+    """Write the checkpoint of Qwen3-30B-A3B in one of these forms; the bytes of its tensors."""
     path.mkdir()
-    said = {"quantization_config": AWQ | {"group_size": 128}} if is_packed else {}
-    (path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | said))
-    tensors, places, total = list(tensors_of(path, is_packed)), {}, 0
+    (path / "config.json").write_text(json.dumps(CONFIGS[form]))
+    return sparse(path, list(tensors_of(path, form)))
+
+
+def sparse(path: Path, tensors: list[Tensor]) -> int:
+    """Write files that hold these tensors beside the config; the bytes of the tensors."""
+    places, total = {}, 0
     for number in range(NUM_FILES):
         header, at, file = {}, 0, path / f"model-{number}.safetensors"
         for name, dtype, shape in tensors[number::NUM_FILES]:
@@ -98,19 +137,71 @@ def test_it_is_planned_without_being_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_all_of_it_is_accounted_for_without_being_read(is_packed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", CONFIGS)
+def test_all_of_it_is_accounted_for_without_being_read(form: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    written(path, is_packed)
+    written(path, form)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = config_in(path)
     decoder = Decoder(config, Ops(), Attention(shape_of(16, config), "meta"))
     places = in_parts(weights.places_by_name(decoder), config.stored_form, path)
     found = weights.accounted(path, places, places, lambda name: False)
     assert sorted(name for names in found.values() for name in names) == sorted(places)
-    assert len(places) == (18_867 if not is_packed else 18_867 + 2 * 48 * (4 + 3 * 128))
+    more_of_a_linear = {"plain": 0, "awq": 2, "gptq": 3}[form]
+    assert len(places) == 18_867 + more_of_a_linear * 48 * (4 + 3 * 128)
     assert grown_bytes(before) < 2**30
-    lost = f"model.layers.7.mlp.experts.3.up_proj.{LAYOUTS['awq'].scale if is_packed else 'weight'}"
+    lost = f"model.layers.7.mlp.experts.3.up_proj.{'weight' if form == 'plain' else LAYOUTS[form].scale}"
     more = places | {f"{lost}.2": places[lost]}
     with pytest.raises(ValueError, match=f"missing: {lost}.2"):
         weights.accounted(path, more, more, lambda name: False)
+
+
+def held_bytes(tensors: list[Tensor], ranks: int) -> float:
+    """What one of so many ranks holds of them: routers are in float32, and they and norms on every rank, as
+    are biases that are added to sums; of what is in 4 bits each number has two bytes, but in words of int32.
+    """
+    total = 0.0
+    for name, dtype, shape in tensors:
+        size = float(BYTES[dtype] * torch.Size(shape).numel())
+        is_whole = any(
+            part in name for part in ("norm", "router", "mlp.gate.", "o_proj.bias", "down_proj_bias")
+        )
+        if "router" in name or "mlp.gate." in name:
+            size *= 2
+        if name.endswith(("_blocks", ".qzeros")):
+            size *= 4
+        if name.endswith(("proj_scales", ".g_idx")):
+            size = 0
+        total += size if is_whole else size / ranks
+    return total
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hf", "ranks"),
+    [
+        ("qwen3_moe/qwen3_30b_a3b_910b_w4a16", QWEN3_30B_A3B_GPTQ, 1),
+        ("gpt_oss/gpt_oss_20b_910b", GPT_OSS_20B, 1),
+        ("gpt_oss/gpt_oss_120b_910b_tp8", GPT_OSS_120B, 8),
+    ],
+    ids=lambda each: each.rpartition("/")[2] if isinstance(each, str) else "",
+)
+def test_what_is_packed_is_planned_as_what_becomes_of_it(
+    recipe: str,
+    hf: dict[str, Any],
+    ranks: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("MODELS", str(tmp_path))
+    path = Path(load(f"recipes/{recipe}.yaml").model.path or "")
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf))
+    tensors = list(tensors_of(path, "gptq") if "qwen3" in recipe else gpt_oss_tensors(hf))
+    sparse(path, tensors)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    main(["show", f"recipes/{recipe}.yaml"])
+    assert grown_bytes(before) < 2**28
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " GiB" in line)
+    assert said["weights"].startswith(f"{held_bytes(tensors, ranks) / 2**30:,.2f} GiB")
