@@ -13,7 +13,6 @@ With 8 bits a word holds 4 in place of 8.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,9 @@ WORD_BITS = 32
 MOST_GROUP = 2**24
 IN_A_WORD = 8  # numbers of 4 bits
 ORDERS = ("group", "weight", "static", "dynamic", None)  # of compressed-tensors' actorder
+# What awq leaves as it is, as transformers' should_convert_module reads it: a pattern of how a name begins,
+# up to a dot or its end; or the end of a name. So "gate" is the router of an MLP, and not its gate_proj
+BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 MEND = "use another checkpoint of the model"
 
 
@@ -83,6 +85,7 @@ class Packing:
     less_one: bool = False  # whether zeros are stored less one
     has_order: bool = False  # whether it must say of each input which group is its own
     ignore: tuple[str, ...] = ()  # linears that are not packed, as those of Quantization
+    ignored_ends: tuple[str, ...] = ()  # of names of linears that are not packed either
 
     @property
     def per_word(self) -> int:
@@ -99,7 +102,8 @@ class Packing:
 
     def covers(self, name: str) -> bool:
         """Whether the checkpoint's linear of this name should be packed."""
-        return name.startswith("model.layers.") and covers(name, self.ignore)
+        is_ignored = name.endswith(self.ignored_ends) or not covers(name, self.ignore)
+        return name.startswith("model.layers.") and not is_ignored
 
     def __str__(self) -> str:
         groups = "channel" if self.group_size is None else f"{self.group_size} inputs"
@@ -128,10 +132,11 @@ def _awq(said: Mapping[str, Any]) -> Packing:
         raise _refused("bits", said.get("bits"), "of awq 4 bits are read")
     if said.get("zero_point", True) is not True:
         raise _refused("zero_point", said["zero_point"], "of awq it must be true")
-    left_out = said.get("modules_to_not_convert")
-    ignore = ignored(left_out, "modules_to_not_convert")
-    parts = tuple(f"re:.*{re.escape(each)}" for each in ignore)  # of a name, wherever they stand in it
-    return Packing("awq", 4, _group_size(said.get("group_size", 128)), ignore=parts)
+    key = "modules_to_not_convert"
+    left_out = ignored(said.get(key), key)
+    ignore = ignored([f"re:(?:{each}){BOUNDARY}" for each in left_out], key)
+    size = _group_size(said.get("group_size", 128))
+    return Packing("awq", 4, size, ignore=ignore, ignored_ends=left_out)
 
 
 def _gptq(said: Mapping[str, Any]) -> Packing:

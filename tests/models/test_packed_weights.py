@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from models import weights
 from models.packing import Packing, packing
@@ -277,3 +278,33 @@ def test_it_is_not_quantised_twice_on_disk(tmp_path: Path) -> None:
     _, path = stored("qwen3", "awq", tmp_path)
     with pytest.raises(ValueError, match=r"is packed \(awq of 4 bits by 16 inputs\); set"):
         quantize(path, tmp_path / "int8")
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        *([], ["gate"], ["mlp.gate"], ["gate_proj"], ["model.layers.1"], ["layers.1"], ["model.layers.1."]),
+        *(["model.layers.*.self_attn"], ["model.layers.*.mlp.gate"], ["model.layers.1|model.layers.11"]),
+        *(
+            ["down_proj", "model.layers.11.mlp"],
+            ["model"],
+            [""],
+            ["model.layers.[01].mlp", "experts.1.up_proj"],
+        ),
+    ],
+    ids=str,
+)
+def test_awq_leaves_out_what_transformers_leaves_out(left_out: list[str]) -> None:
+    roles = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate", "mlp.gate_proj", "mlp.down_proj"]
+    roles += [f"mlp.experts.{number}.{name}_proj" for number in (1, 11) for name in ("gate", "up", "down")]
+    found = packing({"quantization_config": AWQ | {"modules_to_not_convert": left_out}})
+    assert found is not None
+    for name in (f"model.layers.{layer}.{role}" for layer in (0, 1, 11) for role in roles):
+        assert found.covers(name) == should_convert_module(name, left_out), name
+    assert not found.covers("lm_head"), "it is not in a layer"
+
+
+@pytest.mark.parametrize("wrong", [["(gate"], ["(a+)+b"], [3], "gate"])
+def test_what_awq_leaves_out_is_checked(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"quantization_config\.modules_to_not_convert: "):
+        packing({"quantization_config": AWQ | {"modules_to_not_convert": wrong}})

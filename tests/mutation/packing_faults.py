@@ -18,6 +18,20 @@ PACKING_TESTS_OF = {
 
 PACKING_FAULTS = (
     Fault(
+        "left_out_wherever_it_stands_in_a_name",
+        PACKING,
+        'ignored([f"re:(?:{each}){BOUNDARY}" for each in left_out], key)',
+        'ignored([f"re:.*{each}" for each in left_out], key)',
+        "a router that is left as it is takes every gate_proj along",
+    ),
+    Fault(
+        "left_out_from_its_beginning_alone",
+        PACKING,
+        "ignore=ignore, ignored_ends=left_out",
+        "ignore=ignore",
+        "the routers of all layers, named by their last part, should be packed",
+    ),
+    Fault(
         "nibbles_the_other_way_round",
         UNPACKING,
         "(octets & 15, octets >> 4)",
