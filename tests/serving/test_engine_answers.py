@@ -67,6 +67,7 @@ def askers() -> list[Asker]:
 seen = {"stop": 0, "length": 0, "refused": 0, "other tokens": 0}
 
 
+@pytest.mark.timeout(cases(600, 86_400))
 @settings(
     max_examples=cases(4, 200),
     deadline=None,
