@@ -42,6 +42,11 @@ def serve_parser(doc: str) -> argparse.ArgumentParser:
     add("--dp", type=engines, default=1, metavar="N", help="engines behind a router")
     add("--route", choices=ROUTES, help="how the router chooses (default: least_loaded)")
     add("--split", type=pair, metavar="P:D", help="engines for prompts, and engines for answers")
+    add(
+        "--split-by",
+        choices=("cost", "always"),
+        help="which prompts those compute, as the router chooses (default: cost); none: --dp P+D",
+    )
     add("--costs", type=Path, metavar="COSTS.json", help="what `fit` made, in place of the device's profile")
     add("--timeline", type=outputs.file, metavar="OUT.json", help="write a time line for Perfetto")
     return top

@@ -214,13 +214,18 @@ def test_who_waits_between_two_engines_is_in_no_slot(
     make_trace(["--requests", "150", "--rate", "60", *lengths, "--vocab-size", "32000", "--output", path])
     capsys.readouterr()
     slots = "scheduler.num_slots=8"
-    main([*RECIPE[:2], slots, "--trace", path, "--device", "ascend910b", "--json", "--split", "1:1"])
-    result = json.loads(capsys.readouterr().out)
-    verdict = result["verdict"]
-    assert verdict["outcome"] == "pass", verdict["refused"]
-    assert {"Little", "Little, records", "slots"} <= set(verdict["passed"])
-    assert {"Little, running", "at once"} <= set(verdict["not_checkable"])
-    assert result["preemptions_in_engines"] == 0
+    asked = [*RECIPE[:2], slots, "--trace", path, "--device", "ascend910b", "--json"]
+    split = {}
+    for by in ("cost", "always"):
+        main([*asked, "--split", "1:1", "--split-by", by])
+        result = json.loads(capsys.readouterr().out)
+        verdict = result["verdict"]
+        assert verdict["outcome"] == "pass", verdict["refused"]
+        assert {"Little", "Little, records", "Little, running", "slots", "at once"} <= set(verdict["passed"])
+        split[by] = result["prompts_apart"]
+    assert 0 < split["cost"] < split["always"]
+    with pytest.raises(ValueError, match="--split-by says which prompts are computed apart; give --split"):
+        main([*asked, "--split-by", "always"])
 
 
 FLEET = ["--rate", "30", "--prompt-tokens", "uniform:5:40", "--output-tokens", "uniform:2:9"]
