@@ -14,7 +14,7 @@ ROUTING_TESTS_OF = {
     ROUTING: ("tests/continuous_batching/test_routing.py",),
     EVENTS: ("tests/kv_cache/test_events.py",),
     **dict.fromkeys((REPLICAS, UPSTREAM), ("tests/serving/router/test_lost_replicas.py",)),
-    PROXY: ("tests/serving/router/test_lost_replicas.py", "tests/serving/router/test_proxy.py"),
+    PROXY: tuple(f"tests/serving/router/test_{name}.py" for name in ("lost_replicas", "proxy", "abort")),
     READER: ("tests/serving/router/test_page_reader.py",),
 }
 
@@ -116,5 +116,26 @@ ROUTING_FAULTS = (
         "            if self._gone in ready:\n                return\n",
         "            if self._gone in ready:\n                await self._gone.recv_multipart()\n",
         "pages of an engine that is gone draw prompts, and those of the new one none",
+    ),
+    Fault(
+        "first_to_answer_aborts",
+        PROXY,
+        "                    if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:\n",
+        "                    if said is None:\n",
+        "a client hears that its request is unknown, from a replica that never had it",
+    ),
+    Fault(
+        "one_asked_to_abort",
+        PROXY,
+        "        asking = [asyncio.ensure_future(ask(each)) for each in there]\n",
+        "        asking = [asyncio.ensure_future(ask(each)) for each in there[:1]]\n",
+        "requests of other replicas go on for nobody",
+    ),
+    Fault(
+        "lost_while_aborting",
+        PROXY,
+        "                with suppress(Lost):  # with its requests",
+        "                with suppress(ValueError):  # with its requests",
+        "a request cannot be aborted while any replica is lost",
     ),
 )
