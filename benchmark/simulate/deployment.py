@@ -11,7 +11,7 @@ from benchmark.simulate.trace_events import TraceEventFile
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.routing import Route
-from continuous_batching.splitting import Split
+from continuous_batching.splitting import Split, SplitWeights
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.fleet import serve_fleet
 from simulation.pipeline import Pipeline, Stages
@@ -33,6 +33,7 @@ class Deployment:
     route: Route = "round_robin"
     split: tuple[int, int] | None = None
     split_by: Split = "cost"
+    weights: SplitWeights | None = None  # None: the router's
 
     @property
     def num_devices(self) -> int:
@@ -78,6 +79,7 @@ class Deployment:
             num_layers=placement.config.num_layers,
             route=self.route,
             split=self.split_by,
+            weights=self.weights,
             overlap=placement.recipe.scheduler.overlap,
         )
         fleet.serve(trace)
