@@ -12,8 +12,7 @@ mpl.use("Agg")  # files, no screen
 
 from matplotlib import pyplot as plt
 
-from benchmark.reproduce.charts import STYLE
-
+STYLE = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "font.size": 8}
 PANELS = (
     ("prefix_hit_rate", "prompt tokens found", "{:.2f}"),
     ("routed_most_of_mean", "most loaded engine / mean", "{:.2f}"),
