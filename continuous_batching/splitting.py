@@ -23,7 +23,12 @@ SPLITS: tuple[Split, ...] = ("cost", "always", "never")
 
 @dataclass(frozen=True, slots=True)
 class SplitWeights:
-    """What a split costs and spares, in prompt tokens that are computed in the time of it."""
+    """What a split costs and spares, in prompt tokens that are computed in the time of it.
+
+    They are guesses, fitted to no machine: times of steps give what an answer loses beside a prompt, and not
+    how much of that is worth a later first token. Where "What was measured" in docs/fleet.md has the times of
+    a simulated device, it also says what other weights change.
+    """
 
     transfer: float = 32.0  # the beginning and the end of a transfer
     page_token: float = 0.1  # the way of the pages of a token, as far as it is not hidden behind computing

@@ -1,181 +1,166 @@
-"""What if some engines compute the prompts, and other engines the answers?
+"""What if some engines compute prompts for others, which answer?
 
-A prompt's engine yields its first token. Its keys and values then go over the link to an answer's engine,
-where the request waits for a slot and pages like any newcomer, and is not computed again.
+As `serving.router` does it: `continuous_batching.routing` chooses who answers, `splitting` whether another
+computes the prompt. Who answers takes pages for it then, by the calls that a server makes; they come over a
+link, and the request is an ordinary hit. While a layer is computed, those before it are on their way. Not
+modelled: that a transfer fails or is late, the link's end at the engine that answers, and what a device loses
+while it sends.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine, Step
-from continuous_batching.request import Request
+from continuous_batching.request import Request, SamplingParams
 from continuous_batching.routing import Route, Routing
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.slots import SlotPool
-from simulation.fleet import Fleet
+from continuous_batching.splitting import Split, Splitting, SplitWeights
+from simulation.fleet import Fleet, Passing
 from simulation.replica import Replica
-from simulation.run_totals import DONE, Answered, RunTotals, StepCounter
+from simulation.run_totals import DONE, RunTotals
 from simulation.runner import CostModel
-from simulation.serve import in_order
 
 TransferS = Callable[[int], float]  # seconds for the keys and values of so many tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The costs of an answers' engine: of a span sent over the link, it computes only the last token."""
+@dataclass(slots=True)
+class Moving:
+    """A request whose prompt another engine computes, with the pages that come from there."""
 
-    costs: CostModel
-
-    def step_s(self, batch: Batch, slots: SlotPool) -> float:
-        """Seconds of a step."""
-        came = batch.starts < slots.num_prompt[batch.slots]
-        if came.any():
-            starts = np.where(came, np.maximum(batch.starts, batch.stops - 1), batch.starts)
-            batch = replace(batch, starts=starts)
-        return self.costs.step_s(batch, slots)
+    request: Request
+    answers: int  # the engine that answers
+    prompts: int  # the engine that computes the prompt
+    num_tokens: int  # whose pages come over the link
+    begun_s: float | None = None  # when the first step began that computed some of it
+    is_whole: bool = False
 
 
-class _PrefillCounter(StepCounter):
-    """Counts only answers of one token: all others end in the engine of their answers."""
+class DisaggregatedFleet(Fleet):
+    """Engines that compute prompts, the first ones, and engines that answer; what they do goes to one
+    RunTotals. Each prompts' engine has a link of its own, which sends one prompt after the other.
 
-    def __init__(self, engine: Engine, totals: RunTotals, asked: dict[str, Request]) -> None:
-        super().__init__(engine, totals)
-        self._asked = asked
-
-    def ended(self, request: Request) -> None:
-        if self._asked[request.id].params.max_tokens == 1:
-            super().ended(request)
-
-
-class _DecodeCounter(StepCounter):
-    """Counts a request by what both of its engines did."""
-
-    def __init__(self, engine: Engine, totals: RunTotals, begun: dict[str, Answered]) -> None:
-        super().__init__(engine, totals)
-        self._begun = begun
-
-    def ended(self, request: Request) -> None:
-        first = self._begun.pop(request.id)
-        if request.finish_reason not in DONE:
-            self.totals.cut_short += 1
-        else:
-            assert request.finish_s is not None, "an answered request has its times"
-            tokens = 1 + len(request.answer)
-            reason = str(request.finish_reason)
-            self.totals.answered(
-                replace(first, finish_s=request.finish_s, output_tokens=tokens, finish_reason=reason)
-            )
-
-    def since_s(self, number: int) -> float:
-        known_s = super().since_s(number)
-        if not np.isnan(known_s):
-            return known_s
-        slots = self.engine.slots
-        row = int(np.flatnonzero(slots.number == number)[0])
-        return self._begun[slots.requests[row].id].first_token_s
-
-
-class DisaggregatedFleet:
-    """Prompts' engines, a link and answers' engines; what they do goes to one RunTotals.
-
-    Answers' schedulers must take a whole context in a step: give them a budget of tokens that is large.
+    All engines tell their pages, and `num_layers` are sent one by one. `split` is "cost" or "always": where
+    no prompt is computed elsewhere, all engines are alike, and a `Fleet` has them.
     """
 
     def __init__(
         self,
-        prompts: list[Scheduler],
-        answers: list[Scheduler],
+        prompts: Sequence[Scheduler],
+        answers: Sequence[Scheduler],
         costs: CostModel,
         transfer_s: TransferS,
         totals: RunTotals,
         *,
+        num_layers: int,
         route: Route = "least_loaded",
-        answer_costs: CostModel | None = None,
+        split: Split = "cost",
+        weights: SplitWeights | None = None,
+        overlap: bool = False,
     ) -> None:
-        self._totals = totals
-        self._transfer_s = transfer_s
-        self._asked: dict[str, Request] = {}
-        self._begun: dict[str, Answered] = {}
-        self._coming: list[tuple[float, int, Request]] = []
-        self._num_sent = 0
-        self._prompts = Fleet([self._prompt(each, costs) for each in prompts], Routing(len(prompts), route))
-        resumed = Resumed(answer_costs or costs)
-        self._answers = Fleet([self._answer(each, resumed) for each in answers], Routing(len(answers), route))
+        assert split != "never", "then prompts' engines answer, too"
+        self._totals, self._own = totals, RunTotals()  # `_own` of prompts' engines: nobody reads their tokens
+        computing = [
+            Replica(each, costs, self._own, overlap=overlap, observe=self._computed) for each in prompts
+        ]
+        answering = [Replica(each, costs, totals, overlap=overlap) for each in answers]
+        count, self._num_prompts = len(prompts) + len(answers), len(prompts)
+        super().__init__([*computing, *answering], Routing(count, route, tells=True))
+        self._splitting = Splitting(self.routing, split, weights)
+        names = [f"prompts-{number}" for number in range(len(prompts))]
+        for number in range(count):
+            name = names[number] if number < len(names) else ""
+            self._splitting.is_known(number, name, () if name else names)
+        self._transfer_s, self._num_layers = transfer_s, num_layers
+        self._free_s = [0.0] * len(prompts)  # when each link has sent all that was computed so far
+        self._moving: dict[str, Moving] = {}  # by the ids of requests whose prompts are being computed
+        self._coming: list[tuple[float, int, Moving]] = []
+        self._num_come = self.num_split = 0
 
-    def serve(self, trace: Iterable[Request]) -> None:
-        """Serve requests, in order of arrival, to the end."""
-        for request in in_order(trace):
-            self._prompts.advance(request.arrival_s)
-            self._deliver(request.arrival_s)
-            self._asked[request.id] = request
-            prompt = Request(
-                request.id,
-                request.prompt,
-                replace(request.params, max_tokens=1),
-                tenant=request.tenant,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                arrival_s=request.arrival_s,
-                timeout_s=request.timeout_s,
-            )
-            self._prompts.add(prompt, request.arrival_s)
-            if prompt.finish_reason is not None:
-                del self._asked[request.id]  # the engine refused it
-        self._prompts.close()
-        self._deliver(float("inf"))
-        self._answers.close()
+    def add(self, request: Request, at_s: float) -> None:
+        """Send a request to an engine, and its prompt perhaps to another."""
+        self.advance(at_s)
+        for number in range(len(self.replicas)):
+            self._see(number, at_s)
+            self._tell(number, at_s)
+        prompt = self._prompt(request)
+        sent = self.routing.send(prompt, at_s, but=self._splitting.not_for_answers)
+        assert sent is not None, "all engines are open"
+        self.routed.count(request, sent, len(self.replicas))
+        place = self._splitting.choose(prompt, sent, at_s).place
+        there = None if place is None else place.sent
+        self._passing[sent.replica].append(Passing(request, sent, there))
+        if there is None or not self._ask(request, sent.replica, there.replica):
+            self.replicas[sent.replica].add(request)
 
-    def _prompt(self, scheduler: Scheduler, costs: CostModel) -> Replica:
-        replica = Replica(scheduler, costs, self._totals, observe=self._send)
-        replica.counter = _PrefillCounter(replica.engine, self._totals, self._asked)
-        return replica
-
-    def _answer(self, scheduler: Scheduler, costs: CostModel) -> Replica:
-        replica = Replica(scheduler, costs, self._totals, is_counting_arrivals=False)
-        replica.counter = _DecodeCounter(replica.engine, self._totals, self._begun)
-        return replica
-
-    def _send(self, engine: Engine, step: Step) -> None:
-        for prompt in step.finished:
-            asked = self._asked.pop(prompt.id)
-            if prompt.finish_reason not in DONE or asked.params.max_tokens == 1:
-                continue
-            assert prompt.first_token_s is not None, "an answered request has its times"
-            took_s = self._transfer_s(prompt.num_prompt_tokens)
-            there_s = prompt.first_token_s + took_s
-            left_s = None if asked.timeout_s is None else asked.arrival_s + asked.timeout_s - there_s
-            self._totals.waiting_s += took_s
-            self._begun[prompt.id] = Answered(
-                prompt.id,
-                prompt.arrival_s,
-                prompt.first_token_s,
-                prompt.first_token_s,
-                prompt.num_prompt_tokens,
-                asked.params.max_tokens,
-                1,
-                "length",
-            )
-            rest = Request(
-                prompt.id,
-                prompt.tokens,
-                replace(asked.params, max_tokens=asked.params.max_tokens - 1),
-                tenant=asked.tenant,
-                cache_salt=f"{asked.cache_salt} from {prompt.id}",  # pages that were sent are not shared
-                priority=asked.priority,
-                arrival_s=there_s,
-                timeout_s=left_s,  # if none is left, the request ends before the next step
-            )
-            self._num_sent += 1
-            heapq.heappush(self._coming, (rest.arrival_s, self._num_sent, rest))
-
-    def _deliver(self, until_s: float) -> None:
+    def advance(self, until_s: float) -> None:
+        """Bring all engines to this time; what prompts' engines have sent by then has come."""
+        for replica in self.replicas[: self._num_prompts]:
+            replica.advance(until_s)
         while self._coming and self._coming[0][0] <= until_s:
-            at_s, _, rest = heapq.heappop(self._coming)
-            self._answers.add(rest, at_s)
+            at_s, _, moving = heapq.heappop(self._coming)
+            replica = self.replicas[moving.answers]
+            replica.advance(at_s)
+            replica.engine.pages_arrived(moving.request.id, is_whole=moving.is_whole)
+            replica.add(moving.request)
+        for replica in self.replicas[self._num_prompts :]:
+            replica.advance(until_s)
+
+    def close(self) -> None:
+        """Serve all requests to their end, and count what the prompts' engines did for them."""
+        super().close()
+        own, totals = self._own, self._totals
+        totals.steps, totals.spans = totals.steps + own.steps, totals.spans + own.spans
+        totals.busy_s, totals.held_share = totals.busy_s + own.busy_s, totals.held_share + own.held_share
+        totals.preemptions += own.preemptions
+        totals.copied_pages += own.copied_pages
+
+    def _ask(self, request: Request, answers: int, prompts: int) -> bool:
+        """Have a prompt computed elsewhere; False where nothing is missing, or there is no room for it."""
+        engine, computing = self.replicas[answers].engine, self.replicas[prompts]
+        try:
+            engine.scheduler.check(request)
+        except ValueError:
+            return False  # the engine that answers refuses it
+        expected = engine.expect_pages(request)
+        if expected is None:
+            return False
+        arrival, _ = expected
+        asked = Request(
+            request.id,
+            arrival.tokens,
+            SamplingParams(max_tokens=1, ignore_eos=True),
+            tenant=request.tenant,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            arrival_s=computing.clock.now_s,
+        )
+        self.num_split += 1
+        num_tokens = len(arrival.filled) * engine.slots.page_size
+        self._moving[request.id] = Moving(request, answers, prompts, num_tokens)
+        computing.add(asked)
+        if asked.finish_reason is not None:  # refused
+            self._send(self._moving.pop(request.id), computing.clock.now_s)
+        return True
+
+    def _computed(self, engine: Engine, step: Step) -> None:
+        """A step of a prompts' engine."""
+        for request in engine.slots.requests[step.batch.slots]:
+            moving = None if request is None else self._moving.get(request.id)
+            if moving is not None and moving.begun_s is None:
+                moving.begun_s = step.start_s
+        for request in step.finished:
+            moving = self._moving.pop(request.id)
+            begun_s = step.start_s if moving.begun_s is None else moving.begun_s
+            moving.is_whole = request.finish_reason in DONE
+            # Layers follow as they are computed, and the last one when it is
+            layer_s, took_s = (step.end_s - begun_s) / self._num_layers, self._transfer_s(moving.num_tokens)
+            sent_s = max(begun_s + layer_s, self._free_s[moving.prompts]) + took_s
+            self._free_s[moving.prompts] = max(sent_s, step.end_s + took_s / self._num_layers)
+            self._send(moving, self._free_s[moving.prompts])
+
+    def _send(self, moving: Moving, there_s: float) -> None:
+        self._num_come += 1
+        heapq.heappush(self._coming, (there_s, self._num_come, moving))

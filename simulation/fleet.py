@@ -67,6 +67,15 @@ class _Told(PageListener):
         self._routing.removed(self._number, map(short_key, keys))
 
 
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """A request that the router has sent on, and whose answer has not wholly passed through it."""
+
+    request: Request
+    sent: Sent
+    prompt: Sent | None = None  # where its prompt is computed, if elsewhere
+
+
 class Fleet:
     """Engines behind a router. Each is simulated only up to the last arrival that it or the router sees."""
 
@@ -75,14 +84,13 @@ class Fleet:
         self.routing = routing
         self.routed = Routed()
         self._looks = routing.route != "round_robin"  # needs to know the engines' loads
-        self._has_keys = routing.route in ("prefix", "text_prefix")
-        if routing.route == "prefix":
-            for number, replica in enumerate(replicas):
-                replica.engine.scheduler.prefix.listener = _Told(routing, number)
+        self._has_keys = routing.route == "text_prefix" or bool(routing.tells.any())
+        for number in routing.tells.nonzero()[0].tolist():
+            replicas[number].engine.scheduler.prefix.listener = _Told(routing, number)
         self._told_s = np.full(len(replicas), -math.inf)
         self._behind: list[tuple[float, int]] = []  # clocks of those with work, if the router looks
         self._is_behind = np.zeros(len(replicas), dtype=np.bool_)
-        self._open: list[list[tuple[Request, Sent]]] = [[] for _ in replicas]
+        self._passing: list[list[Passing]] = [[] for _ in replicas]
 
     def add(self, request: Request, at_s: float) -> None:
         """Send a request to an engine, at a time not before that of the last request."""
@@ -95,8 +103,11 @@ class Fleet:
         replica = self.replicas[number]
         replica.advance(at_s)
         replica.add(request)
-        self._open[number].append((request, sent))
-        if self._looks and not self._is_behind[number]:
+        if not self._looks:
+            self.routing.ended(sent)  # whoever takes turns counts nothing, and keeps nothing
+            return
+        self._passing[number].append(Passing(request, sent))
+        if not self._is_behind[number]:
             self._is_behind[number] = True
             heapq.heappush(self._behind, (replica.clock.now_s, number))
 
@@ -105,10 +116,17 @@ class Fleet:
         for replica in self.replicas:
             replica.advance(until_s)
 
+    def serve(self, trace: Iterable[Request]) -> None:
+        """Serve requests, in order of arrival, to the end."""
+        for request in in_order(trace):
+            self.add(request, request.arrival_s)
+        self.close()
+
     def close(self) -> None:
         """Serve all requests to their end."""
         self.advance(math.inf)
-        for replica in self.replicas:
+        for number, replica in enumerate(self.replicas):
+            self._see(number, math.inf)
             replica.counter.close()
 
     def _prompt(self, request: Request) -> RoutedPrompt:
@@ -126,23 +144,29 @@ class Fleet:
             replica.advance(until_s)
             self._see(number, until_s)
             self._tell(number, until_s)
-            if replica.engine.has_work or self._open[number]:  # whose last step may end later
+            if replica.engine.has_work or self._passing[number]:  # whose last step may end later
                 heapq.heapreplace(self._behind, (replica.clock.now_s, number))
             else:
                 heapq.heappop(self._behind)
                 self._is_behind[number] = False
 
     def _see(self, number: int, now_s: float) -> None:
-        """What of an engine's answers has passed through the router by now."""
+        """What of an engine's answers has passed through the router by now, which counts it as the proxy of
+        `serving.router` does.
+        """
         still = []
-        for request, sent in self._open[number]:
-            if request.finish_reason is not None and (request.finish_s or 0.0) <= now_s:
-                self.routing.ended(sent)
-                continue
-            still.append((request, sent))
-            if request.first_token_s is not None and request.first_token_s <= now_s:
-                self.routing.begun(sent)
-        self._open[number] = still
+        for each in self._passing[number]:
+            request = each.request
+            is_over = request.finish_reason is not None and (request.finish_s or 0.0) <= now_s
+            if is_over or (request.first_token_s is not None and request.first_token_s <= now_s):
+                self.routing.begun(each.sent)
+                if each.prompt is not None:
+                    self.routing.ended(each.prompt)
+            if is_over:
+                self.routing.ended(each.sent)
+            else:
+                still.append(each)
+        self._passing[number] = still
 
     def _tell(self, number: int, now_s: float) -> None:
         """Tell the router the load of an engine that has work as often as a beat; of one without, at once."""
@@ -163,7 +187,5 @@ def serve_fleet(
     """Serve requests, in order of arrival, to the end; their figures are in the replicas' totals."""
     count = len(replicas)
     fleet = Fleet(replicas, Routing(count, route) if isinstance(route, str) else route(count))
-    for request in in_order(trace):
-        fleet.add(request, request.arrival_s)
-    fleet.close()
+    fleet.serve(trace)
     return fleet.routed

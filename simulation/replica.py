@@ -32,7 +32,6 @@ class Replica:
         speaker: Speaker | None = None,
         observe: Observe | None = None,
         runner: MakeRunner | None = None,
-        is_counting_arrivals: bool = True,
     ) -> None:
         self.clock = Clock()
         made = (
@@ -45,7 +44,6 @@ class Replica:
         self.totals = totals
         self.counter = StepCounter(self.engine, totals)
         self._observe = observe
-        self._is_counting_arrivals = is_counting_arrivals
 
     @property
     def num_requests(self) -> int:
@@ -57,8 +55,7 @@ class Replica:
         """Take a request at the clock's time, which is its arrival or later. A refused request has failed
         and is only counted.
         """
-        if self._is_counting_arrivals:
-            self.totals.came(request)
+        self.totals.came(request)
         try:
             self.engine.add(request)
         except ValueError as error:

@@ -78,7 +78,9 @@ def _drawn(mean: int, most: int):
 @dataclass(frozen=True, slots=True)
 class Case:
     """One run: the trace, and the keys of the recipe that it sets. `tensor` devices share each layer;
-    `replicas` engines stand side by side; `split` are engines for prompts and for answers."""
+    `replicas` engines stand side by side; `split` are engines for prompts and for answers, and all prompts
+    go there.
+    """
 
     label: str
     offered: Offered

@@ -34,7 +34,7 @@ def placement_of(case: Case) -> Placement:
 
 def run(case: Case) -> Result:
     """The figures of one case, with their verdict and their records."""
-    deployment = Deployment(placement_of(case), case.replicas, "least_loaded", case.split)
+    deployment = Deployment(placement_of(case), case.replicas, "least_loaded", case.split, "always")
     totals, own = deployment.serve(case.offered.trace(), None, records=True)
     figures = totals.figures()
     records = totals.records or []

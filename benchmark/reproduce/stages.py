@@ -108,8 +108,8 @@ def _split(results: Results) -> list[str]:
         f" this load is {ratio(apart, together, 'requests_per_s'):.2f} times that of chunks: one engine of"
         " two computes the prompts, and its memory's bandwidth is of no use to the answers.",
         f"The TTFT p99 is {figure(apart, 'ttft_ms.p99'):,.0f} ms apart and"
-        f" {figure(together, 'ttft_ms.p99'):,.0f} ms in chunks; a prompt's keys and values go over one link a"
-        " device at the profile's rate, which is in the first gap of the answer.",
+        f" {figure(together, 'ttft_ms.p99'):,.0f} ms in chunks: a prompt's keys and values go over one link a"
+        " device while later layers are computed, and its last token takes a step more where it is answered.",
     ]
 
 

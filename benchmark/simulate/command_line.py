@@ -42,6 +42,11 @@ def serve_parser(doc: str) -> argparse.ArgumentParser:
     add("--dp", type=engines, default=1, metavar="N", help="engines behind a router")
     add("--route", choices=ROUTES, help="how the router chooses (default: least_loaded)")
     add("--split", type=pair, metavar="P:D", help="engines for prompts, and engines for answers")
+    add(
+        "--split-by",
+        choices=("cost", "always"),
+        help="which prompts those compute, as the router chooses (default: cost); none: --dp P+D",
+    )
     add("--costs", type=Path, metavar="COSTS.json", help="what `fit` made, in place of the device's profile")
     add("--timeline", type=outputs.file, metavar="OUT.json", help="write a time line for Perfetto")
     return top
@@ -85,6 +90,24 @@ def search_parser() -> argparse.ArgumentParser:
     add(
         "--slots", type=wholes(1, 2**31 - 1), metavar="N,N,...", help="scheduler.num_slots; else the recipe's"
     )
+    return top
+
+
+def routes_parser() -> argparse.ArgumentParser:
+    """The options of a comparison of routes."""
+    top = _parser(" routes", "How do the routes of a router compare on one trace? Nothing is measured.")
+    _add_ways(top)
+    top.add_argument("--dp", type=engines, required=True, metavar="N", help="engines behind the router")
+    top.add_argument("--plot", type=outputs.picture, metavar="OUT.png", help="draw them, too")
+    return top
+
+
+def splits_parser() -> argparse.ArgumentParser:
+    """The options of a comparison of who computes prompts."""
+    top = _parser(" splits", "Who should compute prompts, by one trace? Nothing is measured.")
+    _add_ways(top)
+    help_ = "engines for prompts, and for answers; or all for both"
+    top.add_argument("--split", type=pair, required=True, metavar="P:D", help=help_)
     return top
 
 
@@ -160,6 +183,12 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     add("--trace", required=True, metavar="FILE", help="requests, as `generate` reads them")
     add("--skip-bad", action="store_true", help="leave out lines that are no requests")
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    _add_trace(parser)
+    _add_device(parser)
+    parser.add_argument("--tp", type=engines, default=1, metavar="N", help="devices that share each layer")
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from benchmark.simulate.trace_events import TraceEventFile
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.routing import Route
+from continuous_batching.splitting import Split, SplitWeights
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.fleet import serve_fleet
 from simulation.pipeline import Pipeline, Stages
@@ -19,17 +20,20 @@ from simulation.run_totals import RunTotals
 
 Result = dict[str, Any]
 SIMULATED = "not measured: the real scheduler against a cost model"
-MOST_CONTEXT = 2**20  # tokens that an answer's engine may take over in a step
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A placement, `replicas` times side by side; or `split` into engines for prompts and for answers."""
+    """A placement, `replicas` times side by side; or `split` into engines for prompts and for answers, which
+    have those compute what `split_by` says.
+    """
 
     placement: Placement
     replicas: int = 1
     route: Route = "round_robin"
     split: tuple[int, int] | None = None
+    split_by: Split = "cost"
+    weights: SplitWeights | None = None  # None: the router's
 
     @property
     def num_devices(self) -> int:
@@ -66,19 +70,22 @@ class Deployment:
 
     def _split(self, trace: Iterable[Request], totals: RunTotals) -> Result:
         placement, (num_prompts, num_answers) = self.placement, self.split or (1, 1)
-        DisaggregatedFleet(
+        fleet = DisaggregatedFleet(
             [placement.scheduler() for _ in range(num_prompts)],
-            [placement.scheduler(max_batch_tokens=MOST_CONTEXT) for _ in range(num_answers)],
+            [placement.scheduler() for _ in range(num_answers)],
             placement.costs(),
             placement.send_cached_s,
             totals,
+            num_layers=placement.config.num_layers,
             route=self.route,
-        ).serve(trace)
+            split=self.split_by,
+            weights=self.weights,
+            overlap=placement.recipe.scheduler.overlap,
+        )
+        fleet.serve(trace)
         return {
+            "prompts_apart": fleet.num_split,
             "busy_share": _share(totals.busy_s, num_prompts + num_answers, totals),
-            # null to the gate: a request between two tokens may be in no slot, on its way to the other engine
-            "preemptions": None,
-            "preemptions_in_engines": totals.preemptions,
         }
 
     def _pipeline(

@@ -31,6 +31,8 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
         raise ValueError("--costs are of the devices that were recorded; leave out --tp and --pp")
     if options.split is not None and (options.dp > 1 or options.pp > 1):
         raise ValueError("--split says how many engines there are; leave out --dp and --pp")
+    if options.split_by is not None and options.split is None:
+        raise ValueError("--split-by says which prompts are computed apart; give --split, or leave it out")
     if options.route is not None and options.dp == 1 and max(options.split or (1,)) == 1:
         raise ValueError("--route chooses among engines; give several, by --dp or --split, or leave it out")
     if options.pp > 1 and options.dp > 1:
@@ -39,7 +41,8 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
     if options.costs is not None:
         fitted = Fitted.from_json(read_bounded(options.costs, MOST_JSON_BYTES), options.costs)
     planned = place(recipe, options.device, options.tp, options.pp, fitted)
-    return Deployment(planned, options.dp, options.route or "least_loaded", options.split)
+    route, split_by = options.route or "least_loaded", options.split_by or "cost"
+    return Deployment(planned, options.dp, route, options.split, split_by)
 
 
 def run(

@@ -15,6 +15,7 @@ from benchmark.simulate.held_out import compared
 from benchmark.simulate.interleaved import steps_of
 from benchmark.simulate.placement import place
 from benchmark.simulate.shards import Drawn, Shard, run
+from continuous_batching.routing import ROUTES
 from recipes.schema.reader import load
 from scripts.simulate import main
 from scripts.trace import main as make_trace
@@ -214,13 +215,45 @@ def test_who_waits_between_two_engines_is_in_no_slot(
     make_trace(["--requests", "150", "--rate", "60", *lengths, "--vocab-size", "32000", "--output", path])
     capsys.readouterr()
     slots = "scheduler.num_slots=8"
-    main([*RECIPE[:2], slots, "--trace", path, "--device", "ascend910b", "--json", "--split", "1:1"])
-    result = json.loads(capsys.readouterr().out)
-    verdict = result["verdict"]
-    assert verdict["outcome"] == "pass", verdict["refused"]
-    assert {"Little", "Little, records", "slots"} <= set(verdict["passed"])
-    assert {"Little, running", "at once"} <= set(verdict["not_checkable"])
-    assert result["preemptions_in_engines"] == 0
+    asked = [*RECIPE[:2], slots, "--trace", path, "--device", "ascend910b", "--json"]
+    split = {}
+    for by in ("cost", "always"):
+        main([*asked, "--split", "1:1", "--split-by", by])
+        result = json.loads(capsys.readouterr().out)
+        verdict = result["verdict"]
+        assert verdict["outcome"] == "pass", verdict["refused"]
+        assert {"Little", "Little, records", "Little, running", "slots", "at once"} <= set(verdict["passed"])
+        split[by] = result["prompts_apart"]
+    assert 0 < split["cost"] < split["always"]
+    with pytest.raises(ValueError, match="--split-by says which prompts are computed apart; give --split"):
+        main([*asked, "--split-by", "always"])
+
+
+def test_ways_of_a_router_are_compared(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row is what the run alone says."""
+    asked = [*RECIPE, "--trace", trace, "--device", "ascend910b", "--json"]
+    main(["routes", *asked, "--dp", "2", "--plot", str(tmp_path / "routes.png")])
+    routes = json.loads(capsys.readouterr().out)["ways"]
+    assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")
+    main(["splits", *asked, "--split", "1:1"])
+    splits = json.loads(capsys.readouterr().out)["ways"]
+    assert list(routes) == list(ROUTES)
+    assert len(splits) == 9
+    for row, options in (
+        (routes["prefix"], ["--dp", "2", "--route", "prefix"]),
+        (splits["always"], ["--split", "1:1", "--split-by", "always"]),
+        (splits["cost"], ["--split", "1:1"]),
+    ):
+        main([*asked, *options])
+        alone = json.loads(capsys.readouterr().out)
+        assert row == {name: alone[name] for name in row}
+    assert splits["cost, answer x 0.5"]["prompts_apart"] < splits["cost, answer x 2"]["prompts_apart"]
+    main(["splits", *asked[:-1], "--split", "1:1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("SIMULATED")
+    assert len({line.count("|") for line in lines[2:]}) == 1
 
 
 FLEET = ["--rate", "30", "--prompt-tokens", "uniform:5:40", "--output-tokens", "uniform:2:9"]

@@ -59,6 +59,7 @@ from tests.mutation.scaling_faults import SCALING_FAULTS, SCALING_TESTS_OF
 from tests.mutation.schedule_faults import SCHEDULE_FAULTS
 from tests.mutation.score_faults import SCORE_FAULTS, SCORE_TESTS_OF
 from tests.mutation.speculation_faults import SPECULATION_FAULTS, SPECULATION_TESTS_OF
+from tests.mutation.split_faults import SPLIT_FAULTS, SPLIT_TESTS_OF
 from tests.mutation.spread_faults import SPREAD_FAULTS, SPREAD_TESTS_OF
 from tests.mutation.tensor_faults import TENSOR_FAULTS, TENSOR_TESTS, TENSOR_TESTS_OF
 from tests.mutation.tier_faults import TIER_FAULTS, TIER_TESTS_OF
@@ -80,6 +81,7 @@ FAULTS = (
     *QUEUE_FAULTS,
     *ROUTING_FAULTS,
     *EXCHANGE_FAULTS,
+    *SPLIT_FAULTS,
     *SCALING_FAULTS,
     *ANSWER_FAULTS,
     *PROMPT_FAULTS,
@@ -179,6 +181,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **PROCESSOR_TESTS_OF,
     **ADAPTER_TESTS_OF,
     **ROUTING_TESTS_OF,
+    **SPLIT_TESTS_OF,
     **EXCHANGE_TESTS_OF,
     **SCALING_TESTS_OF,
     **GRAPH_TESTS_OF,

@@ -10,20 +10,12 @@ REPLICAS = "serving/router/replicas.py"
 UPSTREAM = "serving/router/upstream.py"
 PROXY = "serving/router/proxy.py"
 READER = "serving/router/page_reader.py"
-SPLITTING = "continuous_batching/splitting.py"
-FLEET = "simulation/fleet.py"
 ROUTING_TESTS_OF = {
     ROUTING: ("tests/continuous_batching/test_routing.py",),
     EVENTS: ("tests/kv_cache/test_events.py",),
     **dict.fromkeys((REPLICAS, UPSTREAM), ("tests/serving/router/test_lost_replicas.py",)),
-    PROXY: (
-        "tests/serving/router/test_lost_replicas.py",
-        "tests/serving/router/test_proxy.py",
-        "tests/serving/router/test_abort.py",
-    ),
+    PROXY: tuple(f"tests/serving/router/test_{name}.py" for name in ("lost_replicas", "proxy", "abort")),
     READER: ("tests/serving/router/test_page_reader.py",),
-    SPLITTING: ("tests/continuous_batching/test_splitting.py",),
-    FLEET: ("tests/simulation/test_fleet.py",),
 }
 
 ROUTING_FAULTS = (
@@ -126,73 +118,31 @@ ROUTING_FAULTS = (
         "who may not end a request is told that nobody has it",
     ),
     Fault(
-        "ended_request_said_unknown",
-        PROXY,
-        "                    if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:\n",
-        "                    if said is None or answer[0] != _DONE:\n",
-        "a request that was ended is said to be unknown",
-    ),
-    Fault(
-        "prompt_waits_at_both",
-        SPLITTING,
-        "        self._routing.begun(sent)  # nothing of it waits to be computed here\n",
-        "",
-        "a replica of answers seems busy with prompts that others compute",
-    ),
-    Fault(
-        "answers_lose_nothing",
-        SPLITTING,
-        " + sent.queued_tokens * (1 + self._weights.answer * others)",
-        " + sent.queued_tokens",
-        "no prompt is ever computed elsewhere",
-    ),
-    Fault(
-        "hits_there_unseen",
-        SPLITTING,
-        " + prompt.num_tokens - hits + ",
-        " + prompt.num_tokens + ",
-        "a prompt is computed anew where another replica has most of it",
-    ),
-    Fault(
-        "closed_computes",
-        SPLITTING,
-        " if each in sources and is_open[at]]",
-        " if each in sources]",
-        "a replica that is lost is asked to compute prompts",
-    ),
-    Fault(
-        "nobody_s_source",
-        SPLITTING,
-        " if each in sources and is_open[at]]",
-        " if is_open[at]]",
-        "a prompt goes to a replica whose pages cannot come back",
-    ),
-    Fault(
-        "prompts_answered_there",
-        SPLITTING,
-        '        return ours if self._split != "never" and is_open.any() else []\n',
-        "        return []\n",
-        "replicas of prompts are as busy with answers as others",
-    ),
-    Fault(
-        "simulated_answers_never_begin",
-        FLEET,
-        "                self.routing.begun(sent)\n",
-        "                pass\n",
-        "prompts that were computed still count as waiting in a simulated fleet",
-    ),
-    Fault(
-        "simulated_requests_never_end",
-        FLEET,
-        "                self.routing.ended(sent)\n",
-        "",
-        "pages that are gone are still taken to be there in a simulated fleet",
-    ),
-    Fault(
         "old_engine_believed",
         READER,
         "            if self._gone in ready:\n                return\n",
         "            if self._gone in ready:\n                await self._gone.recv_multipart()\n",
         "pages of an engine that is gone draw prompts, and those of the new one none",
+    ),
+    Fault(
+        "first_to_answer_aborts",
+        PROXY,
+        "                    if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:\n",
+        "                    if said is None:\n",
+        "a client hears that its request is unknown, from a replica that never had it",
+    ),
+    Fault(
+        "one_asked_to_abort",
+        PROXY,
+        "        asking = [asyncio.ensure_future(ask(each)) for each in there]\n",
+        "        asking = [asyncio.ensure_future(ask(each)) for each in there[:1]]\n",
+        "requests of other replicas go on for nobody",
+    ),
+    Fault(
+        "lost_while_aborting",
+        PROXY,
+        "                with suppress(Lost):  # with its requests",
+        "                with suppress(ValueError):  # with its requests",
+        "a request cannot be aborted while any replica is lost",
     ),
 )

@@ -32,6 +32,8 @@ OPTIONS = {
          "--system-prompts={}:9", "--priorities={}=1", "--tenants=a={}"],
     ),
     "simulate": ([RECIPE, "--trace", "none"], ["--tp", "--pp", "--dp", "--split=1:{}"]),
+    "simulate routes": ([RECIPE, "--trace", "none"], ["--tp", "--dp"]),
+    "simulate splits": ([RECIPE, "--trace", "none"], ["--tp", "--split=1:{}"]),
     "simulate search": (
         [RECIPE, "--trace", "none", "--ttft-ms", "9", "--itl-ms", "9"],
         ["--ttft-ms", "--itl-ms", "--percent", "--tp", "--dp", "--chunk", "--slots"],

@@ -12,7 +12,6 @@ from continuous_batching.batch import Batch
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.routing import Route, Routing
 from kv_cache.page_keys import short_key
-from simulation.disaggregated import DisaggregatedFleet
 from simulation.fleet import Fleet, serve_fleet
 from simulation.pipeline import Pipeline, Stages
 from simulation.replica import Replica
@@ -83,56 +82,6 @@ def test_a_router_sees_when_an_answer_begins_and_when_it_has_ended() -> None:
     fleet.close()
     ask(5, 9.0, 1)
     assert len(routing.supposed) == 30 // 8, "of the last alone"
-
-
-def test_an_answer_goes_on_elsewhere() -> None:
-    totals = RunTotals(records=[])
-    request = Request("a", np.arange(30), SamplingParams(max_tokens=4, ignore_eos=True), arrival_s=1.0)
-    one = Request("b", np.arange(30), SamplingParams(max_tokens=1, ignore_eos=True), arrival_s=50.0)
-    split = DisaggregatedFleet(
-        [scheduler()], [scheduler(max_batch_tokens=800)], Fixed(), lambda tokens: 0.1 * tokens, totals
-    )
-    split.serve([request, one])
-    assert totals.records is not None
-    second, first = sorted(totals.records, key=lambda each: each["output_tokens"])
-    assert (first["first_token_s"], first["output_tokens"], first["prompt_tokens"]) == (0.04, 4, 30)
-    assert first["finish_s"] == pytest.approx(0.04 + 3.0 + 3 * 0.011)  # nothing of the prompt again
-    assert totals.itl.most_s == pytest.approx(3.0 + 0.011)
-    assert (second["output_tokens"], totals.requests, totals.completed) == (1, 2, 2)
-
-
-def test_no_split_request_is_lost() -> None:
-    totals = RunTotals(records=[])
-    prompts, answers = [scheduler() for _ in range(2)], [scheduler(num_pages=40, max_batch_tokens=800)] * 1
-    DisaggregatedFleet(prompts, answers, Fixed(), lambda tokens: 1e-4 * tokens, totals).serve(
-        requests(80, 15.0)
-    )
-    figures = totals.figures()
-    assert figures["completed"] == 80
-    assert totals.records is not None
-    lens = {each["id"]: each["output_tokens"] for each in totals.records}
-    assert lens == {each.id: each.params.max_tokens for each in requests(80, 15.0)}
-    waits_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
-    assert figures["mean_in_system"] == pytest.approx(waits_s / figures["duration_s"], rel=1e-4)
-
-
-def test_time_runs_out_on_both_sides_and_on_the_way() -> None:
-    def ended(timeout_s: float | None, busy: int = 0) -> tuple[int, int]:
-        params = SamplingParams(max_tokens=4, ignore_eos=True)
-        trace = [
-            Request(str(n), np.arange(30), params, timeout_s=timeout_s if n == busy else None)
-            for n in range(busy + 1)
-        ]
-        totals, answers = RunTotals(), scheduler(max_batch_tokens=800)
-        DisaggregatedFleet([scheduler(num_slots=1)], [answers], Fixed(), lambda tokens: 0.1, totals).serve(
-            trace
-        )
-        return totals.completed, totals.cut_short
-
-    # first token at 40 ms, over the link at 140 ms, then three steps of 11 ms
-    assert ended(None) == ended(0.2) == (1, 0)
-    assert ended(0.16) == ended(0.1) == (0, 1)
-    assert ended(0.05, busy=3) == (3, 0), "it waits for the prompts' only slot"
 
 
 def stages(count: int) -> Stages:
@@ -229,3 +178,33 @@ def test_a_router_knows_the_pages_that_engines_hold() -> None:
     assert sum(each.engine.scheduler.counters.evicted_pages for each in replicas) > 0
     for number, keys in enumerate(held):
         assert {key for key, mask in routing.held._masks.items() if mask >> number & 1} == keys
+
+
+@pytest.mark.parametrize("route", ["round_robin", "least_loaded", "text_prefix", "prefix"])
+def test_what_has_ended_counts_no_more(route: Route) -> None:
+    """As with the proxy, nothing of a request is left in the router but what replicas are taken to hold."""
+    routing = Routing(3, route)
+    serve_fleet(
+        sessions(30), [Replica(scheduler(), Fixed(), RunTotals()) for _ in range(3)], lambda _: routing
+    )
+    assert routing.requests.tolist() == routing.queued_tokens.tolist() == [0, 0, 0]
+    assert not any(each.untold for each in routing._known)
+    assert bool(routing.supposed._masks) == (route == "text_prefix"), (
+        "where nothing is told, it stays supposed"
+    )
+
+
+def test_a_prompt_waits_until_its_answer_begins() -> None:
+    """Before the engine tells of it anew: by hand, prompts of 30 tokens take 40 ms, and answers go on."""
+    long = SamplingParams(max_tokens=90, ignore_eos=True)
+    fleet = Fleet([Replica(scheduler(), Fixed(), RunTotals())], Routing(1, "least_loaded"))
+
+    def waiting(number: int, at_s: float) -> int:
+        fleet.add(Request(str(number), np.arange(30) + 50 * number, long, arrival_s=at_s), at_s)
+        return int(fleet.routing.queued_tokens[0]) - 30  # its own
+
+    assert waiting(0, 0.0) == 0
+    assert waiting(1, 0.05) == 0, "the first has begun, and its engine tells so"
+    assert waiting(2, 0.07) == 30, "the second is being computed, and the engine tells nothing now"
+    assert waiting(3, 0.20) == 0, "both have begun"
+    assert int(fleet.routing.requests[0]) == 4
