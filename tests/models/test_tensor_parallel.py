@@ -27,6 +27,7 @@ from tests.models.families import VARIANTS, make
 from tests.models.tensor_rank import built, collectives, greedy_of, held, logits_of, tokens_of
 from tests.models.test_quantization import stored_in_int8
 from tests.serving.server import PATIENCE_S
+from tests.thorough import THOROUGH
 
 # Each family, and together: biases, norms of heads, windows, a tied head, a vocabulary that no number of
 # ranks divides, and fewer key-value heads than ranks
@@ -50,6 +51,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3_long": {},
     "internlm3_biased": {"vocab_size": 509},
 }
+EVEN = {  # experts that two parts of the ranks can share
+    "qwen3_moe_window": {"num_experts": 6},
+    "qwen2_moe_sparse": {"num_experts": 6},
+    "mixtral_one": {"num_local_experts": 4},
+    "deepseek_v3_one_group": {"n_routed_experts": 6},
+}
+if THOROUGH:  # three checkpoints of each family, and more
+    MODELS = {variant.name: {} for variant in VARIANTS} | EVEN | MODELS
 # Those whose whole experts are spread over two parts of the ranks
 SPREAD = {
     f"{name}_spread": name for name in MODELS if "moe" in name or name.startswith(("mixtral", "deep", "gpt"))
