@@ -169,13 +169,18 @@ class Fleet:
         self._passing[number] = still
 
     def _tell(self, number: int, now_s: float) -> None:
-        """Tell the router the load of an engine that has work as often as a beat; of one without, at once."""
-        replica = self.replicas[number]
+        """Tell the router the load of an engine that has work as often as a beat; of one without, at once.
+
+        What the engine's last step did is not done before that step ends, which may be later than now.
+        """
+        replica, passing = self.replicas[number], self._passing[number]
         if replica.engine.has_work and now_s < self._told_s[number] + BEAT_S:
             return
         self._told_s[number] = now_s
-        tokens = queued_tokens(replica.engine.scheduler)
-        self.routing.told(number, tokens, replica.num_requests, now_s)
+        computing = [each.sent for each in passing if (each.request.first_token_s or 0.0) > now_s]
+        ending = sum(each.request.finish_reason is not None for each in passing)
+        tokens = queued_tokens(replica.engine.scheduler) + sum(each.queued_tokens for each in computing)
+        self.routing.told(number, tokens, replica.num_requests + ending, now_s)
 
 
 RouterOf = Callable[[int], Routing]
