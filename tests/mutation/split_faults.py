@@ -117,4 +117,18 @@ SPLIT_FAULTS = (
         "is_whole=False)\n            replica.add(",
         "each prompt is computed twice, and splitting seems to gain nothing",
     ),
+    Fault(
+        "told_of_what_is_to_come",
+        FLEET,
+        "if (each.request.first_token_s or 0.0) > now_s]",
+        "if False]",
+        "a prompt counts as computed twice, and its engine seems to wait for less than it does",
+    ),
+    Fault(
+        "told_as_ended_before",
+        FLEET,
+        "        self.routing.told(number, tokens, replica.num_requests + ending, now_s)\n",
+        "        self.routing.told(number, tokens, replica.num_requests, now_s)\n",
+        "a request that is about to end is taken from its engine's figures twice",
+    ),
 )

@@ -208,3 +208,13 @@ def test_a_prompt_waits_until_its_answer_begins() -> None:
     assert waiting(2, 0.07) == 30, "the second is being computed, and the engine tells nothing now"
     assert waiting(3, 0.20) == 0, "both have begun"
     assert int(fleet.routing.requests[0]) == 4
+
+
+@pytest.mark.parametrize("tokens", [1, 90])
+def test_an_engine_tells_nothing_of_what_is_to_come(tokens: int) -> None:
+    """Amid a step of 40 ms its prompt waits and its request is there, also if that step ends it."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    fleet = Fleet([Replica(scheduler(), Fixed(), RunTotals())], Routing(1, "least_loaded"))
+    for number, at_s in enumerate((0.0, 0.02)):
+        fleet.add(Request(str(number), np.arange(30) + 50 * number, params, arrival_s=at_s), at_s)
+    assert (fleet.routing.queued_tokens.tolist(), fleet.routing.requests.tolist()) == ([60], [2])
