@@ -71,8 +71,8 @@ def test_a_router_sees_when_an_answer_begins_and_when_it_has_ended() -> None:
         fleet.add(Request(str(name), prompt, params, arrival_s=at_s), at_s)
 
     ask(0, 0.0, 1)
-    ask(1, 0.01, 5)
-    assert (routing.queued_tokens.tolist(), routing.requests.tolist()) == ([30], [1])
+    ask(1, 0.01, 5)  # while the first is computed
+    assert (routing.queued_tokens.tolist(), routing.requests.tolist()) == ([60], [2])
     ask(2, 0.06, 20)  # while the second is computed
     assert (routing.queued_tokens.tolist(), routing.requests.tolist()) == ([60], [2])
     ask(3, 0.14, 20)  # when both of them are answered
