@@ -26,8 +26,8 @@ class SplitWeights:
     """What a split costs and spares, in prompt tokens that are computed in the time of it.
 
     They are guesses, fitted to no machine: times of steps give what an answer loses beside a prompt, and not
-    how much of that is worth a later first token. Where "What was measured" in docs/fleet.md has the times of
-    a simulated device, it also says what other weights change.
+    how much of that a sooner first token is worth. docs/fleet.md has those of a simulated device, and what
+    other weights change there.
     """
 
     transfer: float = 32.0  # the beginning and the end of a transfer
