@@ -48,17 +48,13 @@ def of_pages(recipe: Recipe) -> str:
 
 
 def _add_files(digest: hashlib._Hash, recipe: Recipe) -> None:
-    for path in (recipe.model.path, recipe.model.config):
-        for file in _files(path):
-            digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
-            for piece in _pieces(file):
-                digest.update(piece)
-
-
-def _files(path: Path | None) -> list[Path]:
-    if path is None or path.is_file():
-        return [] if path is None else [path]
-    return sorted({file for pattern in _FILES for file in path.glob(pattern) if file.is_file()})
+    folder = recipe.model.path
+    if folder is None:  # the model stands in the recipe, with random weights
+        return
+    for file in sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}):
+        digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
+        for piece in _pieces(file):
+            digest.update(piece)
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

@@ -104,6 +104,15 @@ def test_a_fingerprint_is_of_what_tokens_depend_on() -> None:
     assert plain != fingerprint.of(load(TINY), "2")
 
 
+def test_a_model_that_stands_in_the_recipe_has_a_fingerprint_of_its_own() -> None:
+    for made in (lambda recipe: fingerprint.of(recipe, "1"), fingerprint.of_pages):
+        one = [
+            made(load("recipes/bench/llama_125m.yaml", said))
+            for said in ([], ["model.config.rope_theta=9.0"])
+        ]
+        assert made(load("recipes/bench/llama_125m.yaml")) == one[0] != one[1]
+
+
 def test_a_fingerprint_leaves_out_what_is_no_file(tmp_path: Path) -> None:
     folder = shutil.copytree(ROOT / "recipes/tiny/weights", tmp_path / "weights")
     (folder / "notes.json").mkdir()
