@@ -134,7 +134,7 @@ class Routing:
         if excluded := [*but]:
             is_open = is_open.copy()
             is_open[excluded] = False
-        if not is_open[is_open.argmax()]:
+        if not is_open.any():
             return None
         self._learn(prompt, now_s)
         found = self.num_found(prompt.keys)
