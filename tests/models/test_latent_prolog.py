@@ -106,8 +106,9 @@ def test_tokens_are_those_of_transformers(graphs: int, checkpoint: tuple[Any, Pa
     random = np.random.default_rng(6)
     prompts = [random.integers(0, 160, length).tolist() for length in (30, 70, 21, 90)]
     engine = engine_of(path, graphs)
-    log = machines.start(section("npu")).launch_log  # type: ignore[attr-defined]
-    answers, calls = serve(engine, prompts, log)
+    machine = machines.start(section("npu"))
+    assert isinstance(machine, Npu)
+    answers, calls = serve(engine, prompts, machine.launch_log)
     assert answers == [generated(model, prompt, 6)[0] for prompt in prompts]
     assert calls[False] == {2}, "of each of the two layers"
     assert 0 in calls[True], "a long span is expanded, and its queries are not absorbed"
